@@ -36,7 +36,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 EXECUTED := $(NOTEBOOKS:%=build/%)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test check-install notebooks docs docs-blocks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
+.PHONY: help demo check kernel test coverage test-matrix fuzz-saved fuzz test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test check-install notebooks docs docs-blocks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -116,6 +116,9 @@ test-matrix: $(READY) ## every policy x arrival x mode of the runtime against th
 fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answered, never a crash
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --hostile-files $(or $(FILES),10000) \
 		tests/unit/runtime/test_hostile_caches.py
+
+fuzz: $(READY) ## hostile files of every kind for SECONDS=3600 with SEED=0: refused or read, never a crash
+	$(BIN)/python benchmarks/bench_fuzz.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),0)
 
 test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 crafted files included
 	$(BIN)/python benchmarks/bench_sanitized.py

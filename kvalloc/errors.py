@@ -55,7 +55,8 @@ class ProfileFileError(KVAllocError):
         self.expected = expected
         self.way_out = way_out
         shown = one_line(found, 80)
-        super().__init__(f"{path}: {field} is {shown}, expected {expected}; {way_out}")
+        place = one_line(field, 80)
+        super().__init__(f"{path}: {place} is {shown}, expected {expected}; {way_out}")
 
 
 class ModelMismatchError(KVAllocError):

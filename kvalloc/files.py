@@ -151,7 +151,10 @@ def check_writable(path: str | Path) -> None:
 
 def near_file(path: str | Path) -> str:
     """A file or folder of nearly that name beside it, see `nearest`; empty where there is none."""
-    return nearest(str(path), map(str, Path(path).parent.glob("*")))
+    beside: list[str] = []
+    with suppress(OSError, ValueError):  # no folder, or no name that could be one's
+        beside = [str(one) for one in Path(path).parent.glob("*")]
+    return nearest(str(path), beside)
 
 
 def provenance(*packages: str) -> dict[str, Any]:

@@ -807,7 +807,7 @@ def read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
             ) from error
     try:
         array = np.asarray(weights, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(
             f"{where}weights are {str(weights)[:60]!r}, which are no table of numbers; give "
             f"{WEIGHT_SHAPES}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ def _kind(file: str) -> str:
     from kvalloc.formats.shipped_profiles import shipped_profiles, shipped_scores
 
     path, shipped = Path(file), [*shipped_scores(), *shipped_profiles()]
-    if not path.exists():
+    if not os.path.exists(path):
         if file in shipped_profiles():
             return "budget profile"
         if file in shipped_scores():

@@ -50,7 +50,10 @@ Measure once, decide in a moment, run with a smaller cache:
 """
 
 _USER_OS_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG),
+        *(errno.ENAMETOOLONG, errno.ELOOP),
+    }
 )
 
 

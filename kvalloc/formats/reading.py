@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
         with local_file(source) as fetched:
             return load_file(fetched, kinds)
     path, shipped = Path(source), [*shipped_scores(), *shipped_profiles()]
-    if not path.exists():
+    if not os.path.exists(path):
         if str(source) in shipped_profiles() and "budget profile" in kinds:
             return load_profile(source)
         if str(source) in shipped_scores() and "score profile" in kinds:

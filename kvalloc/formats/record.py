@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +23,13 @@ from kvalloc.formats.tensors import Blocks, Digest, write_tensors
 
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
+
+LARGEST_JSON_BYTES = 2**28
+"""A larger JSON file is not read: an evaluation with a million answers is smaller."""
+
+_LARGE_BYTES, _HOLES = 2**30, 1000
+"""A safetensors file of so many bytes, all but a part in so many of them holes, is not read: it
+costs whoever sends it nothing, and whoever reads it all their memory."""
 
 __all__ = [
     "WHAT_TO_DO",
@@ -289,8 +297,10 @@ class FileRecord(Record):
         """Raise a `ProfileFileError` unless there is a file, which is not one of another kind."""
         kind = kind_of(path)
         found, way_out = with_article(kind), WHAT_TO_DO.get(kind, "").format(path)
-        if not kind and not Path(path).is_file():
-            found = "a folder" if Path(path).is_dir() else "missing"
+        if not kind and not os.path.isfile(path):
+            found = "missing"
+            if os.path.exists(path):
+                found = "a folder" if os.path.isdir(path) else "no plain file"
             way_out = f"{near_file(path)}check the path"
         if way_out and kind != cls.NAME:
             raise ProfileFileError(
@@ -319,6 +329,11 @@ class FileRecord(Record):
         from safetensors import SafetensorError, safe_open
 
         cls.require_file(path)
+        about = os.stat(path)
+        there = getattr(about, "st_blocks", about.st_size) * 512
+        if about.st_size > max(_LARGE_BYTES, _HOLES * there):
+            found = f"{about.st_size:,} bytes, all but {there:,} of them holes"
+            raise cls.file_error(path, "file", found, cls.expected())
         try:
             return safe_open(path, framework="numpy")
         except (SafetensorError, OSError, ValueError) as error:
@@ -330,7 +345,7 @@ class FileRecord(Record):
         """What the header of an open safetensors file says; nothing of it is checked."""
         try:
             found = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # the latter for halves of surrogate pairs
             raise cls.file_error(path, "header", str(error), "JSON") from error
         if not isinstance(found, dict):
             raise cls.file_error(path, "header", found or "missing", cls.expected())
@@ -365,6 +380,9 @@ class JsonRecord(FileRecord):
             that cannot be.
         """
         cls.require_file(path)
+        size, most = os.path.getsize(path), LARGEST_JSON_BYTES
+        if size > most:
+            raise cls.file_error(path, "file", f"of {size:,} bytes", f"at most {most:,}")
         try:
             stated = from_json(Path(path).read_bytes())
         except (ValueError, OSError) as error:
@@ -397,21 +415,23 @@ def kind_of(path: str | Path) -> str:
     models, and so is ``demo``, unless there is a file of that name.
     """
     file = Path(path)
-    if (file / "config.json").is_file() or file.suffix.lower() == ".gguf":
+    if os.path.isfile(file / "config.json") or file.suffix.lower() == ".gguf":
         return "model"
+    if not os.path.isfile(file):  # nobody writes into a pipe that is opened twice
+        return "model" if str(path) == "demo" and not os.path.exists(file) else ""
     try:
         with open(file, "rb") as handle:
             start = handle.read(8)
             if start.lstrip()[:1] == b"{":
-                stated = from_json(start + handle.read())
+                stated = from_json(start + handle.read(LARGEST_JSON_BYTES))
             else:
                 length = int.from_bytes(start, "little")
                 header = from_json(handle.read(length if length < _HEADER_BYTES else 0))
                 metadata = header.get("__metadata__", {}).items()
                 stated = next((from_json(v) for k, v in metadata if k.startswith("kvalloc")), {})
         kind = str(stated.get("kind", "")).removeprefix("kvalloc.").replace("_", " ")
-    except (OSError, ValueError, AttributeError):
-        return "model" if str(path) == "demo" and not file.exists() else ""
+    except (OSError, ValueError, TypeError, AttributeError):
+        return ""
     kind = "saved cache" if kind == "cache" else kind
     return kind if kind in WHAT_TO_DO else ""
 

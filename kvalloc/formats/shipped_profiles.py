@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -64,7 +65,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     if isinstance(source, BudgetProfile):
         return source
     shipped = shipped_profiles()
-    if on_hub(source) or Path(source).exists() or str(source) in shipped:
+    if on_hub(source) or os.path.exists(source) or str(source) in shipped:
         return _load(BudgetProfile, source, BUDGETS)
     known = ", ".join(shipped) or "none"
     near = nearest(str(source), shipped)
@@ -116,7 +117,7 @@ def load_surrogate(source: str) -> FittedSurrogate:
 
 
 def _load(kind: type[T], source: str | Path, ending: str) -> T:
-    if not on_hub(source) and not Path(source).exists():
+    if not on_hub(source) and not os.path.exists(source):
         name, shipped = str(source), _shipped(ending)
         if name in shipped:
             with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:

@@ -77,7 +77,7 @@ class DuoAttention(ExportTarget):
             heads = np.atleast_2d(np.loadtxt(path / HEADS, dtype=float, delimiter="\t"))
             sizes = json.loads((path / "config.json").read_bytes())
             sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"{path} is no pattern of DuoAttention, a folder with {HEADS} and config.json: "
                 f"{one_line(error)}"

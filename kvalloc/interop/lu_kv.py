@@ -70,7 +70,7 @@ class LUKV(ExportTarget):
         """
         try:
             curves: FloatArray = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # NumPy takes the header for Python's, with errors of its own
             raise InputError(f"{path} is no file of LU-KV: {one_line(error)}") from error
         expected = (len(TOTALS), *like.budgets.shape)
         if curves.shape != expected or not np.isfinite(curves).all():

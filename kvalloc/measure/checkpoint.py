@@ -186,7 +186,7 @@ class Checkpoint:
             before, now = begun.get(field), self._job.get(field)
             if before != now:
                 raise InputError(
-                    f"cannot resume {self.folder}: it was begun with {field} "
+                    f"cannot resume {self.folder}: it was begun with {one_line(field, 60)} "
                     f"{one_line(before, 60)}, now it is {one_line(now, 60)}; "
                     "repeat the first command, or delete the folder to start over"
                 )

@@ -137,7 +137,9 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
             model = AutoModelForCausalLM.from_pretrained(parent, **options)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    except (ValueError, KeyError, RuntimeError, NotImplementedError, IndexError) as error:
+    except (OSError, ImportError):
+        raise  # a full disk, a package that is missing
+    except Exception as error:  # of whatever kind a broken file leads its reader to
         raise UnsupportedModelError(
             f"transformers cannot read {file.name}: {one_line(error)}"
         ) from error

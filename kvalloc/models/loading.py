@@ -205,14 +205,14 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
     if not source.strip():
         raise InputError("the model's name is empty; give a hub id, a path, or 'demo'")
     path = Path(source).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise InputError(
                 f"{source} holds no config.json, so it is not a model folder; name a folder "
                 "written by save_pretrained, or the .gguf file itself"
             )
         return str(path), path.resolve().name, False
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
             from kvalloc.formats.record import kind_of  # imports pydantic
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -108,7 +109,7 @@ def read_texts(paths: Iterable[str | Path]) -> list[Document]:
     """
     documents: list[Document] = []
     for path in map(Path, paths):
-        if path.is_dir():
+        if os.path.isdir(path):
             documents += _read_folder(path)
             continue
         if path.suffix.lower() == ".jsonl":
@@ -264,8 +265,9 @@ def _read_utf8(path: Path) -> str:
     except FileNotFoundError as error:
         near = near_file(path)
         raise InputError(f"there is no file or folder {path}; {near}check the path") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from error
+    except (OSError, ValueError) as error:  # the latter where a name holds a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read {path} ({reason})") from error
     if b"\0" in data:
         raise InputError(f"{path} is not text (it holds zero bytes); give a UTF-8 text file")
     try:

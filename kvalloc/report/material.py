@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class Material:
         found: dict[str, Any] = {}
         for file in dict.fromkeys(map(str, files)):
             record = load_file(file)
-            name = Path(file).stem if Path(file).exists() else file
+            name = Path(file).stem if os.path.exists(file) else file
             name = name if name not in found else file
             for other, first in found.items():
                 try:

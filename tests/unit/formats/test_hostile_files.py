@@ -1,0 +1,155 @@
+"""Files that were made to do harm: refused in one line, or read; see `hostile_files`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hostile_files
+import numpy as np
+import pytest
+from cli_tools import run
+from factories import make_budget_profile, make_scores
+from safetensors.numpy import save_file
+
+from kvalloc.allocation.request import read_weights
+from kvalloc.errors import InputError, KVAllocError, ProfileFileError
+from kvalloc.formats import record
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.reading import load_file
+from kvalloc.formats.record import kind_of
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_profile, load_scores
+from kvalloc.interop.exporting import TARGETS
+from kvalloc.prompts.texts import read_prompts
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, hostile_files.Kind]:
+    return hostile_files.make_kinds(tmp_path_factory.mktemp("sound"), models=False)
+
+
+def test_files_made_by_chance_are_refused_or_read(
+    kinds: dict[str, hostile_files.Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = hostile_files.run_many(
+        kinds, tmp_path, 0, itertools.count(), lambda so_far: so_far.by_kind.total() < 800
+    )
+    assert found.crashes == []
+    assert {kind for kind, outcome in found.by_kind if outcome == "refused"} == {*kinds}
+    assert sum(found.by_kind[kind, "read"] for kind in kinds) > 80
+
+
+def test_the_guard_notices_what_must_not_be(tmp_path: Path) -> None:
+    guard = hostile_files.GUARD
+    guard.begin(tmp_path)
+    acts: tuple[Any, ...] = (
+        lambda: Path("/etc/hostname").exists() and open("/etc/hostname").close(),
+        lambda: os.system("true"),
+        lambda: (tmp_path.parent / "outside").mkdir(),
+        lambda: socket.create_connection(("127.0.0.1", 9), timeout=1),
+    )
+    try:
+        for act in acts:
+            guard.note = ""
+            with suppress(OSError):
+                act()
+            assert guard.note, act
+        guard.note = ""
+        (tmp_path / "inside").write_text("")
+        assert not guard.note
+    finally:
+        guard.on = False
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\ud800", "x" * 5000 + "/p.json"])
+@pytest.mark.parametrize("load", [load_profile, load_scores, load_file, read_prompts])
+def test_names_that_no_file_can_have(name: str, load: Any) -> None:
+    with pytest.raises(KVAllocError):
+        load(name)
+    with pytest.raises(KVAllocError):
+        load_profile(Path(name))
+
+
+def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.json")
+    assert stat.S_ISFIFO((tmp_path / "p.json").stat().st_mode)
+    assert kind_of(tmp_path / "p.json") == ""
+    for load in (BudgetProfile.load, ScoreProfile.load):
+        with pytest.raises(ProfileFileError, match="file is no plain file"):
+            load(tmp_path / "p.json")
+
+
+def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_scores().save(tmp_path / "s.safetensors")
+    whole = (tmp_path / "s.safetensors").read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    n_bytes = 2**37
+    header["curves"] |= {"shape": [2, 3, 2, n_bytes // 96], "data_offsets": [0, n_bytes // 96 * 96]}
+    for name in [one for one in header if one not in ("curves", "__metadata__")]:
+        del header[name]
+    text = json.dumps(header).encode()
+    with open(tmp_path / "huge.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + n_bytes // 96 * 96)
+    with pytest.raises(ProfileFileError, match="all but .* of them holes"):
+        ScoreProfile.load(tmp_path / "huge.safetensors")
+    monkeypatch.setattr(record, "LARGEST_JSON_BYTES", 100)
+    make_budget_profile([[10, 17]]).save(tmp_path / "p.json")
+    with pytest.raises(ProfileFileError, match=r"file is of .* bytes, expected at most 100"):
+        BudgetProfile.load(tmp_path / "p.json")
+
+
+def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    save_file({"curves": np.zeros(1)}, path, metadata={"kvalloc": "@@@@@@"})
+    path.write_bytes(path.read_bytes().replace(b"@@@@@@", b"\\ud800"))
+    for load in (ScoreProfile.load, load_file):
+        with pytest.raises(ProfileFileError):
+            load(path)
+    assert run("inspect", path).code == 2
+
+
+def test_a_long_name_of_a_field_is_told_short(tmp_path: Path) -> None:
+    make_budget_profile([[10, 17]]).save(tmp_path / "p.json")
+    stated = json.loads((tmp_path / "p.json").read_bytes())
+    (tmp_path / "p.json").write_text(json.dumps({**stated, "x" * 10_000: 1}))
+    with pytest.raises(ProfileFileError, match="xxx") as caught:
+        BudgetProfile.load(tmp_path / "p.json")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_weight_that_no_float_holds(tmp_path: Path) -> None:
+    (tmp_path / "w.json").write_text(f"[1, 1{'0' * 400}]")
+    with pytest.raises(InputError, match="no table of numbers"):
+        read_weights(tmp_path / "w.json")
+
+
+@pytest.mark.parametrize(
+    ("target", "content"),
+    [
+        ("lu-kv", b""),
+        ("lu-kv", b"\x93NUMPY\x01\x00\x0a\x00{'descr\x00':("),
+        ("csv", b"layer,head,tokens\n0\n"),
+        ("duo-attention", b"[" * 100_000),
+        ("duo-attention", b'{"sink_size": 1e999, "recent_size": 1}'),
+    ],
+)
+def test_files_of_other_engines(tmp_path: Path, target: str, content: bytes) -> None:
+    path = tmp_path / "x"
+    if target == "duo-attention":
+        path.mkdir()
+        (path / "full_attention_heads.tsv").write_text("1\t1\n" * 3)
+        (path / "config.json").write_bytes(content)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=str(path)):
+        TARGETS[target].read(path, make_budget_profile([[10, 17]] * 3))
