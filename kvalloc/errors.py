@@ -29,6 +29,10 @@ class InputError(KVAllocError):
     """An argument, a text or a prompt that cannot be used."""
 
 
+class SampleError(InputError):
+    """A sample that the model cannot be measured on, through no fault of the others."""
+
+
 class ProfileFileError(KVAllocError):
     """A score profile, budget profile or saved cache that cannot be trusted.
 

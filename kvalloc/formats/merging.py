@@ -22,6 +22,9 @@ _BLOCK_BYTES = 1 << 24
 _MAY_DIFFER = ("created", "interpolation_error")
 """Fields of the header of which the merged file has the largest."""
 
+_ASIDE = "set_aside"
+"""The field of the header of which the merged file has what all parts say."""
+
 _OF_PARTS = ("shards", "sample_places")
 """Arrays that a whole measurement has not."""
 
@@ -56,7 +59,7 @@ class _Part:
             self._check(file)
             self.tensors = tensor_places(path)
         self.header = ScoreHeader.parsed(path, self._stated)
-        self.content = self.header.model_dump(mode="json", include={*ScoreHeader.model_fields})
+        self.content = self.header.header()
         self.names = [name for name in ScoreProfile.model_fields if name in self.tensors]
         self.shared = {
             name: self._read(name, 0, self.tensors[name][1][0])
@@ -165,6 +168,8 @@ def merge(
         )
     places, order = _all_places(found, whole=whole)
     last = {name: max(part.content[name] for part in found) for name in _MAY_DIFFER}
+    if aside := _set_aside(found):
+        last[_ASIDE] = {str(place): said for place, said in sorted(aside.items())}
     own = {} if whole else {"shards": held, "sample_places": places}
     names = [name for name in found[0].names if not whole or name not in _OF_PARTS]
     arrays = {name: _joined(found, name, order, own.get(name)) for name in names}
@@ -188,8 +193,8 @@ def merge(
 def _check_together(one: _Part, other: _Part) -> None:
     """Refuse two parts of different measurements; names the first field that differs."""
     for name in ScoreHeader.model_fields:
-        before, now = (part.content[name] for part in (one, other))
-        if name in _MAY_DIFFER or before == now:
+        before, now = (part.content.get(name) for part in (one, other))
+        if name in (*_MAY_DIFFER, _ASIDE) or before == now:
             continue
         if isinstance(before, dict) and isinstance(now, dict):
             key = next(key for key in [*before, *now] if before.get(key) != now.get(key))
@@ -241,7 +246,8 @@ def _all_places(parts: Sequence[_Part], *, whole: bool) -> tuple[IntArray, IntAr
     order = np.argsort(places, kind="stable")
     places = places[order]
     doubled = places[1:][np.diff(places) == 0].tolist()
-    missing = [*({*range(places.size)} - {*places.tolist()})] if whole else []
+    known = {*places.tolist(), *_set_aside(parts)}
+    missing = [*({*range(len(known))} - known)] if whole else []
     if doubled or missing:
         wrong = f"sample {doubled[0]} is in two" if doubled else f"sample {missing[0]} is in none"
         raise InputError(
@@ -249,6 +255,11 @@ def _all_places(parts: Sequence[_Part], *, whole: bool) -> tuple[IntArray, IntAr
             f"same {option('batch')}"
         )
     return places, rows[order].astype(np.int64)
+
+
+def _set_aside(parts: Sequence[_Part]) -> dict[int, str]:
+    """What could not be measured, by place."""
+    return {place: said for part in parts for place, said in part.header.set_aside.items()}
 
 
 def _joined(

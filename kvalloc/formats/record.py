@@ -204,6 +204,9 @@ class FileRecord(Record):
     METADATA: ClassVar[str] = ""
     """Under which a safetensors file's metadata have the record."""
 
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Fields of a safetensors file's record that stand there only where they say something."""
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileRecord) and self.digest == other.digest
 
@@ -218,6 +221,12 @@ class FileRecord(Record):
             return digest_of(self.model_dump(mode="json", exclude={"digest"}))
         except ValueError as error:
             raise InputError(f"{self.NAME}: it holds what JSON cannot hold: {error}") from error
+
+    def header(self) -> dict[str, Any]:
+        """Plain values of all but the arrays, as a safetensors file states them."""
+        fields = {*getattr(type(self), "HEADER", type(self)).model_fields}
+        unsaid = {name for name in self.OPTIONAL if not getattr(self, name)}
+        return self.model_dump(mode="json", include=fields - unsaid)
 
     @classmethod
     def from_record(cls, path: str | Path, stated: object) -> Self:
@@ -450,10 +459,6 @@ class ArrayRecord(FileRecord):
     def digest(self) -> str:
         """SHA-256 over header and arrays, their types and shapes: identifies the content."""
         return self._digest_over(self.header())
-
-    def header(self) -> dict[str, Any]:
-        """Plain values of all but the arrays."""
-        return self.model_dump(mode="json", include=set(self.HEADER.model_fields))
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a JSON header entry, atomically.

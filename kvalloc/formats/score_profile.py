@@ -47,6 +47,7 @@ class ScoreHeader(FileRecord):
     NAME: ClassVar[str] = "score profile"
     MADE_BY: ClassVar[str] = "kvalloc profile"
     METADATA: ClassVar[str] = "kvalloc"
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
     PROVENANCE: ClassVar[tuple[str, ...]] = (
         "interpolation_error",
         "text_digest",
@@ -96,6 +97,10 @@ class ScoreHeader(FileRecord):
 
     text_description: str = ""
     """Where the text came from, for people."""
+
+    set_aside: dict[int, str] = Field(default_factory=dict)
+    """Samples that were asked for and could not be measured, by place: their name and why. The rest
+    is what it would be had they not been asked for, but for what is said of the text."""
 
     versions: dict[str, str] = Field(default_factory=dict)
     """Versions of the libraries that measured."""

@@ -24,6 +24,7 @@ class SurrogateHeader(FileRecord):
     NAME: ClassVar[str] = "surrogate"
     MADE_BY: ClassVar[str] = "kvalloc fit-scorer"
     METADATA: ClassVar[str] = "kvalloc"
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
     PROVENANCE: ClassVar[tuple[str, ...]] = (
         "text_digest",
         "text_description",
@@ -63,6 +64,9 @@ class SurrogateHeader(FileRecord):
 
     text_description: str = ""
     """Where the text came from, for people."""
+
+    set_aside: dict[int, str] = Field(default_factory=dict)
+    """Samples that were asked for and could not be measured, by place: their name and why."""
 
     versions: dict[str, str] = Field(default_factory=dict)
     """Versions of the libraries that fitted it."""

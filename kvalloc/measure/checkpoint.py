@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,17 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, one_line, option
-from kvalloc.files import atomic_write, check_writable, provenance
+from kvalloc.files import atomic_write, check_writable
 from kvalloc.formats.record import digest_over
-from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 Array = npt.NDArray[Any]
-
-MEASURED_WITH = ("numpy", "torch", "transformers")
-"""Whose versions a measurement names."""
 
 _FORMAT = 3
 _MANIFEST = "manifest.json"
@@ -248,20 +243,6 @@ def _check_unfinished(folder: Path, *, resume: bool) -> None:
 def _holds_pieces(folder: Path) -> bool:
     """Whether there is finished work: what a kill leaves beside it can be made anew."""
     return any(folder.glob(f"*{_PIECE}"))
-
-
-def job_record(model: Any, shape: ModelShape) -> dict[str, Any]:
-    """What of a model and of this machine decides the numbers of any job."""
-    from kvalloc.models.structure import input_device, weights_digest
-
-    return {
-        # Apart from the sizes, so that a message can say which of the two differ.
-        "weights": weights_digest(model),
-        "model": replace(shape, weights_digest=None, weights_signs=None).to_dict(),
-        "dtype": str(model.dtype),
-        "device": input_device(model).type,
-        "versions": provenance(*MEASURED_WITH)["versions"],
-    }
 
 
 def _locked(folder: Path) -> BaseFileLock:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.engine.contract import ModelFacts
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.score_profile import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.formats.sharing_groups import runs_of
-from kvalloc.measure.checkpoint import Checkpoint, job_record
+from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import FIDELITY_ROWS
 from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
 from kvalloc.measure.sampling import SampleSet, Shard
@@ -61,7 +62,6 @@ class Job:
 
     Attributes
     ----------
-    model : transformers.PreTrainedModel
     shape : ModelShape
     scorer : Scorer
     sinks, context_tokens : int
@@ -84,7 +84,6 @@ class Job:
         Tokens of a sample that run at once; see `chunk_of`.
     """
 
-    model: Any
     shape: ModelShape
     scorer: Scorer
     sinks: int
@@ -228,13 +227,10 @@ class Job:
         if kept is not None:
             kept.save(_name(place), sample)
 
-    def record(self) -> dict[str, Any]:
+    def record(self, facts: ModelFacts) -> dict[str, Any]:
         """Everything that decides the numbers, for the manifest of a checkpoint."""
-        from kvalloc.models.attention import base_implementation
-
         return {
-            **job_record(self.model, self.shape),
-            "attention": base_implementation(self.model.config),
+            **facts.record(),
             "scorer": self.scorer.name,
             "scorer_parameters": self.scorer.parameters(),
             "context_tokens": self.context_tokens,

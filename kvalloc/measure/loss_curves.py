@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, SampleError
 from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.policies import policy_of
@@ -39,12 +39,18 @@ class _Variant(NamedTuple):
 
 
 def sample_losses(
-    job: Job, index: int, *, layer_done: Callable[[], None], only: BoolArray | None = None
+    model: Any,
+    job: Job,
+    index: int,
+    *,
+    layer_done: Callable[[], None],
+    only: BoolArray | None = None,
 ) -> Measured:
     """Loss curves of one sample of a job, as its plan says.
 
     Parameters
     ----------
+    model : transformers.PreTrainedModel
     job : Job
     index : int
         Of the sample.
@@ -62,14 +68,14 @@ def sample_losses(
     Raises
     ------
     InputError
-        If the sample cannot be measured, or a loss is not finite.
+        If the sample cannot be measured; a `SampleError` if a loss is not finite.
     UnsupportedModelError
         If the model's layers cannot be seen.
     """
     plan, name = job.loss_plan, job.shape.model_id
     try:
         probe = LossProbe.of_sample(
-            job.model,
+            model,
             job.samples.samples[index],
             job.scorer,
             sinks=job.sinks,
@@ -84,7 +90,7 @@ def sample_losses(
     except InputError as error:
         raise InputError(f"sample {index}: {error}") from error
     if not np.isfinite(found["losses"]).all():
-        raise InputError(
+        raise SampleError(
             f"the losses of {name} in sample {index} are not finite; load the model in float32 or "
             "bfloat16, or check its weights"
         )

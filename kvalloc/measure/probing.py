@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import pi, sqrt
+from typing import Any
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.costs import stored_bytes
+from kvalloc.engine.contract import Advance, Engine, Failed
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Job, Measured, Steps
 
@@ -126,16 +129,21 @@ def _expected_improvement(gap: FloatArray, uncertain: FloatArray) -> FloatArray:
 
 
 def probed_samples(
-    job: Job, estimated: list[Measured], kept: Checkpoint | None, steps: Steps
-) -> tuple[list[Measured], BoolArray]:
+    job: Job,
+    engine: Engine,
+    estimated: Mapping[int, Measured],
+    kept: Checkpoint | None,
+    steps: Steps,
+) -> tuple[dict[int, Measured], BoolArray]:
     """Measure the undecided figures of every sample, and scale the estimates to them.
 
     Parameters
     ----------
     job : Job
         With `LossPlan.probes`.
-    estimated : list of Measured
-        With estimated losses.
+    engine : Engine
+    estimated : mapping of int to Measured
+        With estimated losses, by sample.
     kept : Checkpoint or None
         Holds the second pass of sample i as sample ``n_samples + i``.
     steps : Steps
@@ -143,13 +151,11 @@ def probed_samples(
 
     Returns
     -------
-    samples : list of Measured
+    samples : dict of int to Measured
     where : ndarray of bool, (n_layers, n_kv_heads or 1, n_kinds, n_levels)
         Which figures were measured.
     """
-    from kvalloc.measure.loss_curves import sample_losses  # loads torch
-
-    plan = job.loss_plan
+    plan, n_samples = job.loss_plan, len(job.samples.samples)
     assert plan.probes is not None  # only a job with probes comes here
     losses, stderr = _stacked(estimated)
     shape, full = losses.shape, list(job.shape.full_layers)
@@ -160,27 +166,40 @@ def probed_samples(
     chosen = choose_probes(options, costs, plan.probes)
     where = np.zeros(shape[1:], dtype=np.bool_)
     where[full] = chosen.reshape(len(full), *shape[2:])
-    measured = []
-    for index, sample in enumerate(estimated):
-        done = job.finished(kept, shape[0] + index)
-        if done is None:
-            done = sample | sample_losses(job, index, layer_done=lambda: None, only=where)
-            job.keep(kept, shape[0] + index, done)
-        measured.append(done)
-        steps.advance(job.sample_steps)
-    probed, errors = _stacked(measured)
+    finished = {index: job.finished(kept, n_samples + index) for index in estimated}
+    measured = {index: sample for index, sample in finished.items() if sample is not None}
+    steps.advance(len(measured) * job.sample_steps)
+    left = {index: (index, sample) for index, sample in estimated.items() if index not in measured}
+    for index, found in engine.run(partial(_measure_where, job, where), left, steps.advance):
+        if isinstance(found, Failed):  # the figures were chosen with its estimates
+            raise found.error
+        job.keep(kept, n_samples + index, found)
+        measured[index] = found
+    probed, errors = _stacked(dict(sorted(measured.items())))
     n_levels, curves = shape[-1], (shape[0], -1, shape[-1])
     scaled = scaled_to_probes(
         losses.reshape(curves), probed.reshape(curves), where.reshape(-1, n_levels)
     ).reshape(shape)
     ratio = np.divide(scaled, losses, out=np.ones(shape), where=losses > 0)
     errors = np.where(where, errors, stderr * ratio)
-    return [
-        sample | {"losses": own, "loss_stderr": error}
-        for sample, own, error in zip(estimated, scaled, errors, strict=True)
-    ], where
+    return {
+        index: sample | {"losses": own, "loss_stderr": error}
+        for (index, sample), own, error in zip(estimated.items(), scaled, errors, strict=True)
+    }, where
 
 
-def _stacked(samples: list[Measured]) -> list[FloatArray]:
+def _measure_where(
+    job: Job, where: BoolArray, model: Any, sample: tuple[int, Measured], advance: Advance
+) -> Measured:
+    """The undecided figures of one sample that was estimated."""
+    from kvalloc.measure.loss_curves import sample_losses  # loads torch
+
+    index, estimated = sample
+    measured = sample_losses(model, job, index, layer_done=lambda: None, only=where)
+    advance(job.sample_steps)
+    return estimated | measured
+
+
+def _stacked(samples: Mapping[int, Measured]) -> list[FloatArray]:
     """Losses and errors, (n_samples, n_layers, n_kv_heads or 1, n_kinds, n_levels)."""
-    return [np.stack([one[name] for one in samples]) for name in ("losses", "loss_stderr")]
+    return [np.stack([one[name] for one in samples.values()]) for name in ("losses", "loss_stderr")]

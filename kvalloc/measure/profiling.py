@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
@@ -11,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray
-from kvalloc.errors import InputError, option
+from kvalloc.engine.contract import MEASURED_WITH, Advance, Engine, Failed, engine_of
+from kvalloc.errors import InputError, SampleError, option
 from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, kept_work
+from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import (
     SharedRuns,
     check_share_length,
@@ -28,7 +30,7 @@ from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_pol
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probing import probed_samples
 from kvalloc.measure.sampling import Shard, choose_samples
-from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
@@ -142,8 +144,9 @@ def profile(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
+    model : transformers.PreTrainedModel or Engine
+        A causal language model, the same afterwards; or workers that have loaded one, see
+        `kvalloc.engine.ray.RayEngine`.
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer.
     texts : iterable of str, Document or Prompt
@@ -166,13 +169,15 @@ def profile(
     Returns
     -------
     ScoreProfile
-        Sliding layers have the curve 1 and mass 0: nothing is decided there.
+        Sliding layers have the curve 1 and mass 0: nothing is decided there. A sample that fails by
+        itself is set aside, and named in ``set_aside``: its scores are not finite, it does not fit
+        into memory, or it kills its worker twice. All else is as if it had not been asked for.
 
     Raises
     ------
     InputError
-        If text, prompts or options cannot be used, the context is beyond the model's limit, a score
-        is not finite, or the output cannot be written or has unfinished work of another job beside
+        If text, prompts or options cannot be used, the context is beyond the model's limit, every
+        sample fails, or the output cannot be written or has unfinished work of another job beside
         it.
     UnsupportedModelError
         If the model has no attention that kvalloc can see.
@@ -184,10 +189,11 @@ def profile(
     XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Section IV, Eq. 4.
     """
     require_run_packages()
-    shape = shape_of(model, model_id=model_id)
-    job = _job(model, tokenizer, texts, shape, options)
-    with kept_work(output, job.record, resume=resume) as kept:
-        result = measure_job(job, kept, progress)
+    engine = engine_of(model)
+    facts = engine.facts(model_id)
+    job = _job(tokenizer, texts, facts.shape, options)
+    with kept_work(output, partial(job.record, facts), resume=resume) as kept:
+        result = measure_job(job, engine, kept, progress)
         if kept is not None:
             result.save(kept.output)
             kept.finish()
@@ -231,7 +237,6 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
 
 
 def _job(
-    model: Any,
     tokenizer: Any,
     texts: Iterable[str | Document | Prompt],
     shape: ModelShape,
@@ -253,44 +258,66 @@ def _job(
     )
     from kvalloc.runtime.policies import policy_of  # loads torch
 
-    job = Job(model=model, shape=shape, samples=samples, **asked)
+    job = Job(shape=shape, samples=samples, **asked)
     for scorer in (job.scorer, *(policy_of(each).scorer for each in job.policies[1:])):
         scorer.check_model(shape)
     return job
 
 
 def measure_job(
-    job: Job, kept: Checkpoint | None = None, progress: Progress | None = None
+    job: Job, engine: Engine, kept: Checkpoint | None = None, progress: Progress | None = None
 ) -> ScoreProfile:
     """Measure all samples of a job and put them together."""
     probes = job.losses is not None and job.losses.probes is not None
     # With probes twice over the samples: estimates, then what they leave undecided, about as long.
     n_samples = len(job.places)
     steps = Steps((2 if probes else 1) * n_samples * job.sample_steps, progress)
-    found = _measure_all(job, kept, steps)
-    if not probes:
-        return _assemble(job, found)
-    found, where = probed_samples(job, found, kept, steps)
-    return _assemble(job, found).replace(loss_probed=where.astype(np.int64))
+    found, failed = _measure_all(job, engine, kept, steps)
+    probed = None
+    if probes:
+        found, where = probed_samples(job, engine, found, kept, steps)
+        probed = where.astype(np.int64)
+    steps.advance(steps.total)  # what a sample that was set aside had left
+    aside = job.samples.set_aside(failed)
+    return _assemble(job, found).replace(loss_probed=probed, set_aside=aside)
 
 
-def _measure_all(job: Job, kept: Checkpoint | None, steps: Steps) -> list[Measured]:
-    """All samples in order, those from the checkpoint without running them again."""
-    results: list[Measured] = []
+def _measure_all(
+    job: Job, engine: Engine, kept: Checkpoint | None, steps: Steps
+) -> tuple[dict[int, Measured], dict[int, Failed]]:
+    """All samples by number, those from the checkpoint without running them again.
+
+    Those that failed by themselves are apart. Of a group that failed each sample runs alone.
+    """
+    found: dict[int, Measured] = {}
+    failed: dict[int, Failed] = {}
+    groups: dict[int, list[int]] = {}
     for group in job.groups:
-        finished = [job.finished(kept, index) for index in group]
-        found = [sample for sample in finished if sample is not None]
-        if len(found) == len(group):
+        finished = {index: job.finished(kept, index) for index in group}
+        known = {index: sample for index, sample in finished.items() if sample is not None}
+        if len(known) == len(group):
             steps.advance(len(group) * job.sample_steps)
+            found |= known
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
-            found = _measure_group(job, group, steps)
-            for index, sample in zip(group, found, strict=True):
-                job.keep(kept, index, sample)
-        results += found
-    return results
+            groups[group[0]] = group
+    while groups:
+        alone: dict[int, list[int]] = {}
+        for number, result in engine.run(partial(_measure_group, job), groups, steps.advance):
+            if not isinstance(result, Failed):
+                for index, sample in zip(groups[number], result, strict=True):
+                    job.keep(kept, index, sample)
+                    found[index] = sample
+            elif len(groups[number]) > 1:
+                alone |= {index: [index] for index in groups[number]}
+            else:
+                failed[number] = result
+        groups = alone
+    if not found:
+        raise failed[min(failed)].error
+    return dict(sorted(found.items())), dict(sorted(failed.items()))
 
 
-def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
+def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> list[Measured]:
     """One mini-prefill over samples of equal length, and the losses of each."""
     import torch
 
@@ -328,13 +355,12 @@ def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
         for run, together in runs.add(layer, scores, masses[:, layer]):
             for row, curves in enumerate(together):
                 store("shared", row, run, curves)
-        steps.advance(len(group))
+        advance(len(group))
 
     if job.states is None:
-        device = input_device(job.model)
-        inputs = torch.from_numpy(ids).to(device)
+        inputs = torch.from_numpy(ids).to(input_device(model))
         chunk = job.chunk_of(ids.shape[1])
-        mini_prefill(job.model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
+        mini_prefill(model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
     else:
         for layer in job.shape.full_layers:
             look(job.states[layer])
@@ -344,10 +370,10 @@ def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
     from kvalloc.measure.loss_curves import sample_losses  # loads torch
 
     def layer_done() -> None:
-        steps.advance(job.loss_layers)
+        advance(job.loss_layers)
 
     return [
-        sample | sample_losses(job, index, layer_done=layer_done)
+        sample | sample_losses(model, job, index, layer_done=layer_done)
         for index, sample in zip(group, samples, strict=True)
     ]
 
@@ -369,9 +395,10 @@ def _loss_plan(options: ProfileOptions) -> LossPlan | None:
     return loss
 
 
-def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
-    stacked = {name: np.stack([one[name] for one in results]) for name in job.sizes()}
-    n_tokens = [job.samples.samples[place].token_ids.size for place in job.places]
+def _assemble(job: Job, results: Mapping[int, Measured]) -> ScoreProfile:
+    """The profile of the samples that could be measured, by their places."""
+    stacked = {name: np.stack([one[name] for one in results.values()]) for name in job.sizes()}
+    n_tokens = [job.samples.samples[place].token_ids.size for place in results]
     losses: dict[str, Any] = {}
     if job.losses is not None:
         losses = {
@@ -400,7 +427,7 @@ def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
         bit_fidelity=stacked.get("fidelity"),
         shared_runs=job.shared_runs if job.share_length > 1 else None,
         shared_curves=stacked.get("shared"),
-        **_part(job),
+        **_part(job, [*results]),
         interpolation_error=float(stacked["interpolation_error"].max()),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
@@ -408,13 +435,13 @@ def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
     )
 
 
-def _part(job: Job) -> dict[str, Any]:
+def _part(job: Job, places: list[int]) -> dict[str, Any]:
     """Which shard of the measurement, and which samples, if not all."""
     if (shard := job.shard) is None:
         return {}
     held = np.zeros(shard.of, dtype=np.int64)
     held[shard.number - 1] = 1
-    return {"shards": held, "sample_places": np.array(job.places, dtype=np.int64)}
+    return {"shards": held, "sample_places": np.array(places, dtype=np.int64)}
 
 
 def _scorer(options: ProfileOptions) -> Scorer:
@@ -451,7 +478,7 @@ def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int, batch
 
 def _check_finite(scores: npt.NDArray[Any], layer: int, sample: int, model_id: str) -> None:
     if not np.isfinite(scores).all() or scores.min() < 0:
-        raise InputError(
+        raise SampleError(
             f"the scores of {model_id} in layer {layer}, sample {sample} are not finite numbers "
             ">= 0; load the model in float32 or bfloat16, or check its weights"
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.accounting import IntArray
+from kvalloc.engine.contract import LocalEngine
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.job import Job
@@ -95,7 +96,6 @@ def prompt_scores(
     measured = cut_middle(token_ids, n_tokens if measured_tokens is None else measured_tokens)
     part = "" if measured.size == n_tokens else f", {measured.size} of them measured"
     job = Job(
-        model=model,
         shape=shape,
         scorer=scorer,
         sinks=sinks,
@@ -106,4 +106,4 @@ def prompt_scores(
         ),
         states=states,
     )
-    return measure_job(job)
+    return measure_job(job, LocalEngine(model))

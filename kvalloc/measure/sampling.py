@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvalloc.accounting import IntArray
+from kvalloc.engine.contract import Failed
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.examples import encode, prompt_ids
 from kvalloc.prompts.splits import refuse_held_out
@@ -30,11 +31,14 @@ class Sample:
         What follows, where the data says so.
     question_ids : ndarray of int64, (n_question,), or None
         What is read between the two, after the compression, where the data says so.
+    name : str
+        Where it came from, for messages.
     """
 
     token_ids: IntArray
     answer_ids: IntArray | None = None
     question_ids: IntArray | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,13 @@ class SampleSet:
 
     samples: tuple[Sample, ...]
     description: str
+
+    def set_aside(self, failed: Mapping[int, Failed]) -> dict[int, str]:
+        """Of each that failed its name and why, by its place, as files tell it."""
+        return {
+            place: f"{self.samples[place].name or f'sample {place}'}: {failed[place].reason}"
+            for place in sorted(failed)
+        }
 
     def digest(self) -> str:
         """SHA-256 over the samples' lengths and token ids, answers not included."""
@@ -191,7 +202,10 @@ def choose_samples(
         if count
     ]
     found = [
-        Sample(token_ids=np.concatenate([prefix, stream[at * own_tokens : (at + 1) * own_tokens]]))
+        Sample(
+            token_ids=np.concatenate([prefix, stream[at * own_tokens : (at + 1) * own_tokens]]),
+            name=f"piece {at + 1} of the text",
+        )
         for at in pieces
     ]
     found += [_of_prompt(prompt, tokenizer, context_tokens, least_tokens) for prompt in asked]
@@ -234,7 +248,7 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
             "another one, or leave it out"
         )
     question = _given(prompt.question_ids, prompt.question, tokenizer)
-    return Sample(token_ids=ids, answer_ids=answer, question_ids=question)
+    return Sample(token_ids=ids, answer_ids=answer, question_ids=question, name=prompt.where)
 
 
 def _given(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.errors import InputError, option
+from kvalloc.engine.contract import (
+    MEASURED_WITH,
+    Advance,
+    Engine,
+    Failed,
+    ModelFacts,
+    by_number,
+    engine_of,
+)
+from kvalloc.errors import InputError, SampleError, option
 from kvalloc.files import provenance
 from kvalloc.formats.surrogate import FittedSurrogate
-from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, job_record, kept_work
+from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.job import Steps
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, choose_samples
-from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers.later_pass import LaterStep
@@ -44,7 +55,6 @@ PIECE = 256
 """Tokens of the second copy that look up at once, as in the default (docs/runtime.md): with 2,048
 reconstruction loses twice as much at 10% of the bytes on a model's own answers."""
 
-_PIECE = "sums"
 _HALVES = ("first", "second")
 
 
@@ -159,14 +169,15 @@ def fit_scorer(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
+    model : transformers.PreTrainedModel or Engine
+        A causal language model, the same afterwards; or workers, as for `kvalloc.profile`.
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer.
     texts : iterable of str, Document or Prompt
         As `kvalloc.profile` takes them.
     output : str or Path, optional
-        The file to write, atomically. The sums so far are kept in ``OUTPUT.partial`` until then.
+        The file to write, atomically. The sums of each finished sample are kept in
+        ``OUTPUT.partial`` until then.
     resume : bool
         Go on with what an earlier, killed call left there; the result is bit-identical.
     progress : callable, optional
@@ -179,12 +190,15 @@ def fit_scorer(
     Returns
     -------
     FittedSurrogate
+        Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the others
+        stay in the half that they would have been in.
 
     Raises
     ------
     InputError
-        If text or options cannot be used, two readings are beyond the model's limit, a score is
-        not finite, or the output cannot be written or has unfinished work of another job beside it.
+        If text or options cannot be used, two readings are beyond the model's limit, every sample
+        of a half fails, or the output cannot be written or has unfinished work of another job
+        beside it.
     UnsupportedModelError
         If the model has no attention that kvalloc can see, or does not rotate its keys by halves.
     MissingDependencyError
@@ -195,8 +209,9 @@ def fit_scorer(
     KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
     """
     require_run_packages()
-    shape = shape_of(model, model_id=model_id)
-    context = options.get("context", 1024)
+    engine = engine_of(model)
+    facts = engine.facts(model_id)
+    shape, context = facts.shape, options.get("context", 1024)
     if (limit := shape.max_context_tokens) is not None and 2 * context > limit:
         raise InputError(
             f"prompts of {context:,} tokens are read twice, which is beyond the {limit:,} tokens "
@@ -215,9 +230,9 @@ def fit_scorer(
             "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
             f"give more text, or {option('samples', 16)}"
         )
-    fitting = _Fitting(model=model, shape=shape, samples=samples, context=context)
-    with kept_work(output, fitting.record, resume=resume) as kept:
-        result = fitting.run(kept, progress)
+    fitting = _Fitting(shape=shape, samples=samples, context=context)
+    with kept_work(output, partial(fitting.record, facts), resume=resume) as kept:
+        result = fitting.run(engine, kept, progress)
         if kept is not None:
             result.save(kept.output)
             kept.finish()
@@ -228,7 +243,6 @@ def fit_scorer(
 class _Fitting:
     """One fit, fully decided."""
 
-    model: Any
     shape: ModelShape
     samples: SampleSet
     context: int
@@ -241,39 +255,56 @@ class _Fitting:
         """Of a sample: other documents than the first half's, or the same kinds in their turns."""
         return int(2 * index >= len(self.samples.samples))
 
-    def record(self) -> dict[str, Any]:
+    def record(self, facts: ModelFacts) -> dict[str, Any]:
         return {
-            **job_record(self.model, self.shape),
+            **facts.record(),
             "context_tokens": self.context,
             "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
         }
 
     def run(
-        self, kept: Checkpoint | None, progress: Callable[[int, int], None] | None
+        self,
+        engine: Engine,
+        kept: Checkpoint | None,
+        progress: Callable[[int, int], None] | None,
     ) -> FittedSurrogate:
-        """Sums over all samples, then the fit."""
-        n_samples, layers = len(self.samples.samples), self.shape.full_layers
-        steps = Steps(n_samples * len(layers), progress)
+        """Sums over all samples, always added in their order, then the fit."""
+        n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
+        steps = Steps(n_samples * layers, progress)
+        finished = [
+            index
+            for index in range(n_samples)
+            if kept is not None and kept.load(_name(index)) is not None
+        ]
+        steps.advance(len(finished) * layers)
+        left = {index: index for index in range(n_samples) if index not in finished}
+        fresh = _saved(engine.run(self.sums, left, steps.advance), kept)
         arrays: dict[str, FloatArray] = {}
-        found = None if kept is None else kept.load(_PIECE)
-        if found is not None:
-            arrays = dict(found[0])
-        done = 0 if found is None else int(found[1]["done"])
-        steps.advance(done * len(layers))
-        for index in range(done, n_samples):
-            features, targets = self._rows(index, steps)
+        failed: dict[int, Failed] = {}
+        for index, found in by_number(chain(((i, None) for i in finished), fresh)):
+            if isinstance(found, Failed):
+                failed[index] = found
+                continue
+            piece = found
+            if kept is not None:  # read again, so that what comes early is not held
+                piece, _ = kept.load(_name(index)) or (None, None)
+            assert piece is not None  # it was there just now
             half = _HALVES[self._half(index)]
-            own = NormalEquations.of(features, targets).moments
-            arrays[half] = arrays[half] + own if half in arrays else own
-            places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
-            joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
-            arrays[f"ranked_{index:05d}"] = joined
-            if kept is not None:
-                kept.save(_PIECE, arrays, {"done": index + 1})
-        return self._fit(arrays)
+            arrays[half] = arrays[half] + piece["moments"] if half in arrays else piece["moments"]
+            arrays[_name(index)] = piece["ranked"]
+        if not arrays.keys() >= {*_HALVES}:
+            raise failed[min(failed)].error
+        return self._fit(arrays, failed)
 
-    def _rows(self, index: int, steps: Steps) -> tuple[FloatArray, FloatArray]:
+    def sums(self, model: Any, index: int, advance: Advance) -> dict[str, FloatArray]:
+        """What is kept of a sample: the moments of its tokens, and some tokens to rank."""
+        features, targets = self._rows(model, index, advance)
+        places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
+        joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
+        return {"moments": NormalEquations.of(features, targets).moments, "ranked": joined}
+
+    def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
         """Features and log scores of a sample, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
         import torch
 
@@ -307,18 +338,18 @@ class _Fitting:
             targets.append(score.clamp_(min=LEAST_SCORE).log_().cpu().numpy())
             features.append(entry_features(prompt)[0, :, rows].cpu().numpy())
             if not (np.isfinite(targets[-1]).all() and np.isfinite(features[-1]).all()):
-                raise InputError(
+                raise SampleError(
                     f"the keys, values or scores of {self.shape.model_id} in layer {states.layer}, "
                     f"sample {index} are not finite numbers; load the model in float32 or bfloat16"
                 )
-            steps.advance()
+            advance(1)
 
-        device = input_device(self.model)
+        device = input_device(model)
         twice = torch.cat([ids, ids])[None].to(device)
-        mini_prefill(self.model, twice, look, layers=self.shape.full_layers)
+        mini_prefill(model, twice, look, layers=self.shape.full_layers)
         return np.stack(features), np.stack(targets)
 
-    def _fit(self, arrays: dict[str, FloatArray]) -> FittedSurrogate:
+    def _fit(self, arrays: dict[str, FloatArray], failed: dict[int, Failed]) -> FittedSurrogate:
         """The best ridge, both halves by the fit of the other, and the fit of both."""
         first, second = (NormalEquations(moments=arrays[half]) for half in _HALVES)
         explained = {
@@ -328,15 +359,16 @@ class _Fitting:
         ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
         by_other = second.fit(ridge), first.fit(ridge)
         correlations = [
-            _rank_correlation(arrays[f"ranked_{index:05d}"], by_other[self._half(index)])
+            _rank_correlation(arrays[_name(index)], by_other[self._half(index)])
             for index in range(len(self.samples.samples))
+            if index not in failed
         ]
         return FittedSurrogate(
             shape=self.shape,
             target=self.target.name,
             target_parameters=self.target.parameters(),
             context_tokens=self.context,
-            samples=len(self.samples.samples),
+            samples=len(correlations),
             sinks=SINKS,
             ridge=ridge,
             weights=(first + second).fit(ridge),
@@ -344,8 +376,25 @@ class _Fitting:
             rank_correlation=np.mean(correlations, axis=(0, 2)),
             text_digest=self.samples.digest(),
             text_description=self.samples.description,
+            set_aside=self.samples.set_aside(failed),
             **provenance(*MEASURED_WITH),
         )
+
+
+def _name(index: int) -> str:
+    return f"sample_{index:05d}"
+
+
+def _saved(
+    results: Iterable[tuple[int, Any]], kept: Checkpoint | None
+) -> Iterator[tuple[int, Any]]:
+    """The same; where they are kept, only what failed is handed on."""
+    for index, found in results:
+        if kept is None or isinstance(found, Failed):
+            yield index, found
+        else:
+            kept.save(_name(index), found)
+            yield index, None
 
 
 def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:

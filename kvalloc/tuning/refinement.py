@@ -10,12 +10,12 @@ from typing import Any, Unpack
 from kvalloc.allocation.decision import solver_of, to_budget_profile
 from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.engine.contract import ModelFacts
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
-from kvalloc.measure.checkpoint import job_record, kept_work
-from kvalloc.models.loading import shape_of
+from kvalloc.measure.checkpoint import kept_work
 from kvalloc.problem import Solver
 from kvalloc.problem.registry import options_of
 from kvalloc.prompts.texts import Document, Prompt
@@ -123,8 +123,8 @@ def refine(
     named: dict[str, Any] | None = given.pop("solver_options", None)
     solver = solver_of(given.pop("solver", "auto"), named)
     request = refinement_request(given)
-    shape = shape_of(model, model_id=model_id)
-    scores.shape.require_same_model(shape)
+    facts = ModelFacts.of(model, model_id)
+    scores.shape.require_same_model(facts.shape)
     problem, note = formulate(scores, request), ""
     if prompts is None:
         context = scores.context_tokens
@@ -135,7 +135,7 @@ def refine(
 
     def job() -> dict[str, Any]:
         return {
-            **job_record(model, shape),
+            **facts.record(),
             **text,
             "refining": request.target.record(),
             "level": request.level,

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
+from kvalloc.engine.contract import MEASURED_WITH, ModelFacts
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import BY_SCORE, Policy
-from kvalloc.measure.checkpoint import MEASURED_WITH, job_record, kept_work
+from kvalloc.measure.checkpoint import kept_work
 from kvalloc.measure.job import Steps
 from kvalloc.measure.loss_plan import named_policies, own_policy, read_named, read_scorer
 from kvalloc.measure.sampling import SampleSet, choose_samples
-from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.models.loading import require_run_packages
 from kvalloc.prompts.intervals import interval
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policy_of
@@ -211,10 +212,10 @@ def tune_each(
     require_run_packages()
     if not shares:
         raise InputError("there is no budget to decide for; ask for at least one share")
-    shape = shape_of(model, model_id=options.get("model_id"))
-    jobs = [_job(shape, share, options, by_prompt=by_prompt) for share in shares]
+    facts = ModelFacts.of(model, options.get("model_id"))
+    jobs = [_job(facts.shape, share, options, by_prompt=by_prompt) for share in shares]
     found = _prompts(texts, tokenizer, jobs[0], options.get("samples"))
-    records = [partial(_record, model, job, found) for job in jobs]
+    records = [partial(_record, facts, job, found) for job in jobs]
     files: Sequence[str | Path | None] = outputs or [None] * len(jobs)
     with ExitStack() as stack:
         kept = [
@@ -335,10 +336,10 @@ def _prompts(
     return found
 
 
-def _record(model: Any, job: DescentJob, found: SampleSet) -> dict[str, Any]:
+def _record(facts: ModelFacts, job: DescentJob, found: SampleSet) -> dict[str, Any]:
     """Everything that decides the numbers of a descent."""
     return {
-        **job_record(model, job.shape),
+        **facts.record(),
         "budget": job.share,
         "context_tokens": job.context,
         "policies": [policy.record() for policy in job.policies],

@@ -51,7 +51,7 @@ def probe_of(*policies, **options):
 
 def job(level, *shares, batch=8, policies=(), bits=()):
     """Levels at some shares of a context of 40 tokens."""
-    rest = {"samples": None, "model": None, "shape": shape_of(tiny_model()), "bits": bits}
+    rest = {"samples": None, "shape": shape_of(tiny_model()), "bits": bits}
     plan = LossPlan(shares=shares, level=level, batch=batch, policies=policies)
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 

@@ -1,0 +1,198 @@
+"""What a job needs of whatever runs its model: facts of the model, and results for items.
+
+A job is a function that takes the model and one item. Items have numbers; results come back by
+number, in whatever order they finish, and whoever asked puts them in order again. So what comes
+out does not depend on who ran what, or when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvalloc.errors import KVAllocError, SampleError, one_line
+from kvalloc.files import provenance
+
+if TYPE_CHECKING:
+    from kvalloc.shape import ModelShape
+
+MEASURED_WITH = ("numpy", "torch", "transformers")
+"""Whose versions a measurement names."""
+
+Advance = Callable[[int], None]
+"""Called with how many more steps of a job are done."""
+
+Work = Callable[[Any, Any, Advance], Any]
+"""What is done with a model and an item. It is sent to every worker once, so it can be pickled, and
+may keep there what it needs for several items."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """What stands in place of the result of an item that failed by itself.
+
+    Attributes
+    ----------
+    error : Exception
+        A `SampleError`, or whatever else than a `KVAllocError` its work raised; those end the job.
+    """
+
+    error: Exception
+
+    @property
+    def reason(self) -> str:
+        """Why, on one line."""
+        known = isinstance(self.error, KVAllocError) or not str(self.error).strip()
+        kind = "" if known else f"{type(self.error).__name__}: "
+        return one_line(f"{kind}{one_line(self.error)}")
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """The item's own failure; what is wrong with the job or the model is raised again."""
+        if isinstance(error, KVAllocError) and not isinstance(error, SampleError):
+            raise error
+        return cls(error=error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What of a model, and of where it runs, decides the numbers of any job.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    weights : str
+        Digest of all weights as they are.
+    dtype, device, attention : str
+        Of the weights; where they are; the attention implementation.
+    versions : dict of str to str
+        Of kvalloc and `MEASURED_WITH`.
+    """
+
+    shape: ModelShape
+    weights: str
+    dtype: str
+    device: str
+    attention: str
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, model: Any, model_id: str | None = None) -> ModelFacts:
+        """Those of a loaded model."""
+        from kvalloc.models.attention import base_implementation
+        from kvalloc.models.loading import shape_of
+        from kvalloc.models.structure import input_device, weights_digest
+
+        return cls(
+            shape=shape_of(model, model_id=model_id),
+            weights=weights_digest(model),
+            dtype=str(model.dtype),
+            device=input_device(model).type,
+            attention=base_implementation(model.config),
+            versions=provenance(*MEASURED_WITH)["versions"],
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The same as plain values, for the manifest of a checkpoint."""
+        # the digests are apart from the sizes, so that a message can say which of the two differ
+        sizes = replace(self.shape, weights_digest=None, weights_signs=None)
+        others = {name: value for name, value in vars(self).items() if name != "shape"}
+        return {**others, "model": sizes.to_dict()}
+
+
+class Engine(Protocol):
+    """A loaded model, wherever it is."""
+
+    def facts(self, model_id: str | None = None) -> ModelFacts:
+        """What it is.
+
+        Parameters
+        ----------
+        model_id : str, optional
+            The name it is to have, instead of what its config says.
+        """
+
+    def run(
+        self, work: Work, items: Mapping[int, Any], advance: Advance, *, homes: bool = False
+    ) -> Iterator[tuple[int, Any]]:
+        """Do some work for each item.
+
+        Parameters
+        ----------
+        work : callable
+        items : mapping of int to object
+            By number.
+        advance : callable
+            Told of the steps that the work says are done.
+        homes : bool
+            Whether an item is to be done where those of the same number were done before, as far
+            as that is still there.
+
+        Yields
+        ------
+        number : int
+        result : object
+            What the work gave, or a `Failed`; as they finish.
+        """
+
+
+class LocalEngine:
+    """A model in this process; items are done one after the other.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def facts(self, model_id: str | None = None) -> ModelFacts:
+        """What the model is."""
+        return ModelFacts.of(self._model, model_id)
+
+    def run(
+        self, work: Work, items: Mapping[int, Any], advance: Advance, *, homes: bool = False
+    ) -> Iterator[tuple[int, Any]]:
+        """Do some work for each item, in their order."""
+        for number, item in items.items():
+            found: Any
+            try:
+                found = work(self._model, item, advance)
+            except Exception as error:
+                found = Failed.of(error)
+            yield number, found
+
+
+def engine_of(model: Any) -> Engine:
+    """An engine as it is; a model as one in this process."""
+    engine: Engine = model if callable(getattr(model, "run", None)) else LocalEngine(model)
+    return engine
+
+
+def by_number(results: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Results of the numbers from 0 on in their order; what comes early is held until then."""
+    early: dict[int, Any] = {}
+    following = 0
+    for number, result in results:
+        early[number] = result
+        while following in early:
+            yield following, early.pop(following)
+            following += 1
+
+
+def none_failed(results: Iterable[tuple[int, Any]]) -> dict[int, Any]:
+    """All results, for jobs that cannot do without one.
+
+    Raises
+    ------
+    Exception
+        Of the first that failed.
+    """
+    found: dict[int, Any] = {}
+    for number, result in results:
+        if isinstance(result, Failed):
+            raise result.error
+        found[number] = result
+    return found
