@@ -277,7 +277,8 @@ def measure_job(
     if probes:
         found, where = probed_samples(job, engine, found, kept, steps)
         probed = where.astype(np.int64)
-    steps.advance(steps.total)  # what a sample that was set aside had left
+    if failed:
+        steps.advance(steps.total)  # what those had left
     aside = job.samples.set_aside(failed)
     return _assemble(job, found).replace(loss_probed=probed, set_aside=aside)
 
