@@ -169,7 +169,7 @@ class Default:
         if predicts and (way == "late" or self.surrogate or self.share >= FOUR_BITS_BELOW):
             way = "surrogate"
         name, decided = "", None
-        if tokens is not None and rows == 1 and not (goes_on or self.surrogate):
+        if tokens is not None and not (goes_on or self.surrogate):
             name, decided = self.decided(shape, tokens)
         if tokens is not None:
             way = self._that_fits(shape, tokens, rows, "decided" if decided else way)
