@@ -36,7 +36,8 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 EXECUTED := $(NOTEBOOKS:%=build/%)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check kernel test coverage test-matrix fuzz-saved fuzz test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test check-install notebooks docs docs-blocks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
+# Every target that `make help` lists, and two more: none is a file.
+.PHONY: bench-quality-gemma bench-quality-qwen $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' Makefile)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -129,8 +130,23 @@ test-threads: $(READY) ## threads over one model, 200 rounds on each attention i
 test-report: $(READY) ## the HTML report in headless Chromium; skipped where there is none
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/report/test_page.py
 
-test-gpu: $(READY) ## the runtime's tests on a CUDA device; skipped where there is none
-	$(BIN)/python -m pytest -q -m gpu tests/gpu
+# Short forms; the long ones are targets or benchmarks of their own, as `make soak`.
+check-trust: $(READY) kernel ## what breaks must lose nothing: kill, fuzz, soak and Ray tests, short
+	$(TESTS) -m 'kill or fuzz or soak or ray' --soak-calls 300 --durations=5
+
+soak: $(READY) kernel ## generate() CALLS=2000 times over one model: nothing stays, nothing changes
+	$(BIN)/python benchmarks/bench_soak.py --calls $(or $(CALLS),2000) --seed $(or $(SEED),0)
+
+test-gpu: $(READY) ## the tests on a CUDA device; skipped where there is none
+	$(BIN)/python -m pytest -q -m gpu
+
+HAS_GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+
+check-gpu: $(READY) kernel ## everything that needs a GPU: tests, and the runtime at 8B's shape
+	@if $(HAS_GPU); then \
+		$(MAKE) --no-print-directory test-gpu; \
+		$(BIN)/python benchmarks/record.py "runtime --device cuda --shape 8b --context 32768"; \
+	else echo "check-gpu: torch finds no CUDA device here, so nothing was run"; fi
 
 $(OLDEST)/.installed: $(READY) Makefile
 	rm -rf $(OLDEST)

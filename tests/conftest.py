@@ -42,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="so many crafted files of saved caches are tried",
     )
     parser.addoption(
+        "--soak-calls",
+        type=int,
+        default=16,
+        help="so many calls over one model must leave nothing behind and answer as the first",
+    )
+    parser.addoption(
         "--thread-rounds",
         type=int,
         default=8,

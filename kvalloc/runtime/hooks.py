@@ -164,7 +164,8 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        running.pop(threading.get_ident(), None)
+        with _lock:
+            running.pop(threading.get_ident(), None)
         raise
 
 
@@ -175,7 +176,8 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _close(entry: _Installed, *, completed: bool) -> None:
-    forward = entry.open_forwards.pop(threading.get_ident(), None)
+    with _lock:  # another thread may be looking through them
+        forward = entry.open_forwards.pop(threading.get_ident(), None)
     if forward is not None and forward.token is not None:
         entry.switch.leave(forward.token)
         missed = len(forward.cache.layers) - forward.attended

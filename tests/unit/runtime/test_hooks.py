@@ -293,6 +293,46 @@ def test_a_cache_of_two_threads_at_once_is_refused(tiny: ModuleType, model: Any)
         model(tiny.prompt(3), past_key_values=cache)
 
 
+def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
+    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second thread is within a forward, and ends it while the first one looks who is."""
+    profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
+    within, end = threading.Event(), threading.Event()
+    entry_of = hooks._installed.__getitem__
+
+    class Looked(hooks._OpenForward):
+        """Whoever compares its cache lets the other thread go on first."""
+
+        @property
+        def cache(self) -> Any:
+            end.set()
+            second.join(0.5)  # it waits for the lock by now, or has ended
+            return None
+
+        @cache.setter
+        def cache(self, value: Any) -> None:
+            pass
+
+    def other() -> None:
+        within.set()
+        assert end.wait(60)
+        hooks._close(entry, completed=False)
+
+    own = profile.cache(model)
+    entry = entry_of(model.model)
+    second = threading.Thread(target=other)
+    second.start()
+    assert within.wait(60)
+    assert second.ident is not None
+    entry.open_forwards[second.ident] = Looked(None)
+    with torch.no_grad():
+        model(ids, past_key_values=own)
+    second.join(60)
+    assert own.retained_bytes == profile.retained_bytes
+    assert entry.open_forwards == {}
+
+
 def test_unsupported_models_get_no_hooks() -> None:
     module = torch.nn.Linear(2, 2)
     with pytest.raises(UnsupportedModelError, match="Linear"):
