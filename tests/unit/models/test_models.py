@@ -195,6 +195,24 @@ def test_the_demo_without_package_and_network(monkeypatch):
         load_model("demo")
 
 
+def test_a_cached_model_where_the_hub_does_not_answer(saved, tmp_path, monkeypatch):
+    """By its id transformers would ask for its files again and again, for minutes."""
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    revision = tmp_path / "models--me--tiny" / "snapshots" / ("ab" * 20)
+    revision.parent.mkdir(parents=True)
+    revision.symlink_to(saved)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", unreachable)
+    cached = str(revision / "config.json")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: cached)
+    loaded = load_model("me/tiny")
+    shape = models.shape_of(loaded.model)
+    assert (loaded.model_id, shape.model_id, shape.revision) == ("me/tiny", "me/tiny", "ab" * 20)
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"kvalloc\[run\]"):
