@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,23 +88,25 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     ]
     refined, by_value = profile.refinement is not None, problem.sense is Sense.MAX_VALUE
     if not refined or by_value:  # what refining measured of a target is not known here
-        checks.append(_goal_check(problem, choice))
+        checks.append(_goal_check(profile, problem, choice))
     if not refined or not by_value:
-        checks.append(_close("objective", profile.objective, problem.objective(choice)))
+        objective, said = problem.objective(choice), _objective_text(profile, problem)
+        checks.append(_close("objective", profile.objective, objective, said))
     if not refined:
         checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
         checks.append(_bound_check(profile, problem, choice))
     return checks
 
 
-def _goal_check(problem: AllocationProblem, choice: IntArray) -> Check:
+def _goal_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
     """That the capacity is kept, or the target met."""
     if (capacity := problem.capacity_bytes) is not None:
         cost = problem.cost(choice)
         return Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
     value = problem.objective_value(choice)
     met = problem.meets_target(value)
-    return Check("target met", f"{problem.target:.9g}", f"{value:.9g}", met)
+    said = repr if Target.read(profile.requested).max_loss is None else _loss_text
+    return Check("target met", said(problem.target), said(value), met)
 
 
 def _prediction_checks(
@@ -261,25 +264,43 @@ def _equal(name: str, stated: object, found: object) -> Check:
     return Check(name, _brief(stated), _brief(found), stated == found)
 
 
-def _close(name: str, stated: float | None, found: float | None) -> Check:
+def _close(
+    name: str, stated: float | None, found: float | None, said: Callable[[float], str] = repr
+) -> Check:
     if stated is None or found is None:
         return _equal(name, stated, found)
     close = abs(stated - found) <= TOLERANCE * max(1.0, abs(found))
-    return Check(name, f"{stated!r}", f"{found!r}", close)
+    return Check(name, said(stated), said(found), close)
+
+
+def _loss_text(value: float) -> str:
+    """A loss as it is measured, from 0 up: a problem has it as a value, below 0."""
+    return f"{0.0 - value!r} nats per token"
+
+
+def _bytes_text(value: float) -> str:
+    return f"{int(value) if float(value).is_integer() else value:,} bytes"
+
+
+def _objective_text(profile: BudgetProfile, problem: AllocationProblem) -> Callable[[float], str]:
+    """How an objective and its bound are written, every digit of them."""
+    if problem.sense is not Sense.MAX_VALUE:
+        return _bytes_text
+    return _loss_text if profile.requested.get("objective") == "loss" else repr
 
 
 def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
     """The stated bound must not be beaten, and must not claim more than duality allows."""
-    dual = dual_bound(problem).bound
+    dual, said = dual_bound(problem).bound, _objective_text(profile, problem)
     objective, stated = problem.objective(choice), profile.bound
     slack = TOLERANCE * max(1.0, abs(objective))
     if stated is None:
-        return Check("bound", "none", f"{dual!r} by duality", True)
+        return Check("bound", "none", f"{said(dual)} by duality", True)
     if problem.sense is Sense.MAX_VALUE:
         passed = objective - slack <= stated <= dual + slack
     else:
         passed = dual - slack <= stated <= objective + slack
-    return Check("bound", f"{stated!r}", f"{dual!r} by duality", passed)
+    return Check("bound", said(stated), f"{said(dual)} by duality", passed)
 
 
 def _brief(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import kvalloc
 from kvalloc.allocation.audit import verify
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.report.wording import objective_text
 
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 BITS = {"bits": (16, 8, 4)}
@@ -105,6 +107,33 @@ def test_every_false_statement_is_found() -> None:
     assert failed(profile.replace(bound=profile.bound + 1e-6)) == {"bound"}
     assert failed(profile.replace(problem_digest="0")) == {"problem digest"}
     assert "score profile digest" in failed(profile, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "unit"),
+    [
+        ({"budget": "30%", "objective": "loss"}, "nats per token"),
+        ({"target_loss": 0.1}, "bytes"),
+        ({"target_retention": 0.8}, "bytes"),
+        ({"budget": "30%", "objective": "mean"}, ""),
+    ],
+)
+def test_numbers_have_the_sign_and_unit_that_solve_prints(asked: Any, unit: str) -> None:
+    scores = make_choices(3)
+    profile = kvalloc.solve(scores, solver="dp", **asked)
+    checks = {check.name: check for check in verify(profile, scores)}
+    for name in ("objective", "bound"):
+        for text in (checks[name].stated, checks[name].found.removesuffix(" by duality")):
+            assert re.fullmatch(rf"[\d.,e-]+{f' {unit}' if unit else ''}", text)
+            assert not text.startswith("-")
+    stated, objective = checks["objective"].stated, objective_text(profile.objective, profile)
+    assert round(number_of(stated), 6) == number_of(objective)
+    if "target_loss" in asked:
+        assert checks["target met"].stated == "0.1 nats per token"
+
+
+def number_of(text: str) -> float:
+    return float(text.partition(" ")[0].replace(",", ""))
 
 
 def test_budgets_that_do_not_fit_the_request_are_found() -> None:
