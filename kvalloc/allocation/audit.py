@@ -103,6 +103,7 @@ def _goal_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntA
     if (capacity := problem.capacity_bytes) is not None:
         cost = problem.cost(choice)
         return Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
+    assert problem.target is not None  # a problem has one of both
     value = problem.objective_value(choice)
     met = problem.meets_target(value)
     said = repr if Target.read(profile.requested).max_loss is None else _loss_text
