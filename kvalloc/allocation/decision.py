@@ -448,6 +448,7 @@ def _average_allocations(
 ) -> CheckedSolution:
     """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
     _check_average(posed, average)
+    scores.require_samples(option("average", average))
     problem = posed.problem
     start = time.perf_counter()
     wanted = np.zeros(problem.n_units)

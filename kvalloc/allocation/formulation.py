@@ -204,6 +204,8 @@ def formulate(
     capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
     values, scenarios, tail = options.values, None, 1.0
     aggregate = Aggregate.WORST if request.objective == "worst" else Aggregate.SUM
+    if request.workloads != "mean":
+        scores.require_samples(option("workloads", request.workloads))
     # Of a single sample the worst one is the mean.
     if request.workloads != "mean" and scores.n_samples > 1 and sample is None:
         tail = 1.0 / scores.n_samples if request.tail is None else request.tail

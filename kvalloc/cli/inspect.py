@@ -231,13 +231,14 @@ def _needed_table(profile: ScoreProfile, needed: dict[float, list[int | None]]) 
 
 def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
     stated = (
-        "shape scorer scorer_parameters context_tokens sinks window evictable_tokens n_samples "
+        "shape scorer scorer_parameters context_tokens sinks window evictable_tokens "
         "interpolation_error text_description text_digest versions created sample_tokens "
         "loss_tokens loss_widths bit_widths digest"
     )
     policies = [policy.title for policy in profile.policies]
     return {
         **{name: getattr(profile, name) for name in stated.split()},
+        "n_samples": profile.n_measured,
         "n_ranks": profile.ranks.size,
         "losses_per": losses_per(profile),
         "loss_method": profile.loss_method or None,

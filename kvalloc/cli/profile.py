@@ -112,7 +112,7 @@ def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, An
     return {
         "output": output,
         "model": measured.shape.model_id,
-        "samples": measured.n_samples,
+        "samples": measured.n_measured,
         **{name: getattr(measured, name) for name in stated.split()},
         "loss_policies": policies if measured.has_losses else None,
         "loss_probes": None if probed is None else int(probed.sum()),
@@ -124,11 +124,10 @@ def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, An
 def _show(measured: ScoreProfile, output: Path, seconds: float) -> None:
     from kvalloc.report.wording import losses_text
 
-    many = "1 sample" if measured.n_samples == 1 else f"{measured.n_samples} samples"
     print_fields(
         {
             "model": measured.shape.model_id,
-            "measured": f"{many} of up to {measured.context_tokens:,} tokens with "
+            "measured": f"{measured.samples_text} of up to {measured.context_tokens:,} tokens with "
             f"{measured.scorer}, {measured.sinks} sinks, window {measured.window}",
             "losses": losses_text(measured) if measured.has_losses else "",
             "text": measured.text_description,

@@ -42,6 +42,7 @@ __all__ = [
     "IntArray1D",
     "IntArray2D",
     "IntArray4D",
+    "IntArray5D",
     "JsonRecord",
     "Record",
     "digest_of",
@@ -136,6 +137,7 @@ class ArrayOf:
 IntArray1D = Annotated[IntArray, ArrayOf(np.int64, 1)]
 IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
 IntArray4D = Annotated[IntArray, ArrayOf(np.int64, 4)]
+IntArray5D = Annotated[IntArray, ArrayOf(np.int64, 5)]
 FloatArray1D = Annotated[FloatArray, ArrayOf(np.float64, 1)]
 FloatArray3D = Annotated[FloatArray, ArrayOf(np.float64, 3)]
 FloatArray4D = Annotated[FloatArray, ArrayOf(np.float64, 4)]

@@ -224,7 +224,7 @@ def _summary(material: Material) -> list[dict[str, str]]:
         lines.append({"name": name, "text": text if evaluation.rows else "holds no rows."})
     for name, scores in material.scores.items():
         text = (
-            f"measured {scores.n_samples} samples of up to {scores.context_tokens:,} tokens with "
+            f"measured {scores.samples_text} of up to {scores.context_tokens:,} tokens with "
             f"scorer {scores.scorer}: {scores.text_description or 'text not recorded'}."
         )
         lines.append({"name": name, "text": text})

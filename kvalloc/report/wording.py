@@ -346,7 +346,8 @@ def _refinement_fields(decided: BudgetProfile) -> dict[str, str]:
 
 def score_fields(profile: ScoreProfile) -> dict[str, str]:
     """What a score profile holds, for people."""
-    shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
+    tokens = profile.sample_tokens if profile.summed is None else profile.summed[1:]
+    shortest, longest = int(tokens.min()), int(tokens.max())
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -356,7 +357,7 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
         f"{profile.sinks} sinks, window {profile.window}",
         "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
         f"evictable; {'every rank' if profile.is_exact else grid}",
-        "samples": f"{profile.part_text}{profile.n_samples} of {lengths} tokens",
+        "samples": f"{profile.part_text}{profile.samples_text} of {lengths} tokens",
         "loss curves": losses_text(profile),
         "bits": _bits_text(profile),
         "text": profile.text_description or "not recorded",
