@@ -61,6 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from kvalloc.engine.contract import LocalEngine
     from kvalloc.measure.job import Job
     from kvalloc.measure.profiling import measure_job
     from kvalloc.measure.sampling import Sample, SampleSet
@@ -84,7 +85,6 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     model = LlamaForCausalLM(config).to(getattr(torch, options.run)).eval()
     ids = torch.randint(0, 49_152, (options.context,)).numpy()
     job = Job(
-        model=model,
         shape=shape_of(model, model_id="made-up"),
         scorer=get_scorer(options.scorer),
         sinks=4,
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = resident_bytes()
     start, spent = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    found = measure_job(job)
+    found = measure_job(job, LocalEngine(model))
     return {
         "weights_bytes": before,
         "peak_bytes": peak_bytes() - before,

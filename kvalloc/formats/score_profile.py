@@ -36,6 +36,7 @@ from kvalloc.formats.statistics import (
     Sums,
     added,
     curve_marks,
+    head_shares,
     mean_sample,
     sample_sums,
 )
@@ -284,8 +285,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     @property
     def curve_statistics(self) -> CurveStatistics:
         """Mean, variance and quantiles of the curves over the samples."""
-        sums = self.sums()
-        return CurveStatistics.of(sums, self.ranks)
+        return CurveStatistics.of(self.sums(), self.ranks)
 
     def sums(self) -> Sums:
         """The sums over the samples: those that are held, else of the samples that are."""
@@ -308,8 +308,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def losses_of_kinds(self) -> FloatArray | None:
-        """``losses`` and then ``other_losses``, ``(n_samples, n_layers, n_kv_heads or 1, n_kinds,
-        n_levels)``; None where there are none."""
+        """``losses`` and then ``other_losses``; None where there are none.
+
+        Its axes are those of ``other_losses``.
+        """
         if self.losses is None:
             return None
         own = self.losses[:, :, :, None]
@@ -384,10 +386,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         ndarray, (n_samples, n_layers, n_kv_heads)
             Sums to 1 over the heads; equal shares where a layer has no mass at all.
         """
-        totals = self.masses.sum(axis=2, keepdims=True)
-        even = np.full_like(self.masses, 1.0 / self.shape.n_kv_heads)
-        shares: FloatArray = np.divide(self.masses, totals, out=even, where=totals > 0)
-        return shares
+        return head_shares(self.masses)
 
     def fidelity(self, bits: int) -> FloatArray:
         """Measured fidelity of a bit width, per sample: 1 at 16.
@@ -611,7 +610,8 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         sound = 1 <= self.summed[0] < 2**31 and 1 <= self.summed[1] <= self.summed[2]
         expected = "how many samples, the shortest and the longest"
         require(sound, "summed", self.summed.tolist(), expected)
-        require_shape("summed_contributions", sums["summed_contributions"], (2, *self.curves.shape[1:]))
+        size = (2, *self.curves.shape[1:])
+        require_shape("summed_contributions", sums["summed_contributions"], size)
         require_shape("summed_curves", sums["summed_curves"], (4, layers, heads, n_marks))
         require_shape("curve_counts", sums["curve_counts"], (layers, heads, n_marks, CURVE_BINS))
         if (losses := self.losses_of_kinds) is not None:

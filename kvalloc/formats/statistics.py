@@ -107,6 +107,14 @@ def sample_sums(
     return sums if losses is None else sums | {"summed_losses": to_digits(losses, **_LOSSES)}
 
 
+def head_shares(masses: FloatArray) -> FloatArray:
+    """Each head's share of its layer's mass, ``(..., n_kv_heads)``; equal where there is none."""
+    totals = masses.sum(axis=-1, keepdims=True)
+    even = np.full_like(masses, 1.0 / masses.shape[-1])
+    shares: FloatArray = np.divide(masses, totals, out=even, where=totals > 0)
+    return shares
+
+
 def added(one: Mapping[str, IntArray], other: Mapping[str, IntArray]) -> Sums:
     """The sums over the samples of both."""
     sums = {name: one[name] + other[name] for name in one}
@@ -125,15 +133,9 @@ def mean_sample(sums: Mapping[str, IntArray], full_layers: tuple[int, ...]) -> d
         what each head adds to its layer's retention is the mean of what it adds in the samples.
     """
     n_samples = int(sums["summed"][0])
-    added_up = from_digits(sums["summed_contributions"], top_bits=0) / n_samples
-    whole = added_up[..., -1]
-    decided = np.zeros(whole.shape, dtype=bool)
-    decided[list(full_layers)] = whole[list(full_layers)] > 0
-    curves = np.ones_like(added_up)
-    np.divide(added_up, whole[..., None], out=curves, where=decided[..., None])
+    contributions = from_digits(sums["summed_contributions"], top_bits=0) / n_samples
     found = {
-        "curves": curves[None],
-        "masses": np.where(decided, whole, 0.0)[None],
+        **sample_of_contributions(contributions, full_layers),
         "sample_tokens": sums["summed"][2:],
     }
     if (losses := sums.get("summed_losses")) is None:
@@ -143,6 +145,25 @@ def mean_sample(sums: Mapping[str, IntArray], full_layers: tuple[int, ...]) -> d
     if means.shape[3] > 1:
         found["other_losses"] = np.ascontiguousarray(means[:, :, :, 1:])
     return found
+
+
+def sample_of_contributions(
+    contributions: FloatArray, full_layers: tuple[int, ...]
+) -> dict[str, Any]:
+    """``curves`` and ``masses`` of one sample in which heads add this to their layers' retention.
+
+    Parameters
+    ----------
+    contributions : ndarray of float64, (n_layers, n_kv_heads, n_points)
+    full_layers : tuple of int
+        Layers that have curves of their own.
+    """
+    whole = contributions[..., -1]
+    decided = np.zeros(whole.shape, dtype=bool)
+    decided[list(full_layers)] = whole[list(full_layers)] > 0
+    curves = np.ones_like(contributions)
+    np.divide(contributions, whole[..., None], out=curves, where=decided[..., None])
+    return {"curves": curves[None], "masses": np.where(decided, whole, 0.0)[None]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,4 +217,3 @@ class CurveStatistics:
         place = (np.cumsum(self.counts, axis=-1) >= wanted).argmax(axis=-1)
         middle: FloatArray = (place + 0.5) / CURVE_BINS
         return middle
-

@@ -82,6 +82,8 @@ class Job:
         Which of the samples are measured, where not all are.
     chunk : int or None
         Tokens of a sample that run at once; see `chunk_of`.
+    statistics : bool
+        Whether the result holds statistics of the samples in place of them.
     """
 
     shape: ModelShape
@@ -96,6 +98,7 @@ class Job:
     states: Mapping[int, AttentionStates] | None = None
     shard: Shard | None = None
     chunk: int | None = None
+    statistics: bool = False
 
     @cached_property
     def ranks(self) -> IntArray:
