@@ -171,17 +171,6 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
-def by_number(results: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Results of the numbers from 0 on in their order; what comes early is held until then."""
-    early: dict[int, Any] = {}
-    following = 0
-    for number, result in results:
-        early[number] = result
-        while following in early:
-            yield following, early.pop(following)
-            following += 1
-
-
 def none_failed(results: Iterable[tuple[int, Any]]) -> dict[int, Any]:
     """All results, for jobs that cannot do without one.
 

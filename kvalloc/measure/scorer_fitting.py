@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.engine.contract import (
     MEASURED_WITH,
     Advance,
     Engine,
     Failed,
     ModelFacts,
-    by_number,
     engine_of,
 )
 from kvalloc.errors import InputError, SampleError, option
 from kvalloc.files import provenance
+from kvalloc.formats.statistics import from_digits, to_digits
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.job import Steps
@@ -55,22 +55,25 @@ PIECE = 256
 """Tokens of the second copy that look up at once, as in the default (docs/runtime.md): with 2,048
 reconstruction loses twice as much at 10% of the bytes on a model's own answers."""
 
-_HALVES = ("first", "second")
+
+TOP_BITS = 62
+"""Sums of moments are below ``2 ** TOP_BITS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormalEquations:
     """All that least squares need of some rows ``(x, y)``, for each of several problems.
 
-    Sums of rows add up to those of all of them, in any order.
+    Sums of rows add up to those of all of them: to the same bits, in whatever order.
 
     Attributes
     ----------
-    moments : ndarray of float64, (..., n_features + 2, n_features + 2)
-        Sum over the rows of the outer product of ``(x, y, 1)`` with itself.
+    digits : ndarray of int64, (4, ..., n_features + 2, n_features + 2)
+        Sum over the rows of the outer product of ``(x, y, 1)`` with itself, as
+        `kvalloc.formats.statistics.to_digits` writes numbers.
     """
 
-    moments: FloatArray
+    digits: IntArray
 
     @classmethod
     def of(cls, rows: FloatArray, targets: FloatArray) -> Self:
@@ -79,10 +82,16 @@ class NormalEquations:
         joined = np.concatenate(
             [np.asarray(rows, dtype=np.float64), targets[..., None], ones[..., None]], axis=-1
         )
-        return cls(moments=np.swapaxes(joined, -1, -2) @ joined)
+        moments = np.swapaxes(joined, -1, -2) @ joined
+        return cls(digits=to_digits(moments, top_bits=TOP_BITS, digits=4))
 
     def __add__(self, other: Self) -> Self:
-        return replace(self, moments=self.moments + other.moments)
+        return replace(self, digits=self.digits + other.digits)
+
+    @cached_property
+    def moments(self) -> FloatArray:
+        """The sums as numbers."""
+        return from_digits(self.digits, top_bits=TOP_BITS)
 
     def fit(self, ridge: float) -> FloatArray:
         """Weights and, last, the constant that predict the target.
@@ -269,7 +278,7 @@ class _Fitting:
         kept: Checkpoint | None,
         progress: Callable[[int, int], None] | None,
     ) -> FittedSurrogate:
-        """Sums over all samples, always added in their order, then the fit."""
+        """Sums over all samples, then the fit."""
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
         steps = Steps(n_samples * layers, progress)
         finished = [
@@ -280,9 +289,10 @@ class _Fitting:
         steps.advance(len(finished) * layers)
         left = {index: index for index in range(n_samples) if index not in finished}
         fresh = _saved(engine.run(self.sums, left, steps.advance), kept)
-        arrays: dict[str, FloatArray] = {}
+        sums: dict[int, NormalEquations] = {}
+        ranked: dict[int, FloatArray] = {}
         failed: dict[int, Failed] = {}
-        for index, found in by_number(chain(((i, None) for i in finished), fresh)):
+        for index, found in chain(((i, None) for i in finished), fresh):
             if isinstance(found, Failed):
                 failed[index] = found
                 continue
@@ -290,19 +300,19 @@ class _Fitting:
             if kept is not None:  # read again, so that what comes early is not held
                 piece, _ = kept.load(_name(index)) or (None, None)
             assert piece is not None  # it was there just now
-            half = _HALVES[self._half(index)]
-            arrays[half] = arrays[half] + piece["moments"] if half in arrays else piece["moments"]
-            arrays[_name(index)] = piece["ranked"]
-        if not arrays.keys() >= {*_HALVES}:
+            half, own = self._half(index), NormalEquations(digits=piece["moments"])
+            sums[half] = sums[half] + own if half in sums else own
+            ranked[index] = piece["ranked"]
+        if len(sums) < 2:
             raise failed[min(failed)].error
-        return self._fit(arrays, failed)
+        return self._fit(sums, ranked, failed)
 
-    def sums(self, model: Any, index: int, advance: Advance) -> dict[str, FloatArray]:
+    def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
         """What is kept of a sample: the moments of its tokens, and some tokens to rank."""
         features, targets = self._rows(model, index, advance)
         places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
         joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
-        return {"moments": NormalEquations.of(features, targets).moments, "ranked": joined}
+        return {"moments": NormalEquations.of(features, targets).digits, "ranked": joined}
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
         """Features and log scores of a sample, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
@@ -349,9 +359,14 @@ class _Fitting:
         mini_prefill(model, twice, look, layers=self.shape.full_layers)
         return np.stack(features), np.stack(targets)
 
-    def _fit(self, arrays: dict[str, FloatArray], failed: dict[int, Failed]) -> FittedSurrogate:
+    def _fit(
+        self,
+        sums: Mapping[int, NormalEquations],
+        ranked: Mapping[int, FloatArray],
+        failed: Mapping[int, Failed],
+    ) -> FittedSurrogate:
         """The best ridge, both halves by the fit of the other, and the fit of both."""
-        first, second = (NormalEquations(moments=arrays[half]) for half in _HALVES)
+        first, second = sums[0], sums[1]
         explained = {
             ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
             for ridge in RIDGES
@@ -359,9 +374,8 @@ class _Fitting:
         ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
         by_other = second.fit(ridge), first.fit(ridge)
         correlations = [
-            _rank_correlation(arrays[_name(index)], by_other[self._half(index)])
-            for index in range(len(self.samples.samples))
-            if index not in failed
+            _rank_correlation(ranked[index], by_other[self._half(index)])
+            for index in sorted(ranked)
         ]
         return FittedSurrogate(
             shape=self.shape,
