@@ -1,0 +1,418 @@
+"""Commands that are killed at moments by chance, and run again: what must be left in the end.
+
+A parent process imports everything and stays at one thread; each command is a copy of it, killed
+for real. Half of the kills come after a time by chance, the other half before one of the calls,
+chosen by chance, that open, rename or delete a file: the moments that matter are microseconds long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TIMES = ("prefill_seconds", "decode_tokens_per_second", "digest")
+"""What legitimately differs in the file of an evaluation: how long it took, and the digest of that.
+Dates, which are all else that differs between two days, are the same in every run here."""
+
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "tempfile.mkstemp")
+MOST_SECONDS = 300.0
+
+
+class Broken(Exception):
+    """Something is not as it has to be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command, in a folder with its inputs.
+
+    Attributes
+    ----------
+    arguments : tuple of str
+    outputs : tuple of str
+        Files that it writes.
+    inputs : tuple of str
+    resumes : bool
+        Whether it is to go on with ``--resume``.
+    """
+
+    arguments: tuple[str, ...]
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    resumes: bool = False
+
+
+PROFILE = (*("profile", "model", "--text", "text.txt", "--context", "48", "--window", "4"),)
+TUNED = (*("--context", "48", "--policies", "tova", "--window", "4", "--steps", "4"),)
+REFINED = ("--budget", "45%", "--level", "head", "--rounds", "1", "--refine", "model")
+JOBS = {
+    "profile": Job(
+        arguments=(*PROFILE, "--samples", "5", "--loss", "fast", "-o", "out.safetensors"),
+        outputs=("out.safetensors",),
+        inputs=("model", "text.txt"),
+        resumes=True,
+    ),
+    "solve --refine": Job(
+        arguments=(
+            *("solve", "scores.safetensors", *REFINED),
+            *("--refine-prompts", "prompts.jsonl", "-o", "out.json"),
+        ),
+        outputs=("out.json",),
+        inputs=("model", "scores.safetensors", "prompts.jsonl"),
+        resumes=True,
+    ),
+    "tune": Job(
+        arguments=(
+            *("tune", "model", "--prompts", "prompts.jsonl", *TUNED),
+            *("--budget", "60%", "--budget", "30%", "-o", "out.json"),
+        ),
+        outputs=("out-60.json", "out-30.json"),
+        inputs=("model", "prompts.jsonl"),
+        resumes=True,
+    ),
+    "fit-scorer": Job(
+        arguments=(
+            *("fit-scorer", "model", "--text", "text.txt", "--context", "48"),
+            *("--samples", "5", "-o", "out.safetensors"),
+        ),
+        outputs=("out.safetensors",),
+        inputs=("model", "text.txt"),
+        resumes=True,
+    ),
+    "merge": Job(
+        arguments=("merge", "part-1.safetensors", "part-2.safetensors", "-o", "out.safetensors"),
+        outputs=("out.safetensors",),
+        inputs=("part-1.safetensors", "part-2.safetensors"),
+    ),
+    "eval": Job(
+        arguments=(
+            *("eval", "model", "--profile", "budgets.json", "--prompts", "asked.jsonl"),
+            *("--answer-tokens", "4", "--into-profile", "-o", "out.json"),
+        ),
+        outputs=("out.json", "budgets.json"),
+        inputs=("model", "budgets.json", "asked.jsonl"),
+    ),
+    "report": Job(
+        arguments=("report", "scores.safetensors", "budgets.json", "-o", "out.html"),
+        outputs=("out.html",),
+        inputs=("scores.safetensors", "budgets.json"),
+    ),
+}
+MADE = {
+    "scores.safetensors": (*PROFILE, *("--samples", "2", "--loss", "fast", "--loss-level", "head")),
+    "part-1.safetensors": (*PROFILE, *("--samples", "4", "--shard", "1/2")),
+    "part-2.safetensors": (*PROFILE, *("--samples", "4", "--shard", "2/2")),
+    "budgets.json": ("solve", "scores.safetensors", "--budget", "50%"),
+}
+"""Inputs that commands of ours make."""
+
+
+@dataclass
+class Unbroken:
+    """What a job leaves that nobody kills."""
+
+    files: dict[str, Any]
+    seconds: float
+    changes: int
+
+
+@dataclass
+class Runs:
+    """Jobs in folders of their own below one, their inputs and what they leave when unbroken."""
+
+    folder: Path
+    unbroken: dict[str, Unbroken] = field(default_factory=dict)
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _case: int = 0
+
+    @classmethod
+    def prepared(cls, folder: Path, names: tuple[str, ...] = tuple(JOBS)) -> Runs:
+        """Make the inputs, and run every job once."""
+        from cli_tools import prose, save_tiny_model
+        from tiny_models import tiny_model
+
+        runs = cls(folder=folder)
+        inputs = folder / "inputs"
+        save_tiny_model(inputs / "model", tiny_model(initializer_range=0.3))
+        words = prose(400).split()
+        rows = [
+            {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
+            for i in range(5)
+        ]
+        asked = [{"prompt": " ".join(words[i : i + 50]), "answer": "w7"} for i in range(3)]
+        (inputs / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (inputs / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        (inputs / "text.txt").write_text(prose(300))
+        for name, arguments in MADE.items():
+            child = Child(inputs, (*arguments, "-o", name))
+            if child.wait():
+                raise Broken(f"{' '.join(arguments)}: {child.said()}")
+        for name in names:
+            runs.unbroken[name] = runs._unbroken(name)
+        return runs
+
+    def _unbroken(self, name: str) -> Unbroken:
+        for _ in range(2):  # the first one has to import a few modules more
+            work, start = self._new_case(name), time.monotonic()
+            child = Child(work, JOBS[name].arguments)
+            if child.wait():
+                raise Broken(f"{name}: {child.said()}")
+            seconds = time.monotonic() - start
+            for module in child.told()["modules"]:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+        return Unbroken(contents(work), seconds, child.told()["changes"])
+
+    def _new_case(self, name: str) -> Path:
+        self._case += 1
+        work = self.folder / f"case-{self._case}"
+        work.mkdir()
+        for one in JOBS[name].inputs:
+            source = self.folder / "inputs" / one
+            if source.is_dir():
+                (work / one).symlink_to(source)
+            else:
+                shutil.copy(source, work / one)
+        return work
+
+    def kill(self, name: str, rng: random.Random, most: int = 3) -> int:
+        """Kill a job up to so many times in a row, then let it end; how many kills there were.
+
+        Raises
+        ------
+        Broken
+            If a half file is seen, the job does not end well then, its outputs are other than those
+            of the unbroken run, or anything else stays beside them.
+        """
+        job, whole, work = JOBS[name], self.unbroken[name], self._new_case(name)
+        before = {one: b"from before" for one in job.outputs if one not in job.inputs}
+        before = before if rng.random() < 0.25 else {}
+        for one, content in before.items():
+            (work / one).write_bytes(content)
+        old = contents(work)
+        killed = 0
+        for _ in range(rng.randint(1, most)):
+            by_time = rng.random() < 0.5
+            at = 0 if by_time else rng.randint(1, whole.changes)
+            child = Child(
+                work, self._arguments(job, killed), kill_at=at, clock=rng.uniform(-1e9, 1e6)
+            )
+            if by_time:
+                time.sleep(rng.uniform(0, whole.seconds))
+                child.kill()
+            if child.wait() != -signal.SIGKILL:
+                continue  # it was faster
+            killed += 1
+            self.kills[name, "by time" if by_time else "at a file"] += 1
+            self._check_whole(name, work, old)
+            for left in work.rglob("*"):  # a clock that goes backwards: files from the future
+                if not left.is_symlink() and "model" not in left.parts:
+                    os.utime(left, (rng.uniform(0, 4e9),) * 2)
+        child = Child(work, self._arguments(job, 1))
+        if child.wait():
+            raise Broken(f"{name} after {killed} kills: {child.said()}")
+        self._check_equal(name, work, f"after {killed} kills")
+        shutil.rmtree(work)
+        return killed
+
+    def _arguments(self, job: Job, killed: int) -> tuple[str, ...]:
+        return (*job.arguments, "--resume") if killed and job.resumes else job.arguments
+
+    def two_at_once(self, name: str) -> None:
+        """Two processes write one output: one wins whole, or the second one is refused.
+
+        Raises
+        ------
+        Broken
+            If the output is another one, or the refusal does not name the other process.
+        """
+        job, work = JOBS[name], self._new_case(name)
+        resume = ("--resume",) if job.resumes else ()
+        children = [Child(work, (*job.arguments, *resume)) for _ in range(2)]
+        codes = [child.wait() for child in children]
+        refused = [child for child, code in zip(children, codes, strict=True) if code == 2]
+        if 0 not in codes or {*codes} - {0, 2} or (refused and not job.resumes):
+            raise Broken(f"{name} twice: exit codes {codes}: {[one.said() for one in children]}")
+        for one in refused:
+            (other,) = {child.pid for child in children} - {one.pid}
+            if f"another process ({other}) is at work" not in one.said():
+                raise Broken(f"{name} twice: {one.said()}")
+        self._check_equal(name, work, "by two processes")
+        shutil.rmtree(work)
+
+    def _check_whole(self, name: str, work: Path, old: dict[str, Any]) -> None:
+        """Nothing half is seen under a final name."""
+        from safetensors import safe_open
+
+        job, now = JOBS[name], contents(work)
+        whole = self.unbroken[name].files
+        for path, content in now.items():
+            hidden = Path(path).name.startswith(".")
+            inside = ".partial" in path
+            if path in job.outputs and content not in (whole[path], old.get(path)):
+                raise Broken(f"{name}: a half {path} is visible after a kill")
+            if path not in job.outputs and not hidden and not inside and path not in old:
+                raise Broken(f"{name}: {path} is left by a kill")
+            if inside and not hidden and path.endswith(".safetensors"):
+                with safe_open(work / path, framework="numpy") as file:
+                    [file.get_tensor(key) for key in file.keys()]  # noqa: SIM118
+            if inside and Path(path).name == "manifest.json":
+                json.loads((work / path).read_bytes())
+
+    def _check_equal(self, name: str, work: Path, when: str) -> None:
+        found, whole = contents(work), self.unbroken[name].files
+        if found.keys() != whole.keys():
+            raise Broken(f"{name} {when}: left {sorted(found.keys() ^ whole.keys())}")
+        if other := [path for path in found if found[path] != whole[path]]:
+            raise Broken(f"{name} {when}: {other} differ from those of an unbroken run")
+
+
+def contents(work: Path) -> dict[str, Any]:
+    """Every file and folder below one, with its bytes; of an evaluation what no time is in."""
+    found: dict[str, Any] = {}
+    for path in sorted(work.rglob("*")):
+        name = str(path.relative_to(work))
+        content: Any = path.read_bytes() if path.is_file() else b""
+        if b'"kvalloc.evaluation"' in content:
+            content = _timeless(json.loads(content))
+        if not name.startswith("model/"):
+            found[name] = content
+    return found
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(one) for key, one in value.items() if key not in TIMES}
+    return [_timeless(one) for one in value] if isinstance(value, list) else value
+
+
+class Child:
+    """A command in a copy of this process.
+
+    Parameters
+    ----------
+    work : Path
+        Its folder.
+    arguments : tuple of str
+    kill_at : int
+        Which of its changes of files it does not live to see; 0 for none.
+    clock : float
+        Seconds by which its clock is wrong.
+    """
+
+    def __init__(
+        self, work: Path, arguments: tuple[str, ...], *, kill_at: int = 0, clock: float = 0.0
+    ) -> None:
+        self._log = work.parent / f"{work.name}-{time.monotonic_ns()}.log"
+        self._changes = 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 3
+        try:
+            os.setsid()
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.chdir(work)
+            _same_day(clock)
+            inside = os.path.realpath(work)
+            sys.addaudithook(lambda event, given: self._saw(event, given, inside, kill_at))
+            code = self._run(arguments)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _run(self, arguments: tuple[str, ...]) -> int:
+        from kvalloc.cli.main import main
+
+        code = main(arguments)
+        told = {"changes": self._changes, "modules": sorted(sys.modules)}
+        self._log.with_suffix(".json").write_text(json.dumps(told))
+        return code
+
+    def _saw(self, event: str, given: tuple[Any, ...], inside: str, kill_at: int) -> None:
+        if event == "open":
+            path, mode, flags = given
+            writes = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or "w" in (mode or "")
+            if not writes or not isinstance(path, str | os.PathLike):
+                return
+        elif event not in CHANGES or not isinstance(path := given[0], str | os.PathLike):
+            return
+        if os.path.abspath(path).startswith(inside):
+            self._changes += 1
+            if self._changes == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill it, if it is still there."""
+        os.kill(self.pid, signal.SIGKILL)  # not waited for yet: the id is still its own
+
+    def wait(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        end = time.monotonic() + MOST_SECONDS
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        self.kill()
+        raise Broken(f"not ended after {MOST_SECONDS:g} s: {self.said()}")
+
+    def said(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(errors="replace")[-1500:]
+
+    def told(self) -> dict[str, Any]:
+        """How many changes of files it made, and which modules it has imported."""
+        found: dict[str, Any] = json.loads(self._log.with_suffix(".json").read_text())
+        return found
+
+
+def _same_day(clock: float) -> None:
+    """The same date for every run, and a clock that is wrong by so many seconds."""
+    from datetime import datetime
+
+    from kvalloc import files
+
+    class Day(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2026, 1, 2, tzinfo=tz)
+
+    files.datetime = Day  # type: ignore[attr-defined]
+    real = time.time
+    time.time = lambda: real() + clock
+
+
+def kill_all(runs: Runs, kills: int, seed: int) -> Iterator[str]:
+    """Kill jobs in turns until there were so many kills; gives what went wrong."""
+    done, case, names = 0, 0, list(runs.unbroken)
+    while done < kills:
+        name, rng = names[case % len(names)], random.Random(f"{seed} {case}")
+        try:
+            done += runs.kill(name, rng, most=min(3, kills - done))
+        except Broken as broken:
+            done += 1
+            yield f"seed {seed}, case {case}: {broken}"
+        case += 1
