@@ -126,6 +126,8 @@ class Worker:
                     if self._left is not None:
                         self._left -= count
                 self.found.crashes += said["crashes"]
+                for crash in said["crashes"]:
+                    print(crash, file=sys.stderr, flush=True)
                 self.grown_bytes = max(self.grown_bytes, said["grown_bytes"])
 
     def _work(self, telling: int) -> None:
