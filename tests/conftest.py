@@ -48,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="so many calls over one model must leave nothing behind and answer as the first",
     )
     parser.addoption(
+        "--kills", type=int, default=2, help="so many kills of commands, of all from 10 on"
+    )
+    parser.addoption(
         "--thread-rounds",
         type=int,
         default=8,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kvalloc.errors import (
@@ -212,6 +214,7 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
                 f"{source} holds no config.json, so it is not a model folder; name a folder "
                 "written by save_pretrained, or the .gguf file itself"
             )
+        _check_shards(path)
         return str(path), path.resolve().name, False
     if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
@@ -225,6 +228,20 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
     if _looks_like_path(source):
         raise InputError(f"there is no file or folder {source}; {near_file(path)}check the path")
     return _on_hub(source)
+
+
+def _check_shards(folder: Path) -> None:
+    """Refuse a list of weight files some of which are outside: transformers reads any path."""
+    for index in folder.glob("*.index.json"):
+        files: Any = ()
+        with suppress(Exception):  # of whatever kind, transformers refuses it
+            files = json.loads(index.read_bytes())["weight_map"].values()
+        for file in filter(lambda one: isinstance(one, str), files):
+            if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+                raise UnsupportedModelError(
+                    f"{folder} names weights in {one_line(file, 80)}, outside of its folder "
+                    f"({index.name}); copy them into it, and name them without a path"
+                )
 
 
 def _looks_like_path(source: str) -> bool:

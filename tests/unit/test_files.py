@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_tools import files_in, full_disk
+from factories import make_scores
 
 from kvalloc import files
 from kvalloc.errors import InputError
+from kvalloc.measure.checkpoint import Checkpoint
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -123,6 +127,71 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     ):
         temporary.write_bytes(bytes(1000))
     assert files_in(tmp_path) == {"x": b"before"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB; skipped where this user may not mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("this user may not mount a file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+    output, piece = small_disk / "s.safetensors", {"losses": np.arange(2000.0)}
+    with Checkpoint(output, {"of": "this"}, resume=False) as kept:
+        kept.save("first", piece)
+        before = files_in(small_disk)
+        for name in ("second", "first"):
+            with pytest.raises(InputError, match=r"cannot write .*: No space left on device"):
+                kept.save(name, {"losses": np.zeros(10_000)})
+        assert files_in(small_disk) == before
+        assert np.array_equal(kept.load("first")[0]["losses"], piece["losses"])
+    with pytest.raises(InputError, match=r"cannot write .*s.safetensors: .*No space"):
+        make_scores(context_tokens=2000).save(output)
+    assert files_in(small_disk) == before
+    (small_disk / "rest").write_bytes(bytes(2**16 - 2**15))
+    with (
+        pytest.raises(InputError, match=r"(cannot write|cannot lock|cannot create) .*: No space"),
+        Checkpoint(small_disk / "other", {"of": "x" * 40_000}, resume=False),
+    ):
+        pass
+    assert not (small_disk / "other.partial").exists()
+
+
+def test_a_disk_that_is_read_only(small_disk: Path) -> None:
+    (small_disk / "s.json").write_text("before")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with (
+        pytest.raises(InputError, match="cannot write .*no permission in the folder"),
+        files.atomic_write(small_disk / "s.json"),
+    ):
+        pass
+    with pytest.raises(InputError, match="cannot write"):
+        Checkpoint(small_disk / "s.safetensors", {}, resume=False)
+    assert files_in(small_disk) == {"s.json": b"before"}
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(tmp_path: Path) -> None:
+    """Nothing compares times: files may come from the future, and from before they were begun."""
+    output = tmp_path / "s.safetensors"
+    for place, when in enumerate((4e9, 0.0, 2e9)):
+        with Checkpoint(output, {"of": "this"}, resume=True) as kept:
+            assert [kept.holds(f"piece-{n}") for n in range(3)] == [n < place for n in range(3)]
+            kept.save(f"piece-{place}", {"losses": np.arange(3.0)})
+        for file in (*tmp_path.rglob("*"), tmp_path):
+            os.utime(file, (when, when))
+    with Checkpoint(output, {"of": "this"}, resume=True) as kept:
+        kept.finish()
+    assert not list(tmp_path.iterdir())
 
 
 def test_dates_are_those_of_utc(monkeypatch):

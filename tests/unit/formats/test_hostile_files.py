@@ -29,6 +29,8 @@ from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.interop.exporting import TARGETS
 from kvalloc.prompts.texts import read_prompts
 
+pytestmark = pytest.mark.fuzz
+
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, hostile_files.Kind]:
@@ -36,11 +38,15 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, hostile_files.K
 
 
 def test_files_made_by_chance_are_refused_or_read(
-    kinds: dict[str, hostile_files.Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kinds: dict[str, hostile_files.Kind],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    count = 8 * request.config.getoption("--hostile-files")
     monkeypatch.chdir(tmp_path)
     found = hostile_files.run_many(
-        kinds, tmp_path, 0, itertools.count(), lambda so_far: so_far.by_kind.total() < 800
+        kinds, tmp_path, 0, itertools.count(), lambda so_far: so_far.by_kind.total() < count
     )
     assert found.crashes == []
     assert {kind for kind, outcome in found.by_kind if outcome == "refused"} == {*kinds}

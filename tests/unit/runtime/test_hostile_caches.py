@@ -396,6 +396,7 @@ def _change_tensor(file: File, rng: random.Random) -> None:
         file.tensors[name] = _cut(tensor, rng)
 
 
+@pytest.mark.fuzz
 def test_files_made_by_chance_are_refused_or_answer(
     tiny: ModuleType,
     saved: dict[str, tuple[Any, Path]],
