@@ -11,6 +11,8 @@ from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import duration, print_fields, print_result
 from kvalloc.cli.profile import DEFAULT_KINDS
 from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.formats.score_profile import shards_text
+from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
 from kvalloc.units import Option, size
 
@@ -71,6 +73,13 @@ def fit_scorer(
             **wanted,
         )
     seconds = time.perf_counter() - start
+    written = f"{output} ({size(output.stat().st_size)})"
+    if isinstance(fitted, SurrogatePart):
+        measured, part = fitted.sample_places.size, shards_text(fitted.shards)
+        told: dict[str, Any] = {"output": output, "samples": measured, "part": part}
+        shown_part = {"part": part, "measured": f"{measured} samples", "written": written}
+        print_result(told, lambda: print_fields(shown_part))
+        return
     facts = {
         "output": output,
         "model": fitted.shape.model_id,
@@ -91,7 +100,7 @@ def fit_scorer(
         "ranks": f"{_spread(fitted.rank_correlation)} rank correlation with it",
         "text": fitted.text_description,
         "time": f"{duration(seconds)}, loading included",
-        "written": f"{output} ({size(output.stat().st_size)})",
+        "written": written,
     }
     print_result(facts, lambda: print_fields(shown))
 

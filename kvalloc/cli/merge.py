@@ -8,6 +8,8 @@ from typing import Annotated
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_fields, print_result
 from kvalloc.cli.progress import ProgressBar
+from kvalloc.formats.record import kind_of
+from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.units import Option, size
 
 EXAMPLES = """\
@@ -24,7 +26,7 @@ def merge(
     output: Annotated[Path, Option("OUT.safetensors")],
     accept_missing: bool = False,
 ) -> None:
-    """Put the parts of a measurement together that 'kvalloc profile --shard' made.
+    """Put the parts together that 'kvalloc profile' or 'fit-scorer' made with --shard.
 
     The file is the one that the same command without --shard writes, byte for byte, whatever the
     order of the parts.
@@ -32,16 +34,21 @@ def merge(
     Parameters
     ----------
     parts : list of Path
-        Score profiles of shards, or merged of some of them.
+        What shards wrote, or was merged of some of them.
     output : Path
-        The score profile to write.
+        The score profile or surrogate to write.
     accept_missing : bool
         Merge what there is; the missing shards can be added later by another merge.
     """
     from kvalloc.formats.merging import merge as merged_parts
 
-    with ProgressBar("merging", unit="bytes") as progress:
-        found = merged_parts(parts, output, accept_missing=accept_missing, progress=progress)
+    if kind_of(parts[0]) == SurrogatePart.NAME:
+        from kvalloc.measure.scorer_fitting import merge_surrogates
+
+        found = merge_surrogates(parts, output, accept_missing=accept_missing)
+    else:
+        with ProgressBar("merging", unit="bytes") as progress:
+            found = merged_parts(parts, output, accept_missing=accept_missing, progress=progress)
     facts = {**vars(found), "parts": len(parts), "file_bytes": output.stat().st_size}
     many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
     shown = {

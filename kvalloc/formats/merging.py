@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,23 +151,13 @@ def merge(
     ProfileFileError
         If a file is no sound part.
     """
-    check_writable(output)
-    given = [Path(path).resolve() for path in parts]
-    if twice := [path for path in given if given.count(path) > 1]:
-        raise InputError(f"{twice[0]} is given twice; give each part once")
+    check_given(parts, output)
     found = [_Part(path) for path in parts]
-    if not found:
-        raise InputError("there is nothing to merge; name the files of the parts")
     for other in found[1:]:
         _check_together(found[0], other)
-    held = _held_shards(found)
+    shards = [part.shared["shards"] for part in found]
+    held = held_shards(parts, shards, accept_missing=accept_missing)
     whole = bool(held.all())
-    if not whole and not accept_missing:
-        are = "are" if held.size - held.sum() > 1 else "is"
-        raise InputError(
-            f"{shards_text(held, held=0)} {are} missing; measure what is missing, or merge what "
-            f"there is with {option('accept_missing', True)}"
-        )
     missing = "" if whole else shards_text(held, held=0)
     if found[0].summed:
         summed = _summed(parts, None if whole else held)
@@ -199,24 +189,19 @@ def merge(
 
 def _check_together(one: _Part, other: _Part) -> None:
     """Refuse two parts of different measurements; names the first field that differs."""
-    for name in ScoreHeader.model_fields:
-        before, now = (part.content.get(name) for part in (one, other))
-        if name in (*_MAY_DIFFER, _ASIDE) or before == now:
-            continue
-        if isinstance(before, dict) and isinstance(now, dict):
-            key = next(key for key in [*before, *now] if before.get(key) != now.get(key))
-            name, before, now = f"{name}.{key}", before.get(key), now.get(key)
-        raise _apart(one, other, name, before, now)
+    check_fields((one.path, other.path), one.content, other.content)
     for name in [*one.names, *other.names]:
         sizes = [part.tensors[name][1] if name in part.tensors else () for part in (one, other)]
         per_sample = name in ScoreProfile.PER_SAMPLE
+        if name == "shards":
+            continue
         if sizes[0][per_sample:] != sizes[1][per_sample:]:
-            raise _apart(one, other, f"the shape of {name}", *sizes)
-        if per_sample or name in ("shards", *ScoreProfile.SUMMED):
+            raise apart((one.path, other.path), f"the shape of {name}", *sizes)
+        if per_sample or name in ScoreProfile.SUMMED:
             continue
         before, now = (part.shared[name] for part in (one, other))
         if not np.array_equal(before, now):
-            raise _apart(one, other, name, before.tolist(), now.tolist())
+            raise apart((one.path, other.path), name, before.tolist(), now.tolist())
 
 
 def _summed(parts: Sequence[str | Path], shards: IntArray | None) -> ScoreProfile:
@@ -234,25 +219,64 @@ def _summed(parts: Sequence[str | Path], shards: IntArray | None) -> ScoreProfil
     return total.replace(**sums, **means, **last, shards=shards, set_aside=aside)
 
 
-def _apart(one: _Part, other: _Part, name: str, before: object, now: object) -> InputError:
+def check_given(parts: Sequence[str | Path], output: str | Path) -> None:
+    """Refuse parts that are none, or given twice, and an output that cannot be written."""
+    check_writable(output)
+    given = [Path(path).resolve() for path in parts]
+    if not given:
+        raise InputError("there is nothing to merge; name the files of the parts")
+    if twice := [path for path in given if given.count(path) > 1]:
+        raise InputError(f"{twice[0]} is given twice; give each part once")
+
+
+def check_fields(
+    paths: tuple[str | Path, str | Path], one: Mapping[str, Any], other: Mapping[str, Any]
+) -> None:
+    """Refuse two parts whose headers differ; names the first field and both values."""
+    for name in [*one, *other]:
+        before, now = one.get(name), other.get(name)
+        if name in (*_MAY_DIFFER, _ASIDE) or before == now:
+            continue
+        if isinstance(before, dict) and isinstance(now, dict):
+            key = next(key for key in [*before, *now] if before.get(key) != now.get(key))
+            name, before, now = f"{name}.{key}", before.get(key), now.get(key)
+        raise apart(paths, name, before, now)
+
+
+def apart(
+    paths: tuple[str | Path, str | Path], name: str, before: object, now: object
+) -> InputError:
+    """What refuses two parts of different measurements."""
     return InputError(
-        f"{one.path} and {other.path} are no parts of one measurement: {name} is "
+        f"{paths[0]} and {paths[1]} are no parts of one measurement: {name} is "
         f"{one_line(before, 60)} in the first and {one_line(now, 60)} in the second"
     )
 
 
-def _held_shards(parts: Sequence[_Part]) -> IntArray:
-    """The shards that are there, ``(n_shards,)``; refuses one that is in two parts."""
-    held = np.zeros_like(parts[0].shared["shards"])
-    for part in parts:
-        both = held & part.shared["shards"]
+def held_shards(
+    paths: Sequence[str | Path], shards: Sequence[IntArray], *, accept_missing: bool
+) -> IntArray:
+    """The shards that are there, ``(n_shards,)``; refuses one twice, and one that is missing."""
+    held = np.zeros_like(shards[0])
+    for place, own in enumerate(shards):
+        if own.shape != held.shape:
+            raise apart((paths[0], paths[place]), "the number of shards", held.size, own.size)
+        both = held & own
         if both.any():
-            other = next(one for one in parts if (one.shared["shards"] & both).any())
+            other = next(
+                path for path, one in zip(paths, shards, strict=True) if (one & both).any()
+            )
             raise InputError(
-                f"{other.path} and {part.path} overlap: {shards_text(both)} is in both of them; "
+                f"{other} and {paths[place]} overlap: {shards_text(both)} is in both of them; "
                 "give each shard once"
             )
-        held = held | part.shared["shards"]
+        held = held | own
+    if not held.all() and not accept_missing:
+        are = "are" if held.size - held.sum() > 1 else "is"
+        raise InputError(
+            f"{shards_text(held, held=0)} {are} missing; measure what is missing, or merge what "
+            f"there is with {option('accept_missing', True)}"
+        )
     return held
 
 

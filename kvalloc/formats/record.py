@@ -408,6 +408,7 @@ WHAT_TO_DO = {
     "'kvalloc inspect {0}' shows it",
     "saved cache": "ask about it with 'kvalloc generate MODEL --cache {0} --ask'",
     "surrogate": "use it with 'kvalloc generate MODEL --budget 20% --surrogate {0}'",
+    "surrogate part": "put it together with the others: 'kvalloc merge {0} ... -o s.safetensors'",
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",
     "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",
 }

@@ -12,6 +12,9 @@ from kvalloc.formats.record import (
     FileRecord,
     FloatArray1D,
     FloatArray3D,
+    FloatArray5D,
+    IntArray1D,
+    IntArray5D,
     require,
     require_shape,
 )
@@ -106,4 +109,84 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
             require(np.isfinite(array).all(), name, "not finite", "finite values")
         require_shape("r_squared", self.r_squared, (layers,))
         require_shape("rank_correlation", self.rank_correlation, (layers,))
+        return self
+
+
+class SurrogatePartHeader(FileRecord):
+    """All of a part of a fit but its arrays."""
+
+    NAME: ClassVar[str] = "surrogate part"
+    MADE_BY: ClassVar[str] = "kvalloc fit-scorer --shard"
+    METADATA: ClassVar[str] = "kvalloc"
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
+
+    kind: Literal["kvalloc.surrogate_part"] = "kvalloc.surrogate_part"
+    """What the file is."""
+
+    schema_version: Literal[1] = 1
+    """How the file is to be read."""
+
+    shape: ModelShape
+    """The model."""
+
+    context_tokens: int = Field(ge=1)
+    """Longest prompt, tokens."""
+
+    samples: int = Field(ge=2)
+    """Prompts of all parts."""
+
+    text_digest: str
+    """SHA-256 over the token ids of all samples."""
+
+    text_description: str
+    """Where the text came from, for people."""
+
+    set_aside: dict[int, str] = Field(default_factory=dict)
+    """As in a surrogate."""
+
+    versions: dict[str, str]
+    """Versions of the libraries that measured."""
+
+    created: str
+    """ISO date, UTC."""
+
+
+class SurrogatePart(ArrayRecord, SurrogatePartHeader):
+    """What a fit needs of some of its samples.
+
+    Raises
+    ------
+    InputError
+        If arrays do not fit each other or the model, or are not finite.
+    """
+
+    HEADER: ClassVar[type[FileRecord]] = SurrogatePartHeader
+
+    shards: IntArray1D
+    """1 for each shard that is in here and 0 for the others, ``(n_shards,)``."""
+
+    sample_places: IntArray1D
+    """Places of the samples among all of them, rising, ``(n_samples,)``."""
+
+    sums: IntArray5D
+    """Sums of the first half's moments in four digits, then of the second half's, ``(8,
+    n_full_layers, n_kv_heads, n_features + 2, n_features + 2)``."""
+
+    ranked: FloatArray5D
+    """Features of some tokens, the target last, ``(n_samples, n_full_layers, n_kv_heads,
+    n_tokens, n_features + 1)``."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        units = (len(self.shape.full_layers), self.shape.n_kv_heads)
+        n_moments = self.sums.shape[-1]
+        require_shape("sums", self.sums, (8, *units, n_moments, n_moments))
+        size = (self.sample_places.size, *units, self.ranked.shape[3], n_moments - 1)
+        require_shape("ranked", self.ranked, size)
+        require(np.isfinite(self.ranked).all(), "ranked", "not finite", "finite values")
+        require(np.isin(self.shards, (0, 1)).all(), "shards", "another number", "0 or 1 each")
+        places = self.sample_places
+        rising = places.size > 0 and (np.diff(places) > 0).all()
+        sound = rising and places[0] >= 0 and places[-1] < self.samples
+        require(sound, "sample_places", places.tolist()[:8], f"rising, below {self.samples}")
         return self

@@ -245,7 +245,7 @@ class Job:
             "losses": None if self.losses is None else self.losses.record(),
             "bits": self.bits,
             "share_length": self.share_length,
-            "chunk": self.chunk_of(self.context_tokens),
+            "chunk": self.chunk,
             "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
 

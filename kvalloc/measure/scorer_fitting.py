@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
@@ -22,12 +23,14 @@ from kvalloc.engine.contract import (
 )
 from kvalloc.errors import InputError, SampleError, option
 from kvalloc.files import provenance
+from kvalloc.formats.merging import Merged, check_fields, check_given, held_shards
+from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.statistics import from_digits, to_digits
-from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.job import Steps
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.sampling import SampleSet, Shard, choose_samples
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
@@ -151,11 +154,15 @@ class FitOptions(TypedDict, total=False):
         Longest prompt, tokens; each is read twice, one reading after the other.
     seed : int, default 0
         Of the choice of samples.
+    shard : str
+        Measure every N-th sample alone, such as 2/8, and write a part: with all N, 'kvalloc merge'
+        makes the same file as one call.
     """
 
     samples: Annotated[int | None, Option("N", "On which text or prompts")]
     context: int
     seed: int
+    shard: Annotated[str | None, Option("I/N", "On which text or prompts")]
 
 
 def fit_scorer(
@@ -168,7 +175,7 @@ def fit_scorer(
     progress: Callable[[int, int], None] | None = None,
     model_id: str | None = None,
     **options: Unpack[FitOptions],
-) -> FittedSurrogate:
+) -> FittedSurrogate | SurrogatePart:
     """Fit the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
 
     Each sample runs through the decoder once, written twice. In every full-attention layer the
@@ -198,7 +205,7 @@ def fit_scorer(
 
     Returns
     -------
-    FittedSurrogate
+    FittedSurrogate, or SurrogatePart of a shard
         Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the others
         stay in the half that they would have been in.
 
@@ -239,9 +246,11 @@ def fit_scorer(
             "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
             f"give more text, or {option('samples', 16)}"
         )
-    fitting = _Fitting(shape=shape, samples=samples, context=context)
+    shard = None if (text := options.get("shard")) is None else Shard.read(text)
+    fitting = _Fitting(shape=shape, samples=samples, context=context, shard=shard)
     with kept_work(output, partial(fitting.record, facts), resume=resume) as kept:
-        result = fitting.run(engine, kept, progress)
+        part = fitting.run(engine, kept, progress)
+        result = part if shard is not None else _fitted(part)
         if kept is not None:
             result.save(kept.output)
             kept.finish()
@@ -255,14 +264,7 @@ class _Fitting:
     shape: ModelShape
     samples: SampleSet
     context: int
-
-    @property
-    def target(self) -> Reconstruction:
-        return Reconstruction(chunk=PIECE)
-
-    def _half(self, index: int) -> int:
-        """Of a sample: other documents than the first half's, or the same kinds in their turns."""
-        return int(2 * index >= len(self.samples.samples))
+    shard: Shard | None
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:
         return {
@@ -270,6 +272,7 @@ class _Fitting:
             "context_tokens": self.context,
             "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
+            "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
 
     def run(
@@ -277,19 +280,20 @@ class _Fitting:
         engine: Engine,
         kept: Checkpoint | None,
         progress: Callable[[int, int], None] | None,
-    ) -> FittedSurrogate:
-        """Sums over all samples, then the fit."""
+    ) -> SurrogatePart:
+        """Sums over all samples, or over those of the shard."""
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
-        steps = Steps(n_samples * layers, progress)
+        groups: Sequence[list[int]] = [[index] for index in range(n_samples)]
+        shard = self.shard or Shard(number=1, of=1)
+        places = [index for (index,) in shard.of_groups(groups)]
+        steps = Steps(len(places) * layers, progress)
         finished = [
-            index
-            for index in range(n_samples)
-            if kept is not None and kept.load(_name(index)) is not None
+            index for index in places if kept is not None and kept.load(_name(index)) is not None
         ]
         steps.advance(len(finished) * layers)
-        left = {index: index for index in range(n_samples) if index not in finished}
+        left = {index: index for index in places if index not in finished}
         fresh = _saved(engine.run(self.sums, left, steps.advance), kept)
-        sums: dict[int, NormalEquations] = {}
+        sums: IntArray | None = None
         ranked: dict[int, FloatArray] = {}
         failed: dict[int, Failed] = {}
         for index, found in chain(((i, None) for i in finished), fresh):
@@ -300,12 +304,27 @@ class _Fitting:
             if kept is not None:  # read again, so that what comes early is not held
                 piece, _ = kept.load(_name(index)) or (None, None)
             assert piece is not None  # it was there just now
-            half, own = self._half(index), NormalEquations(digits=piece["moments"])
-            sums[half] = sums[half] + own if half in sums else own
+            if sums is None:
+                sums = np.zeros((2, *piece["moments"].shape), dtype=np.int64)
+            sums[_half(index, n_samples)] += piece["moments"]
             ranked[index] = piece["ranked"]
-        if len(sums) < 2:
+        halves = {_half(index, n_samples) for index in ranked}
+        if failed and len(halves) < (2 if self.shard is None else 1):
             raise failed[min(failed)].error
-        return self._fit(sums, ranked, failed)
+        assert sums is not None  # of all samples some did not fail
+        return SurrogatePart(
+            shape=self.shape,
+            context_tokens=self.context,
+            samples=n_samples,
+            text_digest=self.samples.digest(),
+            text_description=self.samples.description,
+            set_aside=self.samples.set_aside(failed),
+            shards=(np.arange(shard.of) == shard.number - 1).astype(np.int64),
+            sample_places=np.array(sorted(ranked), dtype=np.int64),
+            sums=sums.reshape(-1, *sums.shape[2:]),
+            ranked=np.stack([ranked[index] for index in sorted(ranked)]).astype(np.float64),
+            **provenance(*MEASURED_WITH),
+        )
 
     def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
         """What is kept of a sample: the moments of its tokens, and some tokens to rank."""
@@ -340,7 +359,7 @@ class _Fitting:
                 )
                 leading = first[:SINKS] if begin else None
                 step = LaterStep(n_prompt=n_tokens, repeated=repeated, leading=leading)
-                noted = self.target.observe_later(second, step, sinks=SINKS)
+                noted = _target().observe_later(second, step, sinks=SINKS)
             assert noted is not None
             assert noted.columns is not None  # `observe_later` made it
             score = noted.columns.view(self.shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
@@ -359,40 +378,98 @@ class _Fitting:
         mini_prefill(model, twice, look, layers=self.shape.full_layers)
         return np.stack(features), np.stack(targets)
 
-    def _fit(
-        self,
-        sums: Mapping[int, NormalEquations],
-        ranked: Mapping[int, FloatArray],
-        failed: Mapping[int, Failed],
-    ) -> FittedSurrogate:
-        """The best ridge, both halves by the fit of the other, and the fit of both."""
-        first, second = sums[0], sums[1]
-        explained = {
-            ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
-            for ridge in RIDGES
-        }
-        ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
-        by_other = second.fit(ridge), first.fit(ridge)
-        correlations = [
-            _rank_correlation(ranked[index], by_other[self._half(index)])
-            for index in sorted(ranked)
-        ]
-        return FittedSurrogate(
-            shape=self.shape,
-            target=self.target.name,
-            target_parameters=self.target.parameters(),
-            context_tokens=self.context,
-            samples=len(correlations),
-            sinks=SINKS,
-            ridge=ridge,
-            weights=(first + second).fit(ridge),
-            r_squared=explained[ridge].mean(axis=1),
-            rank_correlation=np.mean(correlations, axis=(0, 2)),
-            text_digest=self.samples.digest(),
-            text_description=self.samples.description,
-            set_aside=self.samples.set_aside(failed),
-            **provenance(*MEASURED_WITH),
+
+def merge_surrogates(
+    parts: Sequence[str | Path], output: str | Path, *, accept_missing: bool = False
+) -> Merged:
+    """Put the parts of a fit together, as ``kvalloc fit-scorer --shard`` made them.
+
+    The file is the one that an unbroken fit writes, byte for byte, in whatever order the parts are
+    given.
+
+    Parameters
+    ----------
+    parts, output, accept_missing
+        As `kvalloc.formats.merging.merge` takes them. With parts missing the result is a part, too.
+
+    Returns
+    -------
+    Merged
+
+    Raises
+    ------
+    InputError
+        If parts are missing, overlap or do not belong together.
+    ProfileFileError
+        If a file is no sound part.
+    """
+    check_given(parts, output)
+    found = [SurrogatePart.load(path) for path in parts]
+    for path, other in zip(parts[1:], found[1:], strict=True):
+        check_fields((parts[0], path), found[0].header(), other.header())
+    shards = [part.shards for part in found]
+    held = held_shards(parts, shards, accept_missing=accept_missing)
+    places = np.concatenate([part.sample_places for part in found])
+    order = np.argsort(places)
+    aside = {place: said for part in found for place, said in part.set_aside.items()}
+    whole = found[0].replace(
+        shards=held,
+        sample_places=places[order],
+        sums=reduce(operator.add, (part.sums for part in found)),
+        ranked=np.concatenate([part.ranked for part in found])[order],
+        set_aside=dict(sorted(aside.items())),
+        created=max(part.created for part in found),
+    )
+    missing = "" if held.all() else shards_text(held, held=0)
+    result = whole if missing else _fitted(whole)
+    result.save(output)
+    return Merged(output=Path(output), samples=places.size, missing=missing, digest=result.digest)
+
+
+def _target() -> Reconstruction:
+    """What is fitted."""
+    return Reconstruction(chunk=PIECE)
+
+
+def _half(index: int, n_samples: int) -> int:
+    """Of a sample: other documents than the first half's, or the same kinds in their turns."""
+    return int(2 * index >= n_samples)
+
+
+def _fitted(part: SurrogatePart) -> FittedSurrogate:
+    """The best ridge, both halves by the fit of the other, and the fit of both."""
+    first, second = (NormalEquations(digits=half) for half in np.split(part.sums, 2))
+    if not (first.digits.any() and second.digits.any()):
+        raise InputError(
+            "no sample of one half could be measured, so nothing tests the other's fit"
         )
+    explained = {
+        ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
+        for ridge in RIDGES
+    }
+    ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
+    by_other = second.fit(ridge), first.fit(ridge)
+    correlations = [
+        _rank_correlation(rows, by_other[_half(index, part.samples)])
+        for index, rows in zip(part.sample_places.tolist(), part.ranked, strict=True)
+    ]
+    return FittedSurrogate(
+        shape=part.shape,
+        target=_target().name,
+        target_parameters=_target().parameters(),
+        context_tokens=part.context_tokens,
+        samples=len(correlations),
+        sinks=SINKS,
+        ridge=ridge,
+        weights=(first + second).fit(ridge),
+        r_squared=explained[ridge].mean(axis=1),
+        rank_correlation=np.mean(correlations, axis=(0, 2)),
+        text_digest=part.text_digest,
+        text_description=part.text_description,
+        set_aside=part.set_aside,
+        versions=part.versions,
+        created=part.created,
+    )
 
 
 def _name(index: int) -> str:

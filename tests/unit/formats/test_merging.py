@@ -158,7 +158,7 @@ WRONG = {
     ),
     "other shards": (
         lambda files: part_of(make_scores(n_samples=6), [0, 1], [1, 4]).save(files[1]),
-        "the shape of shards is .3,. in the first and .2,. in the second",
+        "the number of shards is 3 in the first and 2 in the second",
     ),
     "in two": (
         lambda files: part_of(make_scores(n_samples=6), [0, 1, 0], [1, 3]).save(files[1]),
