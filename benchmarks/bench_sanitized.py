@@ -25,7 +25,9 @@ from kvalloc.runtime.attention import call, cpu
 assert cpu.unavailable() is None, cpu.unavailable()
 states = torch.randn(1, 1, {entries}, 16)
 asked = call.AttentionCall(queries=states[:, :, :1], keys=states, values=states, scaling=1.0)
-flat = kept.FlatEntries.even(states, states)
+places = torch.arange({entries}, dtype=torch.int32)
+segment = kept.Segment(states[0, 0], states[0, 0], places)
+flat = kept.KeptEntries.of([[segment]])
 flat.spans.ends[0] += {more}
 cpu.CpuBackend().attend(asked, flat)
 """

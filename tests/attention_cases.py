@@ -19,7 +19,7 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.packed import LayerEntries
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -52,20 +52,24 @@ def piece_of(stored: Stored) -> Any:
     return piece
 
 
-def ragged_of(stored: Stored, counts: IntArray) -> RaggedEntries:
+def ragged_of(stored: Stored, counts: IntArray) -> KeptEntries:
     """Stored without padding."""
     piece = piece_of(stored)
-    return RaggedEntries.of(
+    return KeptEntries.of(
         [[piece(b, h) for h in range(counts.shape[1])] for b in range(len(counts))]
     )
 
 
-def dense_of(stored: Stored, shape: tuple[int, int]) -> tuple[tuple[Tensor, Tensor], Any]:
-    """Keys and values, and the bias, of heads that all have the same number of entries."""
-    parts = list(zip(*stored.values(), strict=True))
-    keys, values = (torch.stack(each).unflatten(0, shape) for each in parts[:2])
-    biased = parts[2][0] is not None
-    return (keys, values), torch.stack(parts[2]).unflatten(0, shape) if biased else None
+def even_of(keys: Tensor, values: Tensor, bias: Tensor | None = None) -> KeptEntries:
+    """Of dense ones, (batch, n_kv_heads, n_entries, ...), as many of each head."""
+    n_entries = keys.shape[2]
+    return KeptEntries(
+        keys=keys.reshape(-1, keys.shape[-1]),
+        values=values.reshape(-1, values.shape[-1]),
+        positions=torch.arange(n_entries, dtype=torch.int32).repeat(keys.shape[0] * keys.shape[1]),
+        lengths=np.full(keys.shape[:2], n_entries),
+        bias=None if bias is None else bias.reshape(-1),
+    )
 
 
 def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries:
@@ -193,7 +197,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
     worst: dict[torch.dtype, float] = {}
 
-    def answer(call: AttentionCall, kept: RaggedEntries, programs: int) -> Tensor:
+    def answer(call: AttentionCall, kept: KeptEntries, programs: int) -> Tensor:
         """The kernel's, where values are turned as the cache asks for it."""
         if not WIDTHS[kept.bits].turned:
             return triton_attention(call, kept, programs=programs)

@@ -311,7 +311,7 @@ class Shadow:
                         keys, values, _, extra, _ = stored.entries.piece(row, head)
                     else:
                         keys, values = stored.keys[row, head], stored.values[row, head]
-                        extra = None if stored.logit_bias is None else stored.logit_bias[row, head]
+                        extra = None
                     own.keys[row, head, here] = keys[: len(here)].float().cpu()
                     own.values[row, head, here] = values[: len(here)].float().cpu()
                     if extra is not None:

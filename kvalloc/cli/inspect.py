@@ -310,8 +310,7 @@ def _handed_out(
     for layer in profile.shape.full_layers:
         dense = tensors[f"{layer}.keys"].shape[2]
         followed = max(header.seen_tokens - header.prompt_tokens - dense, 0)  # packed as well
-        # without segments all heads of the layer happen to keep the same
-        kept[layer] = tensors.get(f"{layer}.kept_indices", tensors[f"{layer}.keys"]).shape[2]
+        kept[layer] = dense  # of a layer that keeps everything
         for width in np.unique(widths[layer]).tolist():
             if (found := tensors.get(f"{layer}.bits_{width}.lengths")) is not None:
                 kept[layer, widths[layer] == width] = found.numbers()[0] - followed

@@ -53,9 +53,7 @@ def bytes_at_16_bits(cache: Cache) -> int:
     )
     for layer in layers:
         if getattr(layer, "reduced", False):  # of `BudgetLayer`
-            kept = [] if layer.kept_indices is None else [layer.kept_indices, layer.logit_bias]
-            found += sum(tensor.nbytes for tensor in kept if tensor is not None)
-            for part in () if layer.entries is None else layer.entries.parts:
+            for part in layer.entries.parts:
                 positions = part.positions.numel() * POSITION_BYTES
                 found += positions + (0 if part.bias is None else part.bias.nbytes)
     return found

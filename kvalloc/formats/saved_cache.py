@@ -102,7 +102,7 @@ class SavedCacheHeader(FileRecord):
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
     """What the file is."""
 
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     """How the file is to be read."""
 
     model: str
@@ -249,29 +249,20 @@ class _Contents:
         self._require(not self._left, min(self._left, default=""), "there", "no such tensor")
 
     def _check_layer(self, index: int, kind: str) -> None:
-        """Its tensors tell how it is stored: whole, even (with columns), or in segments."""
+        """Its tensors tell how it is stored: whole, or what is kept of it in segments."""
         header, profile = self._header, self._header.profile
         seen, heads, dim = header.seen_tokens, profile.shape.n_kv_heads, profile.shape.head_dim
         name = f"{index}.keys"
         n_dense = self._take(name, header.dtype, (header.batch, heads, None, dim)).shape[2]
         self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, dim))
-        found, n_kept, indices = f"of {n_dense} tokens", 0, f"{index}.kept_indices"
-        even, parts = indices in self._left, any(n.startswith(f"{index}.bits_") for n in self._left)
-        if kind == "sliding" or not (even or parts):
+        found = f"of {n_dense} tokens"
+        whole = not any(name.startswith(f"{index}.bits_") for name in self._left)
+        if kind == "sliding" or whole:
             there = profile.shape.sliding_entries(seen) if kind == "sliding" else seen
             self._require(n_dense == there, name, found, f"all {there}")
             return
-        if even:
-            kept = self._take(indices, "int32", (header.batch, heads, None))
-            n_kept = kept.shape[2]
-            self._maybe(f"{index}.logit_bias", "float32", kept.shape)
-        end = seen - (n_dense - n_kept)
-        expected = f"the {n_kept} kept ones, and no more after them than the {seen} seen"
-        self._require(n_kept <= n_dense and end >= 0, name, found, expected)
-        if even:
-            counts = np.full(header.batch * heads, n_kept)
-            self._check_columns(indices, kept.reshape(-1), counts, heads, end)
-            return
+        end = seen - n_dense
+        self._require(end >= 0, name, found, f"no more than the {seen} seen")
         widths = np.full(heads, 16) if profile.bits is None else profile.bits[index]
         for bits in np.unique(widths).tolist():
             self._check_segments(f"{index}.bits_{bits}.", bits, int((widths == bits).sum()), end)

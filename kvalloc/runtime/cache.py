@@ -19,11 +19,10 @@ from kvalloc.errors import InputError, ModelMismatchError, UnsupportedRequestErr
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime import account, hooks, refusals
-from kvalloc.runtime.arrival import Arrival, Step, row_tokens
+from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
-from kvalloc.runtime.kept import FlatEntries
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.prompt import Plan, Prompt, State
@@ -309,8 +308,11 @@ class BudgetCache(Cache):
             self._warned = refusals.warn_of_pieces(
                 self.profile, taken_tokens, step, self.kept_tokens
             )
-        if prompt.reader is None:
-            self._hold_apart(step)
+        # one token is attended to without a copy of what is kept in front of what followed
+        alone = step.new_tokens == 1 and step.budgets is None and not step.remember
+        for layer in self.layers:
+            if isinstance(layer, BudgetLayer):
+                layer.joins = prompt.reader is not None or not alone
         self._masks.clear()
         self._mask_function = mask_function
         reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
@@ -335,37 +337,18 @@ class BudgetCache(Cache):
         self._masks.clear()
         self._prompt.end(completed=completed)
 
-    def _hold_apart(self, step: Step) -> None:
-        """Let those layers store the next token apart from the others that may.
-
-        Not where padding among the latest tokens asks for a mask.
-        """
-        if step.new_tokens != 1 or step.budgets is not None or step.remember:
-            return
-        for layer in self.layers:
-            if not isinstance(layer, BudgetLayer):
-                continue
-            padded = step.following_visible(layer.following_tokens + 1) is not None
-            if layer.kept_indices is not None and not padded:
-                layer.expect_apart()
-
     def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
         """Attention over what the layer stores, the new tokens included."""
         if not layer.reduced:
             return compute(states.mask)
         step, reader = self._prompt.step, self._prompt.reader
         assert step is not None
-        if layer.holds_apart:
-            even = FlatEntries.even(*layer.kept_apart, layer.logit_bias)
-            return attend(AttentionCall.of(states), [even]), None
-        n_stored = int(states.keys.shape[2])
-        n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
+        assert layer.entries is not None
+        n_stored, n_kept = int(states.keys.shape[2]), layer.in_front
         visible = step.following_visible(n_stored - n_kept, states.keys.device)
-        if layer.entries is not None:
-            return attend(AttentionCall.of(states, visible), layer.entries.parts), None
-        if layer.logit_bias is not None:
-            even = FlatEntries.even(states.keys, states.values, layer.logit_bias, n_kept)
-            return attend(AttentionCall.of(states, visible, first=n_kept), [even]), None
+        if not n_kept or layer.entries.parts[0].bias is not None:
+            call = AttentionCall.of(states, visible, first=n_kept)
+            return attend(call, layer.entries.parts), None
         if reader is not None and states.queries.shape[2] == 1 and visible is None:
             return self._read(reader, layer, states, compute)
         key = (n_stored, n_kept, states.keys.device)
@@ -386,12 +369,12 @@ class BudgetCache(Cache):
         self, reader: Reader, layer: BudgetLayer, states: AttentionStates, compute: Compute
     ) -> Any:
         """Attend to the part of what is stored that the policy wants read."""
-        assert layer.kept_indices is not None
+        assert layer.entries is not None
         indices = reader.read(
             states,
             place=self.profile.shape.full_layers.index(states.layer),
-            n_prompt=int(layer.kept_indices.shape[-1]),
-            positions=layer.kept_indices,
+            n_prompt=layer.in_front,
+            positions=layer.entries.dense[2],
         )
         if indices is None:
             return compute(None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.kept import RaggedEntries
+from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
@@ -62,14 +62,12 @@ def store_choices(
     entries = _collected(targets, chosen)
     if bits is not None:
         packed = LayerEntries.packed(targets.shape, entries.segment, bits)
-        layer.keep_ragged(packed, following)
-    elif (targets == targets[0, 0]).all():
-        layer.keep_even(entries, following)
+        layer.keep(packed, following)
     else:
-        layer.keep_ragged(LayerEntries.whole(entries), following)
+        layer.keep(LayerEntries.whole(entries), following)
 
 
-def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> RaggedEntries:
+def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> KeptEntries:
     """What is kept of all pieces, in fresh storage; one gather each, without asking the device."""
     total, end = int(targets.sum()), 0
     store: list[Tensor] = []
@@ -89,7 +87,7 @@ def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> Ragg
             entries, index = _flat(source, places)
             torch.index_select(entries, 0, index, out=target[first:end])
     keys, values, positions = store
-    return RaggedEntries(
+    return KeptEntries(
         keys=keys,
         values=values,
         positions=positions[:, 0],
@@ -238,7 +236,7 @@ class Eviction:
         layer.unfinished = after if self.remember else Unfinished()
 
     def _grain(self, layer: BudgetLayer) -> int:
-        if layer.entries is not None:
+        if layer.reduced and not layer.even:
             return 2
         return max(layer.unfinished.grain, 0 if self.visible is None else 1)
 
@@ -261,16 +259,14 @@ class Eviction:
     def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> Candidates:
         row, head = part
         columns = self._columns(states.keys, row)
-        if layer.entries is None:
-            keys = _rows(states.keys, row, head)[:, :, columns]
-            values = _rows(states.values, row, head)[:, :, columns]
-            positions = _rows(self._positions(layer, states), row, head)[:, :, columns]
-            bias = _bias(layer, states)
-            bias = None if bias is None else _rows(bias, row, head)[:, :, columns]
-        else:
+        if layer.reduced and not layer.even:
             assert row is not None
             assert head is not None
             keys, values, positions, bias = self._segment(layer, states, row, head, columns)
+        else:
+            *every, bias = self._all_candidates(layer, states)
+            keys, values, positions = (_rows(own, row, head)[:, :, columns] for own in every)
+            bias = None if bias is None else _rows(bias, row, head)[:, :, columns]
         own = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
@@ -286,14 +282,20 @@ class Eviction:
         """Column behind the last candidate."""
         return layer.seen_tokens - self.following
 
-    def _positions(self, layer: BudgetLayer, states: AttentionStates) -> Tensor:
-        """Columns of all candidates of a layer that is not ragged, (batch, n_kv_heads, n)."""
-        batch, n_kv_heads, n_tokens = states.keys.shape[:3]
-        kept, end = layer.kept_indices, self._end(layer)
-        first = end - n_tokens + (0 if kept is None else int(kept.shape[-1]))
-        new = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
-        new = new.expand(batch, n_kv_heads, -1)
-        return new if kept is None else torch.cat([kept, new], dim=-1)
+    def _all_candidates(
+        self, layer: BudgetLayer, states: AttentionStates
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys, values, columns and bias of a layer that is not ragged, (batch, n_kv_heads, n)."""
+        keys, end = states.keys, self._end(layer)
+        kept = 0 if layer.entries is None else int(layer.entries.lengths[0, 0])
+        first, bias = end - int(keys.shape[2]) + kept, None
+        columns = torch.arange(first, end, dtype=torch.int32, device=keys.device)
+        columns = columns.expand(*keys.shape[:2], -1)
+        if layer.entries is not None:
+            *_, positions, bias = layer.entries.dense
+            columns = torch.cat([positions, columns], dim=-1)
+            bias = None if bias is None else torch.nn.functional.pad(bias, (0, end - first))
+        return keys, states.values, columns, bias
 
     def _segment(
         self,
@@ -305,15 +307,18 @@ class Eviction:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Keys, values, columns and bias of one head of a ragged layer and of what followed."""
         assert layer.entries is not None
-        keys, values, positions, bias, _ = layer.entries.piece(row, head)
+        keys, values = states.keys[row, head], states.values[row, head]
         end = self._end(layer)
-        first = end - int(states.keys.shape[2])
-        new = torch.arange(first, end, dtype=torch.int32, device=keys.device)[columns]
-        keys = torch.cat([keys, states.keys[row, head, columns]])
-        values = torch.cat([values, states.values[row, head, columns]])
-        if bias is not None:
-            bias = torch.nn.functional.pad(bias, (0, int(new.numel())))[None, None]
-        return keys[None, None], values[None, None], torch.cat([positions, new])[None, None], bias
+        new = torch.arange(end - len(keys), end, dtype=torch.int32, device=keys.device)
+        own = Segment(keys[columns], values[columns], new[columns])
+        joined = Segment.joined([layer.entries.piece(row, head), own])
+        bias = None if joined.bias is None else joined.bias[None, None]
+        return (
+            joined.keys[None, None],
+            joined.values[None, None],
+            joined.positions[None, None],
+            bias,
+        )
 
     def _gaps(
         self,
@@ -589,7 +594,8 @@ class Eviction:
         columns = np.full(targets.shape[0], int(states.keys.shape[2]), dtype=np.int64)
         if self.visible is not None:
             columns -= (~self.visible).sum(dim=1).numpy()
-        there = columns[:, None] + (0 if layer.entries is None else layer.entries.lengths)
+        apart = 0 if layer.entries is None or layer.even else layer.entries.lengths
+        there = columns[:, None] + apart
         return np.asarray((targets < there).any(axis=1))
 
     def _kept_together(self, last: Held, joint: Rankings) -> dict[Part, Tensor]:
@@ -634,13 +640,6 @@ def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:
     if row is not None:
         states = states[row : row + 1]
     return states if head is None else states[:, head : head + 1]
-
-
-def _bias(layer: BudgetLayer, states: AttentionStates) -> Tensor | None:
-    if layer.logit_bias is None:
-        return None
-    following = int(states.keys.shape[2]) - int(layer.logit_bias.shape[-1])
-    return torch.nn.functional.pad(layer.logit_bias, (0, following))
 
 
 def groups_by_layer(groups: Groups) -> dict[int, tuple[int, ...]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 
-__all__ = ["FlatEntries", "RaggedEntries", "Segment", "Spans", "Tiles"]
+__all__ = ["KeptEntries", "Segment", "Spans", "Tiles"]
 
 
 class Segment(NamedTuple):
@@ -77,26 +77,24 @@ class Spans:
 
     Attributes
     ----------
-    starts, ends : ndarray of int64, (n_segments,)
-        First entry of each segment, and the one after its last.
+    lengths : ndarray of int64, (n_segments,)
+        Entries of each segment; one follows the other.
     device : torch.device
         Where the entries are.
     """
 
-    starts: IntArray
-    ends: IntArray
+    lengths: IntArray
     device: torch.device
 
-    @classmethod
-    def back_to_back(cls, lengths: IntArray, device: torch.device) -> Spans:
-        """Of segments of these lengths, (batch, n_kv_heads), one after the other."""
-        ends = np.cumsum(lengths)
-        return cls(ends - lengths.reshape(-1), ends, device)
+    @cached_property
+    def ends(self) -> IntArray:
+        """The entry after the last of each segment, (n_segments,)."""
+        return np.cumsum(self.lengths)
 
     @cached_property
-    def lengths(self) -> IntArray:
-        """Entries of each segment, (n_segments,)."""
-        return self.ends - self.starts
+    def starts(self) -> IntArray:
+        """The first entry of each segment, (n_segments,)."""
+        return self.ends - self.lengths
 
     @cached_property
     def first_scales(self) -> IntArray:
@@ -116,10 +114,9 @@ class Spans:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Segments, first and after the last, that are equally long and back to back."""
-        same = (np.diff(self.lengths) == 0) & (self.starts[1:] == self.ends[:-1])
-        first = [0, *(np.flatnonzero(~same) + 1).tolist()]
-        return list(zip(first, [*first[1:], len(same) + 1], strict=True))
+        """Segments, first and after the last, that are equally long."""
+        first = [0, *(np.flatnonzero(np.diff(self.lengths)) + 1).tolist()]
+        return list(zip(first, [*first[1:], len(self.lengths)], strict=True))
 
     def tiles(self, length: int) -> Tiles:
         """The same cut into tiles of so many entries, a multiple of `KEY_BLOCK_TOKENS`."""
@@ -164,17 +161,21 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatEntries:
-    """Kept entries as every backend of attention reads them: flat, and where each segment's are.
+class KeptEntries:
+    """Kept entries of one layer's heads of one width, as every backend of attention reads them.
 
-    The segment of row b and head h is number ``b * n_kv_heads + h``. Equal budgets are the case of
-    equal spans.
+    Flat: a segment a row and KV head, that of row b and head h number ``b * n_kv_heads + h``, back
+    to back and in position order. Equal budgets are the case of equal lengths; nothing is padded.
+    Keys and values are in storage of their own, not one entry larger.
 
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
         Contiguous; at fewer bits packed rows of uint8, see `Segment`.
-    spans : Spans
+    positions : Tensor of int32, (n_entries,)
+        Where in the row's columns each entry stood.
+    lengths : ndarray of int64, (batch, n_kv_heads)
+        Entries of each segment.
     bias : Tensor of float32, (n_entries,), or None
         Added to their logits.
     bits : int
@@ -187,67 +188,17 @@ class FlatEntries:
 
     keys: Tensor
     values: Tensor
-    spans: Spans
+    positions: Tensor
+    lengths: IntArray
     bias: Tensor | None = None
     bits: int = 16
     key_scales: Tensor | None = None
     heads: tuple[int, ...] | None = None
 
-    @classmethod
-    def even(
-        cls, keys: Tensor, values: Tensor, bias: Tensor | None = None, n_kept: int | None = None
-    ) -> FlatEntries:
-        """From dense keys and values, which are not copied if they are contiguous.
-
-        Parameters
-        ----------
-        keys, values : Tensor, (batch, n_kv_heads, n_entries, head_dim)
-        bias : Tensor of float32, (batch, n_kv_heads, n_biased), optional
-            Of the first entries of each head; others have none.
-        n_kept : int, optional
-            So many of the first entries of each head are meant; by default all.
-        """
-        batch, n_kv_heads, n_entries, _ = keys.shape
-        if bias is not None:
-            bias = torch.nn.functional.pad(bias.float(), (0, n_entries - int(bias.shape[-1])))
-        n_kept = n_entries if n_kept is None else n_kept
-        return cls(
-            keys=keys.reshape(-1, keys.shape[-1]),
-            values=values.reshape(-1, values.shape[-1]),
-            spans=_even_spans(batch * n_kv_heads, n_entries, n_kept, keys.device),
-            bias=None if bias is None else bias.reshape(-1),
-        )
-
-
-@lru_cache(maxsize=256)
-def _even_spans(n_segments: int, n_entries: int, n_kept: int, device: torch.device) -> Spans:
-    """Spans of equal segments; remembered, as layers ask for the same ones."""
-    starts = np.arange(n_segments, dtype=np.int64) * n_entries
-    return Spans(starts, starts + n_kept, device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RaggedEntries(FlatEntries):
-    """Kept entries of one layer's heads of one width, a segment a row and KV head, back to back.
-
-    Its entries are in position order, and nothing is padded. Keys and values are in storage of
-    their own, not one entry larger.
-
-    Attributes
-    ----------
-    positions : Tensor of int32, (n_entries,)
-        Where in the row's columns each entry stood.
-    lengths : ndarray of int64, (batch, n_kv_heads)
-        Entries of each segment.
-    """
-
-    positions: Tensor
-    lengths: IntArray
-    spans: Spans = field(init=False)
-
-    def __post_init__(self) -> None:
-        spans = Spans.back_to_back(self.lengths, self.keys.device)
-        object.__setattr__(self, "spans", spans)
+    @cached_property
+    def spans(self) -> Spans:
+        """Where each segment is."""
+        return Spans(self.lengths.reshape(-1), self.keys.device)
 
     @classmethod
     @torch.no_grad()
@@ -257,7 +208,7 @@ class RaggedEntries(FlatEntries):
         *,
         bits: int = 16,
         heads: tuple[int, ...] | None = None,
-    ) -> RaggedEntries:
+    ) -> KeptEntries:
         """A copy of segments, one a row and head."""
         lengths = [[one.positions.numel() for one in row] for row in segments]
         return cls(
@@ -277,3 +228,26 @@ class RaggedEntries(FlatEntries):
             scales = scales[first:last]
         bias = None if self.bias is None else self.bias[own]
         return Segment(self.keys[own], self.values[own], self.positions[own], bias, scales)
+
+    def rows(self, rows: IntArray) -> KeptEntries:
+        """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
+        n_heads, spans = self.lengths.shape[1], self.spans
+        numbers = (rows[:, None] * n_heads + np.arange(n_heads)).reshape(-1)
+        device, first = self.keys.device, spans.first_scales
+        index = _inside(spans.starts[numbers], spans.lengths[numbers]).to(device)
+        blocks = _inside(first[numbers], np.diff(first)[numbers]).to(device)
+        return replace(
+            self,
+            keys=self.keys[index],
+            values=self.values[index],
+            positions=self.positions[index],
+            bias=None if self.bias is None else self.bias[index],
+            key_scales=None if self.key_scales is None else self.key_scales[blocks],
+            lengths=self.lengths[rows],
+        )
+
+
+def _inside(starts: IntArray, lengths: IntArray) -> Tensor:
+    """All places from each start on, so many of each."""
+    behind = np.cumsum(lengths) - lengths
+    return torch.from_numpy(np.repeat(starts - behind, lengths) + np.arange(lengths.sum()))

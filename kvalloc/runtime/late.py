@@ -210,14 +210,21 @@ class LateEviction(Eviction):
         bias = states.bias
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, self.following))
         states = replace(states, bias=bias, mask=None, gaps=False)
+        if row is None and not layer.reduced:
+            keys, values = layer.latest()  # no padding, no copy
+            return replace(states, queries=queries, keys=keys, values=values)
+        keys, values = layer.latest(self.following)
         if row is None:
-            keys, values = layer.latest(layer.dense_tokens)  # no padding, no copy
+            keys, values = (
+                torch.cat([states.keys, keys], dim=2),
+                torch.cat([states.values, values], dim=2),
+            )
             return replace(states, queries=queries, keys=keys, values=values)
         assert self.followers is not None
         if layer.unfinished.following is not None:
             none = int((self.followers.columns[row] < 0).sum())
             queries = queries[row : row + 1, :, none:]
-        keys, values = (own[row : row + 1] for own in layer.latest(self.following))
+        keys, values = keys[row : row + 1], values[row : row + 1]
         if self.following_visible is not None:
             shown = self.following_visible[row].nonzero()[:, 0].to(keys.device)
             keys, values = keys[:, :, shown], values[:, :, shown]

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.kept import Segment
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.unfinished import Unfinished
 
@@ -43,9 +43,8 @@ class Following:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.buffers, self.tokens = (keys[:, :, :0], values[:, :, :0]), 0
+        self.buffers, self.tokens = (keys, values), int(keys.shape[2])
         self._decoded = 0
-        self.add(keys, values)
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
@@ -80,12 +79,11 @@ class Following:
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Stores what is kept of the prompt and all that followed, and answers for all tokens seen.
 
-    It is in one of four states. *Whole*: nothing was evicted, and this is transformers' own
-    layer, operation for operation, so that a budget of 100% is bit-identical. *Even*: all rows and
-    KV heads keep the same number of entries; they stand at the front of ``keys`` and ``values``,
-    and attention is the model's own. *Ragged*: the numbers differ; what is kept stands in
-    `entries`, without padding, and ``keys`` and ``values`` hold only what followed. *Packed*: the
-    same at fewer bits, even or not; of what followed the latest 64 to 127 tokens are in ``keys``
+    It is in one of three states. *Whole*: nothing was evicted, and this is transformers' own
+    layer, operation for operation, so that a budget of 100% is bit-identical. *Reduced*: what is
+    kept stands in `entries`, and ``keys`` and ``values`` hold what followed; where all rows and KV
+    heads keep as many entries, `update` can put these in front, and attention is the model's own.
+    *Packed*: the same at fewer bits; of what followed the latest 64 to 127 tokens are in ``keys``
     and ``values``, older ones have been rounded and added to `entries`.
 
     Attributes
@@ -93,13 +91,11 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     keys, values : Tensor, (batch, n_kv_heads, n_stored, head_dim)
         Dense storage, see above.
     entries : LayerEntries or None
-        What a ragged or packed layer keeps of the prompt.
+        What a reduced or packed layer keeps of the prompt.
     packed_following : int
         Tokens in a packed layer's `entries` that followed the latest eviction.
-    kept_indices : Tensor of int32 or None, (batch, n_kv_heads, n_kept)
-        Columns of an even layer's kept entries; None in other states.
-    logit_bias : Tensor of float32 or None, (batch, n_kv_heads, n_kept)
-        Added to the logits of an even layer's kept entries.
+    joins : bool
+        Whether `update` puts kept entries, where they are even, in front of what it returns.
     seen_tokens : int
         Tokens seen, kept or not, padding included.
     unfinished : Unfinished
@@ -108,80 +104,41 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     is_croppable = False  # evicted entries cannot come back
 
+    keys: Any  # transformers calls them optional
+    values: Any
+
     def __init__(self) -> None:
-        self._dense: tuple[Any, Any] = (None, None)
-        self._apart: Following | None = None
         super().__init__()  # type: ignore[no-untyped-call]
         self._forget()
-
-    @property
-    def keys(self) -> Any:
-        """Dense keys, see above; None before the first update."""
-        self._join()
-        return self._dense[0]
-
-    @keys.setter
-    def keys(self, states: Any) -> None:
-        self._join()
-        self._dense = (states, self._dense[1])
-
-    @property
-    def values(self) -> Any:
-        """Dense values, see above; None before the first update."""
-        self._join()
-        return self._dense[1]
-
-    @values.setter
-    def values(self, states: Any) -> None:
-        self._join()
-        self._dense = (self._dense[0], states)
-
-    def _join(self) -> None:
-        """Bring the latest tokens that were held apart behind the others."""
-        if self._apart is not None:
-            latest, self._apart = self._apart.states, None
-            keys, values = (
-                torch.cat(pair, dim=-2) for pair in zip(self._dense, latest, strict=True)
-            )
-            self._dense = (keys, values)
 
     def _forget(self) -> None:
         self.entries: LayerEntries | None = None
         self.packed_following = 0
-        self.kept_indices: Tensor | None = None
-        self.logit_bias: Tensor | None = None
+        self.joins = True
         self.seen_tokens = 0
         self.unfinished = Unfinished()
         self._evict_next = False
-        self._apart_next = False
         self._held: tuple[Tensor, Tensor] | None = None
-
-    def expect_apart(self) -> None:
-        """Let the next update hold its tokens apart, and return only what is held apart.
-
-        To add one token, transformers copies all that is stored. Here the latest tokens are
-        stored by themselves (`Following`), and attention reads both. Whoever asks for ``keys`` or
-        ``values`` gets them joined.
-        """
-        self._apart_next = True
+        self._following: Following | None = None  # whose states keys and values are
 
     @property
-    def holds_apart(self) -> bool:
-        """Whether the latest tokens of an even layer are stored by themselves now."""
-        return self._apart is not None and self.entries is None
+    def even(self) -> bool:
+        """Whether entries are kept, as many in all rows and KV heads, and none at fewer bits."""
+        return self.entries is not None and self.entries.even
 
     @property
-    def kept_apart(self) -> tuple[Tensor, Tensor]:
-        """Keys and values stored beside the tokens held apart, which come after them."""
-        return self._dense
+    def in_front(self) -> int:
+        """Kept entries that stand in front of what `update` returns."""
+        entries = self.entries
+        return int(entries.lengths[0, 0]) if entries and self.joins and entries.even else 0
 
     def expect_eviction(self) -> None:
         """`evict` will follow the next update."""
         self._evict_next = True
 
     def cancel_eviction(self) -> None:
-        """The forward that was to end in an eviction, or to hold tokens apart, failed."""
-        self._evict_next = self._apart_next = False
+        """The forward that was to end in an eviction failed."""
+        self._evict_next = False
 
     @property
     def awaits_eviction(self) -> bool:
@@ -191,26 +148,22 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def reduced(self) -> bool:
         """Whether anything was evicted, padding included."""
-        return self.entries is not None or self.kept_indices is not None
+        return self.entries is not None
 
     @property
     def dense_tokens(self) -> int:
         """Tokens in the dense storage."""
-        keys = self._dense[0]
-        apart = 0 if self._apart is None else self._apart.tokens
-        return apart if keys is None or keys.ndim < 4 else apart + int(keys.shape[-2])
+        return int(self.keys.shape[-2]) if self.batch else 0
 
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first update."""
-        keys = self._dense[0]
-        return 0 if keys is None or keys.ndim < 4 else int(keys.shape[0])
+        return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[0])
 
     @property
     def following_tokens(self) -> int:
         """Tokens stored after the latest eviction, or all of them if there was none."""
-        kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
-        return self.dense_tokens - kept + self.packed_following
+        return self.dense_tokens + self.packed_following
 
     @property
     def stored(self) -> bool:
@@ -238,7 +191,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         new = torch.arange(latest, end, dtype=torch.int32, device=self.keys.device)
         new = new.expand(*self.keys.shape[:2], -1)
         if self.entries is None:
-            return new if self.kept_indices is None else torch.cat([self.kept_indices, new], dim=-1)
+            return new
         found = self.entries.padded_positions()
         if self.packed_following:
             found = found.masked_fill(found >= latest, -1)
@@ -252,16 +205,15 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def stored_counts(self) -> IntArray | None:
         """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""
-        keys = self._dense[0]
-        if keys is None or keys.ndim < 4:
+        if not self.batch:
             return None
-        dense = np.full(tuple(keys.shape[:2]), self.dense_tokens, dtype=np.int64)
+        dense = np.full(tuple(self.keys.shape[:2]), self.dense_tokens, dtype=np.int64)
         return dense if self.entries is None else dense + self.entries.lengths
 
     def stored_tensors(self) -> list[Tensor]:
         """All K and V tensors that are allocated now."""
-        tensors = [] if self._dense[0] is None else [*self._dense]
-        tensors += () if self._apart is None else self._apart.buffers
+        tensors = [] if self.keys is None else [self.keys, self.values]
+        tensors += () if self._following is None else self._following.buffers
         if self.entries is not None:
             tensors += self.entries.tensors()
         return [*tensors, *(self._held or ())]
@@ -278,94 +230,80 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Returns
         -------
-        tuple of Tensor, each (batch, n_kv_heads, n_dense + n_new_tokens, head_dim)
-            After `expect_apart` only those held apart, and of a ragged or packed layer only those
-            that followed; the new ones last.
+        tuple of Tensor, each (batch, n_kv_heads, n, head_dim)
+            The dense ones, the new ones last; behind `in_front` kept ones.
         """
         self.seen_tokens += int(key_states.shape[-2])
-        if self._apart_next or (self.entries is not None and not self._evict_next):
-            return self._hold_apart(key_states, value_states)
         if not self._evict_next:
-            return super().update(key_states, value_states, *args, **kwargs)
+            if self.entries is None:
+                return super().update(key_states, value_states, *args, **kwargs)
+            if self._following is None:
+                self._following = Following(self.keys, self.values)
+            self._following.add(key_states, value_states)
+            self.keys, self.values = self._following.states
+            return self._joined((self.keys, self.values)) if self.in_front else self.latest()
         # Of these only a part will stay: hold on to what the model made instead of copying it,
         # and let `evict` copy the kept part.
         self._evict_next = False
-        if self.dense_tokens:
-            key_states = torch.cat([self.keys, key_states], dim=-2)
-            value_states = torch.cat([self.values, value_states], dim=-2)
-            # What was stored is in the copy: until `evict` one of them is enough.
-            self.keys = key_states[..., :0, :].clone()
-            self.values = value_states[..., :0, :].clone()
         self._held = (key_states, value_states)
+        if self.dense_tokens:
+            dense = zip((self.keys, self.values), self._held, strict=True)
+            keys, values = (torch.cat(pair, dim=-2) for pair in dense)
+            # What was stored is in the copy: until `evict` one of them is enough.
+            self._store(keys[..., :0, :], values[..., :0, :])
+            self._held = keys, values
+        if self.in_front:
+            self._held = self._joined(self._held)
         return self._held
 
-    def _hold_apart(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._apart_next = False
-        if self._apart is None and self.entries is not None:
-            self._apart, self._dense = Following(*self._dense), self.entries.nothing()
-        if self._apart is None:
-            self._apart = Following(keys, values)
-        else:
-            self._apart.add(keys, values)
-        return self._apart.states
+    def _joined(self, following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What is kept, of an even layer, and keys and values behind it."""
+        assert self.entries is not None
+        kept = self.entries.dense[:2]
+        keys, values = (torch.cat(pair, dim=-2) for pair in zip(kept, following, strict=True))
+        return keys, values
 
-    def keep_even(self, entries: RaggedEntries, following: int = 0) -> None:
-        """From now on store these entries, as many for each row and KV head, and the latest tokens.
+    def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values without so many of the latest tokens; of an even layer kept ones, too."""
+        end = self.dense_tokens - latest
+        found = self.keys[:, :, :end], self.values[:, :, :end]
+        return self._joined(found) if self.even else found
 
-        Those stand apart from what is kept; all else is freed.
-        """
-        shape = (*entries.lengths.shape, int(entries.lengths[0, 0]))
-        latest = Following(*self.latest(following)) if following else None
-        keys, values = (own.view(*shape, own.shape[-1]) for own in (entries.keys, entries.values))
-        self._initialize(keys, values)
-        self._held = self.entries = None
-        self._dense, self._apart = (keys, values), latest
-        self.kept_indices = entries.positions.view(shape)
-        self.logit_bias = None if entries.bias is None else entries.bias.view(shape)
-
-    def latest(self, tokens: int) -> tuple[Tensor, Tensor]:
+    def latest(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""
         keys, values = (self.keys, self.values) if self._held is None else self._held
-        first = int(keys.shape[-2]) - tokens
+        first = 0 if tokens is None else int(keys.shape[-2]) - tokens
         return keys[..., first:, :], values[..., first:, :]
 
-    def keep_ragged(self, entries: LayerEntries, following: int = 0) -> None:
+    def keep(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""
-        keys, values = entries.nothing()
-        if following:
-            keys, values = (
-                own.clone(memory_format=torch.contiguous_format) for own in self.latest(following)
-            )
-        self._initialize(keys, values)
-        self._held = self.kept_indices = self.logit_bias = None
-        self.entries, self.packed_following = entries, 0
-        self.keys, self.values = keys, values
+        keys, values = self.latest(following) if following else entries.nothing()
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self._store(keys, values)
+        self._held, self.entries, self.packed_following = None, entries, 0
+
+    def _store(self, keys: Tensor, values: Tensor) -> None:
+        """Copies, as dense ones: a slice would keep the storage of what is cut off alive."""
+        self._following = None
+        self.keys, self.values = (
+            own.clone(memory_format=torch.contiguous_format) for own in (keys, values)
+        )
 
     def pack(self, bits: IntArray) -> None:
         """Store all that there is at fewer bits, ``(n_kv_heads,)``: the prompt is complete."""
         counts = self.stored_counts()
         if counts is None or (self.entries is not None and self.entries.is_packed):
             return
-        self.keep_ragged(LayerEntries.packed(counts.shape, self._piece, bits))
+        self.keep(LayerEntries.packed(counts.shape, self._piece, bits))
 
     def _piece(self, row: int, head: int) -> Segment:
         """Everything that one head stores of a row."""
         keys, values = self.keys[row, head], self.values[row, head]
-        kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
-        new = int(keys.shape[0]) - kept
-        positions = torch.arange(self.seen_tokens - new, self.seen_tokens, device=keys.device)
-        positions = positions.to(torch.int32)
-        bias = None
-        if self.kept_indices is not None:
-            positions = torch.cat([self.kept_indices[row, head], positions])
-            if self.logit_bias is not None:
-                bias = torch.nn.functional.pad(self.logit_bias[row, head], (0, new))
-        if self.entries is not None:
-            old_keys, old_values, old_positions, bias, _ = self.entries.piece(row, head)
-            keys, values = torch.cat([old_keys, keys]), torch.cat([old_values, values])
-            positions = torch.cat([old_positions, positions])
-            bias = None if bias is None else torch.nn.functional.pad(bias, (0, new))
-        return Segment(keys, values, positions, bias)
+        first, end = self.seen_tokens - len(keys), self.seen_tokens
+        columns = torch.arange(first, end, dtype=torch.int32, device=keys.device)
+        own = Segment(keys, values, columns)
+        return own if self.entries is None else Segment.joined([self.entries.piece(row, head), own])
 
     def pack_following(self, visible: Tensor | None, latest: int = LATEST_TOKENS) -> None:
         """Round what followed a packed prompt, but for the latest tokens, a block at a time.
@@ -389,13 +327,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         older = (keys[:, :, :count], values[:, :, :count])
         self.entries = self.entries.and_then(*older, columns, shown)
         self.packed_following += count
-        # A slice would keep the rounded tokens' storage alive.
-        self.keys = keys[:, :, count:].clone(memory_format=torch.contiguous_format)
-        self.values = values[:, :, count:].clone(memory_format=torch.contiguous_format)
-
-    def _initialize(self, keys: Tensor, values: Tensor) -> None:
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+        self._store(keys[:, :, count:], values[:, :, count:])
 
     def get_seq_length(self) -> int:
         """Tokens seen, so that positions stay true after eviction."""
@@ -438,9 +370,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             remove = self.dense_tokens
         if not remove:
             return
-        # A slice would keep the cut entries' storage alive.
-        self.keys = self.keys[..., :-remove, :].clone(memory_format=torch.contiguous_format)
-        self.values = self.values[..., :-remove, :].clone(memory_format=torch.contiguous_format)
+        self._store(self.keys[..., :-remove, :], self.values[..., :-remove, :])
 
     def crop_count(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""
@@ -454,7 +384,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forget everything, and free it."""
-        self._apart = None
         self.keys = self.values = None
         self.is_initialized = False
         self._forget()
@@ -478,10 +407,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def _select_kept(self, rows: Tensor) -> None:
         """Bring what belongs to the kept entries in line with the rows of ``keys``."""
-        if self.kept_indices is not None:
-            self.kept_indices = self.kept_indices[rows.to(self.kept_indices.device)]
-        if self.logit_bias is not None:
-            self.logit_bias = self.logit_bias[rows.to(self.logit_bias.device)]
+        self._following = None
         if self.entries is not None:
             self.entries = self.entries.rows(rows)
         self.unfinished.select(rows)

@@ -14,7 +14,7 @@ from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
-from kvalloc.runtime.kept import RaggedEntries
+from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import LayerEntries
@@ -104,12 +104,11 @@ def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, 
     """Put a layer into the state that was saved."""
     shape, bits = header.profile.shape, header.profile.bits
     layer.seen_tokens = header.seen_tokens
-    layer.kept_indices, layer.logit_bias = own.get("kept_indices"), own.get("logit_bias")
     widths = np.full(shape.n_kv_heads, 16) if bits is None else bits[index]
     if f"bits_{widths[0]}.lengths" not in own:
         return
     parts = [
-        RaggedEntries(
+        KeptEntries(
             keys=own[f"bits_{width}.kept_keys"],
             values=own[f"bits_{width}.kept_values"],
             positions=own[f"bits_{width}.kept_positions"],

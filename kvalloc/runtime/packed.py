@@ -10,17 +10,18 @@ The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
 
 __all__ = ["LayerEntries", "key_numbers", "pack", "packed_layers", "value_numbers"]
@@ -116,13 +117,13 @@ class LayerEntries:
 
     Attributes
     ----------
-    parts : tuple of RaggedEntries
+    parts : tuple of KeptEntries
         One a width, the widest first, of the KV heads that are stored at it.
     like : tuple of Tensor
         Keys and values (0, head_dim): sizes and type of what was rounded.
     """
 
-    parts: tuple[RaggedEntries, ...]
+    parts: tuple[KeptEntries, ...]
     like: tuple[Tensor, Tensor]
 
     @classmethod
@@ -134,11 +135,11 @@ class LayerEntries:
         for width in sorted(set(bits.tolist()), reverse=True):
             heads = tuple(np.flatnonzero(bits == width).tolist())
             mine = [[row[head] for head in heads] for row in segments]
-            parts.append(RaggedEntries.of(mine, bits=width, heads=heads))
+            parts.append(KeptEntries.of(mine, bits=width, heads=heads))
         return cls(parts=tuple(parts), like=like)
 
     @classmethod
-    def whole(cls, entries: RaggedEntries) -> LayerEntries:
+    def whole(cls, entries: KeptEntries) -> LayerEntries:
         """Entries of all KV heads as the model made them."""
         return cls(parts=(entries,), like=(entries.keys[:0].clone(), entries.values[:0].clone()))
 
@@ -167,7 +168,7 @@ class LayerEntries:
         return cls.of(found, bits, (keys[:0].clone(), values[:0].clone()))
 
     @cached_property
-    def _places(self) -> list[tuple[RaggedEntries, int]]:
+    def _places(self) -> list[tuple[KeptEntries, int]]:
         """Where each KV head is."""
         own = [part.heads or range(part.lengths.shape[1]) for part in self.parts]
         pairs = zip(self.parts, own, strict=True)
@@ -178,6 +179,20 @@ class LayerEntries:
     def bits(self) -> IntArray:
         """Width of each KV head, (n_kv_heads,)."""
         return np.array([part.bits for part, _ in self._places], dtype=np.int64)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all rows and heads have as many, none at fewer bits: those of `dense`."""
+        return not self.is_packed and bool((self.lengths == self.lengths[0, 0]).all())
+
+    @property
+    def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys, values, positions and bias of even ones, (batch, n_kv_heads, n, ...), as views."""
+        (part,) = self.parts
+        shape = (*self.lengths.shape, int(self.lengths[0, 0]))
+        keys, values = (own.view(*shape, own.shape[-1]) for own in (part.keys, part.values))
+        bias = None if part.bias is None else part.bias.view(shape)
+        return keys, values, part.positions.view(shape), bias
 
     @property
     def is_packed(self) -> bool:
@@ -219,12 +234,9 @@ class LayerEntries:
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
-        positions = self.parts[0].positions
-        found = positions.new_full((*self.lengths.shape, int(self.lengths.max())), -1)
-        for row, segments in enumerate(self._segments()):
-            for head, own in enumerate(segments):
-                found[row, head, : own.positions.numel()] = own.positions
-        return found
+        found = [own.positions for row in self._segments() for own in row]
+        padded = pad_sequence(found, batch_first=True, padding_value=-1)
+        return padded.view(*self.lengths.shape, -1)
 
     def _segments(self) -> list[list[Segment]]:
         """As they are stored, one a row and KV head."""
@@ -235,8 +247,8 @@ class LayerEntries:
 
     def rows(self, indices: Tensor) -> LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
-        own = self._segments()
-        return self.of([own[row] for row in indices.tolist()], self.bits, self.like)
+        numbers = indices.cpu().numpy()
+        return replace(self, parts=tuple(part.rows(numbers) for part in self.parts))
 
     def before(self, column: int) -> LayerEntries:
         """A copy without the entries from this column on."""

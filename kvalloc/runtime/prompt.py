@@ -805,11 +805,10 @@ class Prompt:
     def _layer_states(self, index: int, eviction: LateEviction) -> AttentionStates:
         """What a layer has to choose from; of the queries those that were decoded since."""
         layer, seen = self._layers[index], self._seen[index]
-        end = layer.dense_tokens - eviction.following
         queries = seen.queries.expand(layer.batch, -1, -1, -1)
         if eviction.again and (noted := layer.unfinished.following) is not None:
             queries = noted[:, :, : max(int(noted.shape[2]) - eviction.following, 0)]
-        keys, values = layer.keys[:, :, :end], layer.values[:, :, :end]
+        keys, values = layer.all_but(eviction.following)
         return replace(seen, queries=queries, keys=keys, values=values)
 
     def _row_states(self, eviction: LateEviction, row: int) -> dict[int, AttentionStates]:

@@ -82,7 +82,6 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
     for index, layer in enumerate(cache.layers):
         own: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
         if isinstance(layer, BudgetLayer):
-            own |= {"kept_indices": layer.kept_indices, "logit_bias": layer.logit_bias}
             for part in () if layer.entries is None else layer.entries.parts:
                 segments = {
                     "kept_keys": part.keys,

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from runtime_cells import DTYPES, model_of
 from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     TOKENS,
@@ -18,7 +17,7 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     test_what_is_kept_stays_where_it_is_while_decoding,
 )
 
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.attention import triton
 
 pytestmark = pytest.mark.gpu
 
@@ -37,18 +36,17 @@ def test_equal_budgets_are_read_in_place(
     shadow.follow(cache)
     layer = cache.layers[cache.profile.shape.full_layers[0]]
     read: list[int] = []
-    made = FlatEntries.even.__func__  # type: ignore[attr-defined]
+    attention = triton.triton_attention
 
-    def noted(cls: Any, keys: torch.Tensor, *more: Any) -> Any:
-        read.append(keys.data_ptr())
-        return made(cls, keys, *more)
+    def noted(call: Any, kept: Any, **options: Any) -> Any:
+        read.append(kept.keys.data_ptr())
+        return attention(call, kept, **options)
 
-    monkeypatch.setattr(FlatEntries, "even", classmethod(noted))
+    monkeypatch.setattr(triton, "triton_attention", noted)
     places = []
     for step in range(4):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(own, token, cache), shadow.logits(token)) <= tolerance
-        assert layer.holds_apart
-        places.append(layer.kept_apart[0].data_ptr())
+        places.append(layer.entries.parts[0].keys.data_ptr())
     assert len(set(places)) == 1
     assert device == "cpu" or places[0] in read

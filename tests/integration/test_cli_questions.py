@@ -337,8 +337,8 @@ def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
     whole = (folder / "doc.kv").read_bytes()
     edits = ((b'seen_tokens\\": 120', b'seen_tokens\\": 121', "digest"),
              (b"doc.txt", b"cod.txt", "digest"),
-             (b'schema_version\\": 4,', b'schema_version\\": 5,', "schema_version"),
-             (b'kept_indices"', b'kept_Indices"', "tensor_digest"))  # fmt: skip
+             (b'schema_version\\": 5,', b'schema_version\\": 4,', "schema_version"),
+             (b'kept_positions"', b'kept_Positions"', "tensor_digest"))  # fmt: skip
     for old, new, named in edits:
         edited = whole.replace(old, new)
         assert edited != whole

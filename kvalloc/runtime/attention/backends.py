@@ -20,7 +20,7 @@ from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.quantization import rotated
 
 __all__ = ["BACKENDS", "attend", "chosen"]
@@ -31,13 +31,13 @@ BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), TorchBackend())
 """In the order in which they are asked; the last one serves everything."""
 
 
-def attend(call: AttentionCall, kept: Sequence[FlatEntries]) -> Tensor:
+def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
     """Attention of one layer's new tokens over kept entries and the tokens that followed.
 
     Parameters
     ----------
     call : AttentionCall
-    kept : sequence of FlatEntries
+    kept : sequence of KeptEntries
         What is kept of the prompt, one record for the heads of each width.
 
     Returns
@@ -58,7 +58,7 @@ def attend(call: AttentionCall, kept: Sequence[FlatEntries]) -> Tensor:
     return output if order is None else output.index_select(2, order[2])
 
 
-def _attend(call: AttentionCall, kept: FlatEntries) -> Tensor:
+def _attend(call: AttentionCall, kept: KeptEntries) -> Tensor:
     """As `attend`; where kept values are turned, so are all others here, and the answer back."""
     if not WIDTHS[kept.bits].turned:
         return chosen(call, kept).attend(call, kept)
@@ -68,7 +68,7 @@ def _attend(call: AttentionCall, kept: FlatEntries) -> Tensor:
     return rotated(found).to(call.queries.dtype)
 
 
-def chosen(call: AttentionCall, kept: FlatEntries) -> Backend:
+def chosen(call: AttentionCall, kept: KeptEntries) -> Backend:
     """The first backend that serves a call."""
     for backend in BACKENDS[:-1]:
         reason = backend.refusal(call, kept)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.kept import KeptEntries
 
 __all__ = ["AttentionCall", "Backend"]
 
@@ -95,7 +95,7 @@ class AttentionCall:
         )
         return replace(self, queries=queries, keys=keys, values=values)
 
-    def kernel_refusal(self, kept: FlatEntries) -> str | None:
+    def kernel_refusal(self, kept: KeptEntries) -> str | None:
         """Why no kernel reads this call's types, in words; None where each one does."""
         given = [self.queries, self.keys, self.values]
         given += [kept.keys, kept.values] if kept.bits == 16 else []
@@ -118,8 +118,8 @@ class Backend(Protocol):
     def unavailable(self) -> str | None:
         """Why it can serve nothing on this machine, in words; None where it can."""
 
-    def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
         """Why it cannot serve this call, in words; None where it can."""
 
-    def attend(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
         """The attention output, (batch, n_new_tokens, n_query_heads, value_dim), contiguous."""

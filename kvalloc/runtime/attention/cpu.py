@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.kept import KeptEntries
 
 __all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "unavailable"]
 
@@ -64,7 +64,7 @@ class CpuBackend:
         """Why there is no compiled code on this machine."""
         return unavailable()
 
-    def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
         """Types that it does not read, gradients, a question that is too long, no compiler."""
         if call.queries.device.type != "cpu":
             return "the entries are not on the CPU"
@@ -73,7 +73,7 @@ class CpuBackend:
             return f"it has room for {MOST_ROWS} query rows of a KV head"
         return call.kernel_refusal(kept) or unavailable()
 
-    def attend(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
         """The attention output.
 
         Raises
@@ -144,7 +144,7 @@ def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
     return all(hasattr(library, name) for name in symbols)
 
 
-def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Tensor:
+def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Tensor:
     """`CpuBackend.attend` with so many threads."""
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]

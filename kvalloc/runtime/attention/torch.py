@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import key_numbers, value_numbers
 
 __all__ = ["TorchBackend"]
@@ -30,10 +30,10 @@ class TorchBackend:
     def unavailable(self) -> str | None:
         """None: it is everywhere."""
 
-    def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
         """None: it serves every call."""
 
-    def attend(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
         """The attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""
         batch, n_query_heads, n_new, key_dim = call.queries.shape
         n_segments = call.keys.shape[0] * call.keys.shape[1]
@@ -57,7 +57,7 @@ def _work_type(call: AttentionCall) -> torch.dtype:
     return torch.promote_types(call.queries.dtype, torch.float32)
 
 
-def _together(call: AttentionCall, kept: FlatEntries) -> Iterator[slice]:
+def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
     """Segments that are computed together: equally long, and no more than fit the scratch."""
     for first, last in kept.spans.runs:
         length = int(kept.spans.lengths[first])
@@ -71,7 +71,7 @@ def _together(call: AttentionCall, kept: FlatEntries) -> Iterator[slice]:
             yield slice(start, min(start + step, last))
 
 
-def _logits_of_a_token(call: AttentionCall, kept: FlatEntries, segments: slice) -> int:
+def _logits_of_a_token(call: AttentionCall, kept: KeptEntries, segments: slice) -> int:
     length = int(kept.spans.lengths[segments.start])
     group = call.queries.shape[1] // call.keys.shape[1]
     n_keys = length + int(call.keys.shape[2])
@@ -79,7 +79,7 @@ def _logits_of_a_token(call: AttentionCall, kept: FlatEntries, segments: slice) 
 
 
 def _numbers(
-    call: AttentionCall, kept: FlatEntries, segments: slice
+    call: AttentionCall, kept: KeptEntries, segments: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, values and bias of equally long segments, (n, length, ...), in the work type."""
     spans, count = kept.spans, segments.stop - segments.start

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.kept import KeptEntries
 
 __all__ = ["TritonBackend", "triton_attention"]
 
@@ -47,7 +47,7 @@ class TritonBackend:
             return "there is no CUDA device"
         return None if _installed() else "Triton is not installed"
 
-    def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
         """Entries elsewhere, types that it does not read, gradients, codes of an odd width."""
         if not call.queries.is_cuda:
             return "the entries are not on CUDA"
@@ -61,7 +61,7 @@ class TritonBackend:
             )
         return call.kernel_refusal(kept)
 
-    def attend(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
         """The attention output."""
         # Triton launches on the current device, which need not be this layer's
         with torch.cuda.device_of(call.queries):  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def _wanted_programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def triton_attention(call: AttentionCall, kept: FlatEntries, *, programs: int) -> Tensor:
+def triton_attention(call: AttentionCall, kept: KeptEntries, *, programs: int) -> Tensor:
     """`TritonBackend.attend` with about so many programs, more where segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape

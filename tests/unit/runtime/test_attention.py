@@ -20,7 +20,7 @@ from attention_cases import (
     HALF_A_STEP,
     call_of,
     check,
-    dense_of,
+    even_of,
     packed_of,
     ragged_of,
     stored_of,
@@ -38,7 +38,7 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
-from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.kept import KeptEntries
 
 needs_kernel = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
@@ -73,7 +73,7 @@ def cases(draw: Any) -> tuple[AttentionCall, Any, bool]:
 def answer(
     backend: str,
     call: AttentionCall,
-    kept: FlatEntries,
+    kept: KeptEntries,
     *,
     threads: int = 2,
     scratch: int = 1 << 20,
@@ -125,25 +125,16 @@ def test_entries_at_fewer_bits(backend: str, case: Any, bits: int, threads: int)
 @given(
     case=cases(),
     n_kept=LENGTHS,
-    after=st.sampled_from([0, 1, 70]),
-    unbiased=st.integers(0, 70) | st.none(),
+    biased=st.booleans(),
     scratch=st.sampled_from([1 << 12, 1 << 20]),
 )
 def test_entries_of_equal_number(
-    backend: str, case: Any, n_kept: int, after: int, unbiased: int | None, scratch: int
+    backend: str, case: Any, n_kept: int, biased: bool, scratch: int
 ) -> None:
-    """Only the first entries are biased, and of what is stored only the first may be meant."""
     call, counts, _ = case
-    n_biased = 0 if unbiased is None else max(n_kept - unbiased, 0)
-    table = np.full_like(counts, n_kept + after)
-    stored = stored_of(table, dims_of(call), call.queries.dtype, biased=True)
-    dense, biases = dense_of(stored, counts.shape)
-    bias = None if unbiased is None else biases[..., :n_biased]
-    kept = FlatEntries.even(*dense, bias, n_kept)
-    stored = {
-        place: (keys[:n_kept], values[:n_kept], own[:n_biased])
-        for place, (keys, values, own) in stored.items()
-    }
+    counts = np.full_like(counts, n_kept)
+    stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
+    kept = ragged_of(stored, counts)
     check(answer(backend, call, kept, scratch=scratch), call, stored)
 
 
@@ -279,7 +270,7 @@ def test_small_numbers_of_half_precision_also_where_subnormal_ones_are_flushed()
 
 def own_value(values: torch.Tensor) -> torch.Tensor:
     queries = torch.ones(len(values), 1, 1, 8, dtype=values.dtype)
-    nothing = FlatEntries.even(queries[:, :, :0], values[:, :, :0])
+    nothing = even_of(queries[:, :, :0], values[:, :, :0])
     call = AttentionCall(queries=queries, keys=queries, values=values, scaling=1.0)
     return cpu_attention(call, nothing, threads=1)
 
@@ -292,7 +283,7 @@ def test_logits_far_from_zero_and_weights_of_nothing(offset: float) -> None:
     values = torch.tensor([1.0, 2.0, 1e30, 4.0]).view(1, 1, 4, 1)
     one = torch.ones(1, 1, 1, 1)
     call = AttentionCall(queries=one, keys=one * offset, values=one * 5, scaling=1.0)
-    found = CpuBackend().attend(call, FlatEntries.even(keys, values))
+    found = CpuBackend().attend(call, even_of(keys, values))
     weights = torch.tensor([0.0, 1.0, 1.0, 0.0]).softmax(0)
     expected = (weights * torch.tensor([1.0, 2.0, 4.0, 5.0])).sum()
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -351,7 +342,7 @@ def test_what_it_does_not_answer() -> None:
 
     def backend(queries: Any, *given: Any) -> str:
         call = AttentionCall(queries=queries, keys=given[0], values=given[1], scaling=1.0)
-        return chosen(call, FlatEntries.even(*given[-2:])).name
+        return chosen(call, even_of(*given[-2:])).name
 
     assert backend(queries, keys, keys) == "CPU kernel"
     assert backend(queries.double(), keys.double(), keys.double()) == "torch"
@@ -374,7 +365,7 @@ def test_why_a_backend_is_not_used_is_logged_once(caplog: pytest.LogCaptureFixtu
     backends._log_once.cache_clear()
     with caplog.at_level("INFO", logger=backends.__name__):
         for _ in range(3):
-            attend(call, [FlatEntries.even(states, states)])
+            attend(call, [even_of(states, states)])
     assert caplog.messages == [
         "the CUDA kernel does not serve attention: the entries are not on CUDA",
         "the CPU kernel does not serve attention: it does not read torch.float64",
@@ -387,7 +378,7 @@ def test_the_default_type_is_not_its_own(default: torch.dtype) -> None:
     """What it writes into has the size that it writes, whatever new tensors are by default."""
     torch.manual_seed(0)
     call = call_of(np.zeros((2, 2)), (16, 16), torch.float32)
-    entries = FlatEntries.even(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+    entries = even_of(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
     expected = CpuBackend().attend(call, entries)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
@@ -403,7 +394,7 @@ def test_gradients_of_values_alone() -> None:
     torch.manual_seed(0)
     call = call_of(np.zeros((1, 2)), (8, 8), torch.float32, before=0)
     call.values.requires_grad_()
-    found = attend(call, [FlatEntries.even(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))])
+    found = attend(call, [even_of(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))])
     (gradient,) = torch.autograd.grad(found.sum(), call.values)
     assert float(gradient.abs().min()) > 0
 

@@ -314,11 +314,8 @@ def expected_of(
 def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Tensor, Any]:
     """Values and biases of one head's kept entries."""
     stored = cache.layers[layer]
-    if stored.entries is not None:
-        _, values, _, bias, _ = stored.entries.piece(row, head)
-        return values, bias
-    bias = None if stored.logit_bias is None else stored.logit_bias[row, head]
-    return stored.values[row, head, : stored.kept_indices.shape[-1]], bias
+    _, values, _, bias, _ = stored.entries.piece(row, head)
+    return values, bias
 
 
 @pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 60)])

