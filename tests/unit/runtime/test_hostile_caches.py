@@ -195,10 +195,7 @@ def _position_twice(file: File) -> None:
 def _many_rows(file: File) -> None:
     file.header["batch"] = 2**40
     for name, tensor in file.tensors.items():
-        if name.endswith((".keys", ".values")):
-            file.tensors[name] = torch.empty(2**40, tensor.shape[1], 0, tensor.shape[3])
-        else:
-            file.tensors[name] = torch.empty(2**40, tensor.shape[1], 0, dtype=torch.int32)
+        file.tensors[name] = torch.empty(2**40, tensor.shape[1], 0, tensor.shape[3])
 
 
 def _few_tokens(file: File) -> None:
@@ -258,7 +255,7 @@ def _wider_window(file: File) -> None:
         ("ragged", _one_more, "0.other is there, expected no such tensor"),
         ("biased", _short_bias, "0.bits_16.kept_bias is float32 of 1"),
         ("even", _position_twice, "0.bits_16.kept_positions"),
-        ("even", _many_rows, "batch is 1099511627776, expected an entry for each row and head"),
+        ("whole", _many_rows, "batch is 1099511627776, expected an entry for each row and head"),
         ("even", _other_rows, "0.values is float32 of 1 x 2"),
         ("packed", _no_scales, "0.bits_4.key_scales is missing"),
         ("packed", _few_scales, "0.bits_4.key_scales is float16 of 1 x 2 x 16"),
