@@ -47,10 +47,13 @@ for file in files("kvalloc.profiles").iterdir():
 """
 
 
-def run(command: Sequence[str | Path], *, cwd: Path, quiet: bool = False) -> str:
+def run(
+    command: Sequence[str | Path], *, cwd: Path, quiet: bool = False, **environment: str
+) -> str:
     """Run a command; its output is shown only when it fails, or when `quiet` is false."""
     # PYTHONPATH could put the working tree back in sight.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "VIRTUAL_ENV"))}
+    env |= environment
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import hashlib
 import inspect
 import itertools
 import json
@@ -33,6 +34,25 @@ SCHEMAS = {
     "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
 }
 """Files docs/NAME.schema.json, and the types that they describe."""
+
+VERSIONS = DATA / "versions.json"
+"""By format and schema version: a file that has to load, the digest of the schema, and the kvalloc
+that first came out with it, if one has; from then on neither changes."""
+
+FORMATS = {
+    "budget profile": ("kvalloc.formats.budget_profile:BudgetProfile", "load", PROFILE.name),
+    "evaluation": ("kvalloc.formats.evaluation:Evaluation", "load", "evaluation.json"),
+    "score profile": ("kvalloc.formats.score_profile:ScoreProfile", "load", SCORES.name),
+    "surrogate": ("kvalloc.formats.surrogate:FittedSurrogate", "load", "surrogate.safetensors"),
+    "saved cache": ("kvalloc.formats.saved_cache:SavedCacheHeader", "read", "cache.safetensors"),
+}
+"""Who reads a file of each format, and which is written now."""
+
+HEADERS = {
+    "score profile": "kvalloc.formats.score_profile:ScoreHeader",
+    "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
+}
+"""Where the reader itself is no record: the one that its file begins with."""
 
 SHARED = DATA / "scores_shared.safetensors"
 SHARED_DECISIONS = DATA / "decisions_shared.json"
@@ -277,6 +297,55 @@ def published_schema(name: str) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def schema_of(name: str) -> tuple[str, str]:
+    """A format's schema version, and the digest of its JSON Schema without any description."""
+    owner = pkgutil.resolve_name(HEADERS.get(name, FORMATS[name][0]))
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            said = ("description", "title") if "type" in part or "$ref" in part else ()
+            return {key: plain(each) for key, each in part.items() if key not in said}
+        return [plain(each) for each in part] if isinstance(part, list) else part
+
+    text = json.dumps(plain(owner.model_json_schema(mode="serialization")), sort_keys=True)
+    version = owner.model_fields["schema_version"].default
+    return str(version), hashlib.sha256(text.encode()).hexdigest()
+
+
+def registered(known: dict[str, Any]) -> dict[str, Any]:
+    """The registry with the versions that are written now; what has come out stays as it is."""
+    found: dict[str, Any] = {}
+    for name, (_, _, file) in FORMATS.items():
+        version, digest = schema_of(name)
+        found[name] = {key: own for key, own in known.get(name, {}).items() if own["released"]}
+        came_out = found[name].get(version)
+        if came_out is None:
+            found[name][version] = {"file": file, "schema": digest, "released": None}
+        elif came_out["schema"] != digest:
+            raise SystemExit(
+                f"the schema of a {name} is another than kvalloc {came_out['released']} came out "
+                f"with: raise its schema_version, which is {version}"
+            )
+    return found
+
+
+def write_others() -> None:
+    """A small file of each format that no decision here needs."""
+    import runtime_oracle as tiny
+    from factories import make_evaluation
+
+    from kvalloc import fit_scorer
+    from kvalloc.prompts.texts import Prompt
+
+    model = tiny.tiny_model()
+    prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
+    fit_scorer(model, None, prompts, output=DATA / "surrogate.safetensors", context=60, samples=4)
+    cache = tiny.make_profile(model, 20, 0.5).cache(model)
+    model(tiny.prompt(20), past_key_values=cache)
+    cache.save(DATA / "cache.safetensors")
+    make_evaluation().save(DATA / "evaluation.json")
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     DATA.mkdir(exist_ok=True)
@@ -293,6 +362,10 @@ def main() -> None:
         path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     decide(SETS[0], "greedy, retention 0.9, head").save(PROFILE)
     decide(SETS[3], "least loss in 30%, head").save(CHOICE_PROFILE)
+    if not (DATA / "cache.safetensors").exists():
+        write_others()
+    known = json.loads(VERSIONS.read_text(encoding="utf-8")) if VERSIONS.exists() else {}
+    VERSIONS.write_text(json.dumps(registered(known), indent=1) + "\n", encoding="utf-8")
     for name in SCHEMAS:
         text = json.dumps(published_schema(name), indent=1, sort_keys=True)
         (DOCS / f"{name}.schema.json").write_text(text + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from make_core_golden import (
     CHOICE_PROFILE,
+    DATA,
     DECISIONS,
     DOCS,
+    FORMATS,
     PROFILE,
     SCHEMAS,
     SETS,
+    VERSIONS,
     Golden,
     decide,
     described,
     loaded,
     published_schema,
+    registered,
+    schema_of,
 )
 
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -112,3 +118,36 @@ def test_the_golden_budget_file_follows_the_schema(file: Path) -> None:
     jsonschema.validate(stored, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**stored, "surprise": 1}, schema)
+
+
+REGISTRY = json.loads(VERSIONS.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [(name, version) for name in REGISTRY for version in REGISTRY[name]]
+)
+def test_a_file_of_every_version_is_read(name: str, version: str) -> None:
+    reader, method, _ = FORMATS[name]
+    assert getattr(pkgutil.resolve_name(reader), method)(DATA / REGISTRY[name][version]["file"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_schema_changes_with_its_version_alone(name: str) -> None:
+    version, digest = schema_of(name)
+    known = REGISTRY[name].get(version, {})
+    raise_it = "raise its schema_version" if known.get("released") else "before a release"
+    assert known.get("schema") == digest, f"the schema of a {name} moved: {raise_it}; {WANTED}"
+
+
+def test_what_has_come_out_stays() -> None:
+    """The script that writes the registry refuses another schema, and keeps older versions."""
+    name = "evaluation"
+    version, digest = schema_of(name)
+    out = {"file": "evaluation.json", "schema": digest, "released": "0.1.0"}
+    old, never = {**out, "schema": "x"}, {**out, "released": None}
+    kept = registered({name: {"1": old, "2": never, version: out}})[name]
+    assert kept == {"1": old, version: out}
+    with pytest.raises(
+        SystemExit, match=r"another than kvalloc 0\.1\.0 .*raise its schema_version"
+    ):
+        registered({name: {version: old}})
