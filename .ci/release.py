@@ -34,7 +34,8 @@ def build(folder: Path, out: Path) -> list[Path]:
     epoch = int(git("log", "-1", "--format=%ct"))
     with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as tree:
         tree.extractall(folder / "tree", filter="data")
-    environment = {"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"}
+    # Without debugging information, in which folders stand.
+    environment = {"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0", "CFLAGS": "-g0"}
     options = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run((*options, "--sdist", folder / "tree"), cwd=folder, quiet=True, **environment)
     (source,) = out.glob("*.tar.gz")
