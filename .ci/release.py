@@ -32,6 +32,7 @@ def git(*words: str) -> bytes:
 def build(folder: Path, out: Path) -> list[Path]:
     """The source archive and the wheel of the commit, by way of a folder."""
     epoch = int(git("log", "-1", "--format=%ct"))
+    os.umask(0o022)  # the wheel holds the modes of what is built
     with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as tree:
         tree.extractall(folder / "tree", filter="data")
     # Without debugging information, in which folders stand.
@@ -96,7 +97,7 @@ def main() -> None:
         builds = []
         for number, place in enumerate(places):
             place.mkdir(parents=True)
-            os.umask((0o022, 0o077)[number])
+            os.umask((0o027, 0o077)[number])  # as people have it
             builds.append(build(place, place / "out"))
         if sys.argv[1:]:
             target = Path(sys.argv[1])
