@@ -191,16 +191,16 @@ check-install: $(READY) ## fresh environments, one an extra, each used as a new 
 licences: $(READY) ## docs/licences.md from what is installed; what is not allowed or not pinned
 	$(BIN)/python .ci/licences.py
 
-$(SBOM)/.installed: $(READY) constraints.txt
+$(SBOM)/.installed: $(READY) constraints-sbom.txt
 	$(BIN)/python -m venv --clear $(SBOM)
 	$(SBOM)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
-		--constraint constraints.txt cyclonedx-bom
+		--constraint constraints-sbom.txt cyclonedx-bom
 	@touch $@
 
 sbom: $(SBOM)/.installed ## build/sbom.cdx.json: everything in the environment that tests and builds
 	mkdir -p build
-	$(SBOM)/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
-		--output-format JSON --output-file build/sbom.cdx.json $(BIN)/python
+	$(SBOM)/bin/cyclonedx-py environment --output-reproducible --mc-type library --pyproject pyproject.toml \
+		--output-file build/sbom.cdx.json $(BIN)/python
 
 dist: $(READY) ## the release of this commit in dist/: wheel and source, the same bytes every time
 	$(BIN)/python .ci/release.py dist
