@@ -89,9 +89,9 @@ def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iter
                     _remove(parent / name)
     while True:
         if folder:
-            made = Path(tempfile.mkdtemp(_ENDING, prefix, parent))
+            made = Path(tempfile.mkdtemp(suffix=_ENDING, prefix=prefix, dir=parent))
         else:
-            handle, name = tempfile.mkstemp(_ENDING, prefix, parent)
+            handle, name = tempfile.mkstemp(suffix=_ENDING, prefix=prefix, dir=parent)
             os.close(handle)
             made = Path(name)
         with _lock(made, wait=True):

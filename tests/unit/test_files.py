@@ -80,8 +80,8 @@ def test_a_temporary_file_that_was_taken_for_one_left_is_made_again(tmp_path, mo
     """Between its making and its lock another process may have deleted it."""
     made, make = [], files.tempfile.mkstemp
 
-    def lost_once(*arguments):
-        made.append(make(*arguments))
+    def lost_once(**asked):
+        made.append(make(**asked))
         if len(made) == 1:
             os.unlink(made[0][1])
         return made[-1]
