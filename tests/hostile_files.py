@@ -403,6 +403,21 @@ def read_scores(path: Path) -> object:
     return scores
 
 
+def merger(other: Path) -> Reader:
+    """What puts a part of a measurement and another one together."""
+    from kvalloc.formats.merging import merge
+
+    def read(path: Path) -> object:
+        output = path.with_name("merged")
+        try:
+            merge([path, other], output)
+            return ScoreProfile.load(output)
+        finally:
+            output.unlink(missing_ok=True)
+
+    return read
+
+
 def read_surrogate(path: Path) -> object:
     """A surrogate, and the scorer that it makes."""
     found = FittedSurrogate.load(path)
@@ -629,6 +644,19 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
         return paths
 
     scores = make_scores(context_tokens=24, sinks=2, window=3)
+    parts = [
+        scores.replace(
+            **{
+                name: getattr(scores, name)[[place]]
+                for name in ("curves", "masses", "sample_tokens")
+            },
+            shards=np.eye(2, dtype=np.int64)[place],
+            sample_places=np.array([place]),
+        )
+        for place in range(2)
+    ]
+    # outside of the folder that is guarded, and read from there
+    GUARD.shared = (str((other := saved("other", parts[1])[0]).resolve()),)
     budgets = solve(scores, budget="50%", solver="greedy")
     surrogate = FittedSurrogate(
         shape=make_shape(),
@@ -662,6 +690,9 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
             files=saved("scores", scores, make_losses(), make_bits(), make_shared_scores()),
             read=read_scores,
             change=arrays,
+        ),
+        "part of a measurement": Kind(
+            files=saved("part", parts[0]), read=merger(other), change=arrays
         ),
         "budget profile": Kind(
             files=saved("budgets", budgets, make_budget_profile([[10, 17]])),
@@ -900,6 +931,7 @@ class Guard:
     def __init__(self) -> None:
         self.note, self.on, self.inside, self.named = "", False, "", ""
         self.readable: tuple[str, ...] = ()
+        self.shared: tuple[str, ...] = ()
         self._hooked = False
 
     def begin(self, folder: Path) -> None:
@@ -913,6 +945,7 @@ class Guard:
         self.inside = f"{folder.resolve()}/"
         shared = ("/proc/", "/sys/", "/dev/null", "/dev/urandom", "/usr/share/", "/etc/mime.types")
         shared += (os.path.expanduser("~/.cache/huggingface/"),)
+        shared += self.shared
         self.readable = (self.inside, *(os.path.realpath(path) for path in paths), *paths, *shared)
         self.on = True
         if not self._hooked:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,12 +37,12 @@ def evaluation_of(
     profiles : mapping of str to BudgetProfile
         By the name of their rows; the record holds their digests.
     cases : mapping of str to sequence of Case
-        By task.
+        By task; the record's settings hold a digest over them.
     """
     plain: Any = rows(scores)
     return Evaluation(
         shape=shape,
-        settings=dict(settings),
+        settings={**settings, "text_digest": text_digest(cases)},
         profiles={name: one.replace(evaluation=None).digest for name, one in profiles.items()},
         rows=tuple(plain),
         prompts=tuple(
@@ -61,3 +63,12 @@ def evaluation_of(
         ),
         **provenance(),
     )
+
+
+def text_digest(cases: Mapping[str, Sequence[Case]]) -> str:
+    """SHA-256 over the token ids of all prompts and questions, by task."""
+    asked = {
+        task: [[one.input_ids, *(turn.question_ids for turn in one.turns)] for one in some]
+        for task, some in cases.items()
+    }
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

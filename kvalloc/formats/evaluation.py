@@ -62,7 +62,8 @@ class Evaluation(JsonRecord):
     """The model."""
 
     settings: dict[str, Any]
-    """What was asked: tasks, split, question, turns, samples, context, seed, dtype."""
+    """What was asked: tasks, split, question, turns, samples, context, seed, dtype; and
+    ``text_digest``, SHA-256 over the token ids of all prompts and questions."""
 
     profiles: dict[str, str]
     """Digest of each budget profile by the name of its rows, without an evaluation from before:
