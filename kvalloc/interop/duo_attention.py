@@ -74,7 +74,10 @@ class DuoAttention(ExportTarget):
             below one half.
         """
         try:
-            heads = np.atleast_2d(np.loadtxt(path / HEADS, dtype=float, delimiter="\t"))
+            rows = [row for row in (path / HEADS).read_text("utf-8").splitlines() if row.strip()]
+            if not rows:
+                raise ValueError(f"{HEADS} is empty")
+            heads = np.atleast_2d(np.loadtxt(rows, dtype=float, delimiter="\t"))
             sizes = json.loads((path / "config.json").read_bytes())
             sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -93,7 +93,7 @@ class Checkpoint:
 
     def _clear(self) -> None:
         """Delete everything but the lock."""
-        for file in self.folder.iterdir():
+        for file in self.folder.glob("*"):
             if file.name != _LOCK:
                 with suppress(OSError):
                     file.unlink()

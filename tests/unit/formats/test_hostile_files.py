@@ -146,16 +146,17 @@ def test_a_weight_that_no_float_holds(tmp_path: Path) -> None:
         ("lu-kv", b"\x93NUMPY\x01\x00\x0a\x00{'descr\x00':("),
         ("csv", b"layer,head,tokens\n0\n"),
         ("duo-attention", b"[" * 100_000),
+        ("duo-attention", None),
         ("duo-attention", b'{"sink_size": 1e999, "recent_size": 1}'),
     ],
 )
-def test_files_of_other_engines(tmp_path: Path, target: str, content: bytes) -> None:
+def test_files_of_other_engines(tmp_path: Path, target: str, content: bytes | None) -> None:
     path = tmp_path / "x"
     if target == "duo-attention":
         path.mkdir()
-        (path / "full_attention_heads.tsv").write_text("1\t1\n" * 3)
-        (path / "config.json").write_bytes(content)
+        (path / "full_attention_heads.tsv").write_text("1\t1\n" * 3 if content else "\n")
+        (path / "config.json").write_bytes(content or b'{"sink_size": 1, "recent_size": 1}')
     else:
-        path.write_bytes(content)
+        path.write_bytes(content or b"")
     with pytest.raises(InputError, match=str(path)):
         TARGETS[target].read(path, make_budget_profile([[10, 17]] * 3))

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from cli_tools import full_disk, run
+from safetensors import safe_open
+from safetensors.numpy import save
 from scorer_oracle import SCORERS
 from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
 
@@ -14,6 +16,7 @@ import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.kl import divergence
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.record import digest_over
 from kvalloc.measure.checkpoint import checkpoint_folder
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.loading import LoadedModel, shape_of
@@ -307,6 +310,19 @@ def stop(done, total):
         raise Killed
 
 
+def read_piece(path):
+    """Arrays and values of a piece of finished work."""
+    with safe_open(path, framework="numpy") as kept:
+        told = json.loads(kept.metadata()["kvalloc.values"])
+        return {name: kept.get_tensor(name) for name in sorted(kept.keys())}, told
+
+
+def piece(arrays, told):
+    """A piece of finished work with a digest that is right."""
+    values = json.dumps(told)
+    return save(arrays, {"kvalloc.values": values, "kvalloc.digest": digest_over(values, arrays)})
+
+
 @both
 def test_what_was_begun_is_neither_overwritten_nor_mixed_up(model, tmp_path, kind):
     file = tmp_path / "p.json"
@@ -326,10 +342,17 @@ def test_what_was_begun_is_neither_overwritten_nor_mixed_up(model, tmp_path, kin
         with pytest.raises(InputError, match=f"begun with {field}"):
             tuned(**{"model": model, "kind": kind, "outputs": [file], "resume": True, **changes})
     state = checkpoint_folder(file) / "descent.safetensors"
-    state.write_bytes(state.read_bytes()[:200])
-    with pytest.raises(InputError, match="cannot be read"):
-        tuned(model, kind, outputs=[file], resume=True)
+    whole, (arrays, told) = state.read_bytes(), read_piece(state)
+    less = {name: array for name, array in arrays.items() if name != "held_out_losses"}
+    no_scales = piece(arrays, {**told, "scales": 1})
+    for crafted in (whole[:200], piece(less, told), piece(arrays, {}), no_scales):
+        state.write_bytes(crafted)
+        with pytest.raises(InputError, match="cannot be read"):
+            tuned(model, kind, outputs=[file], resume=True)
     assert not file.exists()
+    state.write_bytes(piece(arrays, told))
+    tuned(model, kind, outputs=[file], resume=True)
+    assert file.exists()
 
 
 def test_a_full_disk_is_told_in_one_line_and_loses_no_step(model, tmp_path):
