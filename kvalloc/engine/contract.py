@@ -114,7 +114,12 @@ class Engine(Protocol):
         """
 
     def run(
-        self, work: Work, items: Mapping[int, Any], advance: Advance, *, homes: bool = False
+        self,
+        work: Work,
+        items: Mapping[int, Any],
+        advance: Advance,
+        *,
+        homes: Mapping[int, int] | None = None,
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item.
 
@@ -125,9 +130,9 @@ class Engine(Protocol):
             By number.
         advance : callable
             Told of the steps that the work says are done.
-        homes : bool
-            Whether an item is to be done where those of the same number were done before, as far
-            as that is still there.
+        homes : mapping of int to int, optional
+            For each item a number: those of one number are done by one worker, as long as it lives.
+            By default by whoever is idle.
 
         Yields
         ------
@@ -153,7 +158,12 @@ class LocalEngine:
         return ModelFacts.of(self._model, model_id)
 
     def run(
-        self, work: Work, items: Mapping[int, Any], advance: Advance, *, homes: bool = False
+        self,
+        work: Work,
+        items: Mapping[int, Any],
+        advance: Advance,
+        *,
+        homes: Mapping[int, int] | None = None,
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item, in their order."""
         for number, item in items.items():

@@ -61,6 +61,27 @@ class LoadedModel:
     model_id: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """What is loaded, and how; see `load_model`."""
+
+    source: str
+    dtype: str = "float32"
+    device: str | None = None
+    attention: str | None = None
+
+    def load(self, notify: Callable[[str], None] | None = None) -> LoadedModel:
+        """Load it in this process."""
+        return load_model(**vars(self), notify=notify)
+
+    def tokenizer(self, notify: Callable[[str], None] | None = None) -> tuple[Any, str]:
+        """The tokenizer alone, and the model's id."""
+        require_run_packages()
+        folder, model_id, _ = _locate(self.source, self.dtype, notify)
+        with quiet_transformers():
+            return _read_pretrained(folder, model_id, None)[1], model_id
+
+
 def load_model(
     source: str | Path,
     *,
@@ -290,12 +311,15 @@ def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
     )
 
 
-def _read_pretrained(folder: str, model_id: str, options: dict[str, Any]) -> tuple[Any, Any]:
+def _read_pretrained(folder: str, model_id: str, options: dict[str, Any] | None) -> tuple[Any, Any]:
+    """The model, None without options, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         # said here, or transformers would ask whoever sits before a terminal
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if options is None:
+            return None, tokenizer
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     except ImportError as error:
         raise MissingDependencyError(f"{model_id} cannot be loaded: {one_line(error)}") from error

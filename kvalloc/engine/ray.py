@@ -1,0 +1,499 @@
+"""Workers of a Ray cluster that each have the model loaded once."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pickle
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.engine.contract import MEASURED_WITH, Advance, Failed, ModelFacts, Work
+from kvalloc.errors import (
+    InputError,
+    KVAllocError,
+    MissingDependencyError,
+    SampleError,
+    by_interface,
+    naming_flags,
+    one_line,
+    option,
+)
+from kvalloc.files import provenance
+
+if TYPE_CHECKING:
+    from kvalloc.models.loading import ModelSource
+
+_LOG = logging.getLogger(__name__)
+
+DEATHS = 2
+"""Workers that an item may take with it before it is given up."""
+
+CONNECT_SECONDS = 5.0
+POLL_SECONDS = 0.5
+"""How often workers are asked how far they are."""
+
+_OBJECT_STORE_BYTES = 256 * 2**20
+"""Of a cluster that is started here: what is sent are samples and their curves."""
+
+_LOCAL_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Of such a cluster, where the user has not said otherwise: nobody is told of it, and workers have
+the priority that this process has."""
+
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+"""What opens a connection to a cluster's head, which speaks gRPC: a preface, empty settings."""
+
+
+class Host:
+    """What a worker process does: it holds the model and, of one job, what that wants kept.
+
+    Parameters
+    ----------
+    source : dict
+        Fields of a `ModelSource`.
+    threads : int
+        Of torch.
+    flags : bool
+        Whether messages name options as flags.
+    """
+
+    def __init__(self, source: dict[str, Any], threads: int, *, flags: bool) -> None:
+        from kvalloc.models.loading import ModelSource
+
+        self._threads, self._flags = threads, flags
+        loaded = ModelSource(**source).load()
+        self._model, self.facts = loaded.model, ModelFacts.of(loaded.model, loaded.model_id)
+        self._work: tuple[int, Work] | None = None
+        self.steps = 0
+
+    def do(self, number: int, references: list[Any], item: Any) -> bytes:
+        """What came of an item, pickled, and its steps.
+
+        That is its result or a `Failed`, or the error that ends the job.
+
+        As bytes, so that the driver has arrays of its own and none in Ray's shared memory.
+        """
+        import ray
+        import torch
+
+        torch.set_num_threads(self._threads)  # of this thread, whichever Ray has taken
+        self.steps = 0
+        if self._work is None or self._work[0] != number:
+            self._work = (number, ray.get(references)[0])
+        try:
+            with naming_flags() if self._flags else nullcontext():
+                found: Any = self._work[1](self._model, item, self._advance)
+        except Exception as error:
+            _LOG.info("an item failed", exc_info=True)
+            found = _told(error)
+        return pickle.dumps((found, self.steps))
+
+    def _advance(self, steps: int) -> None:
+        self.steps += steps
+
+
+def _told(error: Exception) -> Failed | KVAllocError:
+    """An item's error as the driver can read it, which may not have its class."""
+    try:
+        failed = Failed.of(error)
+    except KVAllocError as ends:
+        return ends
+    return failed if isinstance(error, SampleError) else Failed(error=RuntimeError(failed.reason))
+
+
+def _actor_class() -> type:
+    """What Ray runs. Made here, so that it is sent whole: a machine may have another kvalloc."""
+
+    class Worker:
+        def __init__(self) -> None:
+            self.host: Host | None = None
+
+        def begin(self, versions: dict[str, str], *given: Any, flags: bool) -> Any:
+            """The model's facts, or the versions that differ, or what went wrong."""
+            from importlib.metadata import PackageNotFoundError, version
+
+            own = {}
+            for name in versions:
+                try:
+                    own[name] = version(name)
+                except PackageNotFoundError:
+                    own[name] = "source"
+            if own != versions:
+                return own
+            from kvalloc.engine.ray import Host
+            from kvalloc.errors import KVAllocError
+
+            try:
+                self.host = Host(*given, flags=flags)
+            except KVAllocError as error:
+                return error
+            return self.host.facts
+
+        def do(self, *given: Any) -> bytes:
+            assert self.host is not None  # it was begun
+            return self.host.do(*given)
+
+        def steps(self) -> int:
+            return 0 if self.host is None else self.host.steps
+
+    return Worker
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """A worker as the driver sees it.
+
+    Attributes
+    ----------
+    slot : int
+        Its number, which a successor takes over.
+    actor : ray.actor.ActorHandle
+    waiting : ray.ObjectRef or None
+        What it is at: loading its model, or an item.
+    item : int or None
+        Which one.
+    ready : bool
+        Whether it has its model.
+    lost : int
+        How many before it died while they loaded theirs.
+    """
+
+    slot: int
+    actor: Any
+    waiting: Any = None
+    item: int | None = None
+    ready: bool = False
+    lost: int = 0
+
+
+@dataclass(kw_only=True)
+class RayEngine:
+    """A model in the workers of a Ray cluster, used in a ``with``.
+
+    What comes out is what the model gives in this process, to the bit, where threads, device and
+    versions are the same: an item is done by one worker from beginning to end.
+
+    Attributes
+    ----------
+    source : ModelSource
+        What each worker loads. A path has to be there on each of the cluster's machines.
+    address : str, optional
+        Of a cluster, HOST:PORT, or ``auto``; by default that of ``RAY_ADDRESS``, else one on this
+        machine that is started, and shut down again. In a process that is connected already it is
+        that cluster.
+    workers : int, optional
+        By default as many as the cluster has GPUs, else as its CPUs allow.
+    threads : int, optional
+        CPU threads of each; by default those of torch in this process, or what `workers` leaves.
+    log : bool
+        Let Ray and the workers write to stderr.
+    """
+
+    source: ModelSource
+    address: str | None = None
+    workers: int | None = None
+    threads: int | None = None
+    log: bool = False
+    _ray: Any = field(default=None, init=False)
+    _workers: list[_Worker] = field(default_factory=list, init=False)
+    _facts: ModelFacts | None = field(default=None, init=False)
+    _works: int = field(default=0, init=False)
+    _work: tuple[Work, Any] | None = field(default=None, init=False)
+    _began: bool = field(default=False, init=False)
+    _gpus: int = field(default=0, init=False)
+    _told_at: float = field(default=0.0, init=False)
+
+    def __enter__(self) -> RayEngine:
+        """Connect, and load the model in every worker.
+
+        Raises
+        ------
+        MissingDependencyError
+            If Ray is not installed.
+        InputError
+            If the cluster cannot be reached or is too small; if its machines have other versions,
+            or another model; if the model cannot be loaded there.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise MissingDependencyError(
+                "spreading work over workers needs Ray, which is not installed: "
+                "pip install 'kvalloc[ray]'"
+            )
+        import ray
+
+        self._ray = ray
+        try:
+            self._began = self._connected()
+            self._count()
+            self._workers = [self._begun(slot) for slot in range(self.workers or 1)]
+            while not all(worker.ready for worker in self._workers):
+                self._next()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._ray.is_initialized():
+            return
+        for worker in self._workers:
+            with suppress(Exception):
+                self._ray.kill(worker.actor)
+        self._workers.clear()
+        if self._began:
+            self._ray.shutdown()
+
+    def facts(self, model_id: str | None = None) -> ModelFacts:
+        """What the workers have loaded."""
+        assert self._facts is not None  # since it was entered
+        if model_id is None:
+            return self._facts
+        return replace(self._facts, shape=replace(self._facts.shape, model_id=model_id))
+
+    def run(
+        self,
+        work: Work,
+        items: Mapping[int, Any],
+        advance: Advance,
+        *,
+        homes: Mapping[int, int] | None = None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Do some work for each item; see `kvalloc.engine.contract.Engine`.
+
+        A worker that dies is replaced, and its item given to another one. An item that has taken
+        `DEATHS` workers with it has failed.
+        """
+        if self._work is None or self._work[0] is not work:
+            self._works += 1
+            self._work = (work, self._ray.put(work))
+        left, deaths, told = deque(items), Counter[int](), Counter[int]()
+        try:
+            while left or any(worker.item is not None for worker in self._workers):
+                self._hand_out(left, items, homes or {})
+                worker = self._next()
+                self._tell(told, advance)
+                if worker is None:
+                    continue
+                number, found = self._taken(worker, told, advance)
+                if found is None:
+                    deaths[number] += 1
+                    _LOG.info("a worker died of item %d", number)
+                    if deaths[number] < DEATHS:
+                        left.appendleft(number)
+                        continue
+                    found = Failed(error=SampleError(f"it killed its worker {DEATHS} times"))
+                elif isinstance(found, KVAllocError):
+                    raise found
+                self._hand_out(left, items, homes or {})  # before anybody looks at this one
+                yield number, found
+        finally:
+            for worker in [one for one in self._workers if one.item is not None]:
+                self._replace(worker)  # nobody waits for what it is at
+
+    def _connected(self) -> bool:
+        """Connect to the cluster; whether it was started here."""
+        ray = self._ray
+        if ray.is_initialized():
+            return False
+        address = self.address or os.environ.get("RAY_ADDRESS") or "local"
+        level = logging.INFO if self.log else logging.ERROR
+        options: dict[str, Any] = {"log_to_driver": self.log, "logging_level": level}
+        if address == "local":
+            for name, value in _LOCAL_SETTINGS.items():
+                os.environ.setdefault(name, value)
+            options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+        elif address != "auto":
+            _check_reachable(address)
+        try:
+            ray.init(address, **options)
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"the Ray cluster at {address} cannot be used: {one_line(error)}; start one with "
+                f"'ray start --head', or leave out {option('address')}"
+            ) from error
+        return True
+
+    def _count(self) -> None:
+        """How many workers there are, and what each takes; refuses more than there is room for."""
+        import torch
+
+        resources = self._ray.cluster_resources()
+        cpus, gpus = (int(resources.get(kind, 0)) for kind in ("CPU", "GPU"))
+        device = self.source.device
+        self._gpus = 1 if gpus and (device is None or device.startswith("cuda")) else 0
+        if self.threads is None:
+            self.threads = max(1, cpus // self.workers if self.workers else torch.get_num_threads())
+            self.threads = min(self.threads, max(1, cpus))
+        if self.workers is None:
+            self.workers = gpus if self._gpus else max(1, cpus // self.threads)
+        if self._gpus and device is None:
+            self.source = replace(self.source, device="cuda")
+        if self.workers < 1 or self.threads < 1:
+            raise InputError(f"{self.workers} workers of {self.threads} threads can do nothing")
+        if self.workers * self.threads > cpus or self.workers * self._gpus > gpus:
+            much = f"{self.workers} workers of {self.threads} CPU threads"
+            much += " and a GPU each" if self._gpus else ""
+            has = f"{cpus} CPUs and {gpus} GPUs"
+            raise InputError(
+                f"{much} are more than the cluster has, {has}; ask for fewer with "
+                f"{option('workers')} or {option('threads')}"
+            )
+
+    def _begun(self, slot: int, lost: int = 0) -> _Worker:
+        """A new worker, which loads its model."""
+        actor = self._ray.remote(_actor_class()).options(
+            num_cpus=self.threads,
+            num_gpus=self._gpus,
+            max_concurrency=2,  # the second one says how far the first is
+        )
+        handle = actor.remote()
+        flags = bool(by_interface(python="", flags="yes"))
+        begun = handle.begin.remote(_versions(), vars(self.source), self.threads, flags=flags)
+        return _Worker(slot=slot, actor=handle, waiting=begun, lost=lost)
+
+    def _replace(self, worker: _Worker, lost: int = 0) -> None:
+        with suppress(Exception):
+            self._ray.kill(worker.actor)
+        self._workers[worker.slot] = self._begun(worker.slot, lost)
+
+    def _hand_out(
+        self, left: deque[int], items: Mapping[int, Any], homes: Mapping[int, int]
+    ) -> None:
+        """Give every idle worker the first item that is left for it."""
+        assert self._work is not None  # only `run` comes here
+        for worker in [one for one in self._workers if one.ready and one.waiting is None]:
+            own = (n for n in left if homes.get(n, worker.slot) % len(self._workers) == worker.slot)
+            if (number := next(own, None)) is not None:
+                left.remove(number)
+                reference = [self._work[1]]  # in a list: read where it is not known yet
+                worker.item = number
+                worker.waiting = worker.actor.do.remote(self._works, reference, items[number])
+
+    def _next(self) -> _Worker | None:
+        """A worker that is done with its item; None after a while, or where one has its model."""
+        known = {one.waiting: one for one in self._workers if one.waiting is not None}
+        ready, _ = self._ray.wait([*known], timeout=POLL_SECONDS)
+        if not ready:
+            if not any(worker.ready for worker in self._workers):
+                self._check_room()
+            return None
+        worker = known[ready[0]]
+        if worker.item is None:
+            self._loaded(worker)
+            return None
+        return worker
+
+    def _loaded(self, worker: _Worker) -> None:
+        """Look at what a new worker has loaded."""
+        exceptions = self._ray.exceptions
+        try:
+            found = self._ray.get(worker.waiting)
+        except exceptions.RayTaskError as error:
+            why = one_line(error.cause)
+            raise InputError(f"a worker of the Ray cluster cannot begin: {why}") from None
+        except exceptions.RayError as error:
+            if worker.lost + 1 >= DEATHS:
+                raise InputError(
+                    f"workers die while they load {self.source.source} ({one_line(error, 80)}); "
+                    f"give them more memory, or ask for fewer with {option('workers')}"
+                ) from None
+            self._replace(worker, worker.lost + 1)
+            return
+        if isinstance(found, KVAllocError):
+            raise found
+        here = _versions()
+        if isinstance(found, dict):
+            name = next(name for name in here if found[name] != here[name])
+            raise InputError(
+                f"a worker of the Ray cluster has {name} {found[name]}, and this process "
+                f"{here[name]}; install the same on all of its machines"
+            )
+        self._facts = self._facts or found
+        first, own = self._facts.record(), found.record()
+        if differ := [name for name in first if first[name] != own[name]]:
+            raise InputError(
+                f"workers of the Ray cluster have not loaded the same model: {differ[0]} is "
+                f"{one_line(first[differ[0]], 60)} in one and {one_line(own[differ[0]], 60)} in "
+                f"another; give {self.source.source} the same files on all of its machines"
+            )
+        worker.ready, worker.waiting = True, None
+        _LOG.info("worker %d of %s has its model", worker.slot + 1, self.workers)
+
+    def _taken(self, worker: _Worker, told: Counter[int], advance: Advance) -> tuple[int, Any]:
+        """What came of a worker's item; None where it died of it, and is replaced."""
+        assert worker.item is not None  # the caller has looked
+        number, exceptions = worker.item, self._ray.exceptions
+        try:
+            found, steps = pickle.loads(self._ray.get(worker.waiting))
+            advance(max(0, steps - told[number]))
+        except exceptions.RayTaskError as error:
+            found = Failed(error=RuntimeError(one_line(error.cause)))
+        except exceptions.RayError:
+            self._replace(worker)
+            return number, None
+        worker.item = worker.waiting = None
+        return number, found
+
+    def _tell(self, told: Counter[int], advance: Advance) -> None:
+        """Count what workers have done of their items; what is done again counts once."""
+        if time.monotonic() - self._told_at < POLL_SECONDS:
+            return
+        busy = {one.actor.steps.remote(): one for one in self._workers if one.item is not None}
+        if busy:
+            ready, _ = self._ray.wait([*busy], num_returns=len(busy), timeout=POLL_SECONDS)
+            for reference in ready:
+                with suppress(self._ray.exceptions.RayError):
+                    item, steps = busy[reference].item, self._ray.get(reference)
+                    assert item is not None  # that is what they were chosen by
+                    advance(max(0, steps - told[item]))
+                    told[item] = max(told[item], steps)
+        self._told_at = time.monotonic()
+
+    def _check_room(self) -> None:
+        """Refuse to wait for workers that no machine has room for any more."""
+        assert self.threads is not None  # counted on entering
+        resources = self._ray.cluster_resources()
+        if resources.get("CPU", 0) < self.threads or resources.get("GPU", 0) < self._gpus:
+            raise InputError(
+                "no machine of the Ray cluster that is left has room for a worker; what was "
+                "finished is kept"
+            )
+
+
+def _versions() -> dict[str, str]:
+    versions: dict[str, str] = provenance(*MEASURED_WITH)["versions"]
+    return versions
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address where no cluster's head answers: Ray itself takes minutes to say so.
+
+    Raises
+    ------
+    InputError
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "//" in address:
+        raise InputError(
+            f"{option('address')} {address} is no address of a Ray cluster; give HOST:PORT, or auto"
+        )
+    answer = b""
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            connection.sendall(_HTTP2_HELLO)
+            connection.settimeout(CONNECT_SECONDS)
+            answer = connection.recv(9)
+        why = "what answers there is no Ray cluster"
+    except (OSError, OverflowError) as error:
+        why = one_line(getattr(error, "strerror", None) or error)
+    if answer[3:4] != b"\4":  # a frame with settings
+        raise InputError(
+            f"the Ray cluster at {address} cannot be reached: {why}; start one with 'ray start "
+            f"--head', or leave out {option('address')} for one on this machine"
+        )
