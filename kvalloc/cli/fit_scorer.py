@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
-from kvalloc.cli.options import ModelFlags, takes
+from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import duration, print_fields, print_result
 from kvalloc.cli.profile import DEFAULT_KINDS
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.progress import ProgressBar, note_set_aside, running
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
@@ -27,7 +27,7 @@ EACH_TASK = 4
 """Prompts of each kind that are made where no text is given."""
 
 
-@takes(FitOptions, PromptOptions, ModelFlags)
+@takes(FitOptions, PromptOptions, ModelFlags, EngineFlags)
 def fit_scorer(
     model: str,
     *,
@@ -57,21 +57,22 @@ def fit_scorer(
     wanted: Any = {name: given[name] for name in FitOptions.__annotations__ if name in given}
     prompts, made = read_prompt_options(given, each=EACH_TASK, default=DEFAULT_KINDS)
     start = time.perf_counter()
-    loaded = load(model, given)
-    texts = prompts(loaded.tokenizer)
-    if made:
-        wanted["samples"] = len(texts)
-    with ProgressBar("fitting", unit="layers") as progress:
-        fitted = fitted_scorer(
-            loaded.model,
-            loaded.tokenizer,
-            texts,
-            output=output,
-            resume=resume,
-            progress=progress,
-            model_id=loaded.model_id,
-            **wanted,
-        )
+    with running(model, given) as loaded:
+        texts = prompts(loaded.tokenizer)
+        if made:
+            wanted["samples"] = len(texts)
+        with ProgressBar("fitting", unit="layers") as progress:
+            fitted = fitted_scorer(
+                loaded.model,
+                loaded.tokenizer,
+                texts,
+                output=output,
+                resume=resume,
+                progress=progress,
+                model_id=loaded.model_id,
+                **wanted,
+            )
+    note_set_aside(fitted.set_aside)
     seconds = time.perf_counter() - start
     written = f"{output} ({size(output.stat().st_size)})"
     if isinstance(fitted, SurrogatePart):
@@ -89,6 +90,7 @@ def fit_scorer(
         "r_squared": fitted.r_squared.tolist(),
         "rank_correlation": fitted.rank_correlation.tolist(),
         "text_description": fitted.text_description,
+        "set_aside": fitted.set_aside,
         "seconds": seconds,
         "file_bytes": output.stat().st_size,
     }

@@ -232,7 +232,7 @@ def _needed_table(profile: ScoreProfile, needed: dict[float, list[int | None]]) 
 def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
     stated = (
         "shape scorer scorer_parameters context_tokens sinks window evictable_tokens "
-        "interpolation_error text_description text_digest versions created sample_tokens "
+        "interpolation_error text_description text_digest set_aside versions created sample_tokens "
         "loss_tokens loss_widths bit_widths digest"
     )
     policies = [policy.title for policy in profile.policies]

@@ -17,7 +17,7 @@ from kvalloc.cli.output import printing
 from kvalloc.cli.values import NAMES
 from kvalloc.units import Option
 
-SOLVING, MODEL = "Solver", "Model"
+SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
 
 
@@ -71,11 +71,32 @@ class ModelFlags(TypedDict, total=False):
     dtype : str, default float32
         Of weights and cache: float32, bfloat16 or float16.
     device : str
-        Such as cuda:0; the CPU by default.
+        Such as cuda:0, or auto to spread a large model over all there are; the CPU by default.
     """
 
     dtype: Annotated[str, Option("NAME", MODEL)]
     device: Annotated[str, Option("NAME", MODEL)]
+
+
+class EngineFlags(TypedDict, total=False):
+    """Where a model runs; see `kvalloc.cli.progress.running`.
+
+    Parameters
+    ----------
+    engine : {"local", "ray"}, default local
+        In this process, or in workers of a Ray cluster that load the model each.
+    address : str
+        With ray: of a cluster, HOST:PORT or auto; one is started on this machine by default.
+    workers : int
+        With ray: how many; as many as the cluster has GPUs, else as its CPUs allow, by default.
+    threads : int
+        CPU threads, with ray of each worker. The same number gives the same bits everywhere.
+    """
+
+    engine: Annotated[Literal["local", "ray"], Option("", ENGINE)]
+    address: Annotated[str, Option("HOST:PORT", ENGINE)]
+    workers: Annotated[int, Option("N", ENGINE, least=1)]
+    threads: Annotated[int, Option("N", ENGINE, least=1)]
 
 
 _COMMON: dict[str, Option] = {

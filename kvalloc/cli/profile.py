@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
-from kvalloc.cli.options import ModelFlags, takes
+from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import duration, print_fields, print_result
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.progress import ProgressBar, note_set_aside, running
 from kvalloc.errors import InputError
 from kvalloc.measure.profiling import SCORES, ProfileOptions, read_options
 from kvalloc.units import Option, parse_share, size
@@ -23,6 +23,7 @@ EXAMPLES = """\
   kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
   kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
   kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
+  kvalloc profile demo --engine ray --workers 2 --threads 1 -o s.safetensors
   kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
   kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \\
       --loss-policies usual -o s.safetensors
@@ -34,7 +35,7 @@ EACH_TASK = 2
 """Prompts of each kind that are made."""
 
 
-@takes(ProfileOptions, PromptOptions, ModelFlags)
+@takes(ProfileOptions, PromptOptions, ModelFlags, EngineFlags)
 def profile(
     model: str,
     *,
@@ -76,24 +77,25 @@ def profile(
             "say how many with --samples"
         )
     start = time.perf_counter()
-    loaded = load(model, given)
-    texts = prompts(loaded.tokenizer) or [*default_texts()]
-    if made:
-        wanted["samples"] = len(texts)
-    # losses are counted as the layers of a prefill that take as long
-    unit = "steps" if "loss" in wanted else "layers"
-    with ProgressBar("profiling", unit=unit) as progress:
-        measured = measured_profile(
-            loaded.model,
-            loaded.tokenizer,
-            texts,
-            output=output,
-            resume=resume,
-            progress=progress,
-            model_id=loaded.model_id,
-            enough=settled,
-            **wanted,
-        )
+    with running(model, given) as loaded:
+        texts = prompts(loaded.tokenizer) or [*default_texts()]
+        if made:
+            wanted["samples"] = len(texts)
+        # losses are counted as the layers of a prefill that take as long
+        unit = "steps" if "loss" in wanted else "layers"
+        with ProgressBar("profiling", unit=unit) as progress:
+            measured = measured_profile(
+                loaded.model,
+                loaded.tokenizer,
+                texts,
+                output=output,
+                resume=resume,
+                progress=progress,
+                model_id=loaded.model_id,
+                enough=settled,
+                **wanted,
+            )
+    note_set_aside(measured.set_aside)
     told = measured, output, time.perf_counter() - start
     print_result(_facts(*told, settled), lambda: _show(*told, settled))
 
@@ -128,7 +130,7 @@ def _facts(
     """What was measured, as plain values."""
     stated = (
         "scorer scorer_parameters context_tokens sinks window interpolation_error "
-        "text_description loss_tokens loss_widths"
+        "text_description loss_tokens loss_widths set_aside"
     )
     policies, probed = [policy.title for policy in measured.policies], measured.loss_probed
     return {

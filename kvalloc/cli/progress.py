@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.output import duration, is_quiet, is_verbose, note
+from kvalloc.errors import InputError, no_such, option
 
 if TYPE_CHECKING:
     from kvalloc.models.loading import LoadedModel
@@ -19,6 +21,8 @@ _LOG = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
 """Shorter work is not announced."""
+
+ENGINES = ("local", "ray")
 
 LINE_EVERY_SECONDS = 30.0
 """How often a log, which is not a terminal, gets a line."""
@@ -169,3 +173,53 @@ def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
             device=given.get("device"),
             notify=note,
         )
+
+
+@contextmanager
+def running(model: str, given: Mapping[str, Any]) -> Iterator[LoadedModel]:
+    """The model that the user named, where it is to run; inside nothing is printed on stdout.
+
+    Parameters
+    ----------
+    model : str
+    given : mapping
+        Among others what was typed of `kvalloc.cli.options.ModelFlags` and `EngineFlags`.
+
+    Raises
+    ------
+    KVAllocError
+        As `load`; or if there is no such engine, or it cannot be used.
+    """
+    engine, threads = given.get("engine", "local"), given.get("threads")
+    if engine not in ENGINES:
+        raise InputError(no_such("engine", engine, ENGINES))
+    if engine == "local":
+        if about := [name for name in ("address", "workers") if name in given]:
+            raise InputError(f"{option(about[0])} goes with {option('engine', 'ray')}; add that")
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        yield load(model, given)
+        return
+    from kvalloc.engine.ray import RayEngine
+    from kvalloc.models.loading import LoadedModel, ModelSource
+
+    how = {name: given[name] for name in ("dtype", "device") if name in given}
+    source = ModelSource(source=model, **how)
+    tokenizer, model_id = source.tokenizer(note)
+    placing = {name: given.get(name) for name in ("address", "workers", "threads")}
+    workers = RayEngine(source=source, log=is_verbose(), **placing)
+    with ExitStack() as stack:
+        # Ray tells of workers that died on stdout, where a command's result belongs
+        sink = sys.stderr if is_verbose() else stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(redirect_stdout(sink))
+        with slow(f"loading {model} in workers"):
+            stack.enter_context(workers)
+        yield LoadedModel(model=workers, tokenizer=tokenizer, model_id=model_id)
+
+
+def note_set_aside(set_aside: Mapping[int, str]) -> None:
+    """Say which samples could not be measured."""
+    for said in set_aside.values():
+        note(f"set aside, and named in the file: {said}")

@@ -228,6 +228,8 @@ class RayEngine:
         import ray
 
         self._ray = ray
+        if os.path.exists(self.source.source):  # workers may have another current folder
+            self.source = replace(self.source, source=os.path.abspath(self.source.source))
         try:
             self._began = self._connected()
             self._count()

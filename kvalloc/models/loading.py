@@ -99,7 +99,8 @@ def load_model(
     dtype : {"float32", "bfloat16", "float16"}
         Type of the weights and of the cache.
     device : str, optional
-        Such as ``"cuda:0"``; the CPU by default.
+        Such as ``"cuda:0"``; the CPU by default. ``"auto"`` spreads the layers over all devices
+        that there are (transformers' ``device_map``), of a model that is too large for one.
     attention : str, optional
         An attention implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
     notify : callable, optional
@@ -126,6 +127,13 @@ def load_model(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
         options["attn_implementation"] = attention
+    if device == "auto":
+        if importlib.util.find_spec("accelerate") is None:
+            raise MissingDependencyError(
+                "spreading a model over devices needs accelerate, which is not installed: "
+                "pip install accelerate"
+            )
+        options["device_map"] = device
     folder, model_id, converted = _locate(str(source), dtype, notify)
     with quiet_transformers():
         model, tokenizer = _read_pretrained(folder, model_id, options)
@@ -135,7 +143,7 @@ def load_model(
         if Path(folder).parent.name == "snapshots":  # of the hub's cache, by their revision
             model.config._commit_hash = Path(folder).name
     model.eval()
-    if device is not None:
+    if device not in (None, "auto"):
         try:
             model = model.to(device)
         except (RuntimeError, AssertionError, ValueError) as error:

@@ -361,6 +361,7 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
         "loss curves": losses_text(profile),
         "bits": _bits_text(profile),
         "text": profile.text_description or "not recorded",
+        "set aside": "; ".join(profile.set_aside.values()),
         "made": f"{profile.created} with {versions}",
     }
 
