@@ -134,7 +134,7 @@ test-report: $(READY) ## the HTML report in headless Chromium; skipped where the
 
 # Short forms; the long ones are targets or benchmarks of their own, as `make soak`.
 check-trust: $(READY) kernel ## what breaks must lose nothing: kill, fuzz, soak and Ray tests, short
-	$(TESTS) -m 'kill or fuzz or soak or ray' --soak-calls 300 --kills 14 --hostile-files 1000 \
+	$(TESTS) -m 'kill or fuzz or soak or ray' --ray --soak-calls 300 --kills 14 --hostile-files 1000 \
 		--durations=5
 
 test-kills: $(READY) ## long commands killed KILLS=200 times, by SEED=0, and run again: nothing lost or left

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'kvalloc[ray]'")
 CONTEXT, POISON = 60, "w7"
 """Tokens of a sample; a word whose embedding is not a number."""
 
-ray = pytest.mark.ray
+on_ray = pytest.mark.ray
 
 
 class Shuffled(LocalEngine):
@@ -65,8 +66,20 @@ def loaded(folder):
 
 @pytest.fixture(scope="module")
 def workers(folder):
-    with RayEngine(source=ModelSource(source=str(folder)), workers=2, threads=1) as engine:
-        yield engine
+    """Two workers of a cluster that has room for two more; what is sent may be of this module."""
+    import ray
+    from ray import cloudpickle
+
+    os.environ.update({"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"})
+    small = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    ray.init("local", log_to_driver=False, logging_level="ERROR", **small)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        with RayEngine(source=ModelSource(source=str(folder)), workers=2, threads=1) as engine:
+            yield engine
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        ray.shutdown()
 
 
 def texts(*poisoned: int, samples: int = 6) -> list[Prompt]:
@@ -110,7 +123,7 @@ def test_the_order_of_results_does_not_matter(loaded, tmp_path, job):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@ray
+@on_ray
 @every_job
 def test_workers_write_the_same_file(loaded, workers, tmp_path, job):
     files = [tmp_path / "one", tmp_path / "two"]
@@ -140,7 +153,7 @@ def test_a_sample_that_fails_by_itself_is_set_aside(loaded, tmp_path, batch):
     file = tmp_path / "s.safetensors"
     found.save(file)
     assert ScoreProfile.load(file) == found
-    _, shown, _ = run("inspect", file)
+    shown = run("inspect", file).out
     assert "set aside" in shown
     assert "p.jsonl, line 5" in shown
 
@@ -176,7 +189,7 @@ def stop(done: int, total: int) -> None:
         raise Stopped
 
 
-@ray
+@on_ray
 @pytest.mark.parametrize("job", ["profile", "fit-scorer"])
 @pytest.mark.parametrize("first", ["local", "ray"])
 def test_what_one_engine_began_another_finishes(loaded, workers, tmp_path, job, first):
@@ -205,7 +218,7 @@ def deadly(model, item, advance):
     return model.config.hidden_size
 
 
-@ray
+@on_ray
 def test_workers_that_die_are_replaced(workers, tmp_path, capfd):
     once, told = tmp_path / "once", []
     once.touch()
@@ -221,7 +234,7 @@ def test_workers_that_die_are_replaced(workers, tmp_path, capfd):
     assert dict(workers.run(deadly, {0: None, 1: None}, told.append)) == {0: 24, 1: 24}
 
 
-@ray
+@on_ray
 def test_the_command(folder, workers, tmp_path, loaded):
     """In a process that is connected, it takes that cluster."""
     prompts = tmp_path / "p.jsonl"
@@ -231,10 +244,10 @@ def test_the_command(folder, workers, tmp_path, loaded):
     files = [tmp_path / "one", tmp_path / "two"]
     spread = ("--engine", "ray", "--workers", 1, "--threads", 1)
     for file, more in zip(files, (("--threads", 1), spread), strict=True):
-        code, said, noted = run("profile", folder, *flags, "-o", file, *more)
-        assert code == 0
-        assert [*json.loads(said)["set_aside"]] == ["3"]
-        assert "set aside, and named in the file" in noted
+        ran = run("profile", folder, *flags, "-o", file, *more)
+        assert ran.code == 0, ran
+        assert [*json.loads(ran.out)["set_aside"]] == ["3"]
+        assert "set aside, and named in the file" in ran.err
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -283,12 +296,12 @@ def test_flags_that_do_not_belong_together(tmp_path):
         (("--address", "auto"), "--address goes with --engine ray"),
         (("--workers", 2), "--workers goes with --engine ray"),
     ):
-        code, _, noted = run("profile", "x", "-o", tmp_path / "s", *flags)
-        assert code == 2
-        assert said in noted
+        ran = run("profile", "x", "-o", tmp_path / "s", *flags)
+        assert ran.code == 2
+        assert said in ran.err
 
 
-@ray
+@on_ray
 def test_workers_that_do_not_fit_are_refused(folder, workers, tmp_path, monkeypatch):
     for options, said in (
         ({"workers": 2, "threads": 1000}, "2 workers of 1000 CPU threads are more than"),
@@ -298,9 +311,10 @@ def test_workers_that_do_not_fit_are_refused(folder, workers, tmp_path, monkeypa
             pass
     other = saved(tmp_path / "other", seed=1)
     monkeypatch.setattr(workers, "source", ModelSource(source=str(other)))
-    items = {0: "always"}
+    items = {0: "always", 1: "always", 2: None}  # both workers die, and others take over
     with pytest.raises(InputError, match="not loaded the same model: weights is"):
         list(workers.run(deadly, items, lambda steps: None))
     monkeypatch.setattr("kvalloc.engine.ray._versions", lambda: {"torch": "1.0"})
-    with pytest.raises(InputError, match="has torch 2.*, and this process 1.0; install the same"):
-        list(workers.run(deadly, items, lambda steps: None))
+    said = "has torch 2.*, and this process 1.0; install the same"
+    with pytest.raises(InputError, match=said), engine_of(folder, workers=1, threads=1):
+        pass
