@@ -148,9 +148,9 @@ test-gpu: $(READY) ## the tests on a CUDA device; skipped where there is none
 
 HAS_GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-check-gpu: $(READY) kernel ## everything that needs a GPU: tests, and the runtime at 8B's shape
+check-gpu: $(READY) ## everything that needs a GPU: tests, and the runtime at 8B's shape
 	@if $(HAS_GPU); then \
-		$(MAKE) --no-print-directory test-gpu; \
+		$(MAKE) --no-print-directory kernel test-gpu; \
 		$(BIN)/python benchmarks/record.py "runtime --device cuda --shape 8b --context 32768"; \
 	else echo "check-gpu: torch finds no CUDA device here, so nothing was run"; fi
 
