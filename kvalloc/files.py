@@ -21,7 +21,7 @@ with suppress(ImportError):
 
     _fcntl = fcntl
 
-_RANDOM, _ENDING = 8, ".tmp"
+_RANDOM, ENDING = 8, ".tmp"
 """Characters by chance in the name of what is temporary, and its end."""
 
 
@@ -81,17 +81,20 @@ def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iter
     ------
     Path
     """
-    size = len(prefix) + _RANDOM + len(_ENDING)
-    for name in os.listdir(parent):
-        if len(name) == size and name.startswith(prefix) and name.endswith(_ENDING):
+    size = len(prefix) + _RANDOM + len(ENDING)
+    beside: list[str] = []
+    with suppress(OSError):  # a folder that may be written to and not read
+        beside = os.listdir(parent)
+    for name in beside:
+        if len(name) == size and name.startswith(prefix) and name.endswith(ENDING):
             with _lock(parent / name, wait=False) as locked:
                 if locked:
                     _remove(parent / name)
     while True:
         if folder:
-            made = Path(tempfile.mkdtemp(suffix=_ENDING, prefix=prefix, dir=parent))
+            made = Path(tempfile.mkdtemp(suffix=ENDING, prefix=prefix, dir=parent))
         else:
-            handle, name = tempfile.mkstemp(suffix=_ENDING, prefix=prefix, dir=parent)
+            handle, name = tempfile.mkstemp(suffix=ENDING, prefix=prefix, dir=parent)
             os.close(handle)
             made = Path(name)
         with _lock(made, wait=True):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, one_line, option
-from kvalloc.files import atomic_write, check_writable
+from kvalloc.files import ENDING, atomic_write, check_writable
 from kvalloc.formats.record import digest_over
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ class Checkpoint:
         self._lock.release()
 
     def _clear(self) -> None:
-        """Delete everything but the lock."""
-        for file in self.folder.glob("*"):
-            if file.name != _LOCK:
+        """Delete everything of ours but the lock."""
+        for ours in (f"*{_PIECE}", f".*{ENDING}", _MANIFEST):
+            for file in self.folder.glob(ours):
                 with suppress(OSError):
                     file.unlink()
 

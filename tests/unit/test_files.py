@@ -110,6 +110,16 @@ def test_without_locks_nothing_of_others_is_deleted(tmp_path, monkeypatch, lockl
     assert files_in(tmp_path) == {".x.abcd1234.tmp": b"", "x": b"whole"}
 
 
+def test_a_folder_that_may_be_written_to_and_not_read(tmp_path, monkeypatch):
+    def refuse(folder: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files.os, "listdir", refuse)
+    with files.atomic_write(tmp_path / "x") as temporary:
+        temporary.write_text("whole")
+    assert (tmp_path / "x").read_text() == "whole"
+
+
 def test_two_that_write_one_output_leave_one_of_them_whole(tmp_path):
     target = tmp_path / "x"
     with files.atomic_write(target) as one, files.atomic_write(target) as other:

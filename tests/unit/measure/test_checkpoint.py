@@ -101,6 +101,16 @@ def test_a_folder_without_pieces_is_no_unfinished_work(output, left):
     assert not list(output.parent.iterdir())
 
 
+def test_files_of_others_stay(output):
+    folder = checkpoint_folder(output)
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    with Checkpoint(output, JOB, resume=False) as kept:
+        kept.save("piece", ARRAYS)
+        kept.finish()
+    assert files_in(folder) == {"mine.txt": b"mine"}
+
+
 def test_pieces_without_a_manifest_are_of_an_unknown_job(output):
     (begun(output) / "manifest.json").unlink()
     with Checkpoint(output, {**JOB, "context_tokens": 200}, resume=True) as kept:
