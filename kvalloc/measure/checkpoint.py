@@ -252,7 +252,7 @@ def _locked(folder: Path) -> BaseFileLock:
     lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=0)
-    except Timeout:
+    except (Timeout, FileNotFoundError, FileExistsError):  # it is there, or is just leaving
         who = "another process"
         with suppress(OSError, ValueError):  # it has written its id there, where it could
             who = f"another process ({int((folder / _LOCK).read_text('ascii'))})"
