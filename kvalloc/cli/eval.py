@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request
-from kvalloc.cli.options import ModelFlags, takes
+from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, wants_json
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option, several
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
 from kvalloc.units import Option, parse_bits, parse_fraction, size
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache
     from kvalloc.evaluate.methods import Method
     from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.models.loading import LoadedModel
+    from kvalloc.interop.kvpress import PeerName
     from kvalloc.prompts.cases import Case
     from kvalloc.prompts.tasks import Task
+    from kvalloc.shape import ModelShape
 
 EXAMPLES = """\
   kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
@@ -30,6 +31,7 @@ EXAMPLES = """\
   kvalloc eval demo --profile p.json --adapt 0.25 --target-retention 0.9
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
   kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
+  kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
   kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
 """
 
@@ -134,7 +136,7 @@ SETTINGS = (
 """Options that the evaluation's record holds, where they were given."""
 
 
-@takes(EvalOptions, ModelFlags)
+@takes(EvalOptions, ModelFlags, EngineFlags)
 def eval(model: str, **given: Any) -> None:
     """Measure what budget profiles do to a model's answers, the full cache beside them.
 
@@ -143,11 +145,12 @@ def eval(model: str, **given: Any) -> None:
     95% bootstrap interval over the prompts, over the answer's tokens that were predicted after the
     eviction: those before it are the full cache's own, and are counted as exact.
     """
+    from kvalloc.engine.contract import engine_of
     from kvalloc.evaluate.result_file import evaluation_of
-    from kvalloc.evaluate.scoring import evaluate
+    from kvalloc.evaluate.scoring import CaseWork, evaluate
     from kvalloc.files import check_writable
-    from kvalloc.interop.kvpress import peer_methods, read_peers
-    from kvalloc.models.loading import require_run_packages, shape_of
+    from kvalloc.interop.kvpress import read_peers
+    from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
     asked: dict[str, Any] = {**DEFAULTS, **given}
@@ -157,22 +160,25 @@ def eval(model: str, **given: Any) -> None:
     files = _files(asked["profile"]) if "into_profile" in asked else {}
     peers = read_peers(asked["peer"], profiles.values())
     wanted = _wanted(asked)
-    loaded = load(model, given)
-    methods = _cache_methods(loaded, profiles, asked) | peer_methods(peers, loaded.tokenizer)
-    cases = _cases(loaded, wanted, asked)
     context = asked.get("context", DEFAULT_CONTEXT)
+    with running(model, given) as loaded:
+        engine = engine_of(loaded.model)
+        shape = engine.facts(loaded.model_id).shape
+        make = partial(_methods, profiles, asked, peers, loaded.tokenizer)
+        work = CaseWork(loaded.tokenizer, make)
+        work.names(engine)  # what cannot be made is refused before anything runs
+        cases = _cases(loaded.tokenizer, shape, wanted, asked)
+        with ProgressBar("evaluating", unit="prompts") as progress:
+            scores = evaluate(
+                engine, loaded.tokenizer, cases, work, context=context, progress=progress
+            )
     for name, budgets in profiles.items():
         share = budgets.retained_bytes / budgets.full_bytes
         what = f"{budgets.solver}, {budgets.level} level, {share:.1%} of the bytes"
         note(f"{name}: {what}", beside_json=False)
-    with ProgressBar("evaluating", unit="prompts") as progress:
-        prompts = evaluate(
-            loaded.model, loaded.tokenizer, cases, methods, context=context, progress=progress
-        )
-        scores = list(prompts)
     settings = {"tasks": [task.name for task in wanted], "context": context}
     found = evaluation_of(
-        shape_of(loaded.model, model_id=loaded.model_id),
+        shape,
         scores,
         settings={**settings, **{name: asked[name] for name in SETTINGS if name in asked}},
         profiles=profiles,
@@ -265,10 +271,14 @@ def _wanted(asked: Mapping[str, Any]) -> list[Task]:
     return wanted
 
 
-def _cache_methods(
-    loaded: LoadedModel, profiles: Mapping[str, BudgetProfile], asked: Mapping[str, Any]
+def _methods(
+    profiles: Mapping[str, BudgetProfile],
+    asked: Mapping[str, Any],
+    peers: Sequence[PeerName],
+    tokenizer: Any,
+    model: Any,
 ) -> dict[str, Method]:
-    """Caches of stored budgets, and of budgets for each prompt, by the names of their rows.
+    """Caches of stored budgets, of budgets for each prompt, and peers, by names of their rows.
 
     Raises
     ------
@@ -276,19 +286,20 @@ def _cache_methods(
         If a profile is of another model, before anything runs.
     """
     from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
+    from kvalloc.interop.kvpress import peer_methods
     from kvalloc.online.application import apply
     from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
     makers: dict[str, MakeCache] = {}
     allowed = asked.get("allow_other_model", False)
     for name, budgets in profiles.items():
-        makers[name] = own = partial(budgets.cache, loaded.model, allow_other_model=allowed)
+        makers[name] = own = partial(budgets.cache, model, allow_other_model=allowed)
         if "adapt" in asked:
             makers[f"{name} --adapt {asked['adapt']:g}"] = partial(own, adapt=asked["adapt"])
     if "target_retention" in asked:
         target = PromptTarget.parse(target_retention=asked["target_retention"])
         name = f"--target-retention {asked['target_retention']:g}"
-        makers[name] = partial(make_prompt_cache, loaded.model, target)
+        makers[name] = partial(make_prompt_cache, model, target)
     for make in makers.values():
         make()
     methods: dict[str, Method] = {
@@ -296,31 +307,29 @@ def _cache_methods(
     }
     if "budget" in asked:
         budget = _budget(asked)
-        with apply(loaded.model, **budget):  # what cannot work is refused here
+        with apply(model, **budget):  # what cannot work is refused here
             methods[several(**budget)] = AppliedMethod(options=budget)
     for bits in parse_bits(asked.get("plain_bits", ())):
-        methods[f"{bits} bits"] = rounded_cache(loaded.model, bits)
-    return methods
+        methods[f"{bits} bits"] = rounded_cache(model, bits)
+    return methods | peer_methods(peers, tokenizer)
 
 
 def _cases(
-    loaded: LoadedModel, wanted: Sequence[Task], asked: Mapping[str, Any]
+    tokenizer: Any, shape: ModelShape, wanted: Sequence[Task], asked: Mapping[str, Any]
 ) -> list[tuple[Task, list[Case]]]:
     """The prompts; refuses one that leaves no room for its answer, before anything runs."""
-    from kvalloc.models.structure import context_limit
-
     context = asked.get("context", DEFAULT_CONTEXT)
-    limit = context_limit(loaded.model) or float("inf")
+    limit = shape.max_context_tokens or float("inf")
     by_rule = "tasks" in asked or "prompts" not in asked
     if ("context" in asked or by_rule) and context > limit:
         raise InputError(
-            f"--context {context} is beyond the {limit} tokens of {loaded.model_id}; ask for less"
+            f"--context {context} is beyond the {limit} tokens of {shape.model_id}; ask for less"
         )
     standing = {name: asked[name] for name in ("split", "turns", "answer_tokens")}
     standing["after"] = asked["question"] == "after"
     standing["opened"] = asked["question"] == "second-turn"
     cases = [
-        (task, task.make(loaded.tokenizer, asked["samples"], context, asked["seed"], **standing))
+        (task, task.make(tokenizer, asked["samples"], context, asked["seed"], **standing))
         for task in wanted
     ]
     for task, some in cases:
@@ -328,7 +337,7 @@ def _cases(
             if case.longest_tokens > limit:
                 raise InputError(
                     f"{case.source or task.name}: a prompt of {case.n_tokens} tokens and its "
-                    f"answer go beyond the {limit} tokens of {loaded.model_id}; "
+                    f"answer go beyond the {limit} tokens of {shape.model_id}; "
                     "give a shorter prompt, or ask for a shorter --context"
                 )
     return cases

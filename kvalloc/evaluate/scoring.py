@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.errors import InputError
+from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
+from kvalloc.errors import InputError, SampleError
 from kvalloc.evaluate.caches import end_tokens
 from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, full_cache
+from kvalloc.measure.job import Steps
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.prompts.intervals import interval
 
@@ -175,54 +177,115 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
     }
 
 
+class CaseWork:
+    """Every method on one prompt after the other, the full cache first.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    make : callable
+        Gives the methods for a model, by name.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, make: Callable[[Any], Mapping[str, Method]]
+    ) -> None:
+        self._tokenizer, self._make = tokenizer, make
+        self._methods: Mapping[str, Method] | None = None
+
+    def __call__(self, model: Any, case: Case | None, advance: Advance) -> dict[str, Any]:
+        """The outcome of each method by its name; without a prompt only the names."""
+        if self._methods is None:
+            self._methods = self._make(model)
+        if case is None:
+            return dict.fromkeys(self._methods)
+        full = measure(model, self._tokenizer, full_cache(model), case)
+        advance(1)
+        outcomes = {FULL: full.outcome}
+        for name, method in self._methods.items():
+            outcomes[name] = measure(model, self._tokenizer, method, case, full).outcome
+            advance(1)
+        return outcomes
+
+    def names(self, engine: Engine) -> list[str]:
+        """Those of the methods.
+
+        Raises
+        ------
+        InputError
+            If one is called as the full cache is, or cannot be made for the model.
+        """
+        (found,) = none_failed(engine.run(self, {0: None}, lambda steps: None)).values()
+        if FULL in found:
+            raise InputError(f"a method cannot be called {FULL!r}; give it another name")
+        return [*found]
+
+
 def evaluate(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[tuple[Task, Sequence[Case]]],
-    methods: Mapping[str, Method],
+    methods: Mapping[str, Method] | CaseWork,
     *,
     context: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Score]:
+) -> list[Score]:
     """Put every method through every task, prompt by prompt, all methods on the same prompts.
 
     Parameters
     ----------
-    model : PreTrainedModel
+    model : PreTrainedModel or Engine
+        Or workers, to which the prompts are spread; see `kvalloc.engine.ray.RayEngine`.
     tokenizer : PreTrainedTokenizerBase
     tasks : sequence of (Task, cases)
-    methods : mapping of str to Method
-        Such as ``CacheMethod(make_cache=lambda: profile.cache(model))``.
+    methods : mapping of str to Method, or CaseWork
+        Such as ``CacheMethod(make_cache=lambda: profile.cache(model))``; workers make their own.
     context : int
         For the rows.
     progress : callable
         Called with what is done and all there is, counted in prompts with a method each.
 
-    Yields
-    ------
-    Score
+    Returns
+    -------
+    list of Score
         For each task the full cache first, then the others in their order.
 
     Raises
     ------
     InputError
-        If a method is called as the full cache is.
+        If a method is called as the full cache is, or a prompt kills its worker again and again.
     """
-    if FULL in methods:
-        raise InputError(f"a method cannot be called {FULL!r}; give it another name")
-    total = sum(len(cases) for _, cases in tasks) * (1 + len(methods))
-    finished = iter(range(1, total + 1))
-    for task, cases in tasks:
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *methods)}
-        for case in cases:
-            full = measure(model, tokenizer, full_cache(model), case)
-            outcomes[FULL].append(full.outcome)
-            progress(next(finished), total)
-            for name, method in methods.items():
-                outcomes[name].append(measure(model, tokenizer, method, case, full).outcome)
-                progress(next(finished), total)
-        for name, found in outcomes.items():
-            yield Score(name=name, task=task.name, context=context, outcomes=tuple(found))
+    engine = engine_of(model)
+    work = methods
+    if not isinstance(work, CaseWork):
+        named = work
+        work = CaseWork(tokenizer, lambda _: named)
+    names = work.names(engine)
+    cases = [(task, case) for task, some in tasks for case in some]
+    steps = Steps(len(cases) * (1 + len(names)), progress)
+    items = {number: case for number, (_, case) in enumerate(cases)}
+    found: dict[int, dict[str, Outcome]] = {}
+    for number, result in engine.run(work, items, steps.advance):
+        if isinstance(result, Failed):
+            task, case = cases[number]
+            if isinstance(result.error, SampleError):
+                raise InputError(f"{case.source or task.name}, prompt {number}: {result.reason}")
+            raise result.error
+        found[number] = result
+    outcomes = iter(found[number] for number in sorted(found))
+    scores: list[Score] = []
+    for task, some in tasks:
+        own = [next(outcomes) for _ in some]
+        scores += [
+            Score(
+                name=name,
+                task=task.name,
+                context=context,
+                outcomes=tuple(outcome[name] for outcome in own),
+            )
+            for name in (FULL, *names)
+        ]
+    return scores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,24 +9,29 @@ import socket
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cli_tools import run, save_tiny_model
-from tiny_models import tiny_model
+from tiny_models import equal_budgets, tiny_model
 
 import kvalloc
 from kvalloc.engine.contract import LocalEngine
 from kvalloc.engine.ray import RayEngine
 from kvalloc.errors import InputError, MissingDependencyError, SampleError
+from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.evaluate.scoring import CaseWork, evaluate
 from kvalloc.formats.merging import merge
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure import Prompt
 from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import ModelSource
+from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.tasks import TASKS
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'kvalloc[ray]'")
 
@@ -73,12 +78,15 @@ def workers(folder):
     os.environ.update({"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"})
     small = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     ray.init("local", log_to_driver=False, logging_level="ERROR", **small)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    own = [sys.modules[name] for name in (__name__, "tiny_models")]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
     try:
         with RayEngine(source=ModelSource(source=str(folder)), workers=2, threads=1) as engine:
             yield engine
     finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
         ray.shutdown()
 
 
@@ -249,6 +257,28 @@ def test_the_command(folder, workers, tmp_path, loaded):
         assert [*json.loads(ran.out)["set_aside"]] == ["3"]
         assert "set aside, and named in the file" in ran.err
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def evaluated(model, tokenizer):
+    """Rows of an evaluation, without times."""
+    case = partial(Case, turns=(Turn(answers=("w1",), max_new_tokens=4),))
+    prompts = [[12 + (31 * seed + n * n) % 80 for n in range(CONTEXT)] for seed in range(5)]
+    cases = [case(input_ids=tuple(ids)) for ids in prompts]
+    tasks = [(TASKS["needle"], cases[:3]), (TASKS["kl"], cases[3:])]
+    work = CaseWork(tokenizer, methods_of)
+    scores = evaluate(model, tokenizer, tasks, work, context=CONTEXT)
+    times = {"prefill_seconds": 0.0, "decode_seconds": 0.0}
+    return [(s.name, s.task, [replace(one, **times) for one in s.outcomes]) for s in scores]
+
+
+def methods_of(model):
+    budgets = equal_budgets(model, 30, context_tokens=CONTEXT)
+    return {"half": CacheMethod(make_cache=partial(budgets.cache, model))}
+
+
+@on_ray
+def test_an_evaluation_over_workers_is_the_same(loaded, workers):
+    assert evaluated(workers, loaded.tokenizer) == evaluated(loaded.model, loaded.tokenizer)
 
 
 @contextmanager
