@@ -32,10 +32,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before a client of the hub is imported
 from kvalloc.errors import KVAllocError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.record import FileRecord, digest_of, digest_over, kind_of
+from kvalloc.formats.merging import merge
+from kvalloc.formats.record import ArrayRecord, FileRecord, digest_of, digest_over, kind_of
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 
 MOST_SECONDS, MOST_WAITING = 20.0, 900.0
 """Of one execution: processor time, and by the clock; the machine may have other work."""
@@ -351,7 +352,8 @@ def changer_of_tensors(
 def sign_record(header: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
     """The digest of a score profile or surrogate, whose arrays come in the order of its fields."""
     content = {name: one for name, one in header.items() if name != "digest"}
-    fields = [*ScoreProfile.model_fields, *FittedSurrogate.model_fields]
+    kinds = (ScoreProfile, FittedSurrogate, SurrogatePart)
+    fields = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
     found = {name: tensors[name].numbers() for name in fields if name in tensors}
     return {**content, "digest": digest_over(json.dumps(content, sort_keys=True), found)}
 
@@ -403,15 +405,14 @@ def read_scores(path: Path) -> object:
     return scores
 
 
-def merger(other: Path) -> Reader:
+def merger(other: Path, merge: Callable[..., object], kind: type[ArrayRecord]) -> Reader:
     """What puts a part of a measurement and another one together."""
-    from kvalloc.formats.merging import merge
 
     def read(path: Path) -> object:
         output = path.with_name("merged")
         try:
             merge([path, other], output)
-            return ScoreProfile.load(output)
+            return kind.load(output)
         finally:
             output.unlink(missing_ok=True)
 
@@ -655,8 +656,8 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
         )
         for place in range(2)
     ]
-    # outside of the folder that is guarded, and read from there
-    GUARD.shared = (str((other := saved("other", parts[1])[0]).resolve()),)
+    other = saved("other", parts[1])[0]
+    GUARD.shared = (f"{other.resolve()}/",)  # outside of the folder that is guarded
     budgets = solve(scores, budget="50%", solver="greedy")
     surrogate = FittedSurrogate(
         shape=make_shape(),
@@ -692,7 +693,7 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
             change=arrays,
         ),
         "part of a measurement": Kind(
-            files=saved("part", parts[0]), read=merger(other), change=arrays
+            files=saved("part", parts[0]), read=merger(other, merge, ScoreProfile), change=arrays
         ),
         "budget profile": Kind(
             files=saved("budgets", budgets, make_budget_profile([[10, 17]])),
@@ -760,7 +761,9 @@ def _model_kinds(folder: Path, saved: Callable[..., tuple[Path, ...]]) -> dict[s
     """Saved caches, model folders and GGUF files: what torch reads."""
     import torch
     from cli_tools import save_tiny_model
-    from tiny_models import equal_budgets, tiny_model
+    from tiny_models import WordTokenizer, equal_budgets, tiny_model, words
+
+    from kvalloc.measure.scorer_fitting import fit_scorer, merge_surrogates
 
     model = tiny_model()
     caches = []
@@ -786,7 +789,19 @@ def _model_kinds(folder: Path, saved: Callable[..., tuple[Path, ...]]) -> dict[s
         "weight_map": {name: "model.safetensors" for name, _ in model.named_parameters()},
     }
     files.append(b"model.safetensors.index.json\n" + json.dumps(index).encode())
+    fit = [
+        fit_scorer(model, WordTokenizer(), [words(200)], context=30, samples=4, shard=shard)
+        for shard in ("1/2", "2/2")
+    ]
+    own, other = saved("fit", *fit)
+    GUARD.shared += (f"{other.resolve()}/",)
     return {
+        "part of a surrogate": Kind(
+            files=(own,),
+            read=merger(other, merge_surrogates, FittedSurrogate),
+            change=(changer_of_tensors("kvalloc", sign_record), changed_header, changed_bytes),
+            weight=0.3,
+        ),
         "saved cache": Kind(files=tuple(caches), read=read_cache, change=change),
         "model folder": Kind(
             files=saved("model", *files), read=read_model, change=(changed_model_file,), weight=0.01
@@ -945,8 +960,13 @@ class Guard:
         self.inside = f"{folder.resolve()}/"
         shared = ("/proc/", "/sys/", "/dev/null", "/dev/urandom", "/usr/share/", "/etc/mime.types")
         shared += (os.path.expanduser("~/.cache/huggingface/"),)
-        shared += self.shared
-        self.readable = (self.inside, *(os.path.realpath(path) for path in paths), *paths, *shared)
+        self.readable = (
+            self.inside,
+            *self.shared,
+            *(os.path.realpath(path) for path in paths),
+            *paths,
+            *shared,
+        )
         self.on = True
         if not self._hooked:
             sys.addaudithook(self._saw)

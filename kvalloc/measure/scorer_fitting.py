@@ -406,7 +406,15 @@ def merge_surrogates(
     check_given(parts, output)
     found = [SurrogatePart.load(path) for path in parts]
     for path, other in zip(parts[1:], found[1:], strict=True):
-        check_fields((parts[0], path), found[0].header(), other.header())
+        one, two = (
+            {
+                **part.header(),
+                "the shape of sums": part.sums.shape,
+                "the shape of a sample of ranked": part.ranked.shape[1:],
+            }
+            for part in (found[0], other)
+        )
+        check_fields((parts[0], path), one, two)
     shards = [part.shards for part in found]
     held = held_shards(parts, shards, accept_missing=accept_missing)
     places = np.concatenate([part.sample_places for part in found])

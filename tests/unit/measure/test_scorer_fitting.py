@@ -359,6 +359,28 @@ def test_parts_of_other_fits_are_refused(tmp_path, others, said):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (lambda part: {"ranked": part.ranked[:, :, :, :5].copy()}, "sample of ranked is .*, 5, "),
+        (
+            lambda part: {
+                "sums": part.sums[..., :4, :4].copy(),
+                "ranked": part.ranked[..., :3].copy(),
+            },
+            "the shape of sums is .* in the first and",
+        ),
+    ],
+)
+def test_parts_of_other_sizes_are_refused(tmp_path, changes, said):
+    parts = shards(tmp_path, 2)
+    part = SurrogatePart.load(parts[0])
+    part.replace(**changes(part)).save(parts[0])
+    with pytest.raises(InputError, match=said):
+        merge_surrogates(parts, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_part_of_a_fit_is_no_surrogate_and_checks_itself(tmp_path):
     part = shards(tmp_path, 2)[0]
     with pytest.raises(ProfileFileError, match="kvalloc merge"):
