@@ -297,8 +297,8 @@ def _all_places(parts: Sequence[_Part], *, whole: bool) -> tuple[IntArray, IntAr
     if doubled or missing:
         wrong = f"sample {doubled[0]} is in two" if doubled else f"sample {missing[0]} is in none"
         raise InputError(
-            f"the parts are no shards of one measurement: {wrong} of them; measure them with the "
-            f"same {option('batch')}"
+            f"the parts are no shards of one measurement: {wrong} of them; measure all of them "
+            "with the same samples in batches of the same size"
         )
     return places, rows[order].astype(np.int64)
 

@@ -84,8 +84,7 @@ class Shard:
         if len(groups) < self.of:
             raise InputError(
                 f"{self.of} shards were asked for, and the samples make only {len(groups)} "
-                f"groups that run together; use at most {len(groups)} shards, more samples or a "
-                "smaller batch"
+                f"groups that run together; use at most {len(groups)} shards, or more samples"
             )
         return groups[self.number - 1 :: self.of]
 

@@ -162,7 +162,7 @@ WRONG = {
     ),
     "in two": (
         lambda files: part_of(make_scores(n_samples=6), [0, 1, 0], [1, 3]).save(files[1]),
-        "sample 3 is in two of them; measure them with the same batch",
+        "sample 3 is in two of them; measure all of them with the same",
     ),
     "in none": (
         lambda files: part_of(make_scores(n_samples=7), [0, 1, 0], [1, 6]).save(files[1]),

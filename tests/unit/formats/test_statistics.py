@@ -1,5 +1,6 @@
 """Sums over samples: the same bits in any order, and what can be said with them."""
 
+import re
 from fractions import Fraction
 from functools import reduce
 
@@ -16,6 +17,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.merging import merge
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.statistics import added, from_digits, mean_sample, to_digits
+from kvalloc.report.wording import score_fields
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False, width=64)
 
@@ -92,6 +94,11 @@ def test_mean_variance_and_quantiles_are_those_of_the_samples():
     for share in (0.0, 0.1, 0.5, 0.99, 1.0):
         exact = np.quantile(marked, share, axis=0, method="inverted_cdf")
         assert np.abs(found.quantile(share) - exact).max() <= 0.005 + 1e-12
+    said = score_fields(statistics_of(scores))["spread"]
+    at = marked[..., 6]  # 16 of 85 entries
+    low, high = (np.quantile(at, share, axis=0).mean() for share in (0.1, 0.9))
+    numbers = [int(one) / 100 for one in re.findall(r"(\d+)%", said)]
+    assert numbers == pytest.approx([16 / 85, low, high, 0.8], abs=0.02)
     same = scores.curve_statistics
     assert np.array_equal(same.counts, found.counts)
 
