@@ -86,7 +86,7 @@ def test_nothing_is_left_on_the_model_by_chunks():
 
 
 def test_long_samples_run_in_chunks_by_themselves():
-    whole = {"model": None, "shape": None, "sinks": 4}
+    whole = {"shape": None, "sinks": 4}
     whole["samples"] = SampleSet(samples=(), description="")
     job = Job(**whole, context_tokens=8192, scorer=get_scorer("xkv"))
     assert [job.chunk_of(n) for n in (60, 4096, 8192)] == [60, 4096, CHUNK_TOKENS]
