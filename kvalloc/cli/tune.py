@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
-from kvalloc.cli.options import ModelFlags, takes
+from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import print_result, print_table
-from kvalloc.cli.progress import ProgressBar, load
+from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError
 from kvalloc.units import Option, size
 
@@ -61,7 +61,7 @@ class TuneFlags(TypedDict, total=False):
     steps: Annotated[int | None, Option("N", DECIDED, least=1)]
 
 
-@takes(TuneFlags, PromptOptions, ModelFlags)
+@takes(TuneFlags, PromptOptions, ModelFlags, EngineFlags)
 def tune(
     model: str,
     *,
@@ -96,23 +96,23 @@ def tune(
     if not given.keys() & {"text", "prompts", "tasks"}:
         raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
     wanted = _wanted(given)
-    loaded = load(model, given)
-    texts = prompts(loaded.tokenizer)
-    if made:
-        wanted["samples"] = len(texts)
-    with ProgressBar("tuning", unit="steps") as progress:
-        found = tune_each(
-            loaded.model,
-            loaded.tokenizer,
-            texts,
-            shares=shares,
-            outputs=files,
-            resume=resume,
-            progress=progress,
-            model_id=loaded.model_id,
-            **wanted,
-        )
-        rows = [_row(file, tuned) for file, tuned in zip(files, found, strict=True)]
+    with running(model, given) as loaded:
+        texts = prompts(loaded.tokenizer)
+        if made:
+            wanted["samples"] = len(texts)
+        with ProgressBar("tuning", unit="steps") as progress:
+            found = tune_each(
+                loaded.model,
+                loaded.tokenizer,
+                texts,
+                shares=shares,
+                outputs=files,
+                resume=resume,
+                progress=progress,
+                model_id=loaded.model_id,
+                **wanted,
+            )
+            rows = [_row(file, tuned) for file, tuned in zip(files, found, strict=True)]
     print_result(rows, lambda: _print(rows))
 
 

@@ -42,6 +42,8 @@ POLL_SECONDS = 0.5
 _OBJECT_STORE_BYTES = 256 * 2**20
 """Of a cluster that is started here: what is sent are samples and their curves."""
 
+_DIED = object()
+
 _LOCAL_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Of such a cluster, where the user has not said otherwise: nobody is told of it, and workers have
 the priority that this process has."""
@@ -72,20 +74,20 @@ class Host:
         self._work: tuple[int, Work] | None = None
         self.steps = 0
 
-    def do(self, number: int, references: list[Any], item: Any) -> bytes:
+    def do(self, number: int, references: list[Any], pickled: bytes) -> bytes:
         """What came of an item, pickled, and its steps.
 
         That is its result or a `Failed`, or the error that ends the job.
 
-        As bytes, so that the driver has arrays of its own and none in Ray's shared memory.
+        All goes to and fro as bytes: arrays in Ray's shared memory cannot be written to.
         """
         import ray
         import torch
 
         torch.set_num_threads(self._threads)  # of this thread, whichever Ray has taken
-        self.steps = 0
+        self.steps, item = 0, pickle.loads(pickled)
         if self._work is None or self._work[0] != number:
-            self._work = (number, ray.get(references)[0])
+            self._work = (number, pickle.loads(ray.get(references)[0]))
         try:
             with naming_flags() if self._flags else nullcontext():
                 found: Any = self._work[1](self._model, item, self._advance)
@@ -273,7 +275,7 @@ class RayEngine:
         """
         if self._work is None or self._work[0] is not work:
             self._works += 1
-            self._work = (work, self._ray.put(work))
+            self._work = (work, self._ray.put(self._ray.cloudpickle.dumps(work)))
         left, deaths, told = deque(items), Counter[int](), Counter[int]()
         try:
             while left or any(worker.item is not None for worker in self._workers):
@@ -283,7 +285,7 @@ class RayEngine:
                 if worker is None:
                     continue
                 number, found = self._taken(worker, told, advance)
-                if found is None:
+                if found is _DIED:
                     deaths[number] += 1
                     _LOG.info("a worker died of item %d", number)
                     if deaths[number] < DEATHS:
@@ -375,7 +377,9 @@ class RayEngine:
                 left.remove(number)
                 reference = [self._work[1]]  # in a list: read where it is not known yet
                 worker.item = number
-                worker.waiting = worker.actor.do.remote(self._works, reference, items[number])
+                worker.waiting = worker.actor.do.remote(
+                    self._works, reference, self._ray.cloudpickle.dumps(items[number])
+                )
 
     def _next(self) -> _Worker | None:
         """A worker that is done with its item; None after a while, or where one has its model."""
@@ -428,7 +432,7 @@ class RayEngine:
         _LOG.info("worker %d of %s has its model", worker.slot + 1, self.workers)
 
     def _taken(self, worker: _Worker, told: Counter[int], advance: Advance) -> tuple[int, Any]:
-        """What came of a worker's item; None where it died of it, and is replaced."""
+        """What came of a worker's item; `_DIED` where it died of it, and is replaced."""
         assert worker.item is not None  # the caller has looked
         number, exceptions = worker.item, self._ray.exceptions
         try:
@@ -438,7 +442,7 @@ class RayEngine:
             found = Failed(error=RuntimeError(one_line(error.cause)))
         except exceptions.RayError:
             self._replace(worker)
-            return number, None
+            return number, _DIED
         worker.item = worker.waiting = None
         return number, found
 

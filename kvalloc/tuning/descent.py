@@ -9,7 +9,7 @@ entries to spare.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -19,14 +19,17 @@ from torch import Tensor
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
+from kvalloc.engine.contract import Advance, Engine, none_failed
 from kvalloc.errors import InputError
 from kvalloc.formats.policy import Policy
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import spread
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import get_scorer
 
 if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.measure.checkpoint import Checkpoint
     from kvalloc.measure.job import Steps
     from kvalloc.measure.sampling import Sample
@@ -252,8 +255,18 @@ class Moves(Protocol):
     def kept(self, prompt: ReadPrompt, decision: Decision) -> Tensor:
         """Which evictable entries stay, bool, `(n_full_layers, n_kv_heads, n_evictable)`."""
 
-    def budgets(self, decision: Decision, prompts: Sequence[ReadPrompt]) -> IntArray:
-        """At the reference context, `(n_full_layers, n_kv_heads)`, protected entries included."""
+    def part_kept(self, prompt: ReadPrompt, decision: Decision) -> FloatArray:
+        """Share of a prompt's evictable entries that each head keeps, by layer."""
+
+    def budgets(self, decision: Decision, parts: Sequence[FloatArray]) -> IntArray:
+        """At the reference context, `(n_full_layers, n_kv_heads)`, protected entries included.
+
+        Parameters
+        ----------
+        decision : mapping of str to ndarray
+        parts : sequence of ndarray
+            `part_kept` of the prompts that were learnt from.
+        """
 
     def profile_fields(self, decision: Decision) -> dict[str, Any]:
         """What else of a `kvalloc.BudgetProfile` says what was decided."""
@@ -321,22 +334,157 @@ def read_prompt(model: Any, sample: Sample, job: DescentJob) -> ReadPrompt:
     return ReadPrompt(probe=probe, table=table)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of one prompt.
+
+    Attributes
+    ----------
+    what : {"nothing", "loss", "slope", "part", "cache_loss"}
+        Nothing: it is only read. The loss with exactly the entries that stay; what the variables'
+        gradient of a soft loss is; `Moves.part_kept`; the loss of a profile's own cache.
+    prompt : int
+        Index of the sample.
+    job : int
+        Which of the jobs.
+    decision : mapping of str to ndarray
+        Of the loss and the part; of the slope the variables.
+    left : float
+        For the slope: share of the steps that are still to come.
+    scale : float
+        For the slope: what the loss is divided by.
+    profile : BudgetProfile or None
+        For the cache's loss.
+    """
+
+    what: str
+    prompt: int
+    job: int = 0
+    decision: Decision = field(default_factory=dict)
+    left: float = 0.0
+    scale: float = 1.0
+    profile: BudgetProfile | None = None
+
+
+class PromptWork:
+    """Answers questions about prompts; each is read where it is first asked about, and held there.
+
+    Parameters
+    ----------
+    jobs : sequence of DescentJob
+        Which differ in their share only.
+    samples : sequence of Sample
+    """
+
+    def __init__(self, jobs: Sequence[DescentJob], samples: Sequence[Sample]) -> None:
+        self._jobs, self._samples = jobs, samples
+        self._prompts: dict[int, ReadPrompt] = {}
+        self._moves: dict[int, Moves] = {}
+
+    def __call__(self, model: Any, asked: Question, advance: Advance) -> Any:
+        """The answer: None, a float, or arrays."""
+        if (one := self._prompts.get(asked.prompt)) is None:
+            one = read_prompt(model, self._samples[asked.prompt], self._jobs[0])
+            self._prompts[asked.prompt] = one
+            if asked.what == "nothing":
+                advance(1)
+        if asked.what == "nothing":
+            return None
+        job = self._jobs[asked.job]
+        if asked.profile is not None:
+            size = one.probe.n_tokens  # what follows is no part of the prompt
+            cache = make_cache(asked.profile, model, allow_other_model=True, prompt_tokens=size)
+            return one.probe.cache_loss(cache)
+        if asked.job not in self._moves:
+            self._moves[asked.job] = job.moves(job, one.table.device)
+        moves = self._moves[asked.job]
+        if asked.what == "part":
+            return moves.part_kept(one, asked.decision)
+        if asked.what == "slope":
+            return _slope(job, moves, one, asked)
+        settled = one.probe.settle(job.by_layer(moves.kept(one, asked.decision), True))
+        return float(settled.losses.mean())
+
+
+def _slope(
+    job: DescentJob, moves: Moves, prompt: ReadPrompt, asked: Question
+) -> dict[str, npt.NDArray[Any]]:
+    """Gradients of the soft loss in the variables, by name."""
+    with torch.no_grad():
+        for name, variable in moves.variables.items():
+            variable.grad = None
+            variable.copy_(torch.from_numpy(asked.decision[name]))
+    parts = moves.soft_parts(prompt, asked.left)
+    soft = prompt.probe.soft_loss(job.by_layer(parts.clamp(min=_LEAST_PART), 1.0))
+    loss = soft / asked.scale / job.descent.batch
+    loss.backward(inputs=list(moves.variables.values()))  # type: ignore[no-untyped-call]
+    return {
+        name: variable.grad.cpu().numpy()
+        for name, variable in moves.variables.items()
+        if variable.grad is not None
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a descent, wherever they are read.
+
+    Attributes
+    ----------
+    engine : Engine
+    work : PromptWork
+    train, held_out : tuple of int
+        Samples to learn from, in the order in which they are, and those that are held out.
+    """
+
+    engine: Engine
+    work: PromptWork
+    train: tuple[int, ...]
+    held_out: tuple[int, ...]
+
+    def ask(
+        self, questions: Sequence[Question], advance: Advance = lambda steps: None
+    ) -> list[Any]:
+        """The answers, in the order of the questions.
+
+        A prompt stays with its worker. Neighbours in the order go to different ones, so that those
+        of one step are spread evenly.
+        """
+        homes = {prompt: place for place, prompt in enumerate((*self.train, *self.held_out))}
+        found = none_failed(
+            self.engine.run(
+                self.work,
+                dict(enumerate(questions)),
+                advance,
+                homes={place: homes[one.prompt] for place, one in enumerate(questions)},
+            )
+        )
+        return [found[place] for place in range(len(questions))]
+
+    def losses(self, prompts: Sequence[int], job: int, decision: Decision) -> FloatArray:
+        """Losses with exactly the entries that a cache would keep, nats per token."""
+        asked = [Question(what="loss", prompt=p, job=job, decision=decision) for p in prompts]
+        return np.array(self.ask(asked))
+
+
 def descend(
     job: DescentJob,
-    moves: Moves,
-    train: Sequence[ReadPrompt],
-    held_out: Sequence[ReadPrompt],
+    place: int,
+    prompts: Prompts,
     *,
     steps: Steps,
     kept: Checkpoint | None = None,
 ) -> Course:
     """Adam on what moves; the best stage on the held-out prompts, the beginning among them.
 
+    Gradients of the prompts of a step are added in the order of the prompts, whoever computed them.
+
     Parameters
     ----------
     job : DescentJob
-    moves : Moves
-    train, held_out : sequence of ReadPrompt
+    place : int
+        Which it is of the jobs that the prompts know.
+    prompts : Prompts
     steps : Steps
         Where what is done is counted.
     kept : Checkpoint, optional
@@ -351,44 +499,44 @@ def descend(
     InputError
         If what the checkpoint holds cannot be read, or a step cannot be written.
     """
-    descent, variables = job.descent, list(moves.variables.values())
-    adam = torch.optim.Adam(variables, lr=descent.learning_rate)
-    course = None if kept is None else _resumed(kept, adam, moves, len(held_out))
+    descent, moves = job.descent, job.moves(job, torch.device("cpu"))
+    variables, train = moves.variables, prompts.train
+    adam = torch.optim.Adam(list(variables.values()), lr=descent.learning_rate)
+    course = None if kept is None else _resumed(kept, adam, moves, len(prompts.held_out))
     if course is None:
-        course = _begun(job, moves, train, held_out)
+        course = _begun(moves, place, prompts)
     else:
         steps.advance(course.steps_done)
-    order = np.random.default_rng(job.seed).permutation(len(train))
     for step in range(course.steps_done, descent.steps):
+        values = {name: one.detach().numpy().copy() for name, one in variables.items()}
+        chosen = [(step * descent.batch + one) % len(train) for one in range(descent.batch)]
+        asked = [
+            Question(
+                what="slope",
+                prompt=train[which],
+                job=place,
+                decision=values,
+                left=1 - step / descent.steps,
+                scale=course.scales[which],
+            )
+            for which in chosen
+        ]
         adam.zero_grad()
-        for place in range(descent.batch):
-            which = int(order[(step * descent.batch + place) % len(train)])
-            parts = moves.soft_parts(train[which], 1 - step / descent.steps)
-            soft = train[which].probe.soft_loss(job.by_layer(parts.clamp(min=_LEAST_PART), 1.0))
-            loss = soft / course.scales[which] / descent.batch
-            loss.backward(inputs=variables)  # type: ignore[no-untyped-call]
+        for slope in prompts.ask(asked):
+            for name, own in slope.items():
+                grad, more = variables[name].grad, torch.from_numpy(own)
+                variables[name].grad = more if grad is None else grad + more
         adam.step()
         course = replace(course, steps_done=step + 1)
         if step + 1 in descent.check_steps:
             with torch.no_grad():
                 now = moves.decision()
-            losses = hard_losses(job, moves, held_out, now)
+            losses = prompts.losses(prompts.held_out, place, now)
             course = course.checked(now, losses, moves.loss_floor)
         if kept is not None:
-            _keep(kept, course, adam, moves.variables)
+            _keep(kept, course, adam, variables)
         steps.advance()
     return course
-
-
-def hard_losses(
-    job: DescentJob, moves: Moves, prompts: Sequence[ReadPrompt], decision: Decision
-) -> FloatArray:
-    """Losses with exactly the entries that a cache would keep, nats per token, `(n_prompts,)`."""
-    found = []
-    for one in prompts:
-        settled = one.probe.settle(job.by_layer(moves.kept(one, decision), True))
-        found.append(float(settled.losses.mean()))
-    return np.array(found)
 
 
 def between(ends: tuple[float, float], left: float) -> float:
@@ -425,14 +573,12 @@ def held_out(n_samples: int, share: float, seed: int) -> set[int]:
     return {*spread(n_samples, min(max(1, round(share * n_samples)), n_samples - 1), seed)}
 
 
-def _begun(
-    job: DescentJob, moves: Moves, train: Sequence[ReadPrompt], held_out: Sequence[ReadPrompt]
-) -> Course:
+def _begun(moves: Moves, job: int, prompts: Prompts) -> Course:
     """Where nothing has moved yet, and what that loses."""
-    uniform = losses = hard_losses(job, moves, held_out, moves.equal)
+    uniform = losses = prompts.losses(prompts.held_out, job, moves.equal)
     if moves.start is not moves.equal:
-        losses = hard_losses(job, moves, held_out, moves.start)
-    scales = hard_losses(job, moves, train, moves.start) + moves.loss_floor
+        losses = prompts.losses(prompts.held_out, job, moves.start)
+    scales = prompts.losses(prompts.train, job, moves.start) + moves.loss_floor
     return Course(
         steps_done=0,
         scales=tuple(scales.tolist()),

@@ -94,7 +94,12 @@ class FixedBudgets(Moves):
         own = ranks.gather(0, index.expand(1, *ranks.shape[1:]))[0]
         return own < torch.from_numpy(budgets).to(ranks.device)[..., None]
 
-    def budgets(self, decision: Decision, prompts: Sequence[ReadPrompt]) -> IntArray:
+    def part_kept(self, prompt: ReadPrompt, decision: Decision) -> FloatArray:
+        """The same of every prompt."""
+        shares: FloatArray = decision["shares"]
+        return shares
+
+    def budgets(self, decision: Decision, parts: Sequence[FloatArray]) -> IntArray:
         """Those that were decided."""
         return self._job.budgets(decision["shares"], self._job.context)
 

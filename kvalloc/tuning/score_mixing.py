@@ -112,9 +112,12 @@ class MixedScores(Moves):
         scores, every = self._scores(prompt, decision), total + units * job.protected
         return handed_out(list(scores), every, protected=job.protected) - job.protected
 
-    def budgets(self, decision: Decision, prompts: Sequence[ReadPrompt]) -> IntArray:
+    def part_kept(self, prompt: ReadPrompt, decision: Decision) -> FloatArray:
+        """What the prompt hands out to each head."""
+        return self.handed_out(prompt, decision) / prompt.table.shape[-1]
+
+    def budgets(self, decision: Decision, parts: Sequence[FloatArray]) -> IntArray:
         """What heads kept of the prompts in the mean."""
-        parts = [self.handed_out(one, decision) / one.table.shape[-1] for one in prompts]
         return self._job.budgets(np.mean(parts, axis=0), self._job.context)
 
     def profile_fields(self, decision: Decision) -> dict[str, Any]:

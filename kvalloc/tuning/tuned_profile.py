@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
+import torch
 
-from kvalloc.engine.contract import MEASURED_WITH, ModelFacts
+from kvalloc.engine.contract import MEASURED_WITH, ModelFacts, engine_of
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -22,7 +23,6 @@ from kvalloc.measure.loss_plan import named_policies, own_policy, read_named, re
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models.loading import require_run_packages
 from kvalloc.prompts.intervals import interval
-from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policy_of
 from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer
@@ -32,10 +32,11 @@ from kvalloc.tuning.descent import (
     Descent,
     DescentJob,
     Moves,
-    ReadPrompt,
+    Prompts,
+    PromptWork,
+    Question,
     descend,
     held_out,
-    read_prompt,
 )
 from kvalloc.tuning.fixed_budgets import FixedBudgets
 from kvalloc.tuning.score_mixing import MixedScores
@@ -115,8 +116,9 @@ def tune(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
+    model : transformers.PreTrainedModel or Engine
+        A causal language model, the same afterwards; or workers, to which the prompts are spread,
+        see `kvalloc.engine.ray.RayEngine`.
     tokenizer : transformers.PreTrainedTokenizerBase
     texts : iterable of str, Document or Prompt
         Prompts of all the kinds that are to come, such as those of
@@ -212,7 +214,8 @@ def tune_each(
     require_run_packages()
     if not shares:
         raise InputError("there is no budget to decide for; ask for at least one share")
-    facts = ModelFacts.of(model, options.get("model_id"))
+    engine = engine_of(model)
+    facts = engine.facts(options.get("model_id"))
     jobs = [_job(facts.shape, share, options, by_prompt=by_prompt) for share in shares]
     found = _prompts(texts, tokenizer, jobs[0], options.get("samples"))
     records = [partial(_record, facts, job, found) for job in jobs]
@@ -225,15 +228,19 @@ def tune_each(
         n_prompts, descent = len(found.samples), jobs[0].descent
         steps = Steps(n_prompts + descent.steps * len(jobs), progress)
         held = held_out(n_prompts, descent.held_out, jobs[0].seed)
-        train: list[ReadPrompt] = []
-        asked: list[ReadPrompt] = []
-        for index, sample in enumerate(found.samples):
-            (asked if index in held else train).append(read_prompt(model, sample, jobs[0]))
-            steps.advance()
-        for job, checkpoint in zip(jobs, kept, strict=True):
-            moves = job.moves(job, train[0].table.device)
-            course = descend(job, moves, train, asked, steps=steps, kept=checkpoint)
-            tuned = _tuned(model, job, moves, course, train, asked, found)
+        rest = [index for index in range(n_prompts) if index not in held]
+        order = np.random.default_rng(jobs[0].seed).permutation(len(rest))
+        prompts = Prompts(
+            engine=engine,
+            work=PromptWork(jobs, found.samples),
+            train=tuple(rest[place] for place in order.tolist()),
+            held_out=tuple(sorted(held)),
+        )
+        every = (*prompts.train, *prompts.held_out)
+        prompts.ask([Question(what="nothing", prompt=index) for index in every], steps.advance)
+        for place, (job, checkpoint) in enumerate(zip(jobs, kept, strict=True)):
+            course = descend(job, place, prompts, steps=steps, kept=checkpoint)
+            tuned = _tuned(job, place, course, prompts, found)
             if checkpoint is not None:
                 tuned.profile.save(checkpoint.output)
             yield tuned
@@ -351,18 +358,14 @@ def _record(facts: ModelFacts, job: DescentJob, found: SampleSet) -> dict[str, A
 
 
 def _tuned(
-    model: Any,
-    job: DescentJob,
-    moves: Moves,
-    course: Course,
-    train: Sequence[ReadPrompt],
-    asked: Sequence[ReadPrompt],
-    found: SampleSet,
+    job: DescentJob, place: int, course: Course, prompts: Prompts, found: SampleSet
 ) -> Tuned:
     """The decision as a profile, with what its caches lose on the held-out prompts."""
-    shape = job.shape
+    shape, moves = job.shape, job.moves(job, torch.device("cpu"))
+    asked = Question(what="part", prompt=0, job=place, decision=course.decision)
+    parts = prompts.ask([replace(asked, prompt=index) for index in sorted(prompts.train)])
     budgets = np.full((shape.n_layers, shape.n_kv_heads), shape.sliding_entries(job.context))
-    budgets[list(shape.full_layers)] = moves.budgets(course.decision, train)
+    budgets[list(shape.full_layers)] = moves.budgets(course.decision, parts)
     profile = BudgetProfile(
         shape=shape,
         level="head",
@@ -372,11 +375,8 @@ def _tuned(
         **moves.profile_fields(course.decision),
     )
     if job.own != job.policies[0]:
-        losses = []
-        for probe in (one.probe for one in asked):
-            size = probe.n_tokens  # what follows is no part of the prompt
-            cache = make_cache(profile, model, allow_other_model=True, prompt_tokens=size)
-            losses.append(probe.cache_loss(cache))
+        asked = Question(what="cache_loss", prompt=0, job=place, profile=profile)
+        losses = prompts.ask([replace(asked, prompt=index) for index in prompts.held_out])
         course = replace(course, held_out_losses=np.array(losses))
     return Tuned(profile=profile.replace(**_provenance(job, moves, course, found)), course=course)
 
