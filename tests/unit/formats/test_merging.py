@@ -46,7 +46,7 @@ def parts_of(scores, n_shards, folder, **changes):
     return paths
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("parts")

@@ -9,7 +9,7 @@ import pytest
 from factories import make_losses, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_merging import parts_of
+from test_merging import LOSSES, parts_of
 from tiny_models import tiny_profile, words
 
 import kvalloc
@@ -146,7 +146,7 @@ def test_statistics_that_cannot_be_are_refused(spoil, said):
         held.replace(**spoil(held))
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "fast", "loss_level": "head"}, {"batch": 2}])
+@pytest.mark.parametrize("options", [{}, {"loss": LOSSES}, {"batch": 2}])
 def test_shards_of_statistics_merge_in_any_order_to_the_same_bytes(tmp_path, options):
     options = {"texts": [words(500)], "samples": 8, "keep": "statistics", **options}
     whole = tiny_profile(output=tmp_path / "whole", **options)
