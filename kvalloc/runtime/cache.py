@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,7 @@ class BudgetCache(Cache):
         """Whether any entry has been evicted, padding included."""
         return self._prompt.reduced
 
-    @contextmanager
-    def prefill(self) -> Iterator[None]:
+    def prefill(self) -> AbstractContextManager[None]:
         """Everything that runs inside the ``with`` is the prompt, in however many forwards.
 
         For a prompt that arrives in chunks and whose length is not known beforehand (otherwise
@@ -139,8 +138,7 @@ class BudgetCache(Cache):
         UnsupportedRequestError
             If the cache has seen a prompt already, or its length was announced.
         """
-        with self._prompt.reading():
-            yield
+        return self._prompt.reading()
 
     def end_prompt(self) -> None:
         """Say that what has been read is the whole prompt, and what comes now follows it.
@@ -370,12 +368,8 @@ class BudgetCache(Cache):
     ) -> Any:
         """Attend to the part of what is stored that the policy wants read."""
         assert layer.entries is not None
-        indices = reader.read(
-            states,
-            place=self.profile.shape.full_layers.index(states.layer),
-            n_prompt=layer.in_front,
-            positions=layer.entries.dense[2],
-        )
+        place = self.profile.shape.full_layers.index(states.layer)
+        indices = reader.read(states, place=place, positions=layer.entries.dense[2])
         if indices is None:
             return compute(None)
         return compute(None, gathered(states.keys, indices), gathered(states.values, indices))

@@ -21,68 +21,27 @@ from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import kept_places
-from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
+from kvalloc.runtime.unfinished import Asked, Part, Unfinished, part_of, parts
 
 __all__ = ["Eviction", "Held", "groups_by_layer"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What a piece keeps, and where it is taken from."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    bias: Tensor | None
-    kept: Tensor
-
-
-def store_choices(
-    layer: BudgetLayer,
-    targets: IntArray,
-    chosen: Iterator[tuple[Part, Choice]],
-    *,
-    bits: IntArray | None,
-    following: int,
-) -> None:
-    """Keep what was chosen and the latest tokens, and let go of all else.
-
-    Parameters
-    ----------
-    layer : BudgetLayer
-    targets : ndarray of int64, (batch, n_kv_heads)
-        Entries that each head of each row keeps.
-    chosen : iterator of (Part, Choice)
-        Its pieces in order, made one at a time.
-    bits : ndarray of int64, (n_kv_heads,), or None
-        Of a layer that is stored at fewer bits from now on, those of each KV head.
-    following : int
-        How many of the latest tokens stay as they are, behind what is kept.
-    """
-    entries = _collected(targets, chosen)
-    if bits is not None:
-        packed = LayerEntries.packed(targets.shape, entries.segment, bits)
-        layer.keep(packed, following)
-    else:
-        layer.keep(LayerEntries.whole(entries), following)
-
-
-def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> KeptEntries:
+def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
     """What is kept of all pieces, in fresh storage; one gather each, without asking the device."""
     total, end = int(targets.sum()), 0
     store: list[Tensor] = []
     bias: Tensor | None = None
-    for (row, head), choice in chosen:
+    for (row, head), positions, own, kept in chosen:
         first, end = end, end + int(targets[_one(row), _one(head)].sum())
-        sources = [choice.keys, choice.values, choice.positions[..., None]]
+        sources = [own.keys, own.values, positions[..., None]]
         store = store or [own.new_empty(total, own.shape[-1]) for own in sources]
-        if choice.bias is not None and bias is None:  # nothing goes of a row before: it has none
-            bias = choice.bias.new_zeros(total, 1)
+        if own.bias is not None and bias is None:  # nothing goes of a row before: it has none
+            bias = own.bias.new_zeros(total, 1)
         pairs = list(zip(store, sources, strict=True))
-        pairs += [] if choice.bias is None or bias is None else [(bias, choice.bias[..., None])]
+        pairs += [] if own.bias is None or bias is None else [(bias, own.bias[..., None])]
         if end == first:
             continue
-        places = choice.kept.nonzero_static(size=end - first, fill_value=0)
+        places = kept.nonzero_static(size=end - first, fill_value=0)
         for target, source in pairs:
             entries, index = _flat(source, places)
             torch.index_select(entries, 0, index, out=target[first:end])
@@ -118,6 +77,10 @@ def _flat(states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     assert isinstance(index, Tensor)
     return states.as_strided((last + 1, dim), (dim, 1)), index
 
+
+#: A piece of a layer: columns of its entries, these as they are stored where they stay, and which
+#: do, (batch, n_kv_heads, n_tokens).
+Choice: TypeAlias = tuple[Part, Tensor, AttentionStates, Tensor]
 
 #: What a policy decides by, for each piece of a layer that has to give up entries.
 Rankings: TypeAlias = dict[Part, tuple[Tensor, ...]]
@@ -228,11 +191,26 @@ class Eviction:
         targets : ndarray of int64, (batch, n_kv_heads)
             Entries to keep.
         """
-        grain = self._grain(layer)
-        after = Unfinished(grain=grain, following=layer.unfinished.following)
-        chosen = self._choices(layer, states, targets, after)
-        bits = self.bits.get(states.layer)
-        store_choices(layer, targets, chosen, bits=bits, following=self.following)
+        after = Unfinished(grain=self._grain(layer), following=layer.unfinished.following)
+        self._store(layer, states, targets, after)
+
+    def _store(
+        self,
+        layer: BudgetLayer,
+        states: AttentionStates,
+        targets: IntArray,
+        after: Unfinished,
+        noted: Unfinished | None = None,
+        together: Mapping[Part, Tensor] | None = None,
+    ) -> None:
+        """Keep what is chosen, or what its group has chosen, and let go of all else."""
+        chosen = self._choices(layer, states, targets, after, noted, together)
+        entries, bits = _collected(targets, chosen), self.bits.get(states.layer)
+        if bits is None:
+            stored = LayerEntries.whole(entries)
+        else:
+            stored = LayerEntries.packed(targets.shape, entries.segment, bits)
+        layer.keep(stored, self.following)
         layer.unfinished = after if self.remember else Unfinished()
 
     def _grain(self, layer: BudgetLayer) -> int:
@@ -267,13 +245,13 @@ class Eviction:
             *every, bias = self._all_candidates(layer, states)
             keys, values, positions = (_rows(own, row, head)[:, :, columns] for own in every)
             bias = None if bias is None else _rows(bias, row, head)[:, :, columns]
-        own = self._part_states(layer, states, part)
+        own, places = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
         if layer.reduced:  # the first sink stays: it tells how much padding came before it
             start = positions[..., :1] if self.sinks else 0
             own = replace(own, positions=positions - start)
-        mask = self._gaps(layer, own, states, part, positions)
+        mask = self._gaps(layer, own, positions, places)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
         return Candidates(states=own, positions=positions)
@@ -321,38 +299,27 @@ class Eviction:
         )
 
     def _gaps(
-        self,
-        layer: BudgetLayer,
-        own: AttentionStates,
-        states: AttentionStates,
-        part: Part,
-        positions: Tensor,
+        self, layer: BudgetLayer, own: AttentionStates, positions: Tensor, places: Tensor
     ) -> Tensor | None:
         """What older queries see, where entries of their own tokens were evicted.
 
         Returns
         -------
         Tensor of bool, (batch, n_query_heads, n_rows, n_tokens), or None
-            None where the last keys are those of the queries, so that plain causal is right.
+            None where nothing between the queries' own tokens can have gone: plain causal is right.
         """
         n_rows = int(own.queries.shape[2])
         if not layer.reduced or not own.older or n_rows <= self.window:
             return None
-        wanted = self._wanted_rows()
-        new = self._row_places(layer, states, part[0])
-        places = layer.unfinished.places_of(part[0], new, wanted)
-        last = positions[..., -n_rows:]
-        if last.shape[-1] == n_rows and bool((last == places).all()):  # the host asks the device
-            return None
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
 
-    def _row_places(self, layer: BudgetLayer, states: AttentionStates, row: int | None) -> Tensor:
-        """Columns of the new tokens of a row, padding left out, (n,)."""
-        end, device = self._end(layer), states.queries.device
-        first = end - int(states.queries.shape[2])
+    def _asked(self, layer: BudgetLayer, states: AttentionStates, row: int | None) -> Asked:
+        """The new tokens' queries of a row, padding left out, or of all."""
+        end, columns = self._end(layer), self._columns(states.queries, row)
+        first, device = end - int(states.queries.shape[2]), states.queries.device
         places = torch.arange(first, end, dtype=torch.int32, device=device)
-        return places[self._columns(states.queries, row)]
+        return Asked(_rows(states.queries, row, None)[:, :, columns], places[columns])
 
     def _columns(self, states: Tensor, row: int | None) -> slice | Tensor:
         """Columns of keys or queries, new tokens last, of this row without its padding."""
@@ -367,13 +334,16 @@ class Eviction:
 
     def _part_states(
         self, layer: BudgetLayer, states: AttentionStates, part: Part
-    ) -> AttentionStates:
-        """The states of a piece, but for its keys and values. Without padding, plain causal."""
+    ) -> tuple[AttentionStates, Tensor]:
+        """The states of a piece, but for keys and values, and columns of its queries' tokens.
+
+        Without padding, plain causal.
+        """
         row, head = part
-        queries = new = self._row_queries(states, row)
+        asked = new = self._asked(layer, states, row)
         if states.queries.shape[2] or self.late:  # else those of a layer of a group have gone
-            wanted = self._wanted_rows()
-            queries = layer.unfinished.queries_of(row, queries, wanted)
+            asked = layer.unfinished.asked_of(row, new, self._wanted_rows())
+        queries = asked.queries
         changes: dict[str, Tensor | int | None] = {}
         if head is not None:
             changes["first_head"] = states.first_head + head
@@ -383,75 +353,63 @@ class Eviction:
             queries = queries[:, mine]
             if states.sink_logits is not None:
                 changes["sink_logits"] = states.sink_logits[mine]
-        return replace(
+        own = replace(
             states,
             queries=queries,
             mask=None,
-            older=int(queries.shape[2] - new.shape[2]),
+            older=int(queries.shape[2] - new.queries.shape[2]),
             observed=layer.unfinished.observed_of(part, int(states.keys.shape[1])),
             **changes,  # type: ignore[arg-type]
         )
-
-    def _row_queries(self, states: AttentionStates, row: int | None) -> Tensor:
-        if row is None:
-            return states.queries
-        return states.queries[row : row + 1, :, self._columns(states.queries, row)]
+        return own, asked.places
 
     # What is chosen
 
     def _choices(
-        self, layer: BudgetLayer, states: AttentionStates, targets: IntArray, after: Unfinished
-    ) -> Iterator[tuple[Part, Choice]]:
-        """One piece after the other, so that only one is taken apart at a time."""
-        for part in parts(after.grain, *targets.shape):
-            yield part, self._choose(layer, states, part, targets, after)
-
-    def _choose(
         self,
         layer: BudgetLayer,
         states: AttentionStates,
-        part: Part,
         targets: IntArray,
         after: Unfinished,
-    ) -> Choice:
-        found = self._candidates(layer, states, part)
-        budgets = _part_budgets(targets, part)
-        if bool((budgets == found.states.keys.shape[2]).all()):
-            kept = torch.ones_like(found.states.keys[..., 0], dtype=torch.bool)
-        else:
-            kept = self._kept(part, found.states, budgets)
-            check_kept(self.policy, kept, budgets)
-        if self.remember:
-            self._note(after, part, found.states, kept, budgets)
-            self._note_queries(layer, after, part, states, layer.unfinished)
-        return self._chosen(found, kept, budgets)
+        noted: Unfinished | None,
+        together: Mapping[Part, Tensor] | None,
+    ) -> Iterator[Choice]:
+        """One piece after the other, so that only one is taken apart at a time."""
+        for part in parts(after.grain, *targets.shape):
+            found = self._candidates(layer, states, part)
+            own, budgets = found.states, _part_budgets(targets, part)
+            kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
+            if together is not None:
+                kept = together.get(part, kept).to(kept.device)  # none: nothing of this row goes
+            elif bool((budgets < kept.shape[2]).any()):
+                kept = self._kept(part, own, budgets)
+                check_kept(self.policy, kept, budgets)
+            if noted is not None:
+                self._keep_note(after, part, noted.observed.get(part), kept, budgets)
+            elif self.remember:
+                self._note(after, part, own, kept, budgets)
+                self._note_queries(layer, after, part, states, layer.unfinished)
+            yield part, found.positions, self._stored(own, kept, budgets), kept
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
         """What the policy keeps of a piece, (batch, n_kv_heads, n_tokens)."""
         chooser = self.policy if self.chooser is None else self.chooser
         return chooser.keep(states, budgets, sinks=self.sinks, window=self.window)
 
-    def _chosen(self, found: Candidates, kept: Tensor, budgets: Tensor) -> Choice:
-        """What is stored of a piece of which that is kept."""
-        combined, own = None, found.states
-        if self.chooser is None and bool((budgets < kept.shape[2]).any()):
-            bits = self.bits.get(own.layer)
-            if bits is not None and self.policy.combines:
-                bits = bits[own.first_head : own.first_head + kept.shape[1]]
-                own = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
-            limits = Limits(sinks=self.sinks, window=self.window)
-            combined = self.policy.combine(own, kept, budgets, **limits)
-        bias = found.states.bias
-        if combined is not None and combined.logit_bias is not None:
-            bias = combined.logit_bias
-        source = found.states if combined is None else combined
-        return Choice(
-            keys=source.keys,
-            values=source.values,
-            positions=found.positions,
-            bias=bias,
-            kept=kept,
-        )
+    def _stored(self, own: AttentionStates, kept: Tensor, budgets: Tensor) -> AttentionStates:
+        """A piece with what the policy puts into the entries that stay."""
+        if self.chooser is not None or not bool((budgets < kept.shape[2]).any()):
+            return own
+        asked, bits = own, self.bits.get(own.layer)
+        if bits is not None and self.policy.combines:
+            bits = bits[own.first_head : own.first_head + kept.shape[1]]
+            asked = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
+        limits = Limits(sinks=self.sinks, window=self.window)
+        made = self.policy.combine(asked, kept, budgets, **limits)
+        if made is None:
+            return own
+        bias = own.bias if made.logit_bias is None else made.logit_bias
+        return replace(own, keys=made.keys, values=made.values, bias=bias)
 
     def _note(self, notes: Unfinished, part: Part, states: AttentionStates, *kept: Tensor) -> None:
         """What the policy remembers of this chunk, for the entries that stay."""
@@ -495,13 +453,9 @@ class Eviction:
         """Hold back the last queries, which a later chunk may be too short to bring."""
         row, head = part
         wanted = self._noted_rows()
-        if wanted <= 0 or head not in (None, 0):
-            return
-        older = notes if before is None else before
-        queries = older.queries_of(row, self._row_queries(states, row), wanted)
-        notes.queries[row] = queries[..., -wanted:, :].clone()
-        new = self._row_places(layer, states, row)
-        notes.places[row] = older.places_of(row, new, wanted)[-wanted:].clone()
+        if wanted > 0 and head in (None, 0):
+            older, new = notes if before is None else before, self._asked(layer, states, row)
+            notes.asked[row] = older.asked_of(row, new, wanted).last(wanted)
 
     # Layers that keep the same entries
 
@@ -580,12 +534,8 @@ class Eviction:
         kept = self._kept_together(group[-1], joint)
         while group:
             held = group.pop(0)
-            notes = held.notes
-            after = replace(notes, observed={}, following=held.layer.unfinished.following)
-            chosen = self._shared_choices(held, kept, after)
-            bits = self.bits.get(held.states.layer)
-            store_choices(held.layer, held.targets, chosen, bits=bits, following=self.following)
-            held.layer.unfinished = after if self.remember else Unfinished()
+            after = replace(held.notes, observed={}, following=held.layer.unfinished.following)
+            self._store(held.layer, held.states, held.targets, after, held.notes, kept)
 
     def _rows_that_evict(
         self, layer: BudgetLayer, states: AttentionStates, targets: IntArray
@@ -610,19 +560,6 @@ class Eviction:
             )
             check_kept(policy, kept[part], budgets)
         return kept
-
-    def _shared_choices(
-        self, held: Held, kept: dict[Part, Tensor], after: Unfinished
-    ) -> Iterator[tuple[Part, Choice]]:
-        """What a layer of the group stores, one piece after the other."""
-        for part in parts(held.notes.grain, *held.targets.shape):
-            found = self._candidates(held.layer, held.states, part)
-            own = kept.get(part)
-            if own is None:  # nothing of this row goes
-                own = torch.ones_like(found.states.keys[..., 0], dtype=torch.bool)
-            own, budgets = own.to(found.states.keys.device), _part_budgets(held.targets, part)
-            self._keep_note(after, part, held.notes.observed.get(part), own, budgets)
-            yield part, self._chosen(found, own, budgets)
 
 
 def _places(kept: Tensor, budgets: Tensor) -> tuple[Tensor, ...]:

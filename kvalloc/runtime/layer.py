@@ -192,16 +192,12 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         new = new.expand(*self.keys.shape[:2], -1)
         if self.entries is None:
             return new
-        found = self.entries.padded_positions()
-        if self.packed_following:
-            found = found.masked_fill(found >= latest, -1)
-            found = found[..., : int((found >= 0).sum(dim=-1).max())]
-        if not new.numel():
-            return found
+        found, seen = self.entries.padded_positions(), self.seen_tokens
         # A head that keeps fewer has its -1 before the new ones: let them sort behind all columns.
-        joined = torch.cat([found.masked_fill(found < 0, self.seen_tokens), new], dim=-1)
-        joined = joined.sort(dim=-1).values
-        return joined.masked_fill(joined == self.seen_tokens, -1)
+        found = found.masked_fill((found < 0) | (found >= latest), seen)
+        found = torch.cat([found, new], dim=-1).sort(dim=-1).values
+        found = found.masked_fill(found == seen, -1)
+        return found[..., : int((found >= 0).sum(dim=-1).max())]
 
     def stored_counts(self) -> IntArray | None:
         """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""

@@ -7,7 +7,8 @@ from math import inf
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
@@ -229,18 +230,11 @@ def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntAr
         Among equal scores the earlier layer wins, and in it the earlier head.
     """
     device = scores[0].device
-    n_evictable = max(int(own.shape[-1]) for own in scores)
-    joined = torch.stack(
-        [
-            nn.functional.pad(
-                own.to(device, torch.float32), (0, n_evictable - own.shape[-1]), value=-inf
-            )
-            for own in scores
-        ]
-    )
+    every = [own.to(device, torch.float32).mT for own in scores]
+    joined = pad_sequence(every, batch_first=True, padding_value=-inf).mT
     free = max(total - protected * (joined.shape[0] * joined.shape[1]), 0)
     wanted = min(free, joined.numel())
-    if n_evictable == 0 or wanted == 0:
+    if wanted == 0:
         return np.full(tuple(joined.shape[:2]), protected, dtype=np.int64)
     least = joined.reshape(-1).topk(wanted, sorted=False).values.min()
     masks = torch.stack([joined > least, (joined == least) & (joined > -inf)])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvalloc.models.attention import Observed
 
-__all__ = ["Part", "Unfinished", "part_of", "parts"]
+__all__ = ["Asked", "Part", "Unfinished", "part_of", "parts"]
 
 #: A row and a KV head of a layer; None stands for all of them.
 Part: TypeAlias = tuple[int | None, int | None]
@@ -37,6 +37,25 @@ def parts(grain: int, batch: int, n_kv_heads: int) -> list[Part]:
     return [(row, head) for row in range(batch) for head in range(n_kv_heads)]
 
 
+class Asked(NamedTuple):
+    """Queries of one row, or of all, and where their tokens stand.
+
+    Attributes
+    ----------
+    queries : Tensor, (batch or 1, n_query_heads, n, head_dim)
+    places : Tensor of int32, (n,)
+        Columns of the tokens.
+    """
+
+    queries: Tensor
+    places: Tensor
+
+    def last(self, tokens: int) -> Asked:
+        """A copy of so many of the last ones."""
+        first = max(int(self.places.shape[0]) - tokens, 0)
+        return Asked(self.queries[:, :, first:].clone(), self.places[first:].clone())
+
+
 @dataclass(slots=True)
 class Unfinished:
     """Notes of one layer about the chunks of a prompt so far.
@@ -47,10 +66,8 @@ class Unfinished:
         The finest pieces that the layer was looked at in so far, see `parts`.
     observed : dict of Observed
         What the policy noted of each piece.
-    queries : dict of Tensor, each (batch or 1, n_query_heads, n, head_dim)
+    asked : dict of Asked
         The last queries of all rows (key None) or of each row.
-    places : dict of Tensor of int32, each (n,)
-        Columns of the tokens that those queries belong to.
     following : Tensor or None, (batch, n_query_heads, n, head_dim)
         Queries of tokens that followed a held prompt; which ones, `Followers` says.
     later : dict of Observed
@@ -60,20 +77,15 @@ class Unfinished:
 
     grain: int = 0
     observed: dict[Part, Observed] = field(default_factory=dict)
-    queries: dict[int | None, Tensor] = field(default_factory=dict)
-    places: dict[int | None, Tensor] = field(default_factory=dict)
+    asked: dict[int | None, Asked] = field(default_factory=dict)
     following: Tensor | None = None
     later: dict[Hashable, Observed] = field(default_factory=dict)
 
     def keep_queries(self, tokens: int) -> None:
         """Hold back no more than so many of the last queries."""
-        for row, held in self.queries.items():
-            first = max(int(held.shape[2]) - tokens, 0)
-            if first:
-                self.queries[row], self.places[row] = (
-                    held[:, :, first:].clone(),
-                    self.places[row][first:].clone(),
-                )
+        for row, held in self.asked.items():
+            if held.places.shape[0] > tokens:
+                self.asked[row] = held.last(tokens)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
@@ -90,12 +102,13 @@ class Unfinished:
             for (row, head), found in self.observed.items()
             for to in now(row)
         }
-        self.queries = {
-            to: held[rows.to(held.device)] if row is None else held
-            for row, held in self.queries.items()
+        self.asked = {
+            to: own._replace(queries=own.queries[rows.to(own.places.device)])
+            if row is None
+            else own
+            for row, own in self.asked.items()
             for to in now(row)
         }
-        self.places = {to: held for row, held in self.places.items() for to in now(row)}
         if self.following is not None:
             self.following = self.following[rows.to(self.following.device)]
         self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
@@ -111,32 +124,30 @@ class Unfinished:
                 return part_of(found, (cut_row, cut_head), n_kv_heads)
         return None
 
-    def queries_of(self, row: int | None, queries: Tensor, tokens: int) -> Tensor:
+    def asked_of(self, row: int | None, new: Asked, tokens: int) -> Asked:
         """The last queries of a row or of all rows, old and new.
 
         Parameters
         ----------
         row : int or None
             Which row; None for all.
-        queries : Tensor, (batch or 1, n_query_heads, n_new_tokens, head_dim)
-            Queries of this chunk.
+        new : Asked
+            Those of this chunk.
         tokens : int
             How many of the last queries the policy wants.
 
         Returns
         -------
-        Tensor, (batch or 1, n_query_heads, n, head_dim)
+        Asked
             This chunk's, preceded by older ones where the chunk is shorter than ``tokens``.
         """
-        missing = tokens - int(queries.shape[-2])
-        if missing <= 0:
-            return queries
-        older = self.queries.get(row)
-        if older is None and row is not None and None in self.queries:
-            older = self.queries[None][row : row + 1]
-        if older is None:
-            return queries
-        return torch.cat([older[..., -missing:, :], queries], dim=-2)
+        missing = tokens - int(new.places.shape[0])
+        older = self.asked.get(row, self.asked.get(None))
+        if missing <= 0 or older is None:
+            return new
+        own = slice(None) if row in self.asked or row is None else slice(row, row + 1)
+        queries = torch.cat([older.queries[own, :, -missing:], new.queries], dim=2)
+        return Asked(queries, torch.cat([older.places[-missing:], new.places]))
 
     def later_of(
         self, part: Part, columns: slice | Tensor, n_kv_heads: int
@@ -148,22 +159,6 @@ class Unfinished:
             cut = None if own.columns is None else own.columns[..., columns]
             found[key] = replace(own, columns=cut)
         return found
-
-    def places_of(self, row: int | None, places: Tensor, tokens: int) -> Tensor:
-        """Columns of the tokens whose queries `queries_of` gives, (n,).
-
-        Parameters
-        ----------
-        row, tokens
-            As there.
-        places : Tensor of int32, (n_new_tokens,)
-            Columns of this chunk's tokens.
-        """
-        missing = tokens - int(places.shape[0])
-        older = self.places.get(row, self.places.get(None))
-        if missing <= 0 or older is None:
-            return places
-        return torch.cat([older[-missing:], places])
 
 
 def part_of(observed: Observed, part: Part, n_kv_heads: int) -> Observed:

@@ -53,9 +53,7 @@ class Reader(ABC):
     """Chooses what one decoded token reads of what is stored. It belongs to one cache."""
 
     @abstractmethod
-    def read(
-        self, states: AttentionStates, *, place: int, n_prompt: int, positions: Tensor | None
-    ) -> Tensor | None:
+    def read(self, states: AttentionStates, *, place: int, positions: Tensor) -> Tensor | None:
         """Choose the entries that the new token attends to in one layer.
 
         Parameters
@@ -64,10 +62,8 @@ class Reader(ABC):
             One new token; its keys are the stored ones.
         place : int
             Place of the layer among those that can be reduced, from 0.
-        n_prompt : int
-            How many of the first entries are the prompt's.
-        positions : Tensor, (batch, n_kv_heads, n_prompt), or None
-            Original positions of those entries; None where they are 0, 1, 2, ...
+        positions : Tensor, (batch, n_kv_heads, n_prompt)
+            Original positions of the first entries, which are the prompt's.
 
         Returns
         -------

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined, Limits, RankedPolicy, Rankings
+from kvalloc.runtime.policies.base import Combined, Limits, Rankings
+from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compensate(RankedPolicy):
+class Compensate(Score):
     """The best scores stay but for one, whose place the mean of all dropped entries takes.
 
     The compensation entry has the mean key and the mean value of the n dropped entries and counts
@@ -39,10 +40,6 @@ class Compensate(RankedPolicy):
     name = "compensate"
     summary = "the best scores, and one entry that is the mean of all dropped ones"
     reference = "RazorAttention (Tang et al., 2024), compensation token"
-
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """The scores; see `RankedPolicy.rankings`."""
-        return (self.scorer.score(states, sinks=limits["sinks"]),)
 
     def keep_ranked(
         self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 
 from kvalloc.errors import InputError
-from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings, Reader
-from kvalloc.runtime.selection import best_entries, keep_best, kept_places
+from kvalloc.models.attention import AttentionStates
+from kvalloc.runtime.policies.base import Limits, Rankings, Reader
+from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.selection import best_entries, kept_places
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
 
@@ -22,7 +23,7 @@ _FIRST_PAIR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPCache(RankedPolicy):
+class MPCache(Score):
     """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
 
     The dynamic half reduces what is read, not what is stored.
@@ -78,30 +79,20 @@ class MPCache(RankedPolicy):
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """The last rows' votes, or the scores; see `RankedPolicy.rankings`."""
         if not self.rows_share:
-            return (self.scorer.score(states, sinks=limits["sinks"]),)
+            return super().rankings(states, **limits)
         n_tokens = int(states.keys.shape[2])
         voters = range(n_tokens - self.query_rows(n_tokens), n_tokens)
         return (weighted_rows(states, last_rows(states, voters)),)
 
-    def keep_ranked(
-        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
-    ) -> Tensor:
-        """Choose the best; see `RankedPolicy.keep_ranked`."""
-        return keep_best(rankings[0], budgets, **limits)
-
-    def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """What the scorer wants; the last rows are held back by the cache."""
-        return None if self.rows_share else self.scorer.observe(states, sinks=sinks)
-
     @property
     def observes(self) -> bool:
-        """Whether the scorer does, where it is used."""
-        return not self.rows_share and self.scorer.observes
+        """Whether the scorer does, where it is used; the last rows are held back by the cache."""
+        return not self.rows_share and super().observes
 
     def query_rows(self, n_tokens: int) -> int:
         """The last rows."""
         if not self.rows_share:
-            return self.scorer.query_rows(n_tokens)
+            return super().query_rows(n_tokens)
         return math.ceil(n_tokens * self.rows_share)
 
     def reader(self, *, sinks: int, window: int) -> ClusterReader:
@@ -144,16 +135,14 @@ class ClusterReader(Reader):
         self._clusters: dict[int, _Clusters] = {}
         self._led: tuple[int, Tensor, Tensor] | None = None
 
-    def read(
-        self, states: AttentionStates, *, place: int, n_prompt: int, positions: Tensor | None
-    ) -> Tensor | None:
+    def read(self, states: AttentionStates, *, place: int, positions: Tensor) -> Tensor | None:
         """Choose the entries that the new token attends to; see `Reader.read`."""
         settings = self._settings
-        n_coarse = (n_prompt - self._window - self._sinks) // settings.coarse_tokens
+        n_coarse = (int(positions.shape[-1]) - self._window - self._sinks) // settings.coarse_tokens
         if n_coarse < 2:
             return None
         entries = slice(self._sinks, self._sinks + n_coarse * settings.coarse_tokens)
-        where = self._positions(states, positions, entries)
+        where = positions[..., entries].long()
         chosen = None
         if settings.share_layers and place >= _FIRST_PAIR and place % 2:
             chosen = self._follow(place, where, n_coarse)
@@ -212,15 +201,6 @@ class ClusterReader(Reader):
         size = self._settings.fine_tokens
         inside = _clustered(torch.zeros_like(where, dtype=torch.bool), size)
         return inside.scatter(2, chosen[..., None].expand(*chosen.shape, size), True).flatten(2)
-
-    def _positions(
-        self, states: AttentionStates, positions: Tensor | None, entries: slice
-    ) -> Tensor:
-        if positions is not None:
-            return positions[..., entries].long()
-        batch, n_kv_heads = states.keys.shape[:2]
-        own = torch.arange(entries.start, entries.stop, device=states.keys.device)
-        return own.expand(batch, n_kv_heads, -1)
 
     def _entries(self, states: AttentionStates, chosen: Tensor, entries: slice) -> Tensor:
         """Entries of the chosen clusters between those that are always read."""

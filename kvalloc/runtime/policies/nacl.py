@@ -127,12 +127,9 @@ class NaCl(RankedPolicy):
         ]
         return torch.from_numpy(np.stack(noise)).to(states.keys.device, torch.float32)
 
-    def observe(self, states: AttentionStates, *, sinks: int) -> None:
-        """Nothing: the proxies' queries are held back by the cache."""
-
     @property
     def observes(self) -> bool:
-        """It does not."""
+        """It does not: the proxies' queries are held back by the cache."""
         return False
 
     def query_rows(self, n_tokens: int) -> int:

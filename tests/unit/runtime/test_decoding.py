@@ -403,7 +403,7 @@ def test_4096_tokens_stay_within_the_budget_and_the_stated_slack(tiny: ModuleTyp
         assert cache.retained_bytes <= granted + slack
         for layer in cache.layers:
             notes = layer.unfinished
-            held = [notes.following, *notes.queries.values()]
+            held = [notes.following, *(own.queries for own in notes.asked.values())]
             assert sum(own.shape[2] for own in held) <= rows + awaited
             assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
     assert cache.get_seq_length() == prompt + 4096

@@ -43,7 +43,7 @@ def test_clusters_agree_with_loops() -> None:
     states = make_states(batch=2, n_tokens=53, n_new_tokens=1)
     reader = small().reader(sinks=2, window=4)
     # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
-    found = reader.read(states, place=0, n_prompt=50, positions=None)
+    found = reader.read(states, place=0, positions=torch.arange(50).expand(2, 2, -1))
     assert found is not None
     for row, head in np.ndindex(2, 2):
         inside = read_in_loops(states, row, head, start=2, n_coarse=5)
@@ -64,7 +64,7 @@ def test_the_static_half_sums_the_last_rows() -> None:
 def test_short_prompts_are_read_whole() -> None:
     states = make_states(n_tokens=20, n_new_tokens=1)
     reader = small().reader(sinks=2, window=4)
-    assert reader.read(states, place=0, n_prompt=19, positions=None) is None
+    assert reader.read(states, place=0, positions=torch.arange(19).expand(1, 2, -1)) is None
 
 
 def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
@@ -72,8 +72,8 @@ def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     for share, places, same in ((True, (2, 3), 1), (True, (0, 1), 0), (False, (2, 3), 0)):
         reader = small(share_layers=share).reader(sinks=2, window=4)
-        led = reader.read(first, place=places[0], n_prompt=50, positions=None)
-        follows = reader.read(second, place=places[1], n_prompt=50, positions=None)
+        led = reader.read(first, place=places[0], positions=torch.arange(50).expand(1, 2, -1))
+        follows = reader.read(second, place=places[1], positions=torch.arange(50).expand(1, 2, -1))
         assert torch.equal(led, follows) == bool(same)
 
 
@@ -81,10 +81,10 @@ def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     positions = torch.arange(50).expand(1, 2, -1)
     reader = small().reader(sinks=2, window=4)
-    led = reader.read(first, place=2, n_prompt=50, positions=positions)
+    led = reader.read(first, place=2, positions=positions)
     # the follower's entry i is position 2 i: its cluster c covers positions 8 c .. 8 c + 7
     spread = positions * 2
-    follows = reader.read(second, place=3, n_prompt=50, positions=spread)
+    follows = reader.read(second, place=3, positions=spread)
     assert follows.shape == led.shape
     for head in range(2):
         read = set(led[0, head].tolist()) & set(range(2, 42))
