@@ -113,22 +113,6 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidates:
-    """What one piece of a layer chooses from.
-
-    Attributes
-    ----------
-    states : AttentionStates
-        Of this piece alone, without padding, with the logit biases that they have already.
-    positions : Tensor of int32, (batch, n_kv_heads, n_tokens)
-        Column of each candidate.
-    """
-
-    states: AttentionStates
-    positions: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Eviction:
     """How one forward of a prompt ends in each layer.
 
@@ -174,8 +158,7 @@ class Eviction:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             if self.policy.observes:
-                found = self._candidates(layer, states, part)
-                self._note(layer.unfinished, part, found.states)
+                self._note(layer.unfinished, part, self._candidates(layer, states, part)[0])
             self._note_queries(layer, layer.unfinished, part, states)
 
     @torch.no_grad()
@@ -220,10 +203,8 @@ class Eviction:
 
     def _wanted_rows(self) -> int:
         """How many of the prompt's last queries the policy is to see."""
-        rows = self.policy.query_rows(self.prompt_tokens)
-        return (
-            rows if self.chooser is None else max(rows, self.chooser.query_rows(self.prompt_tokens))
-        )
+        who = (self.policy, self.chooser or self.policy)
+        return max(one.query_rows(self.prompt_tokens) for one in who)
 
     def _noted_rows(self) -> int:
         """How many of them are held back for later."""
@@ -234,7 +215,18 @@ class Eviction:
 
     # What there is to choose from
 
-    def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> Candidates:
+    def _candidates(
+        self, layer: BudgetLayer, states: AttentionStates, part: Part
+    ) -> tuple[AttentionStates, Tensor]:
+        """What one piece of a layer chooses from.
+
+        Returns
+        -------
+        AttentionStates
+            Of this piece alone, without padding, with the logit biases that they have already.
+        Tensor of int32, (batch, n_kv_heads, n_tokens)
+            Column of each candidate.
+        """
         row, head = part
         columns = self._columns(states.keys, row)
         if layer.reduced and not layer.even:
@@ -254,7 +246,7 @@ class Eviction:
         mask = self._gaps(layer, own, positions, places)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
-        return Candidates(states=own, positions=positions)
+        return own, positions
 
     def _end(self, layer: BudgetLayer) -> int:
         """Column behind the last candidate."""
@@ -306,10 +298,13 @@ class Eviction:
         Returns
         -------
         Tensor of bool, (batch, n_query_heads, n_rows, n_tokens), or None
-            None where nothing between the queries' own tokens can have gone: plain causal is right.
+            None where the last keys are those of the queries, so that plain causal is right.
         """
         n_rows = int(own.queries.shape[2])
         if not layer.reduced or not own.older or n_rows <= self.window:
+            return None
+        last = positions[..., -n_rows:]
+        if last.shape[-1] == n_rows and bool((last == places).all()):  # the host asks the device
             return None
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
@@ -343,24 +338,20 @@ class Eviction:
         asked = new = self._asked(layer, states, row)
         if states.queries.shape[2] or self.late:  # else those of a layer of a group have gone
             asked = layer.unfinished.asked_of(row, new, self._wanted_rows())
-        queries = asked.queries
-        changes: dict[str, Tensor | int | None] = {}
-        if head is not None:
-            changes["first_head"] = states.first_head + head
-            n_kv_heads = int(states.keys.shape[1])
-            group = queries.shape[1] // n_kv_heads
-            mine = slice(head * group, (head + 1) * group)
-            queries = queries[:, mine]
-            if states.sink_logits is not None:
-                changes["sink_logits"] = states.sink_logits[mine]
+        n_kv_heads = int(states.keys.shape[1])
         own = replace(
             states,
-            queries=queries,
+            queries=asked.queries,
             mask=None,
-            older=int(queries.shape[2] - new.queries.shape[2]),
-            observed=layer.unfinished.observed_of(part, int(states.keys.shape[1])),
-            **changes,  # type: ignore[arg-type]
+            older=int(asked.places.shape[0] - new.places.shape[0]),
+            observed=layer.unfinished.observed_of(part, n_kv_heads),
         )
+        if head is not None:
+            group = own.queries.shape[1] // n_kv_heads
+            mine = slice(head * group, (head + 1) * group)
+            sinks = None if states.sink_logits is None else states.sink_logits[mine]
+            own = replace(own, queries=own.queries[:, mine], sink_logits=sinks)
+            own = replace(own, first_head=states.first_head + head)
         return own, asked.places
 
     # What is chosen
@@ -376,8 +367,8 @@ class Eviction:
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
         for part in parts(after.grain, *targets.shape):
-            found = self._candidates(layer, states, part)
-            own, budgets = found.states, _part_budgets(targets, part)
+            own, positions = self._candidates(layer, states, part)
+            budgets = _part_budgets(targets, part)
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
             if together is not None:
                 kept = together.get(part, kept).to(kept.device)  # none: nothing of this row goes
@@ -389,7 +380,7 @@ class Eviction:
             elif self.remember:
                 self._note(after, part, own, kept, budgets)
                 self._note_queries(layer, after, part, states, layer.unfinished)
-            yield part, found.positions, self._stored(own, kept, budgets), kept
+            yield part, positions, self._stored(own, kept, budgets), kept
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
         """What the policy keeps of a piece, (batch, n_kv_heads, n_tokens)."""
@@ -503,7 +494,7 @@ class Eviction:
         for part in parts(grain, *targets.shape):
             ranks = bool(evicts[slice(None) if part[0] is None else part[0]].any())
             if ranks or self.remember:
-                own = self._candidates(layer, states, part).states
+                own, _ = self._candidates(layer, states, part)
                 if ranks:
                     found = self.policy.rankings(own, sinks=self.sinks, window=self.window)
                     rankings[part] = found
@@ -553,10 +544,10 @@ class Eviction:
         policy, kept = self.policy, {}
         assert isinstance(policy, RankedPolicy)
         for part, rankings in joint.items():
-            found = self._candidates(last.layer, last.states, part)
+            own, _ = self._candidates(last.layer, last.states, part)
             budgets = _part_budgets(last.targets, part)
             kept[part] = policy.keep_ranked(
-                rankings, found.states, budgets, sinks=self.sinks, window=self.window
+                rankings, own, budgets, sinks=self.sinks, window=self.window
             )
             check_kept(policy, kept[part], budgets)
         return kept

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import Step
-from kvalloc.runtime.eviction import Candidates, Eviction
+from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.policies.weighted import Weighted
@@ -167,7 +167,7 @@ class LateEviction(Eviction):
         assert isinstance(self.policy, Score | Weighted)  # `budget_fault` refuses others
         by_row: list[list[Tensor]] = [[] for _ in range(layer.batch)]
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
-            own = self._candidates(layer, states, part).states
+            own, _ = self._candidates(layer, states, part)
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
             scores = self.policy.scores(own, sinks=self.sinks)
             notes = {key: replace(noted, columns=None) for key, noted in (own.later or {}).items()}
@@ -180,25 +180,26 @@ class LateEviction(Eviction):
         self, layer: BudgetLayer, states: AttentionStates, row: int | None
     ) -> AttentionStates:
         """What a layer saw of one row of a held prompt, without its padding."""
-        return self._candidates(layer, states, (row, None)).states
+        return self._candidates(layer, states, (row, None))[0]
 
     def _grain(self, layer: BudgetLayer) -> int:
         padded = self.visible is not None or self.following_visible is not None
         return max(Eviction._grain(self, layer), int(padded))
 
-    def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> Candidates:
-        found = Eviction._candidates(self, layer, states, part)  # slots: super() finds no class
+    def _candidates(
+        self, layer: BudgetLayer, states: AttentionStates, part: Part
+    ) -> tuple[AttentionStates, Tensor]:
+        # slots: super() finds no class
+        found, positions = Eviction._candidates(self, layer, states, part)
         scorers = [*self.scorers.get(states.layer, ())]
         scorers += [] if self.deciding is None else [self.deciding]
         if self.followers is None or not scorers:
-            return found
+            return found, positions
         _, notes = self.scored.get((states.layer, part), (None, None))
         if notes is None:
-            own = self._with_following(layer, found.states, part)
-            n_prompt = int(found.states.keys.shape[2])
+            own, n_prompt = self._with_following(layer, found, part), int(found.keys.shape[2])
             notes = following_notes(scorers, own, n_prompt, sinks=self.sinks)
-        later = {**(found.states.later or {}), **notes}
-        return replace(found, states=replace(found.states, later=later))
+        return replace(found, later={**(found.later or {}), **notes}), positions
 
     def _with_following(
         self, layer: BudgetLayer, states: AttentionStates, part: Part
