@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from kvalloc.errors import InputError, ModelMismatchError
 from kvalloc.models.structure import context_limit, decoder_of, end_tokens, input_device
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.units import check_temperature
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 __all__ = ["answer"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
-
-if TYPE_CHECKING:
-    from kvalloc.models.attention import AttentionStates
-    from kvalloc.scorers import Scorer
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers import Scorer
 
 __all__ = [
     "Decide",

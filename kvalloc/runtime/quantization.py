@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import (
     KEY_BLOCK_TOKENS,
     VALUE_BLOCK_CHANNELS,
@@ -15,13 +17,8 @@ from kvalloc.accounting.costs import (
     bits_fault,
 )
 from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.attention_rows import window_attention
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvalloc.accounting import IntArray
-    from kvalloc.models.attention import AttentionStates
 
 _LARGEST_SCALE = 65504.0
 """Largest finite float16: scales and minima beyond it are held there."""
@@ -82,8 +79,6 @@ def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tenso
     -------
     Tensor, as ``keys``
     """
-    import torch
-
     found = keys.clone(memory_format=torch.contiguous_format)
     widths = np.broadcast_to(bits, keys.shape[:2])
     for number, own in enumerate(places):
@@ -116,8 +111,6 @@ def rotated(vectors: Tensor) -> Tensor:
     ----------
     QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (Ashkboos et al., 2024).
     """
-    import torch
-
     dim = int(vectors.shape[-1])
     found: Tensor = vectors.float() * dim**-0.5
     if fault := bits_fault(3, dim):
@@ -153,8 +146,6 @@ def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
     Tensor of float32, (batch, n_kv_heads)
         0..1; 1 at 16 bits, and where the output is 0.
     """
-    import torch
-
     if bits == 16:
         return torch.ones(states.keys.shape[:2], device=states.keys.device)
     fewer = dataclasses.replace(
@@ -170,8 +161,6 @@ def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
 
 def _output(states: AttentionStates, rows: int) -> Tensor:
     """Attention output of the last rows, ``(batch, n_kv_heads, group, rows, head_dim)``."""
-    import torch
-
     weights = window_attention(states, rows)
     return torch.einsum("bhgrt,bhtd->bhgrd", weights, states.values.float())
 
@@ -192,8 +181,6 @@ def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scales : Tensor of float16, (ceil(n_tokens / 64), 2, head_dim)
         Of each block and channel the scale and the minimum.
     """
-    import torch
-
     codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, WIDTHS[bits].keys)
     scales = torch.stack([scale[..., 0].T, least[..., 0].T], dim=1)
     return codes.flatten(-2).T[: keys.shape[0]], scales
@@ -214,8 +201,6 @@ def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scales : Tensor of float16, (n_tokens, ceil(head_dim / 64), 2)
         Of each token and block of channels the scale and the minimum.
     """
-    import torch
-
     _, width, turned = WIDTHS[bits]
     numbers = rotated(values) if turned else values
     codes, scale, least = _coded(numbers, VALUE_BLOCK_CHANNELS, width)
@@ -229,8 +214,6 @@ def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (..., n_blocks, block), and float16 scale and minimum (..., n_blocks, 1)."""
-    import torch
-
     size = numbers.shape[-1]
     missing = -size % block
     padded = numbers.float()

@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypedDict, Unpack
+from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
+
+from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.parameters import Parameterized
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Rankings: TypeAlias = "tuple[Tensor, ...]"
+Rankings: TypeAlias = tuple[Tensor, ...]
 """What a `RankedPolicy` chooses by, each (batch, n_kv_heads, n_tokens)."""
 
 

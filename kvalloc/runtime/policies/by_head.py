@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import CombinedPolicy, EvictionPolicy, Limits
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvalloc.scorers import Scorer
+from kvalloc.scorers import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, Limits, Rankings
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

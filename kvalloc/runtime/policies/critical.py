@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
+
+from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
 from kvalloc.scorers.parameters import NonNegative, Share
 from kvalloc.scorers.projected_values import projected_value_norms
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Unpack
+from typing import Annotated, Literal, Unpack
 
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvalloc.models.attention import AttentionStates
@@ -15,9 +16,6 @@ from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import evictable, free_counts, gathered
 from kvalloc.scorers.parameters import Range
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _BLOCK_ENTRIES = 1024
 

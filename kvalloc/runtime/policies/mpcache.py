@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
@@ -15,9 +16,6 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import best_entries, kept_places
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FIRST_PAIR = 2
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
@@ -15,9 +16,6 @@ from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.parameters import Count, Share
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvalloc.accounting import FloatArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, CombinedPolicy, EvictionPolicy, Limits
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import Scorer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
