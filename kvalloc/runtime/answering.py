@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvalloc.errors import InputError, ModelMismatchError
 from kvalloc.models.structure import context_limit, decoder_of, end_tokens, input_device
 from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.refusals import refuse
 from kvalloc.units import check_temperature
 
 __all__ = ["answer"]
@@ -115,28 +115,15 @@ def _written(
 
 def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
     owner = getattr(cache, "decoder", None)
-    if owner is not None and owner() is not decoder_of(model):
-        raise ModelMismatchError(
-            f"this cache was made for another {type(model).__name__} object than the one that is "
-            "asked; load it for this one with kvalloc.load_cache, or read the text again"
-        )
-    if ids.shape[0] != 1:
-        raise InputError(f"a question has one row, but this one has {ids.shape[0]}; ask one by one")
-    if not ids.numel():
-        raise InputError("the question has no tokens; ask something")
-    if max_new_tokens < 1:
-        raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")
-    held = int(cache.get_seq_length())
-    rows = getattr(cache, "batch", 1)
-    if held and rows != 1:
-        raise InputError(
-            f"the cache holds {rows} rows, and a question is about one; take one of them with "
-            "cache.batch_select_indices"
-        )
-    limit = context_limit(model)
-    if limit is not None and held + ids.shape[1] + max_new_tokens > limit:
-        raise InputError(
-            f"{held} tokens in the cache, a question of {ids.shape[1]} and an answer of up to "
-            f"{max_new_tokens} are beyond the {limit} tokens that the model was made for; shorten "
-            "the question or the answer"
-        )
+    other = owner is not None and owner() is not decoder_of(model)
+    refuse(asked_by_other=other and type(model).__name__)
+    (n_rows, n_tokens), held = ids.shape, int(cache.get_seq_length())
+    rows, limit = getattr(cache, "batch", 1), context_limit(model)
+    beyond = limit is not None and held + n_tokens + max_new_tokens > limit
+    refuse(
+        asked_in_rows=n_rows != 1 and n_rows,
+        asked_nothing=not n_tokens,
+        answers_nothing=max_new_tokens < 1 and (max_new_tokens,),
+        asked_of_rows=held and rows != 1 and rows,
+        asked_beyond=beyond and (held, n_tokens, max_new_tokens, limit),
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError, ModelMismatchError, UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime import account, hooks, refusals
@@ -263,11 +263,11 @@ class BudgetCache(Cache):
             If the layer is a sliding one, or no prompt has been seen.
         """
         stored = self.layers[layer]
-        if not isinstance(stored, BudgetLayer):
-            raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
-        if not stored.stored or self.arrival.prompt_tokens is None:
-            raise InputError("the cache has seen no prompt yet; run the model with it first")
-        return stored.kept_positions(self.arrival.prompt_tokens)
+        n_prompt = self.arrival.prompt_tokens
+        refusals.refuse(kept_by_sliding=not isinstance(stored, BudgetLayer) and (layer,))
+        refusals.refuse(kept_of_nothing=not stored.stored or n_prompt is None)
+        found: Tensor = stored.kept_positions(n_prompt)
+        return found
 
     # What the hooks call
 
@@ -282,13 +282,9 @@ class BudgetCache(Cache):
             Arguments to change: the mask of known padding where the caller gave none, for the
             layers that are transformers' own and may still store some.
         """
-        if self.decoder() is not decoder:
-            raise ModelMismatchError(
-                f"this cache was made for another {self._prompt.plan.name} object than the "
-                f"{type(decoder).__name__} that it was given to; make one with "
-                "profile.cache(model) for this model"
-            )
         prompt = self._prompt
+        names = prompt.plan.name, type(decoder).__name__
+        refusals.refuse(given_to_other=self.decoder() is not decoder and names)
         if prompt.interrupted is not None:
             raise UnsupportedRequestError(prompt.interrupted)
         mask_function = refusals.check_forward(decoder, arguments, self.batch)
@@ -386,12 +382,7 @@ class BudgetCache(Cache):
         ModelMismatchError
             If the caller is not a forward of the cache's own model.
         """
-        if self._prompt.step is None:
-            raise ModelMismatchError(
-                f"this cache works only inside a forward of the {self._prompt.plan.name} object "
-                "that it was made for, and not after a reset within one; make one with "
-                "profile.cache(model) for the model at hand"
-            )
+        refusals.refuse(outside_forward=self._prompt.step is None and self._prompt.plan.name)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -443,11 +434,8 @@ class BudgetCache(Cache):
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
                 layer.crop_count(-remove)
-            elif layer.get_seq_length() >= layer.sliding_window:
-                raise UnsupportedRequestError(
-                    "cannot crop: a sliding-window layer has already dropped the tokens that "
-                    "would come back into its window; make a new cache"
-                )
+            else:
+                refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)
         super().crop(-remove)  # not every layer of transformers' own knows a number to keep
         self._prompt.crop()
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
@@ -18,6 +17,7 @@ from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.refusals import refuse
 
 __all__ = ["filled_cache", "load_cache"]
 
@@ -94,10 +94,8 @@ def _tensor(stored: StoredTensor) -> Tensor:
 
 def _decided_before(decoder: nn.Module, rows: Sequence[Any]) -> list[BudgetProfile]:
     """Refuse a new prompt after `reset`: the file has the saved prompt's budgets and no more."""
-    raise UnsupportedRequestError(
-        "the budgets of this cache were decided from the prompt that it was saved with, and how "
-        "is not in the file; make a new cache for another prompt"
-    )
+    refuse(decided_in_file=True)
+    return []
 
 
 def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, index: int) -> None:
@@ -139,14 +137,7 @@ def _check_model(
     path: str | Path, header: SavedCacheHeader, model: nn.Module, *, allow_other_model: bool
 ) -> None:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if header.dtype != dtype:
-        raise ModelMismatchError(
-            f"{path} holds {header.dtype} entries, but the model computes in {dtype}; load "
-            f"the model in {header.dtype}"
-        )
-    if not allow_other_model and header.model_digest != weights_digest(decoder_of(model)):
-        raise ModelMismatchError(
-            f"{path} was filled by a {header.model} with other weights than this "
-            f"{type(decoder_of(model)).__name__}; load that model, or allow another one of the "
-            f"same sizes ({option('allow_other_model', True)})"
-        )
+    decoder = decoder_of(model)
+    refuse(other_dtype=header.dtype != dtype and (path, header.dtype, dtype))
+    other = not allow_other_model and header.model_digest != weights_digest(decoder)
+    refuse(other_weights=other and (path, header.model, type(decoder).__name__))

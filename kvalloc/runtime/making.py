@@ -13,7 +13,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.errors import UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import text_config
@@ -142,12 +142,6 @@ def with_policy(
     """The profile with another way to pick the entries, where one is named."""
     if isinstance(policy, str):
         return profile.with_policy(changed_policy(profile.policy, policy, options))
-    if options:
-        raise InputError("policy_options belong to a policy: name it with policy=")
-    if policy is None:
-        return profile
-    if not isinstance(policy, Policy):
-        raise InputError(
-            f"policy is {policy!r}; name a policy or a scorer, or give a Policy, as of a profile"
-        )
-    return profile.with_policy(policy)
+    other = policy is not None and not isinstance(policy, Policy)
+    refusals.refuse(options_alone=options, no_policy=other and (policy,))
+    return profile if policy is None else profile.with_policy(policy)

@@ -312,11 +312,7 @@ class Prompt:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """All forwards inside are of the prompt; see `BudgetCache.prefill`."""
-        if self._n_seen or self.arrival.announced is not None:
-            raise UnsupportedRequestError(
-                "prefill() announces a new prompt, but this cache has seen one already or was "
-                "made with prompt_tokens; call cache.reset(), or make a new cache"
-            )
+        refusals.refuse(prompt_begun=self._n_seen or self.arrival.announced is not None)
         self._prefilling = self.arrival.open = True
         failed = True
         try:
@@ -343,11 +339,7 @@ class Prompt:
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
-        if self._n_seen:
-            raise UnsupportedRequestError(
-                "the budgets of a prompt are decided before it arrives, but this cache holds one "
-                "already; call cache.reset(), or make a new cache"
-            )
+        refusals.refuse(decided_after=self._n_seen)
         if self.plan.decides_on_arrival:
             self._decide_for(inputs)
             self._decided_ahead = True
@@ -848,12 +840,8 @@ class Prompt:
         if not self.plan.decides_on_arrival or self._n_seen or self._decided_ahead:
             return
         _, tokens = refusals.new_tokens_shape(arguments)
-        if self.arrival.open or self.arrival.announced not in (None, tokens):
-            raise UnsupportedRequestError(
-                "budgets of a prompt's own are decided from the whole prompt, but only a chunk of "
-                "it has come; send it in one piece, show all of it first with cache.decide(), or "
-                "use a stored profile without adapt"
-            )
+        chunk = self.arrival.open or self.arrival.announced not in (None, tokens)
+        refusals.refuse(decides_from_chunk=chunk)
         self.arrival.row_profiles = None  # of an attempt that failed
         self.arrival.step(0, batch, tokens, mask)  # refuses before anything runs
         self._decide_for({**arguments, "attention_mask": mask})

@@ -15,6 +15,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import (
     InputError,
     KVAllocError,
+    ModelMismatchError,
     SolverError,
     UnsupportedRequestError,
     option,
@@ -125,6 +126,27 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "again",
         "crop_into_held": "cannot crop into a prompt of {0} tokens that is held until others "
         "follow: its last queries have been noted; reset the cache and start again",
+        "prompt_begun": "prefill() announces a new prompt, but this cache has seen one already or "
+        "was made with prompt_tokens; call cache.reset(), or make a new cache",
+        "decided_after": "the budgets of a prompt are decided before it arrives, but this cache "
+        "holds one already; call cache.reset(), or make a new cache",
+        "decides_from_chunk": "budgets of a prompt's own are decided from the whole prompt, but "
+        "only a chunk of it has come; send it in one piece, show all of it first with "
+        "cache.decide(), or use a stored profile without adapt",
+        "crop_slid_out": "cannot crop: a sliding-window layer has already dropped the tokens that "
+        "would come back into its window; make a new cache",
+        "saved_incomplete": "this cache holds no complete prompt, so there is nothing to save; run "
+        "the model with it first",
+        "saved_held": "this cache holds its whole prompt until {0} more tokens have followed it, "
+        "and the file would be that of a full cache; call cache.evict() before cache.save(), or "
+        "ask it something first",
+        "saved_while_decoding": "a cache that keeps its budget while decoding cannot be saved: the "
+        "file has no place for what its policy has noted so far; make one without "
+        "{option[decode_every]}",
+        "saved_without_model": "the model of this cache is gone, so the file could not say whose "
+        "memory it holds; save the cache while its model is loaded",
+        "decided_in_file": "the budgets of this cache were decided from the prompt that it was "
+        "saved with, and how is not in the file; make a new cache for another prompt",
         "pickled": "a reduced cache belongs to the model that filled it, which does not go into a "
         "pickle; write it with cache.save(path) and read it with kvalloc.load_cache, or use "
         "copy.deepcopy for another one in memory",
@@ -133,6 +155,32 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "no_decode_every": "{option[decode_every]} is {0[0]!r}, expected a number of tokens >= 1",
         "no_multiple": "{option[bounded]} is {0[0]!r}, expected a multiple of the budgets >= 1",
         "no_prompt_tokens": "prompt_tokens is {0[0]}, expected >= 1",
+        "options_alone": "policy_options belong to a policy: name it with policy=",
+        "no_policy": "policy is {0[0]!r}; name a policy or a scorer, or give a Policy, as of a "
+        "profile",
+        "kept_by_sliding": "layer {0[0]} is a sliding-window layer: it keeps the last tokens",
+        "kept_of_nothing": "the cache has seen no prompt yet; run the model with it first",
+        "asked_in_rows": "a question has one row, but this one has {0}; ask one by one",
+        "asked_nothing": "the question has no tokens; ask something",
+        "answers_nothing": "an answer of {0[0]} tokens says nothing; allow at least 1",
+        "asked_of_rows": "the cache holds {0} rows, and a question is about one; take one of them "
+        "with cache.batch_select_indices",
+        "asked_beyond": "{0[0]} tokens in the cache, a question of {0[1]} and an answer of up to "
+        "{0[2]} are beyond the {0[3]} tokens that the model was made for; shorten the question or "
+        "the answer",
+    },
+    ModelMismatchError: {
+        "given_to_other": "this cache was made for another {0[0]} object than the {0[1]} that it "
+        "was given to; make one with profile.cache(model) for this model",
+        "outside_forward": "this cache works only inside a forward of the {0} object that it was "
+        "made for, and not after a reset within one; make one with profile.cache(model) for the "
+        "model at hand",
+        "asked_by_other": "this cache was made for another {0} object than the one that is asked; "
+        "load it for this one with kvalloc.load_cache, or read the text again",
+        "other_dtype": "{0[0]} holds {0[1]} entries, but the model computes in {0[2]}; load the "
+        "model in {0[1]}",
+        "other_weights": "{0[0]} was filled by a {0[1]} with other weights than this {0[2]}; load "
+        "that model, or allow another one of the same sizes ({option[allow_other_model=True]})",
     },
     SolverError: {
         "budget_missed": "the policy {0[0]} kept {0[1]} entries in KV head {0[3]} of row {0[2]}, "
@@ -148,7 +196,7 @@ class _Options:
     """Options as the reader of a message writes them, by name."""
 
     def __getitem__(self, name: str) -> str:
-        return option(name)
+        return option(name.removesuffix("=True"), True if name.endswith("=True") else None)
 
 
 def refuse(**conditions: object) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.files import atomic_write
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
 from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.refusals import refuse
 
 __all__ = ["save_cache", "stored"]
 
@@ -31,28 +32,13 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
 
     if cache.interrupted is not None:
         raise UnsupportedRequestError(cache.interrupted)
-    if not cache.prompt_complete:
-        raise UnsupportedRequestError(
-            "this cache holds no complete prompt, so there is nothing to save; run the model with "
-            "it first"
-        )
-    if cache.awaited_tokens:
-        raise UnsupportedRequestError(
-            f"this cache holds its whole prompt until {cache.awaited_tokens} more tokens have "
-            "followed it, and the file would be that of a full cache; call cache.evict() before "
-            "cache.save(), or ask it something first"
-        )
-    if cache.arrival.decode_every is not None:
-        raise UnsupportedRequestError(
-            "a cache that keeps its budget while decoding cannot be saved: the file has no place "
-            f"for what its policy has noted so far; make one without {option('decode_every')}"
-        )
     model = cache.decoder()
-    if model is None:
-        raise UnsupportedRequestError(
-            "the model of this cache is gone, so the file could not say whose memory it holds; "
-            "save the cache while its model is loaded"
-        )
+    refuse(
+        saved_incomplete=not cache.prompt_complete,
+        saved_held=cache.awaited_tokens,
+        saved_while_decoding=cache.arrival.decode_every is not None,
+        saved_without_model=model is None,
+    )
     tensors, rows = _tensors_of(cache), cache.arrival.row_profiles
     raw = {name: stored(tensor) for name, tensor in tensors.items()}
     header = SavedCacheHeader(

@@ -8,6 +8,8 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +34,7 @@ from kvalloc.errors import (
     UnsupportedRequestError,
 )
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime import make_cache, refusals
+from kvalloc.runtime import answer, loading, make_cache, refusals
 from kvalloc.runtime.policies import EvictionPolicy, get_policy
 from kvalloc.scorers import get_scorer
 
@@ -375,6 +377,42 @@ def adding_up(tiny: ModuleType, model: Any) -> None:
     forward(tiny, model, cache, input_ids=tiny.prompt(20))
 
 
+def chunk_of_undecided(tiny: ModuleType, model: Any) -> None:
+    cache = made(tiny, model, prompt_tokens=CONTEXT, decide=lambda decoder, rows: [])
+    forward(tiny, model, cache, input_ids=tiny.prompt(20))
+
+
+def without_its_model(tiny: ModuleType, model: Any) -> None:
+    cache = read(tiny, model)
+    cache.decoder = lambda: None
+    cache.save("c.kv")
+
+
+def loaded_for(tiny: ModuleType, model: Any, change: Callable[[Any], Any]) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "c.kv"
+        read(tiny, model).save(path)
+        kvalloc.load_cache(path, change(copy.deepcopy(model)))
+
+
+def retrained(model: Any) -> Any:
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    return model
+
+
+def given_to_other(tiny: ModuleType, model: Any) -> None:
+    """Which has the hooks because of a cache of its own."""
+    other = tiny.tiny_model()
+    own = made(tiny, other)
+    forward(tiny, other, read(tiny, model))
+    del own
+
+
+def asked(tiny: ModuleType, model: Any, ids: Any, rows: int = 1, **options: Any) -> None:
+    answer(model, read(tiny, model, rows), ids, **options)
+
+
 CASES: dict[str, tuple[Callable[..., object], str]] = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
     "shared_by_policies": (
@@ -450,6 +488,30 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         lambda tiny, model: read(tiny, model, scorer="lookahead").crop(-1),
         f"a prompt of {CONTEXT} tokens that is held",
     ),
+    "prompt_begun": (
+        lambda tiny, model: read(tiny, model).prefill().__enter__(),
+        "has seen one already",
+    ),
+    "decided_after": (
+        lambda tiny, model: read(tiny, model).decide({"input_ids": tiny.prompt(CONTEXT)}),
+        "holds one already",
+    ),
+    "decides_from_chunk": (chunk_of_undecided, "only a chunk of it has come"),
+    "crop_slid_out": (
+        lambda tiny, model: read(tiny, tiny.tiny_model("gemma3")).crop(-1),
+        "already dropped",
+    ),
+    "saved_incomplete": (lambda tiny, model: made(tiny, model).save("c.kv"), "nothing to save"),
+    "saved_held": (
+        lambda tiny, model: read(tiny, model, scorer="lookahead").save("c.kv"),
+        r"until \d+ more tokens have followed it.*cache\.evict",
+    ),
+    "saved_while_decoding": (
+        lambda tiny, model: read(tiny, model, decode_every=4).save("c.kv"),
+        "make one without decode_every",
+    ),
+    "saved_without_model": (without_its_model, "while its model is loaded"),
+    "decided_in_file": (lambda tiny, model: loading._decided_before(model, []), "not in the file"),
     "pickled": (lambda tiny, model: pickle.dumps(read(tiny, model)), r"cache\.save"),
     "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
     "no_multiple": (
@@ -457,6 +519,38 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "bounded is 0.5, expected",
     ),
     "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
+    "options_alone": (partial(made, policy_options={"rows": 1}), "name it with policy="),
+    "no_policy": (partial(made, policy=3), "policy is 3"),
+    "kept_by_sliding": (
+        lambda tiny, model: read(tiny, tiny.tiny_model("gemma3")).kept_indices(0),
+        "layer 0 is a sliding-window layer",
+    ),
+    "kept_of_nothing": (lambda tiny, model: made(tiny, model).kept_indices(0), "no prompt yet"),
+    "asked_in_rows": (partial(asked, ids=torch.ones(2, 3)), "this one has 2"),
+    "asked_nothing": (partial(asked, ids=[]), "ask something"),
+    "answers_nothing": (partial(asked, ids=[1], max_new_tokens=0), "an answer of 0 tokens"),
+    "asked_of_rows": (partial(asked, ids=[1], rows=2), "holds 2 rows"),
+    "asked_beyond": (
+        partial(asked, ids=[1, 2], max_new_tokens=2000),
+        f"{CONTEXT} tokens in the cache, a question of 2 .* 2000 are beyond the 1024 tokens",
+    ),
+    "given_to_other": (given_to_other, "another LlamaForCausalLM object than the LlamaModel"),
+    "outside_forward": (
+        lambda tiny, model: read(tiny, model).update(*torch.zeros(2, 1, 2, 1, 16), 0),
+        "only inside a forward of the LlamaForCausalLM object",
+    ),
+    "asked_by_other": (
+        lambda tiny, model: answer(tiny.tiny_model(), read(tiny, model), [1]),
+        "another LlamaForCausalLM object than the one that is asked",
+    ),
+    "other_dtype": (
+        partial(loaded_for, change=lambda model: model.half()),
+        "holds float32 entries, but the model computes in float16; load the model in float32",
+    ),
+    "other_weights": (
+        partial(loaded_for, change=retrained),
+        "filled by a LlamaModel with other weights than this LlamaModel.*allow_other_model=True",
+    ),
     "budget_missed": (too_few, "score kept 9 entries in KV head 1 of row 0, whose budget is 8"),
 }
 
