@@ -23,7 +23,7 @@ from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import kept_places
 from kvalloc.runtime.unfinished import Asked, Part, Unfinished, part_of, parts
 
-__all__ = ["Eviction", "Held", "groups_by_layer"]
+__all__ = ["Eviction", "Held", "groups_by_layer", "rows_of"]
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -161,22 +161,6 @@ class Eviction:
                 self._note(layer.unfinished, part, self._candidates(layer, states, part)[0])
             self._note_queries(layer, layer.unfinished, part, states)
 
-    @torch.no_grad()
-    def evict(self, layer: BudgetLayer, states: AttentionStates, targets: IntArray) -> None:
-        """Keep the best of what the layer holds.
-
-        Parameters
-        ----------
-        layer : BudgetLayer
-            Holds more than its budget, or padding.
-        states : AttentionStates
-            What its attention saw.
-        targets : ndarray of int64, (batch, n_kv_heads)
-            Entries to keep.
-        """
-        after = Unfinished(grain=self._grain(layer), following=layer.unfinished.following)
-        self._store(layer, states, targets, after)
-
     def _store(
         self,
         layer: BudgetLayer,
@@ -235,8 +219,8 @@ class Eviction:
             keys, values, positions, bias = self._segment(layer, states, row, head, columns)
         else:
             *every, bias = self._all_candidates(layer, states)
-            keys, values, positions = (_rows(own, row, head)[:, :, columns] for own in every)
-            bias = None if bias is None else _rows(bias, row, head)[:, :, columns]
+            keys, values, positions = (rows_of(own, row, head)[:, :, columns] for own in every)
+            bias = None if bias is None else rows_of(bias, row, head)[:, :, columns]
         own, places = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
@@ -314,7 +298,7 @@ class Eviction:
         end, columns = self._end(layer), self._columns(states.queries, row)
         first, device = end - int(states.queries.shape[2]), states.queries.device
         places = torch.arange(first, end, dtype=torch.int32, device=device)
-        return Asked(_rows(states.queries, row, None)[:, :, columns], places[columns])
+        return Asked(rows_of(states.queries, row, None)[:, :, columns], places[columns])
 
     def _columns(self, states: Tensor, row: int | None) -> slice | Tensor:
         """Columns of keys or queries, new tokens last, of this row without its padding."""
@@ -450,7 +434,8 @@ class Eviction:
 
     # Layers that keep the same entries
 
-    def evict_in_group(
+    @torch.no_grad()
+    def evict(
         self,
         layer: BudgetLayer,
         states: AttentionStates,
@@ -458,33 +443,31 @@ class Eviction:
         group: tuple[int, ...] | None,
         held: list[Held],
     ) -> None:
-        """Evict from a layer, or hold it until the last one of its group has been ranked.
+        """Keep the best of what a layer holds; in a group, when the last one has been ranked.
 
         Parameters
         ----------
-        layer, states, targets
-            As for `evict`.
+        layer : BudgetLayer
+            Holds more than its budget, or padding.
+        states : AttentionStates
+            What its attention saw.
+        targets : ndarray of int64, (batch, n_kv_heads)
+            Entries to keep.
         group : tuple of int or None
             The layers that it shares with; None where it is alone.
         held : list of Held
             Those of the group before it; empty again after the last one.
         """
         if group is None:
-            self.evict(layer, states, targets)
+            after = Unfinished(grain=self._grain(layer), following=layer.unfinished.following)
+            self._store(layer, states, targets, after)
             return
-        held.append(self.hold(layer, states, targets))
+        held.append(self._ranked(layer, states, targets))
         if states.layer == group[-1]:
-            self.evict_together(held)
+            self._evict_together(held)
 
-    @torch.no_grad()
-    def hold(self, layer: BudgetLayer, states: AttentionStates, targets: IntArray) -> Held:
-        """Rank the entries of a layer, whose group chooses when its last layer has been ranked.
-
-        Parameters
-        ----------
-        layer, states, targets
-            As for `evict`.
-        """
+    def _ranked(self, layer: BudgetLayer, states: AttentionStates, targets: IntArray) -> Held:
+        """Rank the entries of a layer, whose group chooses when its last layer has been ranked."""
         assert isinstance(self.policy, RankedPolicy), "a profile of groups has been checked for it"
         # some of a group may be packed, and then all are looked at in the same pieces
         grain = 2 if layer.reduced and self.bits else self._grain(layer)
@@ -511,14 +494,10 @@ class Eviction:
             notes=notes,
         )
 
-    @torch.no_grad()
-    def evict_together(self, group: list[Held]) -> None:
-        """Choose once for the layers of a group, and let each keep what was chosen.
+    def _evict_together(self, group: list[Held]) -> None:
+        """Choose once for the layers of a group, in order, and let each keep what was chosen.
 
-        Parameters
-        ----------
-        group : list of Held
-            All its layers, in order. It is emptied, so that each is freed when it is done.
+        The list is emptied, so that each is freed when it is done.
         """
         members = [held.rankings for held in group]
         joint = joint_rankings(members, sinks=self.sinks, window=self.window)
@@ -560,10 +539,10 @@ def _places(kept: Tensor, budgets: Tensor) -> tuple[Tensor, ...]:
 
 def _part_budgets(targets: IntArray, part: Part) -> Tensor:
     """Entries to keep of a piece, (batch, n_kv_heads), on the host."""
-    return _rows(torch.from_numpy(targets)[..., None], *part)[..., 0]
+    return rows_of(torch.from_numpy(targets)[..., None], *part)[..., 0]
 
 
-def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:
+def rows_of(states: Tensor, row: int | None, head: int | None) -> Tensor:
     """The piece of ``(batch, n_kv_heads, ...)`` that belongs to a row and a head, as a view."""
     if row is not None:
         states = states[row : row + 1]

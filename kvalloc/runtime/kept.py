@@ -232,22 +232,18 @@ class KeptEntries:
     def rows(self, rows: IntArray) -> KeptEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
         n_heads, spans = self.lengths.shape[1], self.spans
-        numbers = (rows[:, None] * n_heads + np.arange(n_heads)).reshape(-1)
-        device, first = self.keys.device, spans.first_scales
-        index = _inside(spans.starts[numbers], spans.lengths[numbers]).to(device)
-        blocks = _inside(first[numbers], np.diff(first)[numbers]).to(device)
+        entries = [0, *spans.ends[n_heads - 1 :: n_heads].tolist()]
+        blocks = spans.first_scales[::n_heads].tolist()
+
+        def taken(own: Tensor, starts: list[int]) -> Tensor:
+            return torch.cat([own[starts[row] : starts[row + 1]] for row in rows.tolist()])
+
         return replace(
             self,
-            keys=self.keys[index],
-            values=self.values[index],
-            positions=self.positions[index],
-            bias=None if self.bias is None else self.bias[index],
-            key_scales=None if self.key_scales is None else self.key_scales[blocks],
+            keys=taken(self.keys, entries),
+            values=taken(self.values, entries),
+            positions=taken(self.positions, entries),
+            bias=None if self.bias is None else taken(self.bias, entries),
+            key_scales=None if self.key_scales is None else taken(self.key_scales, blocks),
             lengths=self.lengths[rows],
         )
-
-
-def _inside(starts: IntArray, lengths: IntArray) -> Tensor:
-    """All places from each start on, so many of each."""
-    behind = np.cumsum(lengths) - lengths
-    return torch.from_numpy(np.repeat(starts - behind, lengths) + np.arange(lengths.sum()))

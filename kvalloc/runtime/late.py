@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import Step
-from kvalloc.runtime.eviction import Eviction
+from kvalloc.runtime.eviction import Eviction, rows_of
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.policies.weighted import Weighted
@@ -214,31 +214,21 @@ class LateEviction(Eviction):
         if row is None and not layer.reduced:
             keys, values = layer.latest()  # no padding, no copy
             return replace(states, queries=queries, keys=keys, values=values)
-        keys, values = layer.latest(self.following)
-        if row is None:
-            keys, values = (
-                torch.cat([states.keys, keys], dim=2),
-                torch.cat([states.values, values], dim=2),
-            )
-            return replace(states, queries=queries, keys=keys, values=values)
-        assert self.followers is not None
-        if layer.unfinished.following is not None:
-            none = int((self.followers.columns[row] < 0).sum())
-            queries = queries[row : row + 1, :, none:]
-        keys, values = keys[row : row + 1], values[row : row + 1]
-        if self.following_visible is not None:
-            shown = self.following_visible[row].nonzero()[:, 0].to(keys.device)
-            keys, values = keys[:, :, shown], values[:, :, shown]
+        latest = [rows_of(own, row, head) for own in layer.latest(self.following)]
+        if row is not None:
+            assert self.followers is not None
+            if layer.unfinished.following is not None:
+                none = int((self.followers.columns[row] < 0).sum())
+                queries = queries[row : row + 1, :, none:]
+            if self.following_visible is not None:
+                shown = self.following_visible[row].nonzero()[:, 0].to(queries.device)
+                latest = [own[:, :, shown] for own in latest]
         if head is not None:
-            group = queries.shape[1] // keys.shape[1]
-            keys, values = keys[:, head : head + 1], values[:, head : head + 1]
+            group = queries.shape[1] // layer.keys.shape[1]
             queries = queries[:, head * group : (head + 1) * group]
-        return replace(
-            states,
-            queries=queries,
-            keys=torch.cat([states.keys, keys], dim=2),
-            values=torch.cat([states.values, values], dim=2),
-        )
+        pairs = zip((states.keys, states.values), latest, strict=True)
+        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
+        return replace(states, queries=queries, keys=keys, values=values)
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
         """By the scores that the entries were handed out by, where they were."""

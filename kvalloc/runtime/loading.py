@@ -18,6 +18,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.refusals import refuse
+from kvalloc.runtime.saving import KEPT
 
 __all__ = ["filled_cache", "load_cache"]
 
@@ -107,11 +108,7 @@ def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, 
         return
     parts = [
         KeptEntries(
-            keys=own[f"bits_{width}.kept_keys"],
-            values=own[f"bits_{width}.kept_values"],
-            positions=own[f"bits_{width}.kept_positions"],
-            bias=own.get(f"bits_{width}.kept_bias"),
-            key_scales=own.get(f"bits_{width}.key_scales"),
+            **{field: own.get(f"bits_{width}.{name}") for name, field in KEPT.items()},  # type: ignore[arg-type]
             lengths=own[f"bits_{width}.lengths"].cpu().numpy(),
             bits=width,
             heads=tuple(np.flatnonzero(widths == width).tolist()),

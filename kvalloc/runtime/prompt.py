@@ -463,7 +463,7 @@ class Prompt:
             return
         group = self.plan.groups.get(states.layer)
         targets = self._targets[states.layer]
-        eviction.evict_in_group(layer, states, targets, group, self._members)
+        eviction.evict(layer, states, targets, group, self._members)
         if self.reader is not None:
             self.reader.forget()
 
@@ -683,7 +683,7 @@ class Prompt:
             targets = self._by_prompt(eviction, targets)
         for index, own in targets.items():
             states, group = self._layer_states(index, eviction), self.plan.groups.get(index)
-            eviction.evict_in_group(self._layers[index], states, own, group, self._members)
+            eviction.evict(self._layers[index], states, own, group, self._members)
             del states  # its keys are the layer's old ones
         if self.reader is not None:
             self.reader.forget()

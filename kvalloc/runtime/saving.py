@@ -17,7 +17,16 @@ from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.refusals import refuse
 
-__all__ = ["save_cache", "stored"]
+__all__ = ["KEPT", "save_cache", "stored"]
+
+KEPT = {
+    "kept_keys": "keys",
+    "kept_values": "values",
+    "kept_positions": "positions",
+    "kept_bias": "bias",
+    "key_scales": "key_scales",
+}
+"""What `KeptEntries` has of these tensors of a layer's bits."""
 
 
 def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
@@ -69,15 +78,9 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
         own: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
         if isinstance(layer, BudgetLayer):
             for part in () if layer.entries is None else layer.entries.parts:
-                segments = {
-                    "kept_keys": part.keys,
-                    "kept_values": part.values,
-                    "kept_positions": part.positions,
-                    "kept_bias": part.bias,
-                    "key_scales": part.key_scales,
-                    "lengths": torch.from_numpy(part.lengths.copy()),
-                }
-                own |= {f"bits_{part.bits}.{name}": one for name, one in segments.items()}
+                tensors_of = {name: getattr(part, field) for name, field in KEPT.items()}
+                tensors_of["lengths"] = torch.from_numpy(part.lengths.copy())
+                own |= {f"bits_{part.bits}.{name}": one for name, one in tensors_of.items()}
         for name, tensor in own.items():
             if tensor is not None:
                 tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
