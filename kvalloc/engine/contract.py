@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvalloc.errors import KVAllocError, SampleError, one_line
+from kvalloc.errors import (
+    KVAllocError,
+    SampleError,
+    UnsupportedModelError,
+    one_line,
+    option,
+)
 from kvalloc.files import provenance
 
 if TYPE_CHECKING:
@@ -79,7 +85,19 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any, model_id: str | None = None) -> ModelFacts:
-        """Those of a loaded model."""
+        """Those of a loaded model.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If kvalloc cannot see its attention, or this process has only a part of each layer.
+        """
+        if (n_parts := getattr(model, "tp_size", None) or 1) > 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is split over {n_parts} processes by tensor parallelism, "
+                "of which each sees only some heads of a layer; load it with device_map='auto' "
+                f"({option('device', 'auto')}), which keeps layers whole"
+            )
         from kvalloc.models.attention import base_implementation
         from kvalloc.models.loading import shape_of
         from kvalloc.models.structure import input_device, weights_digest
