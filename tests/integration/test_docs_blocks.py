@@ -54,6 +54,7 @@ NOT_RUN = {
     ("from_kvpress.md", "kvpress has an environment of its own, where a test runs this"),
     ("from_kvpress.md", "kvpress has an environment of its own"),
     ("peers.md", "kvpress has an environment of its own"),
+    ("scale.md", "starts a Ray cluster; tests/unit/engine runs these commands"),
 }  # fmt: skip
 
 

@@ -13,15 +13,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli_tools import run, save_tiny_model
 from tiny_models import equal_budgets, tiny_model
+from transformers import AutoModelForCausalLM
 
 import kvalloc
 from kvalloc.engine.contract import LocalEngine
 from kvalloc.engine.ray import RayEngine
-from kvalloc.errors import InputError, MissingDependencyError, SampleError
+from kvalloc.errors import (
+    InputError,
+    MissingDependencyError,
+    SampleError,
+    UnsupportedModelError,
+)
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import CaseWork, evaluate
 from kvalloc.formats.merging import merge
@@ -319,6 +326,32 @@ def test_a_descent_over_workers_is_the_same(loaded, workers, tmp_path, kind):
         for model, name in ((loaded.model, "alone"), (workers, "spread"))
     )
     assert alone == spread
+
+
+def test_a_model_in_two_places_gives_the_same(folder, loaded, tmp_path):
+    """Layers in memory and on disk stand for those on two devices."""
+    layers = {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(3)}
+    others = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
+    split = AutoModelForCausalLM.from_pretrained(
+        folder, device_map=layers | dict.fromkeys(others, "cpu"), offload_folder=tmp_path
+    )
+    assert split.model.layers[1].self_attn.k_proj.weight.is_meta
+    spread = ModelSource(source=str(folder), device="auto").load().model
+    for job in (partial(measured, loss="measured"), fitted):
+        alone, *found = (job(model, loaded, texts()) for model in (loaded.model, split, spread))
+        for name in type(alone).model_fields:
+            values = [getattr(one, name) for one in (alone, *found)]
+            if isinstance(values[0], np.ndarray):
+                assert {one.tobytes() for one in values} == {values[0].tobytes()}, name
+
+
+def test_a_part_of_every_layer_is_refused(loaded, monkeypatch):
+    """As transformers marks a model that tensor parallelism has split over processes."""
+    monkeypatch.setattr(loaded.model, "_tp_size", 2)
+    assert loaded.model.tp_size == 2
+    said = "split over 2 processes by tensor parallelism.*device_map='auto'"
+    with pytest.raises(UnsupportedModelError, match=said):
+        measured(loaded.model, loaded, texts())
 
 
 @contextmanager
