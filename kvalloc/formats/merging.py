@@ -17,7 +17,7 @@ from kvalloc.errors import InputError, one_line, option
 from kvalloc.files import atomic_write, check_writable
 from kvalloc.formats.score_profile import ScoreHeader, ScoreProfile, shards_text
 from kvalloc.formats.statistics import added, mean_sample
-from kvalloc.formats.tensors import Blocks, Digest, tensor_places, write_tensors
+from kvalloc.formats.tensors import NAMES, Blocks, Digest, tensor_places, write_tensors
 
 _BLOCK_BYTES = 1 << 24
 _MAY_DIFFER = ("created", "interpolation_error")
@@ -73,22 +73,34 @@ class _Part:
             if (n_rows := self.tensors[name][1][0]) != self.places.size:
                 expected = f"{self.places.size}, as there are sample_places"
                 raise ScoreHeader.file_error(path, name, f"of {n_rows} samples", expected)
+        self._require(np.isin(self.shared["shards"], (0, 1)).all(), "shards", "0 or 1 each")
+        self._require((np.diff(self.places) > 0).all(), "sample_places", "rising")
         self._digest = Digest(json.dumps(self.content, sort_keys=True))
 
     def _check(self, file: Any) -> None:
         """Refuse what is no part, or holds what no score profile does."""
-        names = {*file.keys()}
+        names, fields = {*file.keys()}, ScoreProfile.array_fields()
         for name in sorted(names):
-            one = file.get_slice(name)
-            known = name in ScoreProfile.model_fields and len(one.get_shape()) > 0
-            if not known or one.get_dtype() not in ("I64", "F64"):
-                found = f"{one.get_dtype()} shaped {one.get_shape()}"
-                raise ScoreHeader.file_error(self.path, name, found, "an array of score profiles")
+            one, expected = file.get_slice(name), "an array of score profiles"
+            found = f"{one.get_dtype()} shaped {one.get_shape()}"
+            if (field := fields.get(name)) is not None:
+                expected = f"{field.dtype} with {field.ndim} axes"
+                if (
+                    len(one.get_shape()) == field.ndim
+                    and one.get_dtype() == NAMES[str(field.dtype)]
+                ):
+                    continue
+            raise ScoreHeader.file_error(self.path, name, found, expected)
         if "shards" not in names or not {"sample_places", "summed"} & names:
             raise InputError(
                 f"{self.path} is a whole measurement and no part of one, so there is nothing to "
                 f"merge; parts are made with {option('shard', '1/8')}"
             )
+
+    def _require(self, holds: np.bool_, name: str, expected: str) -> None:
+        if not holds:
+            found = one_line(self.shared[name].tolist(), 60)
+            raise ScoreHeader.file_error(self.path, name, found, expected)
 
     def begin(self, name: str) -> None:
         """An array that is read from here on; they have to be in the order of the digest."""

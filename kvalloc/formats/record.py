@@ -8,8 +8,9 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -509,6 +510,17 @@ class ArrayRecord(FileRecord):
             raise cls.file_error(path, *first_fault(error)) from error
         cls.check_digest(path, stated, record._digest_over)
         return record
+
+    @classmethod
+    def array_fields(cls) -> dict[str, ArrayOf]:
+        """Type and number of axes of each array that a file may hold, by name."""
+        found = {}
+        for name, field in cls.model_fields.items():
+            inner = (getattr(one, "__metadata__", ()) for one in get_args(field.annotation))
+            kinds = [kind for kind in chain(field.metadata, *inner) if isinstance(kind, ArrayOf)]
+            if kinds:
+                found[name] = kinds[0]
+        return found
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays that are there, in the order of the file's digest."""

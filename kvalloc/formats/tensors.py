@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_NAMES = {"int64": "I64", "float64": "F64"}
+NAMES = {"int64": "I64", "float64": "F64"}
+"""The types of arrays by NumPy's name, and how a file calls them."""
+
 _NO_DIGEST = "0" * 64
 _ALIGNMENT = 8
 
@@ -99,7 +101,7 @@ def write_tensors(
         for name in order:
             one, begin = arrays[name], begins[name]
             table[name] = {
-                "dtype": _NAMES[str(one.dtype)],
+                "dtype": NAMES[str(one.dtype)],
                 "shape": one.shape,
                 "data_offsets": (begin, begin + one.size_bytes),
             }
@@ -127,7 +129,7 @@ def write_tensors(
 
 def tensor_places(path: str | Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
     """Type, shape and first byte of each array of a file that `safetensors` has opened."""
-    types = {name: np.dtype(dtype) for dtype, name in _NAMES.items()}
+    types = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         table = json.loads(file.read(length))

@@ -198,6 +198,10 @@ def edited(path, **changes):
         (lambda path: edited(path, more=np.zeros(3)), "more is F64 shaped .3."),
         (lambda path: edited(path, masses=np.zeros((2, 3, 2), np.float32)), "masses is F32"),
         (lambda path: edited(path, masses=np.zeros((3, 3, 2))), "masses is of 3 samples"),
+        (lambda path: edited(path, masses=np.zeros((2, 6))), "masses is F64 shaped .2, 6., expect"),
+        (lambda path: edited(path, shards=np.eye(3)[1]), "shards is F64 .*expected int64 with 1"),
+        (lambda path: edited(path, shards=np.array([0, 7, 0])), "shards is .0, 7, 0., expected"),
+        (lambda path: edited(path, sample_places=np.array([4, 1])), "sample_places is .4, 1., exp"),
     ],
 )
 def test_a_broken_part_is_refused_and_nothing_is_written(tmp_path, files, spoil, said):
