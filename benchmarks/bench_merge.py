@@ -123,9 +123,8 @@ def part(
 
 def write(path: Path, header: ScoreHeader, arrays: dict[str, np.ndarray]) -> str:
     """A file of these arrays, and its digest; not checked, which takes longer than the merge."""
-    content = header.model_dump(mode="json", include={*ScoreHeader.model_fields})
     blocks = {name: Blocks.whole(array) for name, array in arrays.items()}
-    return write_tensors(path, content, blocks, entry=ScoreHeader.METADATA)
+    return write_tensors(path, header.header(), blocks, entry=ScoreHeader.METADATA)
 
 
 if __name__ == "__main__":
