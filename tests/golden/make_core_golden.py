@@ -40,13 +40,13 @@ VERSIONS = DATA / "versions.json"
 that first came out with it, if one has; from then on neither changes."""
 
 FORMATS = {
-    "budget profile": ("kvalloc.formats.budget_profile:BudgetProfile", "load", PROFILE.name),
+    "budget profile": ("kvalloc.formats.budget_profile:BudgetProfile", "load", "budgets.json"),
     "evaluation": ("kvalloc.formats.evaluation:Evaluation", "load", "evaluation.json"),
-    "score profile": ("kvalloc.formats.score_profile:ScoreProfile", "load", SCORES.name),
+    "score profile": ("kvalloc.formats.score_profile:ScoreProfile", "load", "scores.safetensors"),
     "surrogate": ("kvalloc.formats.surrogate:FittedSurrogate", "load", "surrogate.safetensors"),
     "saved cache": ("kvalloc.formats.saved_cache:SavedCacheHeader", "read", "cache.safetensors"),
 }
-"""Who reads a file of each format, and which is written now."""
+"""Who reads a file of each format, how, and the file's name below a folder of its version."""
 
 HEADERS = {
     "score profile": "kvalloc.formats.score_profile:ScoreHeader",
@@ -320,7 +320,8 @@ def registered(known: dict[str, Any]) -> dict[str, Any]:
         found[name] = {key: own for key, own in known.get(name, {}).items() if own["released"]}
         came_out = found[name].get(version)
         if came_out is None:
-            found[name][version] = {"file": file, "schema": digest, "released": None}
+            place = f"version_{version}/{file}"
+            found[name][version] = {"file": place, "schema": digest, "released": None}
         elif came_out["schema"] != digest:
             raise SystemExit(
                 f"the schema of a {name} is another than kvalloc {came_out['released']} came out "
@@ -329,21 +330,29 @@ def registered(known: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def write_others() -> None:
-    """A small file of each format that no decision here needs."""
+def write_file(name: str, path: Path) -> None:
+    """A small file of a format, as it is written now."""
     import runtime_oracle as tiny
     from factories import make_evaluation
 
     from kvalloc import fit_scorer
     from kvalloc.prompts.texts import Prompt
 
+    path.parent.mkdir(exist_ok=True)
     model = tiny.tiny_model()
-    prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
-    fit_scorer(model, None, prompts, output=DATA / "surrogate.safetensors", context=60, samples=4)
-    cache = tiny.make_profile(model, 20, 0.5).cache(model)
-    model(tiny.prompt(20), past_key_values=cache)
-    cache.save(DATA / "cache.safetensors")
-    make_evaluation().save(DATA / "evaluation.json")
+    if name == "budget profile":
+        decide(SETS[0], "greedy, retention 0.9, head").save(path)
+    elif name == "score profile":
+        make_scores().save(path)
+    elif name == "evaluation":
+        make_evaluation().save(path)
+    elif name == "surrogate":
+        prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
+        fit_scorer(model, None, prompts, output=path, context=60, samples=4)
+    else:
+        cache = tiny.make_profile(model, 20, 0.5).cache(model)
+        model(tiny.prompt(20), past_key_values=cache)
+        cache.save(path)
 
 
 def main() -> None:
@@ -362,10 +371,13 @@ def main() -> None:
         path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     decide(SETS[0], "greedy, retention 0.9, head").save(PROFILE)
     decide(SETS[3], "least loss in 30%, head").save(CHOICE_PROFILE)
-    if not (DATA / "cache.safetensors").exists():
-        write_others()
     known = json.loads(VERSIONS.read_text(encoding="utf-8")) if VERSIONS.exists() else {}
-    VERSIONS.write_text(json.dumps(registered(known), indent=1) + "\n", encoding="utf-8")
+    registry = registered(known)
+    for name, versions in registry.items():
+        for version, own in versions.items():
+            if known.get(name, {}).get(version) != own:  # new, or not out yet and changed
+                write_file(name, DATA / own["file"])
+    VERSIONS.write_text(json.dumps(registry, indent=1) + "\n", encoding="utf-8")
     for name in SCHEMAS:
         text = json.dumps(published_schema(name), indent=1, sort_keys=True)
         (DOCS / f"{name}.schema.json").write_text(text + "\n", encoding="utf-8")
