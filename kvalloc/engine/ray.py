@@ -106,7 +106,7 @@ def _told(error: Exception) -> Failed | KVAllocError:
         failed = Failed.of(error)
     except KVAllocError as ends:
         return ends
-    return failed if isinstance(error, SampleError) else Failed(error=RuntimeError(failed.reason))
+    return Failed(error=SampleError(failed.reason))
 
 
 def _actor_class() -> type:
@@ -319,7 +319,8 @@ class RayEngine:
         except (Exception, SystemExit) as error:
             raise InputError(
                 f"the Ray cluster at {address} cannot be used: {one_line(error)}; start one with "
-                f"'ray start --head', or leave out {option('address')}"
+                f"'ray start --head', set RAY_AUTH_TOKEN where it wants a token, or leave out "
+                f"{option('address')}"
             ) from error
         return True
 
@@ -439,7 +440,7 @@ class RayEngine:
             found, steps = pickle.loads(self._ray.get(worker.waiting))
             advance(max(0, steps - told[number]))
         except exceptions.RayTaskError as error:
-            found = Failed(error=RuntimeError(one_line(error.cause)))
+            found = Failed(error=SampleError(one_line(error.cause)))
         except exceptions.RayError:
             self._replace(worker)
             return number, _DIED
