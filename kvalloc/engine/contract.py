@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MEASURED_WITH = ("numpy", "torch", "transformers")
 """Whose versions a measurement names."""
 
+_BROKEN_DEVICE = "CUDA error"
+"""In what torch says when nothing more can be done on a device in this process."""
+
 Advance = Callable[[int], None]
 """Called with how many more steps of a job are done."""
 
@@ -55,8 +58,9 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """The item's own failure; what is wrong with the job or the model is raised again."""
-        if isinstance(error, KVAllocError) and not isinstance(error, SampleError):
+        """The item's own failure; what is wrong with the job, model or device is raised again."""
+        of_job = isinstance(error, KVAllocError) and not isinstance(error, SampleError)
+        if of_job or _BROKEN_DEVICE in str(error):
             raise error
         return cls(error=error)
 

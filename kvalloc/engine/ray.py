@@ -106,6 +106,8 @@ def _told(error: Exception) -> Failed | KVAllocError:
         failed = Failed.of(error)
     except KVAllocError as ends:
         return ends
+    except Exception:
+        os._exit(1)  # the device is broken for this process: another one takes the item
     return Failed(error=SampleError(failed.reason))
 
 

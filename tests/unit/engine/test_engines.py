@@ -230,6 +230,8 @@ def deadly(model, item, advance):
         os._exit(1)
     if item == "wrong":
         raise ZeroDivisionError("by nothing")
+    if item == "device":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if item == "refused":
         raise InputError("a refusal")
     return model.config.hidden_size
@@ -239,14 +241,16 @@ def deadly(model, item, advance):
 def test_workers_that_die_are_replaced(workers, tmp_path, capfd):
     once, told = tmp_path / "once", []
     once.touch()
-    items = {3: None, 5: "always", 7: str(once), 9: None, 11: "wrong"}
+    items = {3: None, 5: "always", 7: str(once), 9: None, 11: "wrong", 13: "device"}
     found = dict(workers.run(deadly, items, told.append))
     assert [found[number] for number in (3, 7, 9)] == [24] * 3
-    assert found[5].reason == "it killed its worker 2 times"
+    assert found[5].reason == found[13].reason == "it killed its worker 2 times"
     assert isinstance(found[5].error, SampleError)
     ((_, alone),) = LocalEngine(tiny_model()).run(deadly, {11: "wrong"}, told.append)
     assert found[11].reason == alone.reason == "ZeroDivisionError: by nothing"
-    assert sum(told) <= 6
+    assert sum(told) <= 7
+    with pytest.raises(RuntimeError, match="CUDA error"):  # in this process nothing can go on
+        list(LocalEngine(tiny_model()).run(deadly, {13: "device"}, told.append))
     with pytest.raises(InputError, match="a refusal"):
         list(workers.run(deadly, {0: "refused", 1: None}, told.append))
     assert dict(workers.run(deadly, {0: None, 1: None}, told.append)) == {0: 24, 1: 24}
