@@ -214,7 +214,7 @@ class RayEngine:
     _told_at: float = field(default=0.0, init=False)
 
     def __enter__(self) -> RayEngine:
-        """Connect, and load the model in every worker.
+        """Connect, and let every worker load the model; one of them has it then.
 
         Raises
         ------
@@ -238,7 +238,7 @@ class RayEngine:
             self._began = self._connected()
             self._count()
             self._workers = [self._begun(slot) for slot in range(self.workers or 1)]
-            while not all(worker.ready for worker in self._workers):
+            while not any(worker.ready for worker in self._workers):  # others join when they are
                 self._next()
         except BaseException:
             self.__exit__()
