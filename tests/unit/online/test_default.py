@@ -154,7 +154,7 @@ def test_the_profile_is_a_file_and_the_cache_another(
     assert "by hand, head level" in told
     cache.save(tmp_path / "c.kv")
     again = load_cache(tmp_path / "c.kv", model)
-    assert again.retained_bytes == cache.retained_bytes
+    assert kept_bytes(again.layers) == kept_bytes(cache.layers)  # decoding keeps room beside it
     for tokens in (60, 151, 400):
         granted = 0.2 * loaded.budgets.size * tokens * 4 * 16
         assert loaded.retained_bytes_at(tokens) <= granted
