@@ -73,7 +73,7 @@ def failures(tests: list[str], folder: Path | None, workers: str) -> set[str]:
             return {"pytest itself: it wrote no report"}
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return {
-            f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+            f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
             for case in cases
             if case.find("failure") is not None or case.find("error") is not None
         }
