@@ -303,7 +303,8 @@ class BudgetCache(Cache):
                 self.profile, taken_tokens, step, self.kept_tokens
             )
         # one token is attended to without a copy of what is kept in front of what followed
-        alone = step.new_tokens == 1 and step.budgets is None and not step.remember
+        observed = step.remember and prompt.plan.policy.observes
+        alone = step.new_tokens == 1 and step.budgets is None and not observed
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
                 layer.joins = prompt.reader is not None or not alone
