@@ -246,7 +246,7 @@ def _little(kept_bytes: int) -> int:
 def requested_bytes(decided: BudgetProfile) -> int | None:
     """Bytes that were granted for the whole cache; None when a retention was the target."""
     granted = decided.requested.get("bytes")
-    return None if granted is None else int(granted)
+    return int(granted) if isinstance(granted, int | float) else None
 
 
 def retention_text(decided: BudgetProfile) -> str:
