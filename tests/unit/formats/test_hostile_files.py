@@ -145,7 +145,7 @@ def test_what_a_file_states_freely_is_shown_as_far_as_it_can_be(tmp_path: Path) 
         profile.replace(requested=requested).save(tmp_path / "p.json")
         assert run("inspect", tmp_path / "p.json").code in (0, 2)
     for granted in ("x", {}, [1]):
-        profile.replace(requested={"budget_bytes": granted}).save(tmp_path / "p.json")
+        profile.replace(requested={"bytes": granted}).save(tmp_path / "p.json")
         assert run("inspect", tmp_path / "p.json").code == 0
     make_evaluation(make_row()).replace(prompts=({"no": "name"},)).save(tmp_path / "e.json")
     assert run("inspect", tmp_path / "e.json").code == 0
