@@ -260,7 +260,7 @@ def apart(
 ) -> InputError:
     """What refuses two parts of different measurements."""
     return InputError(
-        f"{paths[0]} and {paths[1]} are no parts of one measurement: {name} is "
+        f"{paths[0]} and {paths[1]} are no parts of one measurement: {one_line(name, 60)} is "
         f"{one_line(before, 60)} in the first and {one_line(now, 60)} in the second"
     )
 
