@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ _PREFIXES = ("hf://", "https://", "http://")
 HUB_TIMEOUT_SECONDS = 10.0
 """How long the hub may take to answer before what is in its cache is used."""
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LARGEST_PROFILE_BYTES = 2**24
 """A larger JSON file in the hub's cache, such as a tokenizer, is not looked into."""
 
@@ -121,10 +123,10 @@ def cached_profiles() -> list[str]:
     """Sources of the budget profiles in the hub's cache, each with its revision, sorted."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return []
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     found = []
@@ -161,9 +163,19 @@ def _fetched(name: str) -> Path:
     if not uri.path_in_repo:
         raise InputError(f"{name} is a repository; name a file in it, such as {name}/p.json")
     with _clear_errors(name):
-        from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub import (
+            errors,
+            get_hf_file_metadata,
+            hf_hub_download,
+            hf_hub_url,
+            try_to_load_from_cache,
+        )
 
         where = {"repo_type": uri.type, "revision": uri.revision}
+        if _COMMIT.fullmatch(uri.revision or ""):  # what never changes need not be asked for
+            cached = try_to_load_from_cache(uri.id, uri.path_in_repo, **where)
+            if isinstance(cached, str):
+                return Path(cached)
         here = False
         try:
             url = hf_hub_url(uri.id, uri.path_in_repo, **where)

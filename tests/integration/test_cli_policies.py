@@ -8,6 +8,7 @@ import pytest
 from cli_tools import generate_arguments, profile_arguments, prose, refused, run
 from scorer_oracle import SCORERS
 
+from kvalloc.runtime.layer import SPARE
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
@@ -25,7 +26,11 @@ def test_generate_picks_entries_by_any_name(generate, name):
     ran = run(*generate("--policy", name, *longer))
     assert ran.code == 0, ran.err
     plain = run(*generate(*longer))
-    assert ran.json["retained_bytes"] == plain.json["retained_bytes"]
+    kept = ran.json["prompt_retained_bytes"]
+    assert kept == plain.json["prompt_retained_bytes"] == ran.json["granted_bytes"]
+    followed = ran.json["full_bytes"] - ran.json["prompt_full_bytes"]
+    room = ran.json["retained_bytes"] - kept - followed
+    assert 0 <= room <= followed // SPARE
     is_policy = name in policy_names()
     assert ran.json["policy"] == (name if is_policy else "score")
     assert ran.json["scorer"] == ("xkv" if is_policy else name)

@@ -19,7 +19,7 @@ from tests.factories import make_scores
 
 PACKAGE = Path(kvalloc.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
-COMMAND = re.compile(r"(kvalloc|pip) [^';)]*")
+COMMAND = re.compile(r"(kvalloc|pip|ray) [^';)]*")
 """A whole command line is what to type, whoever reads it."""
 
 

@@ -181,6 +181,14 @@ def test_a_hub_that_does_not_answer_is_asked_once(server, profile, tmp_path, mon
     assert load_profile(f"hf://{REPO}/p.json") == profile
 
 
+def test_what_a_commit_names_is_not_asked_for_again(server, profile, tmp_path, monkeypatch):
+    where = ours.push(tmp_path / "p.json", REPO)
+    load_profile(where)
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: pytest.fail("asks again"))
+    assert load_profile(where) == profile
+    assert where in {row["name"] for row in run("profiles", "--json").json}
+
+
 def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
     ours.push(tmp_path / "p.json", REPO)
     files = next(iter(server.repos[REPO].values()))
