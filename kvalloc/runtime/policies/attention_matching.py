@@ -70,7 +70,7 @@ class AttentionMatching(Score):
         Last queries of the prompt, tokens; 0 for none. Beside tokens that follow the last 32 count
         one by one, and of those before every eighth counts for eight.
     every : int
-        Where none follow, every so manieth of these rows is matched and counts for as many. On
+        Where no token is waited for: only each N-th of these rows is matched, and counts for N. On
         SmolLM2-135M every second of 64 loses what all of them do, in half the time.
     following : int
         Tokens that are waited for, as the scorer ``lookahead`` does; 0 for none.
@@ -206,11 +206,10 @@ class AttentionMatching(Score):
         """Queries behind the prompt, and how much each counts: (batch, n_query_heads, n, ...)."""
         queries, counts = [], []
         if self.rows:
-            moved = _moved_behind(states, min(self.rows, int(states.queries.shape[2])))
-            weights = self.reference_weights(int(moved.shape[2]))
-            places = weights.nonzero()[:, 0].to(moved.device)
-            queries.append(moved[:, :, places])
-            counts.append(weights.to(moved.device)[places].expand(*moved.shape[:2], -1))
+            weights = self.reference_weights(min(self.rows, int(states.queries.shape[2])))
+            moved = _moved_behind(states, len(weights), weights.nonzero()[:, 0])
+            queries.append(moved)
+            counts.append(weights[weights > 0].to(moved.device).expand(*moved.shape[:2], -1))
         for waits in self._waits:
             noted = waits.later_notes(states).totals["queries"].to(states.keys.device)
             queries.append(noted.float())
@@ -256,15 +255,15 @@ class FollowingQueries(Scorer):
         return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
 
 
-def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
-    """The prompt's last queries, all turned to one position behind its end."""
+def _moved_behind(states: AttentionStates, rows: int, places: Tensor) -> Tensor:
+    """Some of the prompt's last queries, all turned to one position behind its end."""
     instead = "match the queries of what follows alone (rows=0)"
     who = "the policy attention_matching"
     frequencies = known_frequencies(states.frequencies, who=who, instead=instead)
-    last = states.queries[:, :, states.queries.shape[2] - rows :].float()
-    device = last.device
-    ahead = torch.arange(rows - 1, -1, -1, device=device) + _AHEAD_TOKENS
-    return rotate(last, ahead, frequencies.to(device))
+    device = states.queries.device
+    places = places.to(device)
+    chosen = states.queries[:, :, states.queries.shape[2] - rows + places].float()
+    return rotate(chosen, rows - 1 - places + _AHEAD_TOKENS, frequencies.to(device))
 
 
 def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:
