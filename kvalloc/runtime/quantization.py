@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import torch
@@ -219,13 +220,13 @@ def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tens
     padded = numbers.float()
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
         padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
-    blocks = padded.reshape(*padded.shape[:-1], (size + missing) // block, block)
+    blocks = padded.contiguous().view(*padded.shape[:-1], (size + missing) // block, block)
     low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
     levels = float(2**bits - 1)
     least = low.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).half()
     scale = ((high - low) / levels).clamp(max=_LARGEST_SCALE).half()
-    wide = scale.float()
-    steps = torch.where(wide > 0, (blocks - least.float()) / wide, torch.zeros_like(blocks))
+    wide = torch.where(scale > 0, scale.float(), inf)  # all of a block are alike: no steps
+    steps = (blocks - least.float()).div_(wide)
     return steps.round_().clamp_(0, levels).to(torch.uint8), scale, least
 
 
