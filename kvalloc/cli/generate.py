@@ -118,7 +118,8 @@ class Asked:
         is never evicted.
     bounded : float
         Where the policy looks at what follows the prompt: keep TIMES the budgets until then, such
-        as 2, instead of the whole prompt.
+        as 2, instead of the whole prompt; 1 where each prompt hands the budgets out and nothing is
+        waited for.
     surrogate : str
         With a budget and nothing else: what 'kvalloc fit-scorer' wrote for the model, which spares
         a second read of the prompt. By default the one that ships for the model, if any.

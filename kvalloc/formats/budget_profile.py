@@ -425,7 +425,8 @@ class BudgetProfile(JsonRecord):
             from it, then evict.
         bounded : float, optional
             Where the policy looks at what follows the prompt: keep this multiple of the budgets
-            until then, 2 for example, instead of the whole prompt.
+            until then, 2 for example, instead of the whole prompt. Where each prompt hands the
+            budgets out and nothing is waited for, 1: each layer then hands out its own.
 
         Returns
         -------

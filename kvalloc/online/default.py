@@ -6,7 +6,9 @@ head by head from measured losses, within the share and near it, that one is tak
 entries are stored at 5 bits (8 where the share is large, 4 where it is small), as many as fit, and
 the values of those that stay are fitted to what all of them gave. Which entries stay, a surrogate
 of the second read says where there is one for the model and the share is not small. Otherwise the
-model reads the prompt twice; and where it cannot, the first tokens after the prompt choose.
+model reads the prompt twice; and where it cannot, the first tokens after the prompt choose. For
+all heads to compete, these hold the full cache; where memory does not allow that, the heads of each
+layer compete as it is read.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ NEAR = 0.8
 Way = Literal["decided", "surrogate", "twice", "late", "early"]
 """Who chooses the entries: a surrogate with the budgets and bits of each head that were decided by
 measured losses; a surrogate, a second read, or the prompt's last tokens with those that
-follow it; or, while the prompt is read, the surrogate or the prompt's last tokens alone."""
+follow it; or, layer by layer, the surrogate or the prompt's last tokens alone."""
 
 COSTS: dict[Way, float] = {
     "decided": 1.2,
@@ -75,12 +77,14 @@ COSTS: dict[Way, float] = {
 """Time of a prompt of 2,048 tokens against a plain prefill (SmolLM2-135M, two threads)."""
 
 SAID: dict[Way, str] = {
-    "decided": "holds the full cache while the prompt is read, and evicts as {}, which ships, says",
+    "decided": "evicts while the prompt is read, as {}, which ships, says",
     "surrogate": "holds the full cache while the prompt is read, and evicts by the surrogate {}",
     "twice": "reads the prompt twice and holds the full cache meanwhile",
     "late": f"holds the full cache until {AWAITED} tokens have followed the prompt",
     "early": "evicts while the prompt is read",
 }
+IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}, which ships, says"
+"""Of the way ``decided``: new values are fitted to the prompt's last queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +176,20 @@ class Default:
         name, decided = "", None
         if tokens is not None and not (goes_on or self.surrogate):
             name, decided = self.decided(shape, tokens)
+        chunked = options.get("prompt_tokens") is not None
         if tokens is not None:
-            way = self._that_fits(shape, tokens, rows, "decided" if decided else way)
+            way = self._that_fits(
+                shape, tokens, rows, "decided" if decided else way, chunked=chunked
+            )
         if decided is None or way != "decided":
             decided = self.profile(shape, tokens, way, fitted=rotates_halves(model))
+        if way == "early" and decided.by_prompt:
+            options["bounded"] = 1
         profile = decided.replace(requested={**decided.requested, "value": self.share})
         if tokens is not None:
             source = name if way == "decided" else self.surrogate_of(shape)
-            profile = profile.replace(detail=self._said(profile, tokens, rows, way, source))
+            said = self._said(profile, tokens, rows, way, source, chunked=chunked)
+            profile = profile.replace(detail=said)
             _LOG.info(profile.detail)
         return make_cache(profile, model, **options)
 
@@ -237,7 +247,8 @@ class Default:
         kept = partial(
             entries_in_share, self.share, context, self.bits, shape, least=SINKS + WINDOW
         )
-        if kept() == context:  # there is nothing to choose
+        chooses = kept() < context
+        if not chooses:
             way = "early"
         scorer = self._scorer(shape, way)
         matching: dict[str, Any] = {}
@@ -263,7 +274,7 @@ class Default:
             budgets=budgets,
             share_of_16_bits=self.share,
             bits=None if self.bits == 16 else bits,
-            by_prompt=way != "early",
+            by_prompt=chooses,
             policy=policy,
             requested={"target": "budget", "value": self.share},
         )
@@ -284,28 +295,34 @@ class Default:
             group_reduce="max",
         )
 
-    def _that_fits(self, shape: ModelShape, tokens: int, rows: int, way: Way) -> Way:
+    def _that_fits(
+        self, shape: ModelShape, tokens: int, rows: int, way: Way, *, chunked: bool
+    ) -> Way:
         """The same way, or early, if the memory asks for it; refuses where that does not fit."""
         if self.memory is None:
             return way
         ways: tuple[Way, Way] = (way, "early")
-        needs = [self.peak_bytes(shape, tokens, rows, one) for one in ways]
-        if needs[1] > self.memory:
+        needs = [self.peak_bytes(shape, tokens, rows, one, chunked=chunked) for one in ways]
+        if min(needs) > self.memory:
             in_rows = f" in {rows} rows" if rows > 1 else ""
+            full = max(needs[0], shape.full_bytes(tokens, rows))
             raise InputError(
                 f"{option('memory')} is {size(self.memory)}, but a prompt of {tokens:,} tokens"
-                f"{in_rows} needs {size(needs[0])} where its full cache is held, and "
-                f"{size(needs[1])} where it is evicted while it is read (the budget, and one "
+                f"{in_rows} needs {size(full)} where its full cache is held, and "
+                f"{size(min(needs))} where it is evicted while it is read (the budget, and one "
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
         return way if needs[0] <= self.memory else "early"
 
-    def peak_bytes(self, shape: ModelShape, tokens: int, rows: int, way: Way) -> int:
+    def peak_bytes(
+        self, shape: ModelShape, tokens: int, rows: int, way: Way, *, chunked: bool = False
+    ) -> int:
         """Bytes of K and V, and of queries that are held, while a prompt is read."""
         one_layer = tokens * shape.n_kv_heads * shape.bytes_per_entry * rows
-        if way == "early":
-            kept = self.profile(shape, tokens, way).retained_bytes_at(tokens, rows)
-            return kept + one_layer
+        if way == "early" or (way == "decided" and not chunked):
+            _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
+            kept = decided or self.profile(shape, tokens, way)
+            return kept.retained_bytes_at(tokens, rows) + one_layer
         held = min(VOTES, tokens) + AWAITED if way == "late" else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         found = shape.full_bytes(tokens, rows) + rows * held * queries * shape.dtype_bytes
@@ -315,15 +332,23 @@ class Default:
         return found
 
     def _said(
-        self, profile: BudgetProfile, tokens: int, rows: int, way: Way, source: str | None
+        self,
+        profile: BudgetProfile,
+        tokens: int,
+        rows: int,
+        way: Way,
+        source: str | None,
+        *,
+        chunked: bool,
     ) -> str:
         """One line: which way, how much is kept, its peak and its cost."""
         shape = profile.shape
         kept = profile.budgets_for(tokens)[list(shape.full_layers)].mean() / tokens
         stored = profile.retained_bytes_at(tokens, rows)
         reached = profile.of_16_bits(stored, tokens, rows)
-        said, cost = SAID[way].format(source), COSTS[way]
-        peak = self.peak_bytes(shape, tokens, rows, way)
+        how = IN_CHUNKS if chunked and way == "decided" else SAID[way]
+        said, cost = how.format(source), COSTS[way]
+        peak = self.peak_bytes(shape, tokens, rows, way, chunked=chunked)
         if kept == 1:
             said, cost, peak = "evicts nothing", 1.0, shape.full_bytes(tokens, rows)
         width = "as they are" if self.bits == 16 else f"at {self.bits} bits"

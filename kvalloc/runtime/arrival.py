@@ -72,7 +72,7 @@ class Step:
         return self.completes or (self.follows and self.budgets is not None)
 
     def targets(
-        self, layer: int, stored: IntArray | None, *, always: bool = False
+        self, layer: int, stored: IntArray | None, *, always: bool = False, shared: bool = False
     ) -> IntArray | None:
         """Entries that a layer is to keep, where it has to evict any.
 
@@ -84,6 +84,8 @@ class Step:
             What it stores before this forward.
         always : bool
             Tell them even where nothing has to go: it will be stored in another way.
+        shared : bool
+            The heads share what they may keep, which is still to be handed out.
 
         Returns
         -------
@@ -95,9 +97,12 @@ class Step:
         there = row_tokens(new, self.batch, self.new_tokens)[:, None] + np.zeros_like(budgets)
         if stored is not None:
             there += stored
-        if new is None and (there <= budgets).all() and not always:
+        fits = there <= budgets
+        if shared:
+            fits = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
+        if new is None and fits.all() and not always:
             return None
-        targets: IntArray = np.minimum(there, budgets)
+        targets: IntArray = np.where(fits, there, budgets)
         return targets
 
 

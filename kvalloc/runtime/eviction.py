@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
@@ -18,9 +20,11 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
+from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.policies.weighted import Weighted
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.selection import kept_places
+from kvalloc.runtime.selection import keep_best, kept_places
 from kvalloc.runtime.unfinished import Asked, Part, Unfinished, part_of, parts
 
 __all__ = ["Eviction", "Held", "groups_by_layer", "rows_of"]
@@ -138,6 +142,12 @@ class Eviction:
         How many of the latest tokens are no candidates, and stay.
     chooser : EvictionPolicy, optional
         Who chooses now, where `policy` does so later, for which it notes what it needs.
+    hand_out : callable, optional
+        ``hand_out(scores, budgets)``: by a row's scores in one layer, a list of one (n_kv_heads,
+        n_evictable), how many each head keeps of what they may keep together, (1, n_kv_heads).
+    scored : dict of (int, Part) to (Tensor, dict of Observed)
+        What `evictable_scores` has computed of each layer, until entries are kept by it: scores,
+        (batch, n_kv_heads, n_tokens), and what scorers noted, but for numbers of each entry.
     """
 
     policy: EvictionPolicy
@@ -149,6 +159,10 @@ class Eviction:
     bits: Mapping[int, IntArray] = field(default_factory=dict)
     following: int = 0
     chooser: EvictionPolicy | None = None
+    hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
+    scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
+        default_factory=dict
+    )
 
     late: ClassVar[bool] = False
     """Whether the queries are those noted while the prompt arrived."""
@@ -340,6 +354,38 @@ class Eviction:
 
     # What is chosen
 
+    @torch.no_grad()
+    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
+        """Scores of a layer's entries without sinks, window and padding.
+
+        Parameters
+        ----------
+        layer : BudgetLayer
+        states : AttentionStates
+            With its keys and values.
+
+        Returns
+        -------
+        list of Tensor, each (n_kv_heads, n_evictable)
+            One a row; n_evictable is 0 where a row has no more than sinks and window. A head that
+            has fewer than another has -inf at its end.
+        """
+        who = self._who
+        assert isinstance(who, Score | Weighted)  # `budget_fault` refuses others
+        by_row: list[list[Tensor]] = [[] for _ in states.keys]
+        for part in parts(self._grain(layer), *self._sizes(layer, states)):
+            own, _ = self._candidates(layer, states, part)
+            end = max(int(own.keys.shape[2]) - self.window, self.sinks)
+            scores = own.keys[..., 0]
+            if end > self.sinks:  # else there is nothing to choose from, or only padding
+                scores = who.scores(own, sinks=self.sinks)
+                later = (own.later or {}).items()
+                notes = {key: replace(noted, columns=None) for key, noted in later}
+                self.scored[states.layer, part] = scores, notes
+            for place, evictable in enumerate(scores[..., self.sinks : end]):
+                by_row[place if part[0] is None else part[0]] += evictable
+        return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
+
     def _choices(
         self,
         layer: BudgetLayer,
@@ -367,9 +413,19 @@ class Eviction:
             yield part, positions, self._stored(own, kept, budgets), kept
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
-        """What the policy keeps of a piece, (batch, n_kv_heads, n_tokens)."""
-        chooser = self.policy if self.chooser is None else self.chooser
-        return chooser.keep(states, budgets, sinks=self.sinks, window=self.window)
+        """What stays of a piece, (batch, n_kv_heads, n_tokens).
+
+        By the scores that the entries were handed out by, where they were.
+        """
+        scores, _ = self.scored.pop((states.layer, part), (None, None))
+        if scores is not None:
+            return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
+        return self._who.keep(states, budgets, sinks=self.sinks, window=self.window)
+
+    @property
+    def _who(self) -> EvictionPolicy:
+        """Who chooses now."""
+        return self.policy if self.chooser is None else self.chooser
 
     def _stored(self, own: AttentionStates, kept: Tensor, budgets: Tensor) -> AttentionStates:
         """A piece with what the policy puts into the entries that stay."""
@@ -460,6 +516,11 @@ class Eviction:
         """
         if group is None:
             after = Unfinished(grain=self._grain(layer), following=layer.unfinished.following)
+            if self.hand_out is not None:
+                targets = targets.copy()
+                for row, scores in enumerate(self.evictable_scores(layer, states)):
+                    if scores.shape[-1]:  # else nothing but sinks and window
+                        targets[row] = self.hand_out([scores], targets[row : row + 1])
             self._store(layer, states, targets, after)
             return
         held.append(self._ranked(layer, states, targets))

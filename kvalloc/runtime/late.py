@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.eviction import Eviction, rows_of
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.policies.weighted import Weighted
-from kvalloc.runtime.selection import keep_best
 from kvalloc.runtime.unfinished import Part, parts
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import following_notes
@@ -124,9 +119,6 @@ class LateEviction(Eviction):
         Which of them vote, the latest ones; None while the prompt arrives.
     again : bool
         Whether entries were evicted before, and what was decoded since is like another chunk.
-    scored : dict of (int, Part) to (Tensor, dict of Observed)
-        What `evictable_scores` has computed of each layer, until entries are kept by it: scores,
-        (batch, n_kv_heads, n_tokens), and what scorers noted, but for numbers of each entry.
     """
 
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
@@ -134,9 +126,6 @@ class LateEviction(Eviction):
     following_visible: Tensor | None = None
     followers: Followers | None = None
     again: bool = False
-    scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
-        default_factory=dict
-    )
 
     late: ClassVar[bool] = True
 
@@ -146,35 +135,6 @@ class LateEviction(Eviction):
         layer.unfinished.grain = self._grain(layer)
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             self._note_queries(layer, layer.unfinished, part, states)
-
-    @torch.no_grad()
-    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
-        """Scores of a layer's entries without sinks, window and padding.
-
-        Parameters
-        ----------
-        layer : BudgetLayer
-            Holds a complete prompt.
-        states : AttentionStates
-            With its keys and values.
-
-        Returns
-        -------
-        list of Tensor, each (n_kv_heads, n_evictable)
-            One a row; n_evictable is 0 where a row has no more than sinks and window. A head that
-            has fewer than another has -inf at its end.
-        """
-        assert isinstance(self.policy, Score | Weighted)  # `budget_fault` refuses others
-        by_row: list[list[Tensor]] = [[] for _ in range(layer.batch)]
-        for part in parts(self._grain(layer), *self._sizes(layer, states)):
-            own, _ = self._candidates(layer, states, part)
-            end = max(int(own.keys.shape[2]) - self.window, self.sinks)
-            scores = self.policy.scores(own, sinks=self.sinks)
-            notes = {key: replace(noted, columns=None) for key, noted in (own.later or {}).items()}
-            self.scored[states.layer, part] = scores, notes
-            for place, evictable in enumerate(scores[..., self.sinks : end]):
-                by_row[place if part[0] is None else part[0]] += evictable
-        return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
 
     def row_states(
         self, layer: BudgetLayer, states: AttentionStates, row: int | None
@@ -229,13 +189,6 @@ class LateEviction(Eviction):
         pairs = zip((states.keys, states.values), latest, strict=True)
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return replace(states, queries=queries, keys=keys, values=values)
-
-    def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
-        """By the scores that the entries were handed out by, where they were."""
-        scores, _ = self.scored.pop((states.layer, part), (None, None))
-        if scores is None:
-            return Eviction._kept(self, part, states, budgets)
-        return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
 
     def _wanted_rows(self) -> int:
         """Of the prompt's last queries, all where somebody adds up what each chunk brings."""

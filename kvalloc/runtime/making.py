@@ -106,7 +106,8 @@ def make_cache(
     bounded : float, optional
         For policies that look at what follows the prompt: hold no full cache until then, but keep
         this multiple of the budgets while the prompt is read, 2 for example. By default they hold
-        the whole prompt.
+        the whole prompt. Where each prompt hands the budgets out and nothing is waited for, 1: the
+        heads of each layer compete as it is read, not those of all layers.
 
     Returns
     -------

@@ -89,6 +89,8 @@ class Plan:
         For each layer, the scorers that look beyond the prompt.
     holds : bool
         Whether a prompt is held whole until it is complete, or longer where `awaited` is not 0.
+    holds_chunks : bool
+        Whether that is so where it comes in several forwards.
     limit : int or None
         Tokens that the model was made for.
     bounded : float or None
@@ -96,6 +98,8 @@ class Plan:
         is kept; None for no bound.
     early : EvictionPolicy or None
         Who chooses what that is.
+    by_layer : bool
+        Whether the heads of a layer share what they may keep then, and each prompt hands it out.
     """
 
     profile: BudgetProfile
@@ -107,9 +111,11 @@ class Plan:
     groups: Mapping[int, tuple[int, ...]]
     wanted: Wanted
     holds: bool
+    holds_chunks: bool
     limit: int | None
     bounded: float | None
     early: EvictionPolicy | None
+    by_layer: bool
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self
@@ -135,7 +141,10 @@ class Plan:
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
         deciding = from_held(decide) is not None
-        holds = bool(wanted) or deciding or policy.holds or profile.by_prompt
+        holds = bool(wanted) or deciding or profile.by_prompt
+        # a group evicts after its last layer, when the queries of its others have gone
+        holds |= policy.holds and (decode_every is not None or bool(profile.share_groups))
+        holds_chunks = holds or policy.holds
         scorers = [scorer for each in wanted.values() for scorer in each]
         if decode_every is not None:
             refusals.refuse(
@@ -146,13 +155,17 @@ class Plan:
                 repeats_while_decoding=repeating and repeating[0],
                 adds_up_while_decoding=policy.needs_whole_prompt,
             )
+        early, by_layer = None, False
         if bounded is not None:
+            at_once = profile.by_prompt and bounded == 1 and not scorers
             refusals.refuse(
                 no_multiple=not refusals.at_least_1(bounded, float) and (bounded,),
-                bounded_awaits_nothing=not awaited_tokens(scorers),
+                bounded_awaits_nothing=not (awaited_tokens(scorers) or at_once),
                 bounded_decides=deciding,
                 bounded_shared=refusals.shared_layers(profile),
             )
+            early, by_layer, holds, holds_chunks = policy.early, profile.by_prompt, False, False
+            bounded = None if at_once else bounded  # what a layer chooses is final
         return cls(
             profile=profile,
             policy=policy,
@@ -162,10 +175,12 @@ class Plan:
             bits=packed_layers(profile),
             groups=groups_by_layer(profile.share_groups),
             wanted=wanted,
-            holds=holds and bounded is None,
+            holds=holds,
+            holds_chunks=holds_chunks,
             limit=context_limit(model),
             bounded=bounded,
-            early=None if bounded is None else policy.early,
+            early=early,
+            by_layer=by_layer,
         )
 
     @property
@@ -184,11 +199,6 @@ class Plan:
         """All that look beyond the prompt, or decide."""
         looks = [scorer for each in self.wanted.values() for scorer in each]
         return looks if self.deciding is None else [*looks, self.deciding]
-
-    @property
-    def late(self) -> bool:
-        """Whether anything of a prompt goes when it is complete, and not while it is read."""
-        return self.holds or self.bounded is not None
 
     @property
     def awaited(self) -> int:
@@ -250,6 +260,7 @@ class Prompt:
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._followers: Followers | None = None  # of a prompt that waits for some, or goes on
         self._again = False  # evicted late, and the budget is kept while decoding
+        self._in_chunks = True  # unless the first forward is known to be the whole prompt
         self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
         self._forget_held()
 
@@ -328,7 +339,7 @@ class Prompt:
         if failed and arrival.prompt_tokens is not None:
             self._broken = self._broken or refusals.BROKEN_OFF.format(arrival.prompt_tokens)
         arrival.complete = arrival.prompt_tokens is not None and not failed
-        if self.plan.late and arrival.complete:
+        if self._evicts_late and arrival.complete:
             self._complete_held()
         elif arrival.decode_every is None:
             for layer in self._budget_layers:
@@ -385,19 +396,21 @@ class Prompt:
         self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
         self._targets = {}
-        if step.follows and self.plan.late:  # all layers evict at once, after a forward
+        if not step.seen:
+            self._in_chunks = not step.completes
+        if step.follows and self._evicts_late:  # all layers evict at once, after a forward
             step = replace(step, budgets=None, remember=False)
         holds = self._holds(step)
         if step.budgets is not None and self.plan.bounded is not None:
             more = np.ceil(step.budgets * self.plan.bounded).astype(np.int64)
             step = replace(step, budgets=more, remember=True)
-        if not step.follows and self.plan.late:
+        if not step.follows and self._evicts_late:
             self._begin_held(arguments, step)
         if not holds:
             whole = step.follows or (step.seen == 0 and step.completes)
             policy, some = self.plan.policy, step.budgets is not None and not whole
             refusals.refuse(
-                merges_chunks=some and policy.combines and not self.plan.bounded and policy.name,
+                merges_chunks=some and policy.combines and not self.plan.early and policy.name,
                 adds_up_chunks=step.remember and policy.needs_whole_prompt,
             )
         if self._followers is not None:
@@ -407,7 +420,7 @@ class Prompt:
                 packs = step.completes and self.plan.bounded is None
                 always = packs and self.plan.is_packed(index)
                 stored = self._layers[index].stored_counts()
-                targets = step.targets(index, stored, always=always)
+                targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
                 if targets is not None:
                     self._targets[index] = targets
         self._check_read(self._targets)
@@ -455,6 +468,7 @@ class Prompt:
             remember=step.remember,
             bits=bits if step.settles and self.plan.bounded is None else {},
             chooser=self.plan.early,
+            hand_out=self._handed_out if self.plan.by_layer else None,
         )
         if not step.follows and self.plan.bounded is not None:
             self._note_seen(states)
@@ -479,7 +493,7 @@ class Prompt:
             with self._half_way():
                 pass  # what was noted in its layers
             self.arrival.commit(step)
-            if not step.follows and self.plan.late:
+            if not step.follows and self._evicts_late:
                 self._end_held(step)
             elif following is not None:
                 self._followers = following[0]
@@ -496,7 +510,14 @@ class Prompt:
 
     def _holds(self, step: Step) -> bool:
         """Whether a forward is of a prompt that is held."""
-        return self.plan.holds and not step.follows
+        holds = self.plan.holds_chunks if self._in_chunks else self.plan.holds
+        return holds and not step.follows
+
+    @property
+    def _evicts_late(self) -> bool:
+        """Whether anything of the prompt goes when it is complete, and not while it is read."""
+        holds = self.plan.holds_chunks if self._in_chunks else self.plan.holds
+        return holds or self.plan.bounded is not None
 
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
         ids = arguments.get("input_ids")
@@ -779,7 +800,7 @@ class Prompt:
         return found
 
     def _handed_out(self, scores: Sequence[Tensor], granted: IntArray) -> IntArray:
-        """By the scores of a row, in no more bytes than budgets of (n_layers, n_kv_heads) take.
+        """By the scores of a row, in no more bytes than budgets (n_layers, n_kv_heads) of it take.
 
         At fewer bits, heads of different length need more scales than those of one length.
         """

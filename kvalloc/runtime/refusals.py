@@ -78,8 +78,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "attention of all tokens, and it is not noted for each what chunks and decoded tokens add; "
         "leave out {option[decode_every]}, or choose another scorer",
         "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
-        "followed the prompt, and this profile waits for none: it evicts while the prompt is read; "
-        "leave it out",
+        "followed the prompt, and this profile waits for none; leave it out, or, where each prompt "
+        "hands its budgets out, say 1: each layer then hands out its own as it is read",
         "bounded_decides": "{option[hold]} decides from the whole prompt, of which "
         "{option[bounded]} keeps a part; leave out one of them",
         "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",

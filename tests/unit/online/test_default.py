@@ -55,7 +55,7 @@ def share_of(cache: Any, tokens: int, rows: int = 1) -> float:
         ({"budget": 0.3}, 5, "reconstruction"),
         ({"budget": "50%"}, 8, "reconstruction"),
         ({"budget": "14%"}, 4, "reconstruction"),
-        ({"budget": "30%", "memory": "60KiB"}, 5, "early"),
+        ({"budget": "30%", "memory": "60KiB"}, 5, "lookahead"),
         ({"budget": "30%", "decode_every": 64}, 5, "lookahead"),
         ({"budget": "30%", "memory": "1GiB", "bounded": 2}, 5, "lookahead"),
         ({"budget": "41%"}, 5, "reconstruction"),
@@ -69,14 +69,14 @@ def test_no_more_than_the_share_is_stored_and_little_less(
         options = {**options, "memory": options["memory"].replace("60KiB", "45KiB")}
     cache = run(model, tiny.prompt(TOKENS), **options)
     assert np.unique(cache.profile.bits).tolist() == [bits]
-    late = way in ("reconstruction", "lookahead")
-    assert cache.profile.by_prompt is late
-    assert not late or cache.profile.policy.scorer == way
+    assert cache.profile.by_prompt
+    assert cache.profile.policy.scorer == way
     found = share_of(cache, TOKENS)
     assert found <= share
     assert found > share - 0.04
-    if late:
-        assert len(np.unique(cache.kept_tokens)) > 1  # handed out by the prompt
+    assert len(np.unique(cache.kept_tokens)) > 1  # handed out by the prompt
+    in_layers = np.unique(cache.kept_tokens.sum(axis=1))  # by each layer where memory is short
+    assert (len(in_layers) == 1) == ("memory" in options and "bounded" not in options)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
@@ -162,7 +162,7 @@ def test_the_profile_is_a_file_and_the_cache_another(
         loaded.replace(budgets=loaded.budgets - 1)
     early = Default(share=0.2).profile(shape_of(model), TOKENS, "early")
     with pytest.raises(kvalloc.KVAllocError, match="as many entries in every head"):
-        early.cache(model, adapt=0.2)
+        early.replace(by_prompt=False).cache(model, adapt=0.2)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,6 @@ def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_pa
     assert ways_of(model, budget="10%", surrogate=file) == "surrogate"  # where it is asked for
     early = Default.parse("20%", "60KiB", file).cache(model, TOKENS)
     assert early.profile.policy.scorer == "surrogate"
-    assert not early.profile.by_prompt
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
         with pytest.raises(InputError, match="surrogate goes with budget and nothing else"):
             kvalloc.apply(model, surrogate=file, **other)
@@ -255,13 +254,23 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     assert np.array_equal(cache.profile.bits, widths)
     assert np.array_equal(cache.profile.budgets, theirs.budgets)
     assert cache.profile.requested == {**asked, "value": at + 0.01}  # how it was decided stays
-    assert cache.profile.detail.startswith("by default: holds the full cache while")
-    assert "evicts as it, which ships, says; 40% of the entries at 3 to 8" in cache.profile.detail
+    said = cache.profile.detail
+    assert said.startswith("by default: evicts while the prompt is read, as it, which ships, says")
+    assert "; 40% of the entries at 3 to 8 bits, " in said
     assert at - 0.005 < share_of(cache, TOKENS) <= at
     peak = Default(share=at + 0.01).peak_bytes(shape_of(model), TOKENS, 1, "decided")
+    assert peak == cache.profile.retained_bytes_at(TOKENS) + 2 * TOKENS * 2 * 16 * 4  # one layer
+    whole = {"budget": at + 0.01, "memory": f"{peak}B"}
+    assert "it, which" in run(model, tiny.prompt(TOKENS), **whole).profile.detail
+    default, shape = Default.parse(at + 0.01), shape_of(model)
+    chunked = default.cache(model, TOKENS, prompt_tokens=TOKENS)
+    assert "holds the full cache until the prompt is complete" in chunked.profile.detail
+    full = default.peak_bytes(shape, TOKENS, 1, "decided", chunked=True)
+    assert full > shape.full_bytes(TOKENS)
+    short = replace(default, memory=full - 1).cache(model, TOKENS, prompt_tokens=TOKENS)
+    assert len(np.unique(short.profile.bits)) == 1
     others: list[dict[str, Any]] = [
-        {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": 2},
-        {"memory": f"{peak - 1}B"}, {"decode_every": 8},
+        {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": 2}, {"decode_every": 8},
     ]  # fmt: skip
     for other in others:
         cache = run(model, tiny.prompt(TOKENS), **{"budget": at + 0.01, **other})

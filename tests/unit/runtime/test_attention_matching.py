@@ -428,6 +428,20 @@ def test_chunks_a_copy_and_a_saved_cache_are_the_same(tiny: ModuleType, tmp_path
         torch.testing.assert_close(run(model, following, other), expected, atol=1e-4, rtol=0)
 
 
+def test_a_prompt_in_one_forward_is_not_held(tiny: ModuleType) -> None:
+    """Layer by layer while it is read, what is kept of a whole one: bit for bit."""
+    model, ids, asked = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=5)
+    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), following=0)
+    at_once, held = profile.cache(model), profile.cache(model)
+    run(model, ids, at_once)
+    assert at_once.reduced
+    with held.prefill():
+        run(model, ids, held)
+        assert not held.reduced
+    assert tiny.same_kept(at_once, held)
+    assert torch.equal(run(model, asked, at_once), run(model, asked, held))
+
+
 def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
     """What is kept is what the same weights keep without matching."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)

@@ -139,6 +139,9 @@ def test_what_cannot_be_bounded_is_refused(tiny: ModuleType, model: Any) -> None
         profile.cache(model, bounded=2, policy="xkv")
     with pytest.raises(UnsupportedRequestError, match="waits for none"):
         profile.cache(model, bounded=2, policy="reconstruction")
+    scored = profile.policy.replace(scorer="xkv", scorer_parameters={"window": tiny.WINDOW})
+    with pytest.raises(UnsupportedRequestError, match="hands its budgets out, say 1: each layer"):
+        profile.replace(policy=scored, by_prompt=True).cache(model, bounded=2)
     with pytest.raises(UnsupportedRequestError, match="decides from the whole prompt"):
         profile.cache(model, bounded=2, adapt=0.3, hold=True)
     budgets = profile.budgets.copy()

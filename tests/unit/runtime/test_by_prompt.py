@@ -18,7 +18,9 @@ from prompt_runs import chunked_copied_and_loaded, padded_rows, read, run
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import Weighted
+from kvalloc.runtime.prompt import State
 from kvalloc.runtime.selection import handed_out
 
 CONTEXT, PROTECTED = 90, 6
@@ -103,17 +105,78 @@ def test_the_best_of_all_heads_together_stay(tiny: ModuleType, family: str, atte
     read(model, ids, cache)
     full = list(profile.shape.full_layers)
     scores = naive_scores(tiny, model, ids, profile)
-    flat = np.sort(scores.ravel())[::-1]
-    room = total_of(profile, CONTEXT) - PROTECTED * scores.shape[0] * scores.shape[1]
-    least = flat[room - 1]
-    for place, head in np.ndindex(len(full), 2):
-        best = np.flatnonzero(scores[place, head] >= least) + tiny.SINKS
-        wanted = {*range(tiny.SINKS), *best.tolist(), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
-        kept = cache.kept_indices(full[place])[0, head]
-        assert {int(one) for one in kept if one >= 0} == wanted
+    assert_best(tiny, cache, full, scores, total_of(profile, CONTEXT))
     kept = cache.kept_tokens[full] - LOOKAHEAD["tokens"]
     assert kept.sum() == total_of(profile, CONTEXT)
     assert np.unique(cache.kept_tokens[full]).size > 2
+
+
+def assert_best(tiny: ModuleType, cache: Any, layers: list[int], scores: Any, total: int) -> None:
+    """Sinks, window and, in so many entries of all heads of these layers, the best."""
+    room = total - PROTECTED * scores.shape[0] * scores.shape[1]
+    least = np.sort(scores.ravel())[::-1][room - 1]
+    for place, head in np.ndindex(len(layers), 2):
+        best = np.flatnonzero(scores[place, head] >= least) + tiny.SINKS
+        wanted = {*range(tiny.SINKS), *best.tolist(), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
+        kept = cache.kept_indices(layers[place])[0, head]
+        assert {int(one) for one in kept if one >= 0} == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_in_bounded_memory_the_best_of_each_layers_heads_stay(
+    tiny: ModuleType, family: str
+) -> None:
+    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
+    profile = at_once(weighted(tiny, model))
+    cache = profile.cache(model, bounded=1)
+    run(model, ids, cache)
+    assert cache.state is State.EVICTED
+    scores = naive_scores(tiny, model, ids, profile)
+    budgets = profile.budgets_for(CONTEXT)
+    for place, layer in enumerate(profile.shape.full_layers):
+        own = scores[place : place + 1]
+        assert_best(tiny, cache, [layer], own, int(budgets[layer].sum()))
+
+
+def at_once(profile: BudgetProfile) -> BudgetProfile:
+    """The same, but that nothing counts for which tokens would have to follow."""
+    assert profile.unit_weights is not None
+    return profile.replace(unit_weights=profile.unit_weights * [1, 0])
+
+
+@pytest.mark.parametrize("chunk", [CONTEXT, 25])
+@pytest.mark.parametrize("decode_every", [None, 4])
+def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
+    tiny: ModuleType, chunk: int, decode_every: int | None
+) -> None:
+    """Of rows with padding, too, each as if it were alone."""
+    model = tiny.tiny_model()
+    profile, rows = at_once(weighted(tiny, model)), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    ids, mask, positions = padded_rows(rows, "left")
+    options: dict[str, Any] = {"bounded": 1, "decode_every": decode_every}
+    options["prompt_tokens"] = CONTEXT
+    cache = make_cache(profile, model, **options)
+    for first in range(0, CONTEXT, chunk):
+        last = first + chunk
+        run(model, ids[:, first:last], cache, mask[:, :last],
+            position_ids=positions[:, first:last])  # fmt: skip
+    for row, own in enumerate(rows):
+        wanted = profile.budgets_for(own.shape[1]).sum(axis=1)
+        assert (cache.kept_tokens_by_row[row].sum(axis=1) == wanted).all()
+    assert len(np.unique(cache.kept_tokens)) > 2
+    shadow, alone = tiny.Shadow(model), make_cache(profile, model, **options)
+    for part in rows[0].split(chunk, dim=1):
+        assert tiny.worst(run(model, part, alone), shadow.logits(part)) < 1e-4
+        shadow.follow(alone)
+    if chunk == CONTEXT:
+        assert (alone.kept_tokens == cache.kept_tokens_by_row[0]).all()
+    wanted = profile.budgets_for(CONTEXT).sum(axis=1)
+    for number in range(9):
+        token = tiny.prompt(1, seed=number)
+        assert tiny.worst(run(model, token, alone), shadow.logits(token)) < 1e-4
+        shadow.follow(alone)
+        followed = number + 1 if decode_every is None else (number + 1) % decode_every
+        assert (alone.kept_tokens.sum(axis=1) == wanted + followed * tiny.N_KV_HEADS).all()
 
 
 def naive_scores(

@@ -40,27 +40,37 @@ class Watched:
         return found[1:]
 
 
-def profile_of(tiny: ModuleType, model: Any, scorer: str, level: str) -> Any:
-    parameters = {"tokens": AWAITED} if scorer == "lookahead" else {}
+def profile_of(tiny: ModuleType, model: Any, mode: str) -> Any:
+    scorer, parameters = ("lookahead", {"tokens": AWAITED}) if "bounded" in mode else ("xkv", {})
     profile = tiny.make_profile(model, TOKENS, SHARE, scorer=scorer, parameters=parameters)
-    return tiny.by_head(profile, spread=60) if level == "head" else profile
+    if mode.endswith("by layer"):
+        return profile
+    profile = tiny.by_head(profile, spread=60)
+    if mode == "matched":
+        matching = {"name": "attention_matching", "parameters": {"rows": 16, "following": 0}}
+        return profile.replace(policy=profile.policy.replace(**matching))
+    return profile.replace(by_prompt=mode == "handed out")
+
+
+BOUNDS = {"early by layer": None, "early": None, "matched": None, "handed out": 1}
+BOUNDS |= {"bounded by layer": 2, "bounded": 2}
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["early", "bounded"])
+@pytest.mark.parametrize("mode", list(BOUNDS))
 def test_the_peak_of_every_layer_is_what_the_mode_promises(
-    tiny: ModuleType, mode: str, dtype: torch.dtype, level: str, padded: bool
+    tiny: ModuleType, mode: str, dtype: torch.dtype, padded: bool
 ) -> None:
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask = torch.ones_like(ids)
     if padded:
         mask[1, :300] = 0
-    layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * dtype.itemsize
-    profile = profile_of(tiny, model, "xkv" if mode == "early" else "lookahead", level)
-    cache = profile.cache(model, bounded=2 if mode == "bounded" else None)
+    size = 4 if mode == "matched" else dtype.itemsize  # fitted in float32
+    layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * size
+    profile = profile_of(tiny, model, mode)
+    cache = profile.cache(model, bounded=BOUNDS[mode])
 
     def prefill(cache: Any) -> None:
         model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
@@ -69,8 +79,7 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
         lambda: model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     )
     above = [a - b for a, b in zip(watched.peaks(lambda: prefill(cache)), alone, strict=True)]
-    times = 1 if mode == "early" else 2
-    kept = times * profile.retained_bytes_at(TOKENS) * 2
+    kept = (BOUNDS[mode] or 1) * profile.retained_bytes_at(TOKENS) * 2
     assert max(above) <= kept + layer
 
 
