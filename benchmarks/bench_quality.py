@@ -30,6 +30,7 @@ from quality.picture import STYLES, draw_bytes
 from quality.tables import (
     CELLS_FOLDER,
     DEFAULT,
+    Ratio,
     Row,
     against_best,
     answer_table,
@@ -40,6 +41,7 @@ from quality.tables import (
     position_table,
     read_rows,
     shared_kl,
+    where_peers_are_better,
 )
 
 FOLDER = Path(__file__).resolve().parent
@@ -47,6 +49,7 @@ PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
 CELLS = ("text", "own-answer", "facts-inside", "facts-after", "facts-second-turn")
 DEMO = "smollm2-135m-instruct"
 HALF, TWO_THIRDS = 1 / 2, 2 / 3
+MET, EQUAL, MISSED = "met", "equal", "MISSED"
 
 
 def main() -> int:
@@ -67,9 +70,9 @@ def main() -> int:
         if not rows:
             continue
         print(f"\n{folder.name}, prompts of {asked.context:,} tokens")
-        for said, met in report(rows, folder.name, [share / 100 for share in asked.shares]):
-            print(f"  {'met   ' if met else 'MISSED'}  {said}")
-            missed |= not met
+        for said, verdict in report(rows, folder.name, [share / 100 for share in asked.shares]):
+            print(f"  {verdict:6}  {said}")
+            missed |= verdict == MISSED
     return int(missed)
 
 
@@ -97,8 +100,8 @@ def versions(python: Path) -> str:
     return ", ".join(f"{name} {version}" for name, version in json.loads(ran.stdout))
 
 
-def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tuple[str, bool]]:
-    """Print the tables of a model and draw its picture; what was to be reached."""
+def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tuple[str, str]]:
+    """Print the tables of a model and draw its picture; what was to be reached, and whether."""
     targets = []
     for share in shares:
         some = at_share(rows, share)
@@ -121,7 +124,12 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
             limit = TWO_THIRDS if name == DEFAULT else HALF
             whole = found["mean"]
             said = f"{share:.0%}, {name}: {whole}, target {limit:.2f}, surely below 1"
-            targets.append((said, whole.ratio <= limit and (whole.high or 2.0) < 1))
+            targets.append((said, verdict(whole, limit)))
+            better = where_peers_are_better(some, name, cells)
+            said = (
+                f"{share:.0%}, {name}: a peer surely loses less: {'; '.join(better) or 'nowhere'}"
+            )
+            targets.append((said, MISSED if better else MET))
     shown = shown_in(rows)
     if shown.lines:
         name = "shares.png" if model == DEMO else f"shares-{model}.png"
@@ -131,6 +139,13 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
             note=f"prompts of each kind: {shown.prompts} ({', '.join(shown.cells)})",
         )  # fmt: skip
     return targets
+
+
+def verdict(found: Ratio, limit: float) -> str:
+    """Whether a ratio is within a limit, and surely below 1."""
+    if found.low == found.high == 1.0:
+        return EQUAL
+    return MET if found.ratio <= limit and (found.high or 2.0) < 1 else MISSED
 
 
 def is_full(row: Row) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ SEED = 9
 DEFAULT = "default"
 LEAST_KL = 0.001
 """Nats below which two losses count as equal."""
+LEAST_PROMPTS = 3
+"""Fewer say nothing of where a peer is better."""
 SPARE_BYTES = 1.1
 """A method is compared at a share of the bytes if it takes at most so many times these."""
 
@@ -193,6 +196,28 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     if ours:
         whole = np.sum(ours, axis=0) / np.sum(best, axis=0)
         found["mean"] = ratio_of(whole, min(counts), "the best peer of each cell")
+    return found
+
+
+def where_peers_are_better(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> list[str]:
+    """Where a peer surely loses less than a method: cell, position and peer.
+
+    By the 95% interval of the difference over the prompts that both were put to, at least three.
+    Losses below `LEAST_KL` count as equal.
+    """
+    methods, found = by_method(rows), []
+    peers = [name for name, own in methods.items() if not is_ours(_any(own))]
+    for cell, position, peer in itertools.product(cells, POSITIONS, peers):
+        ours, theirs = methods[mine][cell], methods[peer][cell]
+        both = [(ours[one]["kl"], theirs[one]["kl"]) for one in theirs if one in ours]
+        pairs = [(one[position][0], other[position][0]) for one, other in both]
+        kls = np.array([pair for pair in pairs if None not in pair], dtype=np.float64)
+        if len(kls) < LEAST_PROMPTS:
+            continue
+        (drawn,) = resampled_means([kls])
+        drawn = np.maximum(drawn, LEAST_KL)
+        if np.quantile(drawn[:, 0] - drawn[:, 1], 0.025) > 0:
+            found.append(f"{peer} in {cell} {position}, {len(kls)} prompts")
     return found
 
 

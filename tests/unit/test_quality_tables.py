@@ -26,6 +26,7 @@ from quality.tables import (
     position_table,
     read_rows,
     shared_kl,
+    where_peers_are_better,
 )
 
 CELLS = ("text", "facts-after")
@@ -143,10 +144,22 @@ def test_the_picture_shows_what_all_cells_have_and_says_of_how_many(tmp_path, mo
     assert (shown_in(half).cells, len(shown_in(half).lines)) == (("text",), 3)
     targets = report(some, "a-model", [0.2])
     # of the one prompt that KVzip was put to as well, 0.3 of the best peers' 0.6: no interval
-    assert [met for _, met in targets] == [False]
+    assert [word for _, word in targets] == ["MISSED", "met"]
     surely = against_best(rows(), "default", CELLS)["mean"].high < 1
-    assert [met for _, met in report(rows(), "b-model", [0.2])] == [surely]
+    assert report(rows(), "b-model", [0.2])[0][1] == ("met" if surely else "MISSED")
     assert (tmp_path / "quality" / "shares-a-model.png").stat().st_size > 10_000
+    tiny = [row("text", n, method, 1e-4) for n in (0, 1) for method in ("default", "A")]
+    assert report(tiny, "c-model", [0.2])[0][1] == "equal"
+    assert report(tiny, "c-model", [0.2])[0][0].startswith("20%, default: 1.00 [1.00..1.00]")
+
+
+def test_it_says_at_which_positions_a_peer_is_surely_better():
+    kls = {"default": (0.2, 0.3, 0.4), "A": (0.1, 0.15, 0.2), "B": (0.1, 0.6, 0.2)}
+    some = [row("text", n, name, own[n]) for name, own in kls.items() for n in range(3)]
+    found = where_peers_are_better(some, "default", ("text",))
+    assert found == ["A in text 0-15, 3 prompts", "A in text 16-63, 3 prompts"]
+    assert where_peers_are_better(some, "A", ("text",)) == []
+    assert where_peers_are_better(some[:5], "default", ("text",)) == []  # of two prompts
 
 
 def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
