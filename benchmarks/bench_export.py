@@ -34,7 +34,7 @@ SEED, NEW_TOKENS = 9, 24
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--profile", default="smollm2-135m-instruct-fixed-20")
+    parser.add_argument("--profile", default="smollm2-135m-instruct-bits-20")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--openvino", type=Path)

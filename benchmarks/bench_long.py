@@ -5,8 +5,8 @@
 Prompts of 512 tokens, and what the full cache writes after them (sampled). Each method reads the
 prompt and then the same text, and whenever so many tokens have followed it goes back to as many
 entries: kvalloc with the profile's budgets (`decode_every`), kvpress with a `PrefillDecodingPress`
-whose target is what kvalloc keeps in the mean over heads. KL(full cache || method) of the next
-token, SmolLM2-135M. Between two evictions the text comes in one forward, which is the same as
+whose target takes as many bytes of a 16-bit cache. KL(full cache || method) of the next token,
+SmolLM2-135M. Between two evictions the text comes in one forward, which is the same as
 token by token, and better for presses that score by queries: they find the positions of all of
 them. It runs in the environment that `make peers` makes, where it starts itself again. Some ten
 minutes on two cores.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
 import kvalloc
+from kvalloc.evaluate.caches import bytes_at_16_bits
 from kvalloc.models.loading import load_model
 
 PYTHON = Path(__file__).parent.parent / ".venv-kvpress" / "bin" / "python"
@@ -62,7 +64,7 @@ def main() -> int:
     print(
         f"{arguments.rows} prompts of {PROMPT_TOKENS} tokens, {arguments.tokens} sampled tokens, "
         f"back to the budget every {arguments.every}; entries a KV head after an eviction and at "
-        "most, bytes of K and V over the full cache's at the end, KL in nats a token"
+        "most, bytes over the full cache's at the end, both at 16 bits, KL in nats a token"
     )
     spans = [f"{a}-{b - 1}" for a, b in spans_of(arguments.tokens)]
     print(f"{'':<40}{'entries':>8}{'most':>6}{'bytes':>7}" + "".join(f"{s:>11}" for s in spans))
@@ -77,7 +79,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="long answers within a budget")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--profile", default="smollm2-135m-instruct-loss-20")
+    parser.add_argument("--profile", default="smollm2-135m-instruct-bits-20")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--every", type=int, default=128)
     parser.add_argument("--rows", type=int, default=2)
@@ -153,7 +155,9 @@ def compared(
 ) -> list[dict[str, Any]]:
     """All methods side by side, forward by forward, along one text."""
     every, profile = arguments.every, kvalloc.load_profile(arguments.profile)
-    kept = round(float(profile.budgets_for(PROMPT_TOKENS).mean()))
+    half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
+    share = half.of_16_bits(half.retained_bytes_at(PROMPT_TOKENS), PROMPT_TOKENS)
+    kept = round(share * PROMPT_TOKENS)
     plain = Run("full cache", DynamicCache(), nullcontext_press)
     runs = [Run(f"kvalloc {profile.policy.name}", profile.cache(model, decode_every=every))]
     runs += [peer(name, kept, every) for name in arguments.press]
@@ -168,7 +172,7 @@ def compared(
             run.kept.append(run.entries())
         first += part.shape[1]
         print(f"{first} tokens", file=sys.stderr, flush=True)
-    full_bytes = runs[0].cache.full_bytes
+    full_bytes = bytes_at_16_bits(plain.cache)
     rows = []
     for run in runs:
         losses = torch.cat(run.losses, dim=1)
@@ -178,7 +182,7 @@ def compared(
                 "peer": run.press is not None,
                 "entries": sum(run.kept) / len(run.kept),
                 "most": max(run.kept) + every,
-                "bytes": bytes_of(run.cache) / full_bytes,
+                "bytes": bytes_at_16_bits(run.cache) / full_bytes,
                 "kl": [float(losses[:, a:b].mean()) for a, b in spans_of(arguments.tokens)],
             }
         )
@@ -207,14 +211,6 @@ def peer(name: str, kept: int, every: int) -> Run:
         ),
     )
     return Run(f"kvpress DecodingPress({name})", DynamicCache(), press)
-
-
-def bytes_of(cache: Any) -> int:
-    """Bytes of K and V."""
-    found = getattr(cache, "retained_bytes", None)
-    if found is not None:
-        return int(found)
-    return sum(own.nbytes for layer in cache.layers for own in (layer.keys, layer.values))
 
 
 if __name__ == "__main__":

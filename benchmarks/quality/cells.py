@@ -129,7 +129,7 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
         half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
         share = half.retained_bytes / half.full_bytes
         near = min(shares, key=lambda one: abs(one - share))
-        if abs(near - share) <= 0.1 * (near > 0.3) + 0.02 and fits(profile, model):
+        if abs(near - share) <= 0.02 and fits(profile, model):
             make = CacheMethod(make_cache=lambda one=profile: one.cache(model))
             digest = digest_of(profile)
             short = name.removeprefix(f"{profile.shape.model_id.split('/')[-1].lower()}-")

@@ -1,6 +1,6 @@
 """Put what the quality benchmark measured into budget profiles, and these into profiles/.
 
-    python benchmarks/quality/ship.py tuned-50.json=smollm2-135m-instruct-loss-50 ...
+    python benchmarks/quality/ship.py p.json=smollm2-135m-instruct-bits-20 ...
 
 Each profile gets a row a cell of its own, which must have been measured with just these budgets.
 """
