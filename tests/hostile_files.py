@@ -726,7 +726,7 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
         ),
         "name": Kind(
             files=saved(
-                "name", b"smollm2-135m-instruct-loss-20", b"hf://owner/repo/p.json", b"p.json"
+                "name", b"smollm2-135m-instruct-bits-20", b"hf://owner/repo/p.json", b"p.json"
             ),
             read=read_name,
             change=(changed_name,),

@@ -15,6 +15,7 @@ from factories import (
 
 from kvalloc.cli import inspect
 from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.formats.policy import Policy
 from kvalloc.formats.score_profile import ScoreProfile
 
 ROWS = [
@@ -78,13 +79,23 @@ def test_it_shows_the_evaluation(tmp_path):
     assert "split held-out, seed 7" in said
 
 
-def test_the_evaluation_comes_first_and_strings_of_scorers_when_asked_for():
-    brief, whole = (
-        run("inspect", "smollm2-135m-instruct-loss-20", *more).out for more in ((), ("--verbose",))
+def test_the_evaluation_comes_first_and_strings_of_scorers_when_asked_for(tmp_path):
+    own = Policy(
+        scorer="lookahead", scorer_parameters={"tokens": 5}, sinks=2, window=3, label="lookahead"
     )
+    other = own.replace(scorer_parameters={"tokens": 16}, label="lookahead:tokens=16")
+    make_budget_profile(
+        np.full((2, 2), 20),
+        policy=own.replace(name="attention_matching"),
+        other_policies=(other,),
+        unit_policies=np.array([[0, 1], [1, 0]]),
+        solver_options={"learning_rate": 0.15},
+        evaluation={"settings": {}, "rows": ROWS},
+    ).save(tmp_path / "p.json")
+    brief, whole = (run("inspect", tmp_path / "p.json", *more).out for more in ((), ("--verbose",)))
     for said in (brief, whole):
         assert said.index("KL in nats per token") < said.index("evaluated") < said.index("model ")
-    assert "attention_matching by lookahead, 4 sinks" in brief
+    assert "attention_matching by lookahead, 2 sinks" in brief
     for words in ("lookahead:tokens=16", "learning_rate=0.15", "other policies"):
         assert words in whole
         assert words not in brief

@@ -73,7 +73,7 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
             ["generate", "demo", "--policy", "tvoa", "--budget", "20%", "--prompt", "x"],
             ["nearest is 'tova'"],
         ),
-        (["inspect", "loss-20"], ["nearest is 'smollm2-135m-instruct-loss-20'"]),
+        (["inspect", "bits-10"], ["nearest is 'smollm2-135m-instruct-bits-10'"]),
         (["generate", "demo", "--profile", "loss20", "--prompt", "x"], ["shipped ones: smollm2"]),
         (["generate", "demo", "--full", "--prompt", "x", "--seed", "1"], ["--temperature"]),
         (
@@ -148,8 +148,8 @@ def test_what_ends_a_command_is_one_line(failing, error, code, said):
     [
         ("so", ["solve", "solvers"]),
         ("solve s.safetensors --solver a", ["adaptive_head", "auto"]),
-        ("generate demo --profile smollm2-135m-instruct-f", [
-            "smollm2-135m-instruct-fixed-20", "smollm2-135m-instruct-fixed-50"]),
+        ("generate demo --profile smollm2-135m-instruct-b", [
+            "smollm2-135m-instruct-bits-10", "smollm2-135m-instruct-bits-20"]),
         ("eval demo --tasks needle,pa", ["needle,pairs"]),
         ("eval demo --question se", ["second-turn"]),
         ("profile demo --scorer sn", ["snapkv"]),

@@ -23,15 +23,9 @@ def test_something_ships() -> None:
 def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     profile = kvalloc.load_profile(name)
     assert 0 < profile.retained_bytes < profile.full_bytes
-    if profile.solver == "descent":  # decided on the whole cache's loss: no curves, no bound
-        rows = {(row["task"], row["question"]): row for row in profile.evaluation["rows"]}
-        assert {(task, "inside") for task in ("needle", "pairs", "kl")} <= rows.keys()
-        share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
-        assert all(abs(row["kept_share"] - share) < 0.01 for row in rows.values())
-    else:
-        assert profile.bound is not None
-        assert profile.score_digest
-        assert profile.problem_digest
+    assert profile.bound is not None
+    assert profile.score_digest
+    assert profile.problem_digest
     if profile.bits is not None:  # those that the default takes by itself
         rows = {row["task"]: row for row in profile.evaluation["rows"]}
         cells = {"text", "own-answer", "facts-inside", "facts-after", "facts-second-turn"}
