@@ -25,6 +25,7 @@ SEED = 9
 DEFAULT = "default"
 LEAST_KL = 0.001
 """Nats below which two losses count as equal."""
+ANYWHERE = "at all positions"
 LEAST_PROMPTS = 3
 """Fewer say nothing of where a peer is better."""
 SPARE_BYTES = 1.1
@@ -199,18 +200,26 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     return found
 
 
-def where_peers_are_better(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> list[str]:
-    """Where a peer surely loses less than a method: cell, position and peer.
+def where_peers_are_better(
+    rows: Sequence[Row],
+    mine: str,
+    cells: Sequence[str],
+    positions: Sequence[str] = tuple(POSITIONS),
+) -> list[str]:
+    """Where a peer surely loses less than a method: cell, positions and peer.
 
     By the 95% interval of the difference over the prompts that both were put to, at least three.
     Losses below `LEAST_KL` count as equal.
     """
     methods, found = by_method(rows), []
     peers = [name for name, own in methods.items() if not is_ours(_any(own))]
-    for cell, position, peer in itertools.product(cells, POSITIONS, peers):
+    for cell, position, peer in itertools.product(cells, positions, peers):
         ours, theirs = methods[mine][cell], methods[peer][cell]
-        both = [(ours[one]["kl"], theirs[one]["kl"]) for one in theirs if one in ours]
-        pairs = [(one[position][0], other[position][0]) for one, other in both]
+        both = [(ours[one], theirs[one]) for one in theirs if one in ours]
+        if position in POSITIONS:
+            pairs = [[row["kl"][position][0] for row in pair] for pair in both]
+        else:
+            pairs = [shared_kl(pair) for pair in both]
         kls = np.array([pair for pair in pairs if None not in pair], dtype=np.float64)
         if len(kls) < LEAST_PROMPTS:
             continue

@@ -160,6 +160,8 @@ def test_it_says_at_which_positions_a_peer_is_surely_better():
     assert found == ["A in text 0-15, 3 prompts", "A in text 16-63, 3 prompts"]
     assert where_peers_are_better(some, "A", ("text",)) == []
     assert where_peers_are_better(some[:5], "default", ("text",)) == []  # of two prompts
+    whole = where_peers_are_better(some, "default", ("text",), ["at all positions"])
+    assert whole == ["A in text at all positions, 3 prompts"]
 
 
 def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
