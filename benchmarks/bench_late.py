@@ -1,19 +1,17 @@
-"""Late eviction: what it takes beside a full cache, and what bounded memory loses.
+"""Late eviction, and the default's ways: what they cost beside a full cache, what bounding loses.
 
-    python benchmarks/bench_late.py [--lengths 2048 8192] [--repeats 5] [--profile NAME]
+    python benchmarks/bench_late.py [--lengths 2048 8192] [--repeats 5 2]
 
-With the default's late way at 20% of the bytes, or a profile that waits for tokens after the
-prompt: prefill and 64 greedy tokens over the same with a full cache, in turns; the eviction itself
-(`cache.evict`) over the prefill; K and V bytes held and stored over those of the full cache; and
-KL(full cache || reduced cache) of the 64 tokens after the eviction, for late eviction and for
-eviction bounded to twice the budget first. Then what the default's other ways cost at 20% of the
-bytes. Real text, SmolLM2-135M. Some twenty minutes on two cores.
+With the default's late way at 20% of the bytes: prefill and 64 greedy tokens over the same with a
+full cache, in turns; the eviction itself (`cache.evict`) over the prefill; K and V bytes held and
+stored over those of the full cache. Then what the default's other ways cost; and KL(full cache ||
+reduced cache) of 64 tokens for ways that hold the full cache while a prompt is read, and those for
+bounded memory. Real text, SmolLM2-135M. Some twenty-five minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -26,59 +24,49 @@ from _common import describe_where, ratios, timed_in_turns, where_it_ran
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
-import kvalloc
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
-from kvalloc.online.default import PIECE, Default, Way
+from kvalloc.online.default import AWAITED, PIECE, Default, Way
+from kvalloc.shape import ModelShape
 
 NEW, SHARE = 64, 0.2
 TARGETS: dict[Way, float] = {"decided": 1.15, "surrogate": 1.15, "twice": 2.5, "early": 1.10}
 """What a prefill may cost over a plain one."""
+PAIRS: list[tuple[tuple[Way, bool], tuple[Way, bool]]] = [
+    (("surrogate", True), ("decided", True)),
+    (("surrogate", True), ("early", True)),
+    (("late", False), ("early", False)),
+]
+"""Ways that hold the full cache, and what is done in bounded memory; where nothing was measured of
+the model, votes choose and no surrogate."""
 
 
 def main() -> int:
     arguments = parse_arguments()
     loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    named, shape = arguments.profile, shape_of(loaded.model, model_id=loaded.model_id)
-    late = Default(share=SHARE).profile(shape, None, "late")
-    profile = late if named is None else kvalloc.load_profile(named)
+    profile = Default(share=SHARE).profile(shape_of(loaded.model), None, "late")
     ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
     where = where_it_ran("kvalloc", "torch", "transformers")
-    rows = [
-        speed(loaded.model, profile, ids[:, :length], arguments.repeats)
-        for length in arguments.lengths
-    ]
-    losses = harm(loaded.model, profile, ids, arguments)
-    if arguments.json:
-        print(json.dumps({"speed": rows, "kl": losses, "where": where}, indent=1))
-        return 0
     print(describe_where(where))
-    print(f"{named or f'{SHARE:.0%} of the bytes by default, late'}, {arguments.dtype}")
-    for row in rows:
-        print(describe(row))
-    for length in arguments.lengths:
-        for line in default_ways(loaded, ids[:, :length], arguments.repeats):
+    print(f"{SHARE:.0%} of the bytes, {arguments.dtype}")
+    for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
+        print(describe(speed(loaded.model, profile, ids[:, :length], repeats)), flush=True)
+        for line in default_ways(loaded, ids[:, :length], repeats):
             print(line, flush=True)
-    print(
-        f"KL of {NEW} tokens after the eviction, {arguments.samples} texts of "
-        f"{arguments.kl_tokens} tokens: late {losses['late']:.5f}, bounded to twice the budget "
-        f"{losses['bounded']:.5f} nats a token, {losses['bounded'] / losses['late']:.2f}x "
-        f"(text by text {min(losses['ratios']):.2f} to {max(losses['ratios']):.2f})"
-    )
+    for line in harm(loaded, ids, arguments):
+        print(line)
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="late eviction, against a full cache")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--profile", help="one that waits; the default's late way without it")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, nargs="+", default=[5, 2], help="of each length")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--kl-tokens", type=int, default=1000)
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
@@ -129,26 +117,20 @@ def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str
 
 
 def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterator[str]:
-    """What a prompt and 64 tokens cost by each way of the default, over a full cache."""
+    """What a prompt, and 64 tokens after it, cost by each way of the default, over a full cache."""
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
     limit = context_limit(model) or ids.shape[1] + PIECE
     ids = ids[:, : limit - PIECE - NEW]  # room for the second read
-    default, make = Default(share=SHARE), {"full": lambda: full(model)}
-    for way in TARGETS:
-        _, shipped = default.decided(shape, ids.shape[1])
-        if way != "decided" or shipped is None:
-            shipped = default.profile(shape, ids.shape[1], way)
-        make[way] = partial(shipped.cache, model)
-    runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
-    seconds = timed_in_turns(runs, repeats=repeats)
-    alone = {
-        f"{name}, prefill": (lambda new=new: written(model, new(), ids, 0))
-        for name, new in make.items()
-    }
-    seconds |= timed_in_turns(alone, repeats=repeats)
+    make = {"full": lambda: full(model)}
+    make |= {way: partial(cache_of, model, shape, ids.shape[1], way) for way in TARGETS}
+    prefills: dict[str, list[float]] = {way: [] for way in make}
+    runs = {way: partial(read_and_written, model, new, ids, prefills[way])
+            for way, new in make.items()}  # fmt: skip
+    warm_up = int(repeats > 2)
+    seconds = timed_in_turns(runs, repeats=repeats, warm_up=warm_up)
+    prefills = {way: own[warm_up:] for way, own in prefills.items()}
     for way, target in TARGETS.items():
-        found = ratios(seconds, way, "full")
-        prefill = ratios(seconds, f"{way}, prefill", "full, prefill")
+        found, prefill = ratios(seconds, way, "full"), ratios(prefills, way, "full")
         yield (
             f"{ids.shape[1]:>5} tokens, {SHARE:.0%} of the bytes by default, {way}: prefill over a "
             f"plain one {prefill['ratio']:.3f} [{prefill['ratio_quartile_1']:.3f}, "
@@ -157,38 +139,65 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
         )
 
 
+def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: bool = True) -> Any:
+    """A cache as the default makes it for a way; without what was measured of the model or with."""
+    default = (Default if measured else NothingMeasured)(share=SHARE)
+    _, shipped = default.decided(shape, tokens)
+    if way == "decided":
+        assert shipped is not None, "no decision ships for this model"
+        return shipped.cache(model)
+    return default.profile(shape, tokens, way).cache(model, bounded=1 if way == "early" else None)
+
+
+class NothingMeasured(Default):
+    """The default for a model that no surrogate was fitted to."""
+
+    def surrogate_of(self, shape: ModelShape) -> None:
+        """None."""
+
+
 @torch.inference_mode()
-def harm(
-    model: Any, profile: Any, ids: torch.Tensor, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """KL along what the full cache writes, after the tokens that are waited for."""
-    found: dict[str, list[float]] = {"late": [], "bounded": []}
+def read_and_written(model: Any, make: Any, ids: torch.Tensor, prefills: list[float]) -> None:
+    """A prompt and 64 greedy tokens; what the prompt took is noted."""
+    cache, begun = make(), time.perf_counter()
+    out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    prefills.append(time.perf_counter() - begun)
+    written(model, cache, out, NEW - 1)
+
+
+@torch.inference_mode()
+def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> Iterator[str]:
+    """KL along what the full cache writes, after the tokens that some ways wait for."""
+    model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
+    found: dict[tuple[Way, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
     for place in range(arguments.samples):
         first = place * arguments.kl_tokens
         prompt = ids[:, first : first + arguments.kl_tokens]
-        waits = profile.cache(model)
-        model(input_ids=prompt, past_key_values=waits, logits_to_keep=1)
-        awaited = waits.awaited_tokens
-        answer, _ = written(model, full(model), prompt, awaited + NEW)
-        head, tail = answer[:, :awaited], answer[:, awaited:]
-        plain, logits = full(model), {}
-        for name, cache in (
-            ("full", plain),
-            ("late", profile.cache(model)),
-            ("bounded", profile.cache(model, bounded=2)),
-        ):
-            model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
-            model(input_ids=head, past_key_values=cache, logits_to_keep=1)
-            said = model(input_ids=tail, past_key_values=cache).logits[0]
-            logits[name] = said.float().log_softmax(-1)
-        for name, own in found.items():
-            terms = logits["full"].exp() * (logits["full"] - logits[name])
+        answer, _ = written(model, full(model), prompt, AWAITED + NEW)
+        head, tail = answer[:, :AWAITED], answer[:, AWAITED:]
+
+        def logits(cache: Any, *parts: torch.Tensor) -> torch.Tensor:
+            for part in parts[:-1]:
+                model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+            said = model(input_ids=parts[-1], past_key_values=cache).logits[0]
+            return said.float().log_softmax(-1)
+
+        plain = logits(full(model), prompt, head, tail)
+        for (way, measured), own in found.items():
+            cache = cache_of(model, shape, prompt.shape[1], way, measured=measured)
+            terms = plain.exp() * (plain - logits(cache, prompt, head, tail))
             own.append(float(terms.sum(-1).mean()))
-    return {
-        "late": float(np.mean(found["late"])),
-        "bounded": float(np.mean(found["bounded"])),
-        "ratios": [b / a for a, b in zip(found["late"], found["bounded"], strict=True)],
-    }
+    for held, bounded in PAIRS:
+        pair = np.array([found[held], found[bounded]])
+        late, early = pair.mean(axis=1)
+        drawn = pair[:, np.random.default_rng(0).integers(0, pair.shape[1], (2000, pair.shape[1]))]
+        low, high = np.quantile(drawn[1].mean(axis=1) / drawn[0].mean(axis=1), (0.025, 0.975))
+        yield (
+            f"KL of {NEW} tokens after {AWAITED}, {arguments.samples} texts of "
+            f"{arguments.kl_tokens} tokens: {held[0]} {late:.5f}, in bounded memory "
+            f"{bounded[0]} {early:.5f} nats a token, {early / late:.2f} times "
+            f"[{low:.2f}, {high:.2f}] (target 1.5)"
+        )
 
 
 def describe(row: dict[str, Any]) -> str:
