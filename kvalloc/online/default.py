@@ -68,8 +68,8 @@ measured losses; a surrogate, a second read, or the prompt's last tokens with th
 follow it; or, layer by layer, the surrogate or the prompt's last tokens alone."""
 
 COSTS: dict[Way, float] = {
-    "decided": 1.2,
-    "surrogate": 1.2,
+    "decided": 1.15,
+    "surrogate": 1.15,
     "twice": 2.5,
     "late": 1.1,
     "early": 1.1,
