@@ -510,14 +510,17 @@ class Prompt:
 
     def _holds(self, step: Step) -> bool:
         """Whether a forward is of a prompt that is held."""
-        holds = self.plan.holds_chunks if self._in_chunks else self.plan.holds
-        return holds and not step.follows
+        return self._is_held and not step.follows
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the prompt is held whole until it is complete, or longer."""
+        return self.plan.holds_chunks if self._in_chunks else self.plan.holds
 
     @property
     def _evicts_late(self) -> bool:
         """Whether anything of the prompt goes when it is complete, and not while it is read."""
-        holds = self.plan.holds_chunks if self._in_chunks else self.plan.holds
-        return holds or self.plan.bounded is not None
+        return self._is_held or self.plan.bounded is not None
 
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
         ids = arguments.get("input_ids")
