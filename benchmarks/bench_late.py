@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import AWAITED, PIECE, Default, Way
+from kvalloc.prompts.intervals import resampled_means
 from kvalloc.shape import ModelShape
 
 NEW, SHARE = 64, 0.2
@@ -190,8 +191,8 @@ def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) 
     for held, bounded in PAIRS:
         pair = np.array([found[held], found[bounded]])
         late, early = pair.mean(axis=1)
-        drawn = pair[:, np.random.default_rng(0).integers(0, pair.shape[1], (2000, pair.shape[1]))]
-        low, high = np.quantile(drawn[1].mean(axis=1) / drawn[0].mean(axis=1), (0.025, 0.975))
+        (drawn,) = resampled_means([pair.T])
+        low, high = np.quantile(drawn[:, 1] / drawn[:, 0], (0.025, 0.975))
         yield (
             f"KL of {NEW} tokens after {AWAITED}, {arguments.samples} texts of "
             f"{arguments.kl_tokens} tokens: {held[0]} {late:.5f}, in bounded memory "

@@ -371,7 +371,7 @@ class Eviction:
             has fewer than another has -inf at its end.
         """
         who = self._who
-        assert isinstance(who, Score | Weighted)  # `budget_fault` refuses others
+        assert isinstance(who, Score | Weighted)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             own, _ = self._candidates(layer, states, part)
