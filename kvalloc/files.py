@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,14 +26,30 @@ _RANDOM, ENDING = 8, ".tmp"
 """Characters by chance in the name of what is temporary, and its end."""
 
 
+_SPECIAL = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+"""What is not a plain file."""
+
+
 @contextmanager
-def atomic_write(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
     """Give a temporary path in the target's folder and move it over the target on success.
+
+    A link is written through. Only a plain file is replaced: a FIFO or device stays what it is,
+    and gets the finished content in one go.
 
     Parameters
     ----------
     path : str or Path
         Where the finished file shall stand.
+    stream : bool
+        Whether the format can be read from a stream, so that a FIFO or device may take it. Opening
+        a FIFO waits for its reader.
 
     Yields
     ------
@@ -43,13 +60,19 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     Raises
     ------
     InputError
-        If the folder does not exist or cannot be written to, or writing fails.
+        As `check_writable`, or if writing fails.
     """
-    target = Path(path)
-    check_writable(target)
+    check_writable(path, stream=stream)
+    target = _destination(path)
+    special = _mode(path) != stat.S_IFREG
+    folder = Path(tempfile.gettempdir()) if special else target.parent
     try:
-        with temporary_beside(target.parent, f".{target.name}.") as temporary:
+        with temporary_beside(folder, f".{target.name}.") as temporary:
             yield temporary
+            if special:
+                with open(temporary, "rb") as whole, open(path, "wb") as into:
+                    shutil.copyfileobj(whole, into)
+                return
             with open(temporary, "r+b") as written:  # Windows flushes what is open for writing only
                 os.fsync(written.fileno())
             # mkstemp makes private files; a profile should be as readable as any other output
@@ -58,7 +81,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
             os.chmod(temporary, 0o666 & ~mask)
             os.replace(temporary, target)
     except OSError as error:  # a full disk, a file system that turned read-only
-        raise InputError(f"cannot write {target}: {error.strerror or error}") from error
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -81,12 +104,13 @@ def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iter
     ------
     Path
     """
-    size = len(prefix) + _RANDOM + len(ENDING)
+    size, kind = len(prefix) + _RANDOM + len(ENDING), stat.S_IFDIR if folder else stat.S_IFREG
     beside: list[str] = []
     with suppress(OSError):  # a folder that may be written to and not read
         beside = os.listdir(parent)
     for name in beside:
-        if len(name) == size and name.startswith(prefix) and name.endswith(ENDING):
+        ours = len(name) == size and name.startswith(prefix) and name.endswith(ENDING)
+        if ours and _mode(parent / name, follow_links=False) == kind:
             with _lock(parent / name, wait=False) as locked:
                 if locked:
                     _remove(parent / name)
@@ -133,23 +157,63 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_writable(path: str | Path) -> None:
+def check_writable(path: str | Path, *, stream: bool = False) -> None:
     """Raise before hours of work are spent on an output that cannot be written.
+
+    Parameters
+    ----------
+    path : str or Path
+    stream : bool
+        Whether a FIFO or device will do, see `atomic_write`.
 
     Raises
     ------
     InputError
-        If the folder of ``path`` is missing or read-only, or ``path`` is a folder.
+        If the folder of ``path``, or of what a link leads to, is missing or read-only, or ``path``
+        is a folder or anything else that is not a plain file.
     """
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"cannot write {target}: it is a folder; name a file in it")
-    if not target.parent.is_dir():
+    try:
+        mode = _mode(path)
+    except OSError as error:  # a link that leads to itself
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    if mode == stat.S_IFDIR:
+        raise InputError(f"cannot write {path}: it is a folder; name a file in it")
+    if mode != stat.S_IFREG:
+        if not (stream and mode in (stat.S_IFIFO, stat.S_IFCHR)):
+            raise InputError(
+                f"cannot write {path}: it is {_SPECIAL.get(mode, 'special')}, expected a plain "
+                "file; name another one"
+            )
+        if not os.access(path, os.W_OK):
+            raise InputError(f"cannot write {path}: no permission")
+        return
+    folder = _destination(path).parent
+    if not folder.is_dir():
         raise InputError(
-            f"cannot write {target}: the folder {target.parent} does not exist; create it first"
+            f"cannot write {path}: the folder {folder} does not exist; create it first"
         )
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(f"cannot write {target}: no permission in the folder {target.parent}")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write {path}: no permission in the folder {folder}")
+
+
+def _mode(path: str | Path, *, follow_links: bool = True) -> int:
+    """Return what a path is, one of `_SPECIAL`, or a plain file, as it becomes where it is none."""
+    try:
+        return stat.S_IFMT(os.stat(path, follow_symlinks=follow_links).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return stat.S_IFREG
+
+
+def _destination(path: str | Path) -> Path:
+    """Return the file that is written: the one that a link leads to."""
+    return Path(os.path.realpath(path) if os.path.islink(path) else path)
+
+
+def delete_file(path: Path) -> None:
+    """Delete a plain file, if it is there; a link or anything else stays."""
+    if _mode(path, follow_links=False) == stat.S_IFREG:
+        with suppress(OSError):
+            path.unlink()
 
 
 def near_file(path: str | Path) -> str:

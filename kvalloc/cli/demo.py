@@ -210,6 +210,7 @@ class _Demo:
         self, loaded: LoadedModel, questions: Questions, share: float
     ) -> tuple[list[Asked], dict[str, Rule]]:
         from kvalloc.evaluate.showcase import LOSS, NO_TIME, loss_rules, profile_losses
+        from kvalloc.files import delete_file
         from kvalloc.online.default import Default
         from kvalloc.report.showcase import summary_table
 
@@ -225,7 +226,7 @@ class _Demo:
                 **self.much.loss_plan,
             )
         if losses is None:
-            (self.folder / LOSSES).unlink(missing_ok=True)  # of an earlier run
+            delete_file(self.folder / LOSSES)  # of an earlier run
             self.text(f"Losses are not measured: {NO_TIME}; see --time-limit.")
             return [], {}
         losses.save(self.folder / LOSSES)
@@ -276,7 +277,7 @@ class _Demo:
         from kvalloc.report.showcase import lessons, save_picture
 
         record = json_text(experiment.record(decisions))
-        with atomic_write(self.folder / RESULTS) as temporary:
+        with atomic_write(self.folder / RESULTS, stream=True) as temporary:
             temporary.write_text(record + "\n", "utf-8")
         save_picture(self.folder / PICTURE, scores, decisions, experiment)
         self.lines("", "6. What this shows")

@@ -155,7 +155,7 @@ def eval(model: str, **given: Any) -> None:
     require_run_packages()
     asked: dict[str, Any] = {**DEFAULTS, **given}
     if "output" in asked:
-        check_writable(asked["output"])
+        check_writable(asked["output"], stream=True)
     profiles = _profiles(asked)
     files = _files(asked["profile"]) if "into_profile" in asked else {}
     peers = read_peers(asked["peer"], profiles.values())

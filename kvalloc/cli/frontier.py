@@ -99,7 +99,7 @@ def _check_picture(png: Path | None) -> None:
     if png is not None:
         if png.suffix.lower() != ".png":
             raise InputError(f"--png {png} has another ending than .png; the picture is a PNG")
-        check_writable(png)
+        check_writable(png, stream=True)
 
 
 def _plain(point: FrontierPoint) -> dict[str, Any]:

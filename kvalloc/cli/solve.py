@@ -256,7 +256,7 @@ def _check_output(output: Path | None, scores: Path) -> None:
         return
     if output.exists() and scores.exists() and output.samefile(scores):
         raise InputError(f"-o {output} would overwrite the score profile; name another file")
-    check_writable(output)
+    check_writable(output, stream=True)
 
 
 def _decision(decided: BudgetProfile) -> dict[str, Any]:

@@ -378,7 +378,7 @@ class JsonRecord(FileRecord):
         text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
         for numbers, on_one_line in _ON_ONE_LINE.items():
             text = re.sub(numbers, on_one_line, text)
-        with atomic_write(path) as temporary:
+        with atomic_write(path, stream=True) as temporary:
             temporary.write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod

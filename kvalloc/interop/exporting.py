@@ -73,7 +73,7 @@ def export(
     """
     target = export_target(to)
     if target.suffix:
-        check_writable(output)
+        check_writable(output, stream=True)
     if context is not None:
         profile = at_length(profile, context, fixed="one-length" in target.restrictions)
     left = restrict(profile, target, accept)

@@ -244,7 +244,7 @@ def write_text(path: Path, text: str) -> None:
     InputError
         If it cannot be written.
     """
-    with atomic_write(path) as temporary:
+    with atomic_write(path, stream=True) as temporary:
         temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, one_line, option
-from kvalloc.files import ENDING, atomic_write, check_writable
+from kvalloc.files import ENDING, atomic_write, check_writable, delete_file
 from kvalloc.formats.record import digest_over
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_FORMAT = 3
+_KIND, _FORMAT = "kvalloc.unfinished", 4
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _PIECE = ".safetensors"
@@ -47,13 +47,16 @@ class Checkpoint:
     ------
     InputError
         On entering: if another process works in the folder, it holds finished pieces and `resume`
-        is False or they are of another job, or it cannot be written to. Nothing is changed then.
+        is False or they are of another job, or it is a link, holds what kvalloc did not put there,
+        or cannot be written to. Nothing is changed then.
     """
 
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
         check_writable(output)
         self.output, self.folder = Path(output), checkpoint_folder(output)
-        self._job: dict[str, Any] = json.loads(json.dumps({**job, "format": _FORMAT}))
+        self._job: dict[str, Any] = json.loads(
+            json.dumps({**job, "kind": _KIND, "format": _FORMAT})
+        )
         self._resume = resume
 
     def __enter__(self) -> Self:
@@ -86,8 +89,8 @@ class Checkpoint:
         """Delete a folder without pieces, its lock last: nobody enters before all is gone."""
         if not _holds_pieces(self.folder):
             self._clear()
+            delete_file(self.folder / _LOCK)
             with suppress(OSError):
-                (self.folder / _LOCK).unlink()
                 self.folder.rmdir()
         self._lock.release()
 
@@ -95,8 +98,7 @@ class Checkpoint:
         """Delete everything of ours but the lock."""
         for ours in (f"*{_PIECE}", f".*{ENDING}", _MANIFEST):
             for file in self.folder.glob(ours):
-                with suppress(OSError):
-                    file.unlink()
+                delete_file(file)
 
     def save(
         self, name: str, arrays: Mapping[str, Array], values: Mapping[str, Any] | None = None
@@ -156,7 +158,7 @@ class Checkpoint:
     def finish(self) -> None:
         """Delete all pieces: the job is done, and its result is saved."""
         for file in self.folder.glob(f"*{_PIECE}"):
-            file.unlink()
+            delete_file(file)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}{_PIECE}"
@@ -166,17 +168,12 @@ class Checkpoint:
         manifest = self.folder / _MANIFEST
         with suppress(OSError):  # for whoever is refused; a full disk is no reason to stop
             (self.folder / _LOCK).write_text(str(os.getpid()), encoding="ascii")
-        if not (manifest.exists() and _holds_pieces(self.folder)):
-            self._clear()  # pieces without a manifest are of an unknown job
+        if not _holds_pieces(self.folder):
+            self._clear()
             with atomic_write(manifest) as temporary:
                 temporary.write_text(json.dumps(self._job, indent=1), encoding="utf-8")
             return
-        try:
-            begun = dict(json.loads(manifest.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise InputError(
-                f"{manifest} cannot be read; delete the folder to start over"
-            ) from error
+        begun = _begun(self.folder)
         for field in sorted({*begun, *self._job}):
             before, now = begun.get(field), self._job.get(field)
             if before != now:
@@ -231,6 +228,8 @@ def check_output(output: str | Path, *, resume: bool) -> None:
 
 
 def _check_unfinished(folder: Path, *, resume: bool) -> None:
+    if folder.is_symlink() or folder.exists():
+        _check_made_here(folder)
     if (folder / _LOCK).exists():
         _locked(folder).release()
     if not resume and _holds_pieces(folder):
@@ -238,6 +237,30 @@ def _check_unfinished(folder: Path, *, resume: bool) -> None:
             f"{folder} holds unfinished work; go on with {option('resume', True)}, or delete the "
             "folder to start over"
         )
+
+
+def _check_made_here(folder: Path) -> None:
+    """Refuse a folder of finished work that kvalloc did not make: its files are deleted later."""
+    fault = "is a link" if folder.is_symlink() else "" if folder.is_dir() else "is no folder"
+    if not fault:
+        before = _begun(folder)  # read twice: another process may be making or deleting it
+        ours = {_LOCK, *(file.name for file in folder.glob(f".*{ENDING}"))}
+        others = [one.name for one in folder.glob("*") if one.is_symlink() or one.name not in ours]
+        if others and _KIND not in (before.get("kind"), _begun(folder).get("kind")):
+            fault = f"holds {one_line(min(others), 60)}, but no manifest of kvalloc"
+    if fault:
+        raise InputError(
+            f"{folder} {fault}, expected a folder that kvalloc made for finished work; move it "
+            "away, or write to another file"
+        )
+
+
+def _begun(folder: Path) -> dict[str, Any]:
+    """Return what a folder's manifest says; empty where it cannot be read."""
+    try:
+        return dict(json.loads((folder / _MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def _holds_pieces(folder: Path) -> bool:

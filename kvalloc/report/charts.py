@@ -526,7 +526,7 @@ def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
         drawn = vl_convert.vegalite_to_svg(whole).encode()
     else:
         raise InputError(f"{path} has another ending than .png and .svg; a picture is one of them")
-    with atomic_write(path) as temporary:
+    with atomic_write(path, stream=True) as temporary:
         temporary.write_bytes(drawn)
 
 

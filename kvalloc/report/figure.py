@@ -57,7 +57,7 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
     ProfileFileError
         If a file is damaged or of another kind.
     """
-    check_writable(output)
+    check_writable(output, stream=True)
     material = Material.read(files)
     drawers = {
         "budgets": _budgets,

@@ -62,9 +62,9 @@ def write_report(files: Sequence[str | Path], output: str | Path) -> None:
     """
     if Path(output).suffix.lower() not in (".html", ".htm"):
         raise InputError(f"{output} has another ending than .html; the page is one")
-    check_writable(output)
+    check_writable(output, stream=True)
     text = page(Material.read(files))
-    with atomic_write(output) as temporary:
+    with atomic_write(output, stream=True) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

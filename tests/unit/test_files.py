@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_tools import files_in, full_disk
-from factories import make_scores
+from cli_tools import files_in, full_disk, run
+from factories import make_budget_profile, make_evaluation, make_row, make_scores
 
 from kvalloc import files
 from kvalloc.errors import InputError
+from kvalloc.formats.merging import merge
+from kvalloc.interop.exporting import export
 from kvalloc.measure.checkpoint import Checkpoint
+from kvalloc.report.figure import plot
+from kvalloc.report.page import write_report
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -188,6 +195,149 @@ def test_a_disk_that_is_read_only(small_disk: Path) -> None:
     with pytest.raises(InputError, match="cannot write"):
         Checkpoint(small_disk / "s.safetensors", {}, resume=False)
     assert files_in(small_disk) == {"s.json": b"before"}
+
+
+STREAMS = (
+    *("budget profile", "evaluation", "report.html", "picture.png", "picture.svg"),
+    *("csv", "solve", "report", "plot", "frontier.png", "export"),
+)
+PLAIN = "score profile", "merge", "parquet", "lu-kv", "export to parquet"
+
+
+def writer(name: str, folder: Path) -> Callable[[Path], object]:
+    """What writes a file: a function, or a command and what goes wrong with it."""
+    scores, decided = make_scores(), make_budget_profile([[10, 17], [12, 12], [9, 30]])
+    folder.mkdir()
+    scores.save(s := folder / "s.safetensors")
+    decided.save(p := folder / "p.json")
+    parts = [folder / f"part-{place}" for place in range(2)]
+    for place, part in enumerate(parts):
+        of_samples = ("curves", "masses", "sample_tokens")
+        own: dict[str, np.ndarray] = {one: getattr(scores, one)[[place]] for one in of_samples}
+        shards = np.eye(2, dtype=np.int64)[place]
+        scores.replace(**own, shards=shards, sample_places=np.array([place])).save(part)
+
+    def command(*arguments: object, option: str = "-o") -> Callable[[Path], None]:
+        def write(output: Path) -> None:
+            ran = run(*arguments, option, output)
+            if ran.code:
+                raise InputError(ran.err)
+
+        return write
+
+    known: dict[str, Callable[[Path], object]] = {
+        "budget profile": decided.save,
+        "evaluation": make_evaluation(make_row()).save,
+        "score profile": scores.save,
+        "report.html": partial(write_report, [s, p]),
+        "picture.png": partial(plot, [p]),
+        "picture.svg": partial(plot, [p]),
+        "merge": partial(merge, parts),
+        "solve": command("solve", s, "--budget", "50%", "--solver", "greedy"),
+        "report": command("report", p),
+        "plot": command("plot", p),
+        "frontier.png": command("frontier", s, option="--png"),
+        "export": command("export", p, "--to", "csv"),
+        "export to parquet": command("export", p, "--to", "parquet"),
+    }
+    return known.get(name) or partial(export, decided, name)
+
+
+def output_of(name: str, folder: Path) -> Path:
+    """Where it writes, with the ending that it wants."""
+    ending = {"report": ".html", "plot": ".png"}.get(name, Path(name).suffix)
+    return folder / f"output{ending}"
+
+
+@pytest.mark.parametrize("name", [*STREAMS, *PLAIN])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_written_through(tmp_path: Path, name: str, there: bool) -> None:
+    write, link = writer(name, tmp_path / "of"), output_of(name, tmp_path)
+    target = tmp_path / "elsewhere" / "file"
+    target.parent.mkdir()
+    if there:
+        target.write_text("before")
+    link.symlink_to(Path("elsewhere") / "file")
+    write(link)
+    assert link.is_symlink()
+    assert link.samefile(target)
+    assert len(target.read_bytes()) > 10
+    assert {*os.listdir(tmp_path)} == {"of", "elsewhere", link.name}
+    assert os.listdir(target.parent) == ["file"]
+
+
+def special_file(path: Path, kind: int) -> int:
+    """Make a FIFO, a device or a socket; a FIFO where this user may not make the others."""
+    try:
+        os.mknod(path, kind | 0o666, os.makedev(1, 3))  # the number of the null device
+        open(path, "wb").close() if kind == stat.S_IFCHR else None  # not on every file system
+    except OSError:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    return path.lstat().st_mode
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_read_as_a_stream_is_written_into_a_fifo(tmp_path: Path, name: str) -> None:
+    write, fifo = writer(name, tmp_path / "of"), output_of(name, tmp_path)
+    write(fifo)
+    whole, found = fifo.read_bytes(), []
+    fifo.unlink()
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: found.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    write(fifo)
+    reader.join(60)
+    assert stat.S_ISFIFO(fifo.lstat().st_mode)
+    assert [len(one) for one in found] == [len(whole)]
+    assert {*os.listdir(tmp_path)} == {"of", fifo.name}
+
+
+def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    mode = special_file(path, stat.S_IFCHR)
+    reader = threading.Thread(target=path.read_bytes, daemon=True)
+    reader.start()
+    make_budget_profile([[10, 17]]).save(path)
+    reader.join(60)
+    assert path.lstat().st_mode == mode
+    assert os.listdir(tmp_path) == ["p.json"]
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFSOCK])
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_needs_a_plain_file_refuses_any_other(tmp_path: Path, name: str, kind: int) -> None:
+    write, path, link = writer(name, tmp_path / "of"), tmp_path / "s", tmp_path / "link"
+    mode = special_file(path, kind)
+    link.symlink_to(path)
+    for output in (path, link):
+        with pytest.raises(InputError, match=r"cannot write .*: it is a \w+.*, expected a plain"):
+            write(output)
+    assert path.lstat().st_mode == mode
+    assert {*os.listdir(tmp_path)} == {"of", "s", "link"}
+
+
+@pytest.mark.parametrize("name", ["budget profile", "score profile", "solve"])
+def test_a_link_that_leads_nowhere(tmp_path: Path, name: str) -> None:
+    write, link = writer(name, tmp_path / "of"), tmp_path / "link"
+    for target, said in (("link", "symbolic links"), ("no/file", "folder .*no does not exist")):
+        link.symlink_to(target)
+        with pytest.raises(InputError, match=rf"cannot write .*link: .*{said}"):
+            write(link)
+        assert link.is_symlink()
+        link.unlink()
+
+
+def test_what_only_looks_temporary_stays(tmp_path: Path) -> None:
+    """A folder, a link and a FIFO under names that files that are being written have."""
+    names = [f".x.{number:08}.tmp" for number in range(3)]
+    (tmp_path / names[0]).mkdir()
+    (tmp_path / names[1]).symlink_to("elsewhere")
+    os.mkfifo(tmp_path / names[2])
+    with files.atomic_write(tmp_path / "x") as temporary:
+        temporary.write_text("whole")
+    files.delete_file(tmp_path / names[1])
+    assert {*os.listdir(tmp_path)} == {"x", *names}
 
 
 def test_a_clock_that_goes_backwards_changes_nothing(tmp_path: Path) -> None:
