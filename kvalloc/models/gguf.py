@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError, one_line
+from kvalloc.errors import (
+    InputError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    one_line,
+    require,
+)
 from kvalloc.files import cache_folder, temporary_beside
 from kvalloc.models.quiet import quiet_transformers
 
@@ -53,7 +58,7 @@ def converted_folder(
     InputError
         If the file is not GGUF, or the cache folder cannot be written to.
     MissingDependencyError
-        If transformers is too old to read the file, or its reader is missing.
+        If transformers is too old to read the file, or what reads it is missing.
     UnsupportedModelError
         If transformers cannot read this model.
     """
@@ -74,6 +79,7 @@ def converted_folder(
             f"load {file.name} once with transformers {_OLDEST_READER} or newer: "
             f"pip install 'transformers>={_OLDEST_READER}'"
         )
+    require("reading a .gguf file", "gguf", "accelerate", extra="run")
     if notify is not None:
         notify(f"unpacking {file.name} once into {base}; this takes about half a minute")
     return _convert(file, base / f"{file.stem}-{key}-{transformers.__version__}", dtype)
@@ -111,11 +117,6 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
 
 
 def _unpack(file: Path, folder: Path, dtype: str) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(
-            "reading a .gguf file needs the package gguf, which is not installed: "
-            "pip install 'kvalloc[run]'"
-        )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -18,6 +18,7 @@ from kvalloc.errors import (
     nearest,
     no_such,
     one_line,
+    require,
 )
 from kvalloc.files import near_file
 from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
@@ -131,11 +132,7 @@ def load_model(
     if attention is not None:
         options["attn_implementation"] = attention
     if device == "auto":
-        if importlib.util.find_spec("accelerate") is None:
-            raise MissingDependencyError(
-                "spreading a model over devices needs accelerate, which is not installed: "
-                "pip install accelerate"
-            )
+        require("spreading a model over devices", "accelerate", extra="run")
         options["device_map"] = device
     folder, model_id, converted = _locate(str(source), dtype, notify)
     with quiet_transformers():
@@ -210,12 +207,7 @@ def require_run_packages() -> None:
     MissingDependencyError
         Names the package and the command that installs it.
     """
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"running a model needs {package}, which is not installed: "
-                "pip install 'kvalloc[run]'"
-            )
+    require("running a model", "torch", "transformers", extra="run")
 
 
 def demo_file() -> Path | None:

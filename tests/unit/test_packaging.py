@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvalloc
+from kvalloc.cli.doctor import RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("solvers", "profiles")
@@ -50,6 +52,12 @@ def test_every_package_is_listed(project: dict[str, Any]) -> None:
 
 def test_installed_version_is_this_tree() -> None:
     assert version("kvalloc") == kvalloc.__version__
+
+
+def test_doctor_looks_at_all_that_running_a_model_needs(project: dict[str, Any]) -> None:
+    wanted = project["project"]["optional-dependencies"]["run"]
+    assert {Requirement(text).name for text in wanted} == set(RUN)
+    assert {"accelerate", "gguf"} < set(RUN)  # without which no .gguf file is read
 
 
 @pytest.mark.parametrize("name", LINKED)

@@ -1,5 +1,6 @@
 """Where models come from, and their sizes."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -232,6 +233,18 @@ class TestGgufCache:
             (folder / "config.json").write_text("{}")
 
         monkeypatch.setattr(gguf_cache, "_unpack", unpack)
+
+    @pytest.mark.parametrize("package", ["gguf", "accelerate"])
+    def test_what_reads_it_is_looked_for_before_it_is_unpacked(self, monkeypatch, package):
+        find = importlib.util.find_spec
+        monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == package else find(n))
+        notes = []
+        with pytest.raises(MissingDependencyError) as caught:
+            gguf_cache.converted_folder(self.file, "float32", notify=notes.append)
+        assert f"needs {package}, which is not installed: pip install 'kvalloc[run]'" in str(
+            caught.value
+        )
+        assert (self.runs, notes) == (0, [])
 
     def test_converted_once(self):
         notes = []
