@@ -145,7 +145,8 @@ def entries_in_share(
     A number at 16 bits counts two bytes, in whatever type the model has it, so that a share means
     the same for a model in float32 and in bfloat16. Counted are keys, values, scales and minima, a
     position for each entry, and its logit bias where it has one; a cache of everything at 16 bits
-    has neither.
+    has neither. A prompt of which the share does not even hold sinks and window is too short for
+    it, and is kept whole.
 
     Parameters
     ----------
@@ -161,17 +162,14 @@ def entries_in_share(
     biased : bool
         Whether entries have a logit bias.
 
-    Raises
-    ------
-    InputError
-        If sinks and window need more.
-
     Examples
     --------
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=4, layer_types=("full",))
     >>> [entries_in_share(0.2, 1000, width, shape, least=12) for width in (16, 8, 4)]
     [196, 365, 672]
+    >>> entries_in_share(0.2, 30, 16, shape, least=12)
+    30
     """
     if share == 1:
         return tokens
@@ -182,16 +180,7 @@ def entries_in_share(
     needed = ((stored_bytes(counts, widths, half) + beside * counts) * heads).sum(axis=1)
     whole = tokens * half.bytes_per_entry * int(heads.sum())
     found = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
-    floor = min(least, tokens)
-    if found < floor:
-        enough = math.ceil(1000 * int(needed[floor]) / whole) / 1000
-        way_out = f"ask for at least {enough:.1%}" if enough <= 1 else "keep the full cache"
-        raise InputError(
-            f"{share:.1%} of the bytes of {tokens:,} tokens at 16 bits is {max(found, 0)} entries "
-            f"a head at {'/'.join(map(str, widths[::-1]))} bits, below the {floor} of sinks and "
-            f"window; {way_out}"
-        )
-    return found
+    return tokens if found < min(least, tokens) else found
 
 
 def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:

@@ -334,7 +334,7 @@ class BudgetProfile(JsonRecord):
         Raises
         ------
         InputError
-            If the length is not positive, or a share of the bytes is below sinks and window.
+            If the length is not positive.
         """
         if context_tokens < 1:
             raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvalloc.accounting.costs import entries_in_share
+from kvalloc.accounting.costs import entries_in_share, stored_bytes
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_surrogate
@@ -160,7 +160,7 @@ class Default:
         Raises
         ------
         InputError
-            If no way fits the memory, or the share is below sinks and window.
+            If no way fits the memory.
         KVAllocError
             As `kvalloc.runtime.make_cache`.
         """
@@ -183,7 +183,9 @@ class Default:
             )
         if decided is None or way != "decided":
             decided = self.profile(shape, tokens, way, fitted=rotates_halves(model))
-        if way == "early" and decided.by_prompt:
+        if not decided.by_prompt and way != "decided":
+            options["bounded"] = None  # nothing goes
+        elif way == "early":
             options["bounded"] = 1
         profile = decided.replace(requested={**decided.requested, "value": self.share})
         if tokens is not None:
@@ -237,19 +239,16 @@ class Default:
             Fit values and biases where a way does; not every model lets its queries be put behind
             the prompt.
 
-        Raises
-        ------
-        InputError
-            If the share is below sinks and window.
         """
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
-        table = (shape.n_layers, shape.n_kv_heads)
-        kept = partial(
-            entries_in_share, self.share, context, self.bits, shape, least=SINKS + WINDOW
-        )
+        table, width = (shape.n_layers, shape.n_kv_heads), self.bits
+        kept = partial(entries_in_share, self.share, context, width, shape, least=SINKS + WINDOW)
         chooses = kept() < context
-        if not chooses:
-            way = "early"
+        if not chooses:  # scales of a few entries may take more than these at 16 bits
+            way, width = (
+                "early",
+                min((width, 16), key=lambda bits: stored_bytes(context, bits, shape)),
+            )
         scorer = self._scorer(shape, way)
         matching: dict[str, Any] = {}
         if fitted and way in ("surrogate", "twice"):
@@ -264,7 +263,7 @@ class Default:
             window=WINDOW,
             **matching,
         )
-        bits, budgets = np.full(table, self.bits), np.full(table, kept(biased=policy.biased))
+        bits, budgets = np.full(table, width), np.full(table, kept(biased=policy.biased))
         bits[list(shape.sliding_layers)] = 16
         budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
         return BudgetProfile(
@@ -273,7 +272,7 @@ class Default:
             context_tokens=context,
             budgets=budgets,
             share_of_16_bits=self.share,
-            bits=None if self.bits == 16 else bits,
+            bits=None if width == 16 else bits,
             by_prompt=chooses,
             policy=policy,
             requested={"target": "budget", "value": self.share},
@@ -351,9 +350,12 @@ class Default:
         peak = self.peak_bytes(shape, tokens, rows, way, chunked=chunked)
         if kept == 1:
             said, cost, peak = "evicts nothing", 1.0, shape.full_bytes(tokens, rows)
-        width = "as they are" if self.bits == 16 else f"at {self.bits} bits"
-        if way == "decided" and profile.bits is not None:
-            width = f"at {profile.bits.min()} to {profile.bits.max()} bits"
+            if reached > self.share and self.share < 1:
+                said = f"keeps the prompt whole, which is too short for {self.share:.1%}"
+        width = "as they are"
+        if profile.bits is not None:
+            widths = np.unique(profile.bits[list(shape.full_layers)]).tolist()
+            width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
         measured = "" if way == "decided" else ", nothing measured"
         return (
             f"by default{measured}: {said}; {kept:.0%} of the entries {width}, "

@@ -17,7 +17,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.prompt_scores import check_measured_tokens, prompt_scores
@@ -265,11 +265,18 @@ def make_prompt_cache(
     XKV, Section IV-A.
     """
     undecided = with_policy(target.undecided(shape_of(model)), policy, policy_options)
+    whole = undecided.replace(detail="keeps the prompt whole, which is too short to leave any out")
 
     def decided(scores: ScoreProfile, rows: int) -> BudgetProfile:
+        try:
+            problem = pose(scores, replace(target.request, batch=rows))
+        except InfeasibleError:
+            if target.request.target.is_fixed:
+                raise
+            return whole  # of a longer prompt the same share would hold sinks and window
         found = decide(
             scores,
-            pose(scores, replace(target.request, batch=rows)),
+            problem,
             get_solver(target.solver, **target.solver_options),
             solver_options=target.solver_options,
             priced=False,
@@ -277,7 +284,7 @@ def make_prompt_cache(
         return found.with_policy(undecided.policy)
 
     decider = _PromptDecider(
-        otherwise=undecided,
+        otherwise=whole,
         is_open=lambda tokens: tokens > target.sinks + target.scorer.window,
         decided=decided,
         **{one.name: getattr(target, one.name) for one in fields(_Measurement)},

@@ -150,13 +150,18 @@ class HeldPrompt:
         return Cache(layers=layers)
 
     def alike(self) -> list[HeldPrompt]:
-        """The same, one for all rows whose padding is in the same places."""
+        """The same, one for all rows whose padding is in the same places.
+
+        Of a row of padding alone nothing is kept, so it may be read like any other.
+        """
         if self.visible is None:
             return [self]
+        whole = replace(self, visible=self.visible | ~self.visible.any(dim=1, keepdim=True))
+        assert whole.visible is not None
         groups: dict[bytes, list[int]] = {}
-        for row, shown in enumerate(self.visible.numpy()):
+        for row, shown in enumerate(whole.visible.numpy()):
             groups.setdefault(shown.tobytes(), []).append(row)
-        return [self._some(tuple(rows)) for rows in groups.values()]
+        return [whole._some(tuple(rows)) for rows in groups.values()]
 
     def _some(self, rows: tuple[int, ...]) -> HeldPrompt:
         own, visible = list(rows), self.visible

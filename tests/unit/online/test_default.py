@@ -168,8 +168,6 @@ def test_the_profile_is_a_file_and_the_cache_another(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"budget": "2%"}, "2.0% of the bytes of 150 tokens at 16 bits is 5 entries a head at 4 "
-                           "bits, below the 12 of sinks and window; ask for at least 3.7%"),
         ({"budget": "30%", "memory": "2KiB"}, "memory is 2.00 KiB, but a prompt of 150 tokens "
                                               "needs 402 KiB where its full cache is held, and "
                                               "56.55 KiB where it is evicted while it is read"),
@@ -184,6 +182,41 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said.replace("(", r"\(")):
         run(model, tiny.prompt(TOKENS), **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 12, 20])
+@pytest.mark.parametrize(
+    "options", [{}, {"decode_every": 64}, {"bounded": 2}, {"memory": "1MiB"}, {"scorer": "snapkv"}]
+)
+def test_a_prompt_too_short_for_its_share_is_kept_whole(
+    tiny: ModuleType, model: Any, tokens: int, options: dict[str, Any]
+) -> None:
+    for share, dtype in (("20%", torch.float32), ("2%", torch.bfloat16)):
+        cache = run(model.to(dtype), tiny.prompt(tokens), new=1, budget=share, **options)
+        assert (cache.kept_tokens == tokens).all()
+        assert "keeps the prompt whole, which is too short" in cache.profile.detail
+        assert cache.retained_bytes <= cache.full_bytes  # rounded where that saves bytes
+        rounded = not options.get("scorer") and (tokens > 1 or dtype is torch.float32)
+        assert (cache.retained_bytes < cache.full_bytes) == rounded
+        stored = cache.profile.cache(model)  # the same as a stored profile
+        generate(model, tiny.prompt(tokens), max_new_tokens=1, past_key_values=stored)
+        assert stored.retained_bytes == cache.retained_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"bounded": 2}, {"memory": "150KiB"}])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
+    tiny: ModuleType, kind: str, options: dict[str, Any]
+) -> None:
+    model, ids = tiny.tiny_model(kind, head_dim=16), tiny.prompt(TOKENS, 2)
+    mask = torch.ones_like(ids)
+    mask[0] = 0
+    plain = generate(model, ids, attention_mask=mask, max_new_tokens=20)
+    with kvalloc.apply(model, budget="20%", **options) as applied:
+        reduced = generate(model, ids, attention_mask=mask, max_new_tokens=20)
+    assert torch.equal(reduced[0], plain[0])
+    assert applied.last_cache.kept_tokens_by_row[0].max() == 19
+    assert applied.last_cache.kept_tokens_by_row[1].max() > 19
 
 
 def ways_of(model: Any, tokens: int | None = TOKENS, **asked: Any) -> str:
