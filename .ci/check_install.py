@@ -47,7 +47,6 @@ NEED_AN_EXTRA = {
     "eval demo --budget 20%": "kvalloc[run]",
     "profile demo -o s.safetensors": "kvalloc[run]",
     "fit-scorer demo -o f.safetensors": "kvalloc[run]",
-    "tune demo --tasks kl --budget 20% -o t.json": "kvalloc[run]",
     "policies": "kvalloc[run]",
     "demo": "kvalloc[run]",
     "inspect hf://owner/repo/p.json": "kvalloc[hub]",

@@ -1,6 +1,6 @@
 """SIGKILL at moments by chance in every long command, then the same again: nothing lost or left.
 
-    python benchmarks/bench_kills.py [--kills 200] [--seed 0] [--jobs profile,tune]
+    python benchmarks/bench_kills.py [--kills 200] [--seed 0] [--jobs profile,merge]
 
 `tests/kill_runs.py` says which commands on a tiny model, when they are killed, and what has to be
 equal to an unbroken run's then. Each command is also run by two processes at once.

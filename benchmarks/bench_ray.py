@@ -114,14 +114,10 @@ def overhead_of(options: argparse.Namespace, loaded: Any, workers: RayEngine) ->
     work = partial(timed, partial(_measure_group, job))
     shares = []
     for _ in range(options.rounds):
-        items = {number: [number] for number in range(options.samples)}
-        last = time.perf_counter()
-        for _, (inside, _) in workers.run(
-            work, items, lambda steps: None, homes=dict.fromkeys(items, 0)
-        ):
-            now = time.perf_counter()
-            shares.append((now - last - inside) / inside)
-            last = now
+        for number in range(options.samples):  # one at a time, so that one worker is at it
+            start = time.perf_counter()
+            ((_, (inside, _)),) = workers.run(work, {number: [number]}, lambda steps: None)
+            shares.append((time.perf_counter() - start - inside) / inside)
     low, middle, high = quartiles(shares)
     print(f"overhead of a sample: {middle:.2%}, quartiles {low:.2%}..{high:.2%}")
     return middle

@@ -178,8 +178,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
     looking = head.policy.replace(
         scorer="lookahead", scorer_parameters={"window": oracle.WINDOW, "tokens": 4, "votes": 0}
     )
-    weights = np.ones((*head.budgets.shape, 2))
-    among = head.replace(other_policies=(looking,), unit_weights=weights, by_prompt=True)
+    among = head.replace(policy=looking, by_prompt=True)
     late: dict[str, Any] = {"profile": head, "policy": "lookahead"}
     packed = {bits: np.full_like(head.budgets, bits) for bits in (8, 5, 4, 3)}
     return {

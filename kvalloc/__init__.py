@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvalloc.report.page import write_report
     from kvalloc.runtime import load_cache
     from kvalloc.shape import ModelShape
-    from kvalloc.tuning import refine, tune
+    from kvalloc.tuning import refine
 
 __version__ = "0.1.0.dev0"
 
@@ -48,7 +48,6 @@ _WHERE = {
     "refine": "kvalloc.tuning",
     "shipped_profiles": "kvalloc.formats.shipped_profiles",
     "solve": "kvalloc.allocation.decision",
-    "tune": "kvalloc.tuning",
     "write_report": "kvalloc.report.page",
 }
 
@@ -73,7 +72,6 @@ __all__ = [
     "refine",
     "shipped_profiles",
     "solve",
-    "tune",
     "write_report",
 ]
 

@@ -55,7 +55,6 @@ class Job:
 
 
 PROFILE = (*("profile", "model", "--text", "text.txt", "--context", "48", "--window", "4"),)
-TUNED = (*("--context", "48", "--policies", "tova", "--window", "4", "--steps", "4"),)
 REFINED = ("--budget", "45%", "--level", "head", "--rounds", "1", "--refine", "model")
 JOBS = {
     "profile": Job(
@@ -71,15 +70,6 @@ JOBS = {
         ),
         outputs=("out.json",),
         inputs=("model", "scores.safetensors", "prompts.jsonl"),
-        resumes=True,
-    ),
-    "tune": Job(
-        arguments=(
-            *("tune", "model", "--prompts", "prompts.jsonl", *TUNED),
-            *("--budget", "60%", "--budget", "30%", "-o", "out.json"),
-        ),
-        outputs=("out-60.json", "out-30.json"),
-        inputs=("model", "prompts.jsonl"),
         resumes=True,
     ),
     "fit-scorer": Job(

@@ -172,10 +172,10 @@ def label(one: Named) -> str:
 
 
 def digest_of(profile: Any) -> str:
-    """Of the budgets, bits, policies and their weights, whatever else a profile says."""
+    """Of the budgets, bits and policies, whatever else a profile says."""
     records = [policy.record() for policy in profile.policies]
     records = [{k: v for k, v in one.items() if v or k != "label"} for one in records]
-    arrays = (profile.budgets, profile.unit_policies, profile.unit_weights, profile.bits)
+    arrays = (profile.budgets, profile.unit_policies, None, profile.bits)  # as stored cells have it
     decided = json.dumps([records, *(None if one is None else one.tolist() for one in arrays)])
     return hashlib.sha256(decided.encode()).hexdigest()[:8]
 

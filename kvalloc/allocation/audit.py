@@ -13,7 +13,6 @@ from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_samp
 from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.request import Request, Target
-from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
@@ -72,7 +71,7 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     """
     profile, scores = load_profile(profile), load_scores(scores)
     profile.shape.require_same_model(scores.shape)
-    problem = formulate(scores, _request_of(profile))
+    problem = formulate(scores, Request.read(profile))
     tokens, is_option, choice = _choice_of(profile, problem)
     checks = [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
@@ -211,21 +210,11 @@ def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         return [_equal("groups", groups_text(profile.share_groups), groups_text(asked))]
     alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
     count = alone + len(profile.share_groups)
-    bound = pose(scores, replace(_request_of(profile), share_groups=asked)).grouping_bound
+    bound = pose(scores, replace(Request.read(profile), share_groups=asked)).grouping_bound
     return [
         Check("groups", f"at most {asked}", f"{count}", count <= asked),
         _close("bound over groupings", profile.grouping_bound, bound),
     ]
-
-
-def _request_of(profile: BudgetProfile) -> Request:
-    if profile.solver == "descent":
-        raise InputError(
-            "the budget profile was decided by 'kvalloc tune' on the loss of the whole reduced "
-            "cache, which no score profile holds, so it cannot be verified; measure it with "
-            "'kvalloc eval'"
-        )
-    return Request.read(profile)
 
 
 def _choice_of(

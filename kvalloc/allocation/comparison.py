@@ -103,8 +103,6 @@ def _bits(profile: BudgetProfile) -> str:
 
 def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
     """How many heads have which policy, where any head has another one in the other profile."""
-    if first.unit_weights is not None or second.unit_weights is not None:
-        return _weights(first, second)
     tables = [_titles(profile) for profile in (first, second)]
     changed = int((tables[0] != tables[1]).sum())
     if not changed or (first.unit_policies is None and second.unit_policies is None):
@@ -115,20 +113,6 @@ def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[st
         counted = sorted(zip(heads.tolist(), titles.tolist(), strict=True), reverse=True)
         texts.append(", ".join(f"{title} in {count}" for count, title in counted))
     return {"policies": (texts[0], f"{texts[1]} heads; {changed} have another")}
-
-
-def _weights(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
-    """Whether heads mix their scorers alike."""
-    one, other = first.unit_weights, second.unit_weights
-    if one is not None and other is not None and first.policies == second.policies:
-        changed = int((one != other).any(axis=-1).sum())
-        return {"weights": ("", f"other ones in {changed} heads")} if changed else {}
-    texts = [
-        ", ".join(policy.title for policy in profile.policies)
-        + ("" if profile.unit_weights is None else ", weighed for each head")
-        for profile in (first, second)
-    ]
-    return {"policies": (texts[0], texts[1])}
 
 
 def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:

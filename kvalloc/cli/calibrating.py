@@ -53,7 +53,7 @@ Prompts = Callable[[Any], "list[Document | Prompt]"]
 
 
 def read_prompt_options(
-    given: Mapping[str, Any], *, each: int, default: Sequence[str] = (), begun_every: int = 0
+    given: Mapping[str, Any], *, each: int, default: Sequence[str] = ()
 ) -> tuple[Prompts, bool]:
     """The texts and prompts that the user names, or how to make some.
 
@@ -65,8 +65,6 @@ def read_prompt_options(
         So many of every kind and form by default.
     default : sequence of str
         Tasks where the user gives nothing at all.
-    begun_every : int
-        See `kvalloc.prompts.calibration.calibration_prompts`.
 
     Returns
     -------
@@ -107,7 +105,6 @@ def read_prompt_options(
                     lengths,
                     kinds=kinds,
                     question=question,
-                    begun_every=begun_every,
                     seed=given.get("seed", 0),
                 )
             ]

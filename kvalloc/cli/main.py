@@ -22,7 +22,7 @@ from kvalloc.errors import KVAllocError, naming_flags, nearest, no_such, plain
 GROUPS = {
     "Begin here": ("quickstart", "demo", "doctor"),
     "Measure": ("profile", "merge", "fit-scorer"),
-    "Decide": ("solve", "tune", "compare", "frontier"),
+    "Decide": ("solve", "compare", "frontier"),
     "Look at files": ("report", "plot", "inspect", "verify", "diff"),
     "Run a model": ("generate", "eval"),
     "Share": ("export", "push"),

@@ -51,7 +51,6 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
     **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),
-    "combine": partial(_plugins, "policies"),
     "tasks": _tasks,
     "metric": _metrics,
     "to": _targets,

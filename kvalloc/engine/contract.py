@@ -136,12 +136,7 @@ class Engine(Protocol):
         """
 
     def run(
-        self,
-        work: Work,
-        items: Mapping[int, Any],
-        advance: Advance,
-        *,
-        homes: Mapping[int, int] | None = None,
+        self, work: Work, items: Mapping[int, Any], advance: Advance
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item.
 
@@ -152,9 +147,6 @@ class Engine(Protocol):
             By number.
         advance : callable
             Told of the steps that the work says are done.
-        homes : mapping of int to int, optional
-            For each item a number: those of one number are done by one worker, as long as it lives.
-            By default by whoever is idle.
 
         Yields
         ------
@@ -180,12 +172,7 @@ class LocalEngine:
         return ModelFacts.of(self._model, model_id)
 
     def run(
-        self,
-        work: Work,
-        items: Mapping[int, Any],
-        advance: Advance,
-        *,
-        homes: Mapping[int, int] | None = None,
+        self, work: Work, items: Mapping[int, Any], advance: Advance
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item, in their order."""
         for number, item in items.items():

@@ -258,12 +258,7 @@ class RayEngine:
         return replace(self._facts, shape=replace(self._facts.shape, model_id=model_id))
 
     def run(
-        self,
-        work: Work,
-        items: Mapping[int, Any],
-        advance: Advance,
-        *,
-        homes: Mapping[int, int] | None = None,
+        self, work: Work, items: Mapping[int, Any], advance: Advance
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item; see `kvalloc.engine.contract.Engine`.
 
@@ -276,7 +271,7 @@ class RayEngine:
         left, deaths, told = deque(items), Counter[int](), Counter[int]()
         try:
             while left or any(worker.item is not None for worker in self._workers):
-                self._hand_out(left, items, homes or {})
+                self._hand_out(left, items)
                 worker = self._next()
                 self._tell(told, advance)
                 if worker is None:
@@ -291,7 +286,7 @@ class RayEngine:
                     found = Failed(error=SampleError(f"it killed its worker {DEATHS} times"))
                 elif isinstance(found, KVAllocError):
                     raise found
-                self._hand_out(left, items, homes or {})  # before anybody looks at this one
+                self._hand_out(left, items)  # before anybody looks at this one
                 yield number, found
         finally:
             for worker in [one for one in self._workers if one.item is not None]:
@@ -364,19 +359,15 @@ class RayEngine:
             self._ray.kill(worker.actor)
         self._workers[worker.slot] = self._begun(worker.slot, lost)
 
-    def _hand_out(
-        self, left: deque[int], items: Mapping[int, Any], homes: Mapping[int, int]
-    ) -> None:
-        """Give every idle worker the first item that is left for it."""
+    def _hand_out(self, left: deque[int], items: Mapping[int, Any]) -> None:
+        """Give every idle worker the first item that is left."""
         assert self._work is not None  # only `run` comes here
         for worker in [one for one in self._workers if one.ready and one.waiting is None]:
-            own = (n for n in left if homes.get(n, worker.slot) % len(self._workers) == worker.slot)
-            if (number := next(own, None)) is not None:
-                left.remove(number)
+            if left:
                 reference = [self._work[1]]  # in a list: read where it is not known yet
-                worker.item = number
+                worker.item = left.popleft()
                 worker.waiting = worker.actor.do.remote(
-                    self._works, reference, self._ray.cloudpickle.dumps(items[number])
+                    self._works, reference, self._ray.cloudpickle.dumps(items[worker.item])
                 )
 
     def _next(self) -> _Worker | None:

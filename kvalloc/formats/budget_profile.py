@@ -22,7 +22,7 @@ from kvalloc.accounting.costs import (
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
-from kvalloc.formats.record import FloatArray3D, IntArray2D, JsonRecord, require, require_shape
+from kvalloc.formats.record import IntArray2D, JsonRecord, require, require_shape
 from kvalloc.formats.sharing_groups import Groups, groups_fault
 from kvalloc.shape import ModelShape
 
@@ -148,10 +148,6 @@ class BudgetProfile(JsonRecord):
     """Which policy each KV head has: 0 for ``policy``, k for ``other_policies[k - 1]``; 0 in
     sliding layers. None where all have ``policy``."""
 
-    unit_weights: FloatArray3D | None = None
-    """Instead of ``unit_policies``: what each policy's scores count in a unit's score, their sum
-    weighted by these numbers >= 0, ``(n_layers, n_kv_heads, n_policies)``; 0 in sliding layers."""
-
     by_prompt: bool = False
     """The budgets say how many entries are kept in all, and each prompt hands them out among the
     KV heads by its own scores (`kvalloc.runtime.selection`); what stands in ``budgets`` is then
@@ -217,8 +213,7 @@ class BudgetProfile(JsonRecord):
     predicted_loss: float | None = None
     """Predicted loss at these budgets, nats per token: the sum of the losses that were measured
     with each unit reduced alone; with a refinement, what was measured of all units together on the
-    prompts that it learnt from; of a descent, that of the whole reduced cache on the prompts held
-    out of it. None where no losses were measured."""
+    prompts that it learnt from. None where no losses were measured."""
 
     refinement: Annotated[dict[str, Any], _as_refinement] | None = None
     """What refining measured: predicted and measured loss with their intervals, on which prompts,
@@ -305,7 +300,6 @@ class BudgetProfile(JsonRecord):
             "policy": policy,
             "other_policies": (),
             "unit_policies": None,
-            "unit_weights": None,
             "evaluation": None,
         }
         budgets = self.budgets
@@ -482,7 +476,7 @@ class BudgetProfile(JsonRecord):
             expected = "a placement of single heads, at head level"
             require(self.level == "head", "ranks", "given at layer level", expected)
             require(self.ranks[full].min() >= 0, "ranks", "below 0", "ranks >= 0")
-        self._require_policies(full, sliding)
+        self._require_policies()
         if self.share_of_16_bits is not None:
             found = self.budgets_for(self.context_tokens)[full]
             name, expected = "share_of_16_bits", f"budgets of {found[0, 0]}, as many in every head"
@@ -512,13 +506,11 @@ class BudgetProfile(JsonRecord):
             expected = "one budget for layers that share entries"
             require(alike, "budgets", "different within a group", expected)
 
-    def _require_policies(self, full: list[int], sliding: list[int]) -> None:
-        others, table, weights = self.other_policies, self.unit_policies, self.unit_weights
+    def _require_policies(self) -> None:
+        others, table = self.other_policies, self.unit_policies
         if self.by_prompt:
             self._require_by_prompt()
-        if weights is not None:
-            require(table is None, "unit_weights", "given beside unit_policies", "one of the two")
-        elif table is None:
+        if table is None:
             expected = "unit_policies that say which KV head has which"
             require(not others, "other_policies", "given", expected)
         if others:  # a single policy needs no name
@@ -528,31 +520,13 @@ class BudgetProfile(JsonRecord):
             inside = table.min() >= 0 and table.max() <= len(others)
             expected = f"0..{len(others)}, places in the list of policies"
             require(inside, "unit_policies", found, expected)
-        if weights is not None:
-            name = "unit_weights"
-            other = self._beyond_scores()
-            found = f"given to the policy {other!r}"
-            require(other is None, name, found, "policies whose scores can be weighted")
-            require_shape(name, weights, (*self.budgets.shape, 1 + len(others)))
-            sound = np.isfinite(weights).all() and weights.min() >= 0
-            require(sound, name, "not finite or below 0", "finite numbers >= 0")
-            some = weights.sum(axis=2) > 0
-            right = some[full].all() and not some[sliding].any()
-            expected = "some above 0, and all 0 in sliding layers"
-            require(right, name, "not right for each layer", expected)
-
-    def _beyond_scores(self) -> str | None:
-        """The first policy that does not keep the best by score; the others do nothing more."""
-        own = [] if self.policy.name in BY_SCORE else [self.policy.name]
-        names = (*own, *(one.name for one in self.other_policies))
-        return next((name for name in names if name != "score"), None)
 
     def _require_by_prompt(self) -> None:
         """Budgets that each prompt hands out anew can keep a total, and nothing more."""
         fixed = {
             "layer level": self.level != "head",
             "unit_policies, whose scores cannot be compared": self.unit_policies is not None,
-            "another policy than scores": self._beyond_scores() is not None,
+            "another policy than scores": self.policy.name not in BY_SCORE,
             "layers that share entries": bool(self.share_groups),
             "bits that differ between heads": self.bits is not None
             and len(np.unique(self.bits[list(self.shape.full_layers)])) > 1,

@@ -328,7 +328,7 @@ def _beyond_scores(profile: BudgetProfile) -> list[str]:
     policy, found = profile.policy, []
     if profile.by_prompt:
         found.append("budgets that each prompt hands out among the heads")
-    if profile.unit_policies is not None or profile.unit_weights is not None:
+    if profile.unit_policies is not None:
         found.append("policies of single heads")
     if policy.name != "score":
         found.append(f"the policy {policy.name} (fitted values, biases and all)")
@@ -337,7 +337,7 @@ def _beyond_scores(profile: BudgetProfile) -> list[str]:
 
 def alone(policy: Policy) -> dict[str, Any]:
     """The fields of a profile all of whose heads have one policy."""
-    alone = {"other_policies": (), "unit_policies": None, "unit_weights": None}
+    alone = {"other_policies": (), "unit_policies": None}
     return {"policy": policy, "by_prompt": False, **alone}
 
 

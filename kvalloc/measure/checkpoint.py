@@ -151,10 +151,6 @@ class Checkpoint:
             whole = whole and all(np.isfinite(array).all() for array in arrays.values())
         return (arrays, values) if whole else None
 
-    def holds(self, name: str) -> bool:
-        """Whether there is a file for this piece, damaged or not."""
-        return self._file(name).exists()
-
     def finish(self) -> None:
         """Delete all pieces: the job is done, and its result is saved."""
         for file in self.folder.glob(f"*{_PIECE}"):

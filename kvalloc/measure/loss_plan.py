@@ -173,20 +173,6 @@ def named_policies(
     return tuple(found)
 
 
-def read_scorer(text: str) -> Scorer:
-    """A scorer written as NAME or NAME:KEY=VALUE:...
-
-    Raises
-    ------
-    InputError
-        If it is not, or there is no such scorer or parameter.
-    """
-    from kvalloc.scorers import get_scorer
-
-    name, options = read_named(text)
-    return get_scorer(name, **options)
-
-
 def read_named(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of a policy or scorer written as NAME or NAME:KEY=VALUE:...
 

@@ -43,7 +43,7 @@ class Reduced:
     Attributes
     ----------
     keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
-        Which entries; of float, the logarithm of how much of each is kept.
+        Which entries.
     keys, values : Tensor, (n_kv_heads, n_variants, n_tokens, head_dim), or None
         The prompt's, where they are kept as they come back from storage at fewer bits; None where
         all variants see them as the model made them.
@@ -311,32 +311,6 @@ class LossProbe:
         ]
         keys = stored_keys(keys, places, bits.T)
         return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
-
-    def soft_loss(self, keep: Mapping[int, Tensor]) -> Tensor:
-        """Mean KL(full cache || reduced cache), differentiable in how much of each entry is kept.
-
-        An entry that is kept to a part m counts m times in the softmax: its logit is raised by
-        ``log m``. With every m at 0 or 1 this is the mean of ``settle(...).losses``.
-
-        Parameters
-        ----------
-        keep : mapping of int to Tensor of float, (n_kv_heads, n_tokens)
-            For each layer, above 0 and at most 1; everything in layers that are not named.
-
-        Returns
-        -------
-        Tensor of float32, ()
-            Nats per token.
-        """
-
-        def attend(states: AttentionStates) -> Tensor:
-            parts = keep.get(states.layer)
-            reduced = None if parts is None else Reduced(keep=parts[None].log())
-            return self._attend(states, reduced)
-
-        with torch.enable_grad():
-            logits = self._run(attend, input_ids=self.continuation_ids[None])
-            return self.divergence(logits)[0].mean().float()
 
     @torch.no_grad()
     def cache_loss(self, cache: Any) -> float:
@@ -654,10 +628,7 @@ class LossProbe:
         among.masked_fill_(~visible[:, stored:], float("-inf"))
         if reduced is not None:
             kept = reduced.keep.transpose(0, 1)[:, :, None, None]
-            if kept.dtype == torch.bool:
-                before.masked_fill_(~kept, float("-inf"))
-            else:  # logarithms of how much is kept of each entry
-                before = before + kept
+            before.masked_fill_(~kept, float("-inf"))
         logits = [before.transpose(0, 1), among]
         if states.sink_logits is not None:
             extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)

@@ -42,7 +42,6 @@ def calibration_prompts(
     kinds: Sequence[str] = KINDS,
     question: str = "inside",
     split: str = "profiling",
-    begun_every: int = 0,
     seed: int = 0,
 ) -> list[Prompt]:
     """Make prompts with their answers, from texts and words that no evaluation uses.
@@ -62,9 +61,6 @@ def calibration_prompts(
         question is read when it has been compressed. ``both``: both kinds of prompts.
     split : str
         ``profiling`` or ``development``.
-    begun_every : int
-        So many-th prompts of each kind end with the beginning of their answer, as those of an
-        evaluation do; 0, as by default, for none.
     seed : int
 
     Returns
@@ -98,36 +94,28 @@ def calibration_prompts(
         for number, (length, standing) in enumerate(forms)
         for task in find_tasks(kinds)
     ]
-    made, every = [], begun_every or n_prompts + 1
+    made = []
     for place, (task, length, after, own_seed) in enumerate(series):
         n_cases = len(range(place, n_prompts, len(series)))
         if n_cases:
             how = {"split": chosen, "after": after, "answer_tokens": MEASURED_TOKENS}
             cases = task.make(tokenizer, n_cases, length, own_seed, **how)
-            made.append(
-                [
-                    _prompt(tokenizer, case, task.name, begun=number % every == every - 1)
-                    for number, case in enumerate(cases)
-                ]
-            )
+            made.append([_prompt(tokenizer, case, task.name) for case in cases])
     rounds = max(map(len, made))
     return [prompts[index] for index in range(rounds) for prompts in made if index < len(prompts)]
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str, *, begun: bool) -> Prompt:
+def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:
     """The case with the whole answer after it, also what an evaluation begins for the model.
 
     To begin the answer by itself the model has to find its place in the prompt, and what that
-    needs is then part of the loss. Where the answer is `begun`, that part stays in the prompt, and
-    what the model itself goes on with is compared: after an answer of one word that is more.
+    needs is then part of the loss.
     """
     turn = case.turns[0]
     answer: Sequence[int] = turn.continuation_ids
     asked = turn.question_ids or case.input_ids
-    end = len(asked) - (0 if begun else turn.begun_tokens)
-    if begun and turn.answers:
-        answer = ()  # the model's own, which goes on beyond a short one
-    elif turn.answers:
+    end = len(asked) - turn.begun_tokens
+    if turn.answers:
         answer = (*asked[end:], *encode(tokenizer, f" {turn.answers[0]}"))
     after = bool(turn.question_ids)
     return Prompt(

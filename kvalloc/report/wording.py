@@ -100,7 +100,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     if profile.predicted_loss is None:
         stated["predicted loss"] = "unknown, no loss curves"
     elif profile.refinement is None:
-        stated["predicted loss"] += f"; {_loss_source(profile, LOSS_NOTE)}"
+        stated["predicted loss"] += f"; {LOSS_NOTE}"
     stated["bits"] = stated["bits"] or "16 (the model's dtype)"
     if brief:
         stated["chosen"] = re.sub(r"(:\w+=[^\s:,]+)+", "", stated["chosen"])
@@ -117,7 +117,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
 
 
 def request_text(decided: BudgetProfile) -> str:
-    """What was asked for, for people; of a descent on which text, too."""
+    """What was asked for, for people."""
     try:
         return _request_text(decided)
     except (TypeError, ValueError, LookupError):  # a file may state anything there
@@ -126,9 +126,6 @@ def request_text(decided: BudgetProfile) -> str:
 
 def _request_text(decided: BudgetProfile) -> str:
     asked = decided.requested
-    share, text = asked.get("budget"), asked.get("text")
-    if decided.solver == "descent" and share is not None and text is not None:
-        return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
     if "target" not in asked:
         return "not recorded"
     if decided.share_of_16_bits is not None:
@@ -271,15 +268,7 @@ def bits_text(decided: BudgetProfile) -> str:
 
 
 def policies_text(decided: BudgetProfile) -> str:
-    """How many KV heads have which policy, or what each counts; empty where all have the same."""
-    if decided.unit_weights is not None:
-        own = decided.unit_weights[list(decided.shape.full_layers)]
-        counts = (own / own.sum(axis=-1, keepdims=True)).mean(axis=(0, 1)).tolist()
-        heads_each = zip(decided.policies, counts, strict=True)
-        # what is weighed is scorers, whatever the first one's policy does beside
-        return ", ".join(
-            f"{one.label or one.scorer} counts {count:.0%}" for one, count in heads_each
-        )
+    """How many KV heads have which policy; empty where all have the same."""
     if decided.unit_policies is None:
         return ""
     table = decided.unit_policies[list(decided.shape.full_layers)]
@@ -448,19 +437,6 @@ def _bits_text(profile: ScoreProfile) -> str:
         for width in profile.bit_widths.tolist()
     ]
     return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
-
-
-def _loss_source(profile: BudgetProfile, usual: str) -> str:
-    """What the predicted loss is of: a descent measures the whole cache, others add up."""
-    count = profile.requested.get("predicted_on_prompts")
-    if count is None:
-        return usual
-    ends = profile.requested.get("predicted_interval")
-    said = "no interval from one prompt" if ends is None else "95% {:.6f} to {:.6f}".format(*ends)
-    return (
-        f"{said}; of the whole reduced cache on {count} prompts that only chose among the "
-        f"descent's stages, of {profile.requested.get('text', 'a text that is not recorded')}"
-    )
 
 
 def _policy_text(policy: Policy) -> str:

@@ -21,7 +21,6 @@ from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.policies.weighted import Weighted
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best, kept_places
@@ -371,7 +370,7 @@ class Eviction:
             has fewer than another has -inf at its end.
         """
         who = self._who
-        assert isinstance(who, Score | Weighted)  # other profiles are not `by_prompt`
+        assert isinstance(who, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             own, _ = self._candidates(layer, states, part)

@@ -236,11 +236,10 @@ def check_profile(profile: BudgetProfile) -> None:
     name, kind = profile.policy.name, policy_class(profile.policy.name)
     fewest = 16 if profile.bits is None else int(profile.bits.min())
     shared = shared_layers(profile)
-    several = profile.unit_policies is not None or profile.unit_weights is not None
     compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
     refuse(
         bits_are_compared=compared and (fewest, name),
-        shared_by_policies=several and shared,
+        shared_by_policies=profile.unit_policies is not None and shared,
         shared_unranked=shared and not issubclass(kind, RankedPolicy) and (shared, name),
     )
 

@@ -220,7 +220,7 @@ class Scorer(Parameterized, ABC):
     def _prompt_only(self) -> UnsupportedRequestError:
         return UnsupportedRequestError(
             f"the scorer {self.name} looks at tokens that come after the prompt, and here only the "
-            "prompt is run; decide budgets with 'kvalloc tune', offer it to heads "
+            "prompt is run; offer it to heads "
             f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
             "choose another scorer"
         )

@@ -40,7 +40,6 @@ SIZES = {
     "profile": "--samples 2 --context 256",
     "eval": "--samples 2 --context 400 --answer-tokens 16",
     "generate": "--max-new-tokens 8",
-    "tune": "--samples 12 --context 300 --steps 2",
     "--lengths": "--lengths 200,300",
     "--refine": "--rounds 1 --refine-probes 2",
     "fit-scorer": "--samples 2 --context 256",

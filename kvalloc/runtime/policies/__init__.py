@@ -14,7 +14,6 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.problem.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
-from kvalloc.runtime.policies.weighted import Weighted
 from kvalloc.scorers import Scorer, get_scorer
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "Combined",
     "EvictionPolicy",
     "RankedPolicy",
-    "Weighted",
     "changed_policy",
     "get_policy",
     "policies_of",
@@ -91,7 +89,7 @@ def policy_of(policy: Policy) -> EvictionPolicy:
 
 
 def policies_of(profile: BudgetProfile) -> EvictionPolicy:
-    """The one policy of a budget profile, or all that its KV heads have or weigh in one.
+    """The one policy of a budget profile, or all that its KV heads have in one.
 
     Raises
     ------
@@ -101,15 +99,6 @@ def policies_of(profile: BudgetProfile) -> EvictionPolicy:
         If heads have different policies and one of those does more than choose.
     """
     own = policy_of(profile.policy)
-    if profile.unit_weights is not None:
-        scorers = (own.scorer, *(policy_of(other).scorer for other in profile.other_policies))
-        combining = own if own.combines else None
-        return Weighted(
-            scorer=own.scorer,
-            scorers=scorers,
-            weights=profile.unit_weights,
-            combining=combining,
-        )
     if profile.unit_policies is None:
         return own
     others = (policy_of(policy) for policy in profile.other_policies)

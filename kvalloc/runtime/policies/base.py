@@ -231,34 +231,6 @@ class EvictionPolicy(Parameterized, ABC):
         return {name: each for name, each in super().parameters().items() if name != "scorer"}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CombinedPolicy(EvictionPolicy):
-    """A policy made of several policies or scorers, of which KV heads have different ones.
-
-    It observes nothing: there is one record of what earlier chunks brought, so a prompt comes in
-    one piece where one of its parts would observe.
-    """
-
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[EvictionPolicy | Scorer, ...]:
-        """The policies or scorers."""
-
-    @property
-    def observes(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether one of the parts adds up what each chunk brings."""
-        return any(part.observes for part in self.parts)
-
-    def query_rows(self, n_tokens: int) -> int:
-        """The most that a part wants to see: each takes those that it needs from the end."""
-        return max(part.query_rows(n_tokens) for part in self.parts)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankedPolicy(EvictionPolicy):
     """A policy in two steps: rank the entries of a layer, then choose by the ranks.

@@ -12,17 +12,20 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import CombinedPolicy, EvictionPolicy, Limits
+from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 from kvalloc.scorers import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ByHead(CombinedPolicy):
+class ByHead(EvictionPolicy):
     """Each KV head keeps what its own policy would keep there.
 
     A policy that some head of a layer has looks at that layer once, with all its heads, so that
     a ranking for a whole layer (TOVA) stays one. It has no name to be asked for: a budget profile
     that gives its heads different policies makes it.
+
+    It observes nothing: there is one record of what earlier chunks brought, so a prompt comes in
+    one piece where one of its policies would observe.
 
     Parameters
     ----------
@@ -51,9 +54,18 @@ class ByHead(CombinedPolicy):
             check_chooses_only(policy)
 
     @property
-    def parts(self) -> tuple[EvictionPolicy, ...]:
-        """The policies."""
-        return self.policies
+    def observes(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether one of the policies adds up what each chunk brings."""
+        return any(policy.observes for policy in self.policies)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The most that a policy wants to see: each takes those that it needs from the end."""
+        return max(policy.query_rows(n_tokens) for policy in self.policies)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose the entries that stay; see `EvictionPolicy.keep`."""

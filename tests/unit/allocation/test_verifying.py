@@ -151,9 +151,3 @@ def test_a_profile_without_its_request_cannot_be_verified() -> None:
     profile = kvalloc.solve(make_scores(0), budget="40%").replace(requested={})
     with pytest.raises(InputError, match="does not say what was requested"):
         verify(profile, make_scores(0))
-
-
-def test_a_tuned_profile_has_no_score_profile_to_be_verified_by() -> None:
-    profile = kvalloc.solve(make_scores(0), budget="40%").replace(solver="descent")
-    with pytest.raises(InputError, match=r"decided by 'kvalloc tune'.*'kvalloc eval'"):
-        verify(profile, make_scores(0))

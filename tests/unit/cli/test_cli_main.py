@@ -91,7 +91,6 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
         (["solve", "s", "--budgt", "1"], ["--budgt", "--budget"]),
         (["solve", "s", "--context", "many"], ["--context", "integer"]),
         (["solve", "s", "--budget", "1", "--page", "0"], ["--page 0 is not", "--page 1 or more"]),
-        (["tune", "demo", "--steps", "0"], ["--steps", "equal to 1"]),
         (["solve", "s", "--budget"], ["--budget"]),
         (["inspect", "a", "b"], ["b", "kvalloc inspect --help"]),
         (["profile", "demo"], ["--output", "kvalloc profile --help"]),
@@ -218,7 +217,6 @@ def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
     lines = [
         *("generate demo --budget 20% --prompt hello", "eval demo --budget 20%", "policies"),
         *("profile demo -o s.safetensors", "fit-scorer demo -o f.safetensors", "demo"),
-        "tune demo --tasks kl --budget 20% -o t.json",
         "solve smollm2-135m-instruct --budget 20% --refine demo -o p.json",
     ]
     done = subprocess.run(

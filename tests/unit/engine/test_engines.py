@@ -39,8 +39,6 @@ from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import ModelSource
 from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.tasks import TASKS
-from kvalloc.tuning.fixed_budgets import FixedBudgets
-from kvalloc.tuning.score_mixing import MixedScores
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'kvalloc[ray]'")
 
@@ -53,7 +51,7 @@ on_ray = pytest.mark.ray
 class Shuffled(LocalEngine):
     """Results come in another order than that of the items."""
 
-    def run(self, work, items, advance, *, homes=None):
+    def run(self, work, items, advance):
         results = list(super().run(work, items, advance))
         random.Random(3).shuffle(results)
         yield from results
@@ -293,44 +291,6 @@ def methods_of(model):
 @on_ray
 def test_an_evaluation_over_workers_is_the_same(loaded, workers):
     assert evaluated(workers, loaded.tokenizer) == evaluated(loaded.model, loaded.tokenizer)
-
-
-def tuned(model, loaded, file, **options):
-    quick = {"steps": 3, "batch": 3, "continuation_tokens": 4, "checks": 1}
-    kind = MixedScores if "by_prompt" in options else FixedBudgets
-    kvalloc.tune(
-        model,
-        loaded.tokenizer,
-        texts(samples=7),
-        budget=0.5,
-        output=file,
-        context=CONTEXT,
-        model_id=loaded.model_id,
-        descent=replace(kind.settings, **quick),
-        **options,
-    )
-    return file.read_bytes()
-
-
-TUNING = {
-    "fixed": {"scorer": "xkv:window=4:pool=1", "policies": ("tova",)},
-    "by prompt": {
-        "by_prompt": True,
-        "scorer": "lookahead:tokens=3:window=4:votes=0:pool=1",
-        "policies": ("tova",),
-        "combine": "attention_matching:rows=20:following=3",
-    },
-}
-
-
-@on_ray
-@pytest.mark.parametrize("kind", TUNING)
-def test_a_descent_over_workers_is_the_same(loaded, workers, tmp_path, kind):
-    alone, spread = (
-        tuned(model, loaded, tmp_path / name, **TUNING[kind])
-        for model, name in ((loaded.model, "alone"), (workers, "spread"))
-    )
-    assert alone == spread
 
 
 def test_a_model_in_two_places_gives_the_same(folder, loaded, tmp_path):

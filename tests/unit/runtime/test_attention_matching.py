@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import InputError, UnsupportedModelError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies.attention_matching import (
     LEAST_WEIGHT,
@@ -442,19 +442,13 @@ def test_a_prompt_in_one_forward_is_not_held(tiny: ModuleType) -> None:
     assert torch.equal(run(model, asked, at_once), run(model, asked, held))
 
 
-def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
-    """What is kept is what the same weights keep without matching."""
+def test_entries_handed_out_by_the_prompt_are_matched_too(tiny: ModuleType) -> None:
+    """What is kept is what the same scorer keeps without matching."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1}))
-    other = Policy(
-        scorer="lookahead",
-        scorer_parameters={"window": tiny.WINDOW, "tokens": AWAITED, "votes": 0},
-        sinks=tiny.SINKS,
-        window=tiny.WINDOW,
-    )
-    weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
-    mixed = profile.replace(other_policies=(other,), unit_weights=weights, by_prompt=True)
-    plain, cache = mixed.cache(model), matching(mixed).cache(model)
+    parameters = {"tokens": AWAITED, "votes": 0}
+    own = tiny.make_profile(model, CONTEXT, 0.4, scorer="lookahead", parameters=parameters)
+    among = tiny.by_head(own).replace(by_prompt=True)
+    plain, cache = among.cache(model), matching(among).cache(model)
     read(model, ids, plain)
     read(model, ids, cache)
     kept = tiny.kept_of(cache)
@@ -463,9 +457,6 @@ def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
     for layer, heads in expected_of(model, ids, kept).items():
         for head, (values, _) in enumerate(heads):
             np.testing.assert_allclose(stored_of(cache, layer, head)[0], values, atol=2e-3)
-    wrong = other.replace(name="attention_matching", parameters={})
-    with pytest.raises(InputError, match="scores"):
-        mixed.replace(other_policies=(wrong,))
 
 
 def test_everything_kept_is_bit_identical(tiny: ModuleType) -> None:

@@ -11,7 +11,6 @@ import torch
 from prompt_runs import padded_rows, run
 
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.formats.budget_profile import Policy
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.prompt import State
 
@@ -27,16 +26,10 @@ def late(tiny: ModuleType, model: Any, level: str = "head") -> Any:
 def mixed(tiny: ModuleType, model: Any) -> Any:
     """Each prompt hands out the entries, and what is evicted goes into what stays."""
     profile = late(tiny, model)
-    other = Policy(
-        scorer="snapkv", scorer_parameters={"window": tiny.WINDOW}, sinks=tiny.SINKS, window=4
-    )
-    weights = np.random.default_rng(1).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
     own = profile.policy.replace(
         name="attention_matching", parameters={"rows": 12, "following": AWAITED}
     )
-    return profile.replace(
-        policy=own, other_policies=(other,), unit_weights=weights, by_prompt=True
-    )
+    return profile.replace(policy=own, by_prompt=True)
 
 
 def adding(scorer: str) -> Any:

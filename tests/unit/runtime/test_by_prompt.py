@@ -1,4 +1,4 @@
-"""Entries that each prompt hands out among all heads by weighted scores."""
+"""Entries that each prompt hands out among all heads by score."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from prompt_runs import chunked_copied_and_loaded, padded_rows, read, run
 
-from kvalloc.errors import InputError, ProfileFileError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.policies import Weighted
+from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.prompt import State
 from kvalloc.runtime.selection import handed_out
 
@@ -27,21 +27,18 @@ CONTEXT, PROTECTED = 90, 6
 LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}
 
 
-def weighted(tiny: ModuleType, model: Any, **changes: Any) -> Any:
-    """A profile of two scorers, one of which looks ahead, with a weight for each head."""
-    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1}))
-    looking = Policy(
-        scorer="lookahead",
-        scorer_parameters={"window": tiny.WINDOW, **LOOKAHEAD},
-        sinks=tiny.SINKS,
-        window=tiny.WINDOW,
-    )
-    weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
-    sliding = sorted(set(range(profile.shape.n_layers)) - set(profile.shape.full_layers))
-    weights[sliding] = 0.0
-    return profile.replace(
-        other_policies=(looking,), unit_weights=weights, by_prompt=True, **changes
-    )
+def at_once(tiny: ModuleType, model: Any) -> BudgetProfile:
+    """A profile whose scorer looks at the prompt alone."""
+    profile = tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1})
+    return tiny.by_head(profile).replace(by_prompt=True)
+
+
+def looking_ahead(tiny: ModuleType, model: Any) -> BudgetProfile:
+    """A profile whose scorer waits for tokens that follow."""
+    profile = at_once(tiny, model)
+    parameters = {"window": tiny.WINDOW, **LOOKAHEAD}
+    policy = profile.policy.replace(scorer="lookahead", scorer_parameters=parameters)
+    return profile.replace(policy=policy)
 
 
 def total_of(profile: BudgetProfile, tokens: int) -> int:
@@ -98,9 +95,8 @@ def test_where_there_is_no_room_or_all_are_equal(
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_best_of_all_heads_together_stay(tiny: ModuleType, family: str, attention: str) -> None:
-    """Against each scorer's own cache, whose scores are weighed and sorted here."""
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT)
-    profile = weighted(tiny, model)
+    profile = looking_ahead(tiny, model)
     cache = profile.cache(model)
     read(model, ids, cache)
     full = list(profile.shape.full_layers)
@@ -127,7 +123,7 @@ def test_in_bounded_memory_the_best_of_each_layers_heads_stay(
     tiny: ModuleType, family: str
 ) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    profile = at_once(weighted(tiny, model))
+    profile = at_once(tiny, model)
     cache = profile.cache(model, bounded=1)
     run(model, ids, cache)
     assert cache.state is State.EVICTED
@@ -138,12 +134,6 @@ def test_in_bounded_memory_the_best_of_each_layers_heads_stay(
         assert_best(tiny, cache, [layer], own, int(budgets[layer].sum()))
 
 
-def at_once(profile: BudgetProfile) -> BudgetProfile:
-    """The same, but that nothing counts for which tokens would have to follow."""
-    assert profile.unit_weights is not None
-    return profile.replace(unit_weights=profile.unit_weights * [1, 0])
-
-
 @pytest.mark.parametrize("chunk", [CONTEXT, 25])
 @pytest.mark.parametrize("decode_every", [None, 4])
 def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
@@ -151,7 +141,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
 ) -> None:
     """Of rows with padding, too, each as if it were alone."""
     model = tiny.tiny_model()
-    profile, rows = at_once(weighted(tiny, model)), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    profile, rows = at_once(tiny, model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
     options: dict[str, Any] = {"bounded": 1, "decode_every": decode_every}
     options["prompt_tokens"] = CONTEXT
@@ -182,7 +172,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
 def naive_scores(
     tiny: ModuleType, model: Any, ids: torch.Tensor, profile: Any
 ) -> npt.NDArray[np.float64]:
-    """Weighted sums of both scorers' scores without sinks and window, from plain forwards."""
+    """The scorer's scores without sinks and window, from plain forwards."""
 
     def rows(tokens: torch.Tensor, first: int) -> dict[int, npt.NDArray[np.float64]]:
         found: dict[int, npt.NDArray[np.float64]] = {}
@@ -201,33 +191,32 @@ def naive_scores(
             model(tokens, use_cache=False)
         return found
 
-    followed = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
-    window, after = rows(ids, CONTEXT - tiny.WINDOW), rows(followed, CONTEXT)
-    found = []
-    for layer in profile.shape.full_layers:
-        own = profile.unit_weights[layer]
-        found.append(own[:, :1] * window[layer] + own[:, 1:] * after[layer])
-    return np.stack(found)
+    if profile.policy.scorer == "lookahead":
+        followed = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
+        found = rows(followed, CONTEXT)
+    else:
+        found = rows(ids, CONTEXT - tiny.WINDOW)
+    return np.stack([found[layer] for layer in profile.shape.full_layers])
 
 
 def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What entries are handed out by is what they are kept by."""
     model, asked = tiny.tiny_model(), list[int]()
-    scores = Weighted.scores
+    scores = Score.scores
 
-    def counted(self: Weighted, states: Any, *, sinks: int) -> torch.Tensor:
+    def counted(self: Score, states: Any, *, sinks: int) -> torch.Tensor:
         asked.append(states.layer)
         return scores(self, states, sinks=sinks)
 
-    monkeypatch.setattr(Weighted, "scores", counted)
-    read(model, tiny.prompt(CONTEXT), weighted(tiny, model).cache(model))
+    monkeypatch.setattr(Score, "scores", counted)
+    read(model, tiny.prompt(CONTEXT), looking_ahead(tiny, model).cache(model))
     assert asked == list(range(tiny.N_LAYERS))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_it_answers_as_if_the_rest_were_hidden(tiny: ModuleType, family: str) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    cache, shadow = weighted(tiny, model).cache(model), tiny.Shadow(model)
+    cache, shadow = looking_ahead(tiny, model).cache(model), tiny.Shadow(model)
     run(model, ids, cache)
     shadow.logits(ids)
     for seed in (1, 2, 3):
@@ -240,7 +229,7 @@ def test_it_answers_as_if_the_rest_were_hidden(tiny: ModuleType, family: str) ->
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
     model = tiny.tiny_model()
-    profile = weighted(tiny, model)
+    profile = looking_ahead(tiny, model)
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, side)
     cache = profile.cache(model)
@@ -255,7 +244,7 @@ def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
 
 def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_path: Path) -> None:
     model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
-    profile = weighted(tiny, model)
+    profile = looking_ahead(tiny, model)
     whole, chunked, copied, loaded = chunked_copied_and_loaded(profile, model, ids, tmp_path)
     assert chunked.kept_tokens.tolist() == whole.kept_tokens.tolist()
     assert chunked.retained_bytes == whole.retained_bytes
@@ -266,46 +255,22 @@ def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_pat
 
 def test_a_short_prompt_is_kept_whole(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = weighted(tiny, model).cache(model)
+    cache = looking_ahead(tiny, model).cache(model)
     run(model, tiny.prompt(PROTECTED), cache)
     assert (cache.kept_tokens == PROTECTED).all()
-
-
-def test_one_scorer_alone_can_hand_out(tiny: ModuleType) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    plain = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
-    cache = plain.replace(by_prompt=True).cache(model)
-    run(model, ids, cache)
-    assert cache.kept_tokens.sum() == total_of(plain, CONTEXT)
-    assert cache.kept_tokens.tolist() != plain.budgets.tolist()
 
 
 # As a file, and what it refuses
 
 
 def test_the_file_brings_it_back(tiny: ModuleType, tmp_path: Path) -> None:
-    profile = weighted(tiny, tiny.tiny_model())
+    profile = looking_ahead(tiny, tiny.tiny_model())
     profile.save(tmp_path / "p.json")
     loaded = BudgetProfile.load(tmp_path / "p.json")
     assert loaded.by_prompt
-    assert loaded.unit_weights is not None
-    assert loaded.unit_weights.tolist() == profile.unit_weights.tolist()
     assert loaded.policies == profile.policies
     plain = tiny.make_profile(tiny.tiny_model(), CONTEXT)
     assert not plain.by_prompt
-    assert plain.unit_weights is None
-
-
-def test_a_changed_weight_is_noticed(tiny: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "p.json"
-    profile = weighted(tiny, tiny.tiny_model())
-    profile.save(file)
-    number = repr(float(profile.unit_weights[1, 1, 1]))
-    text = file.read_text(encoding="utf-8")
-    assert text.count(number) == 1
-    file.write_text(text.replace(number, "0.5"), encoding="utf-8")
-    with pytest.raises(ProfileFileError, match="digest"):
-        BudgetProfile.load(file)
 
 
 @pytest.mark.parametrize(
@@ -314,20 +279,14 @@ def test_a_changed_weight_is_noticed(tiny: ModuleType, tmp_path: Path) -> None:
         ({"level": "layer"}, "different within a layer"),
         ({"page_tokens": 4}, "by_prompt is true with pages"),
         ({"bits": (16, 4)}, "by_prompt is true with bits that differ between heads"),
-        ({"unit_weights": -1.0}, "unit_weights is not finite or below 0"),
-        ({"unit_weights": np.inf}, "unit_weights is not finite or below 0"),
-        ({"unit_weights": 0.0}, "unit_weights is not right for each layer"),
         ({"unit_policies": 0}, "unit_policies, whose scores cannot be compared"),
-        ({"by_prompt": False, "unit_policies": 0}, "given beside unit_policies"),
-        ({"other_policies": ()}, "unit_weights is float64 shaped"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
     tiny: ModuleType, changes: dict[str, Any], said: str
 ) -> None:
-    profile = weighted(tiny, tiny.tiny_model())
+    profile = looking_ahead(tiny, tiny.tiny_model())
     filled = {
-        "unit_weights": lambda value: np.full(profile.unit_weights.shape, value),
         "bits": lambda value: np.broadcast_to(value, profile.budgets.shape).copy(),
         "unit_policies": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),
     }
