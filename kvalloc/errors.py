@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copyreg import __newobj__  # type: ignore[attr-defined]  # as pickles name it
 from pathlib import Path
@@ -157,6 +157,32 @@ def nearest(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name.lower(), lowered, n=1)
     near = near or [one for one in lowered if len(name) > 2 and name.lower() in one]
     return f"the nearest is {lowered[near[0]]!r}; " if near else ""
+
+
+def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
+    """What an option of another tool is called here, as the beginning of the way out.
+
+    Parameters
+    ----------
+    name : str
+        The unknown option, as a keyword.
+    known : iterable of str
+        What there is.
+    value : object
+        What it was given.
+
+    Examples
+    --------
+    >>> in_our_words("compression_ratio", ["budget"], 0.8), in_our_words("budgt", ["budget"])
+    ("name the share that stays: budget='20%'; ", '')
+    """
+    if name != "compression_ratio" or "budget" not in known:
+        return ""
+    gone = 0.8
+    with suppress(TypeError, ValueError):
+        gone = float(str(value))
+    stays = f"{100 * (1 - gone):g}%" if 0 <= gone < 1 else "20%"
+    return f"name the share that stays: {option('budget', stays)}; "
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:

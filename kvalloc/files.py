@@ -217,7 +217,12 @@ def delete_file(path: Path) -> None:
 
 
 def near_file(path: str | Path) -> str:
-    """A file or folder of nearly that name beside it, see `nearest`; empty where there is none."""
+    """A file or folder of nearly that name beside it, see `nearest`; empty where there is none.
+
+    Of a link that leads nowhere, as to itself, what it leads to instead.
+    """
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"it is a link to {os.readlink(path)}, which leads nowhere; "
     beside: list[str] = []
     with suppress(OSError, ValueError):  # no folder, or no name that could be one's
         beside = [str(one) for one in Path(path).parent.glob("*")]

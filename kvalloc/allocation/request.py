@@ -10,7 +10,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -27,7 +27,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import BIT_WIDTHS, Cost
-from kvalloc.errors import InfeasibleError, InputError, nearest, option
+from kvalloc.errors import InfeasibleError, InputError, in_our_words, nearest, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
@@ -66,6 +66,8 @@ class Target(ABC):
     ----------
     value : float or int
         In the kind's own unit.
+    typed : object
+        What the user wrote, which messages repeat; None where nobody wrote it.
 
     Raises
     ------
@@ -85,6 +87,7 @@ class Target(ABC):
     """Whether budgets stay as they are at another prompt length, instead of growing with it."""
 
     value: float
+    typed: object = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.is_possible():
@@ -143,7 +146,7 @@ class Target(ABC):
 
     def __str__(self) -> str:
         """The option that asks for it."""
-        return option(self.keyword, self.shown())
+        return option(self.keyword, self.shown() if self.typed is None else self.typed)
 
     def record(self) -> dict[str, Any]:
         """Plain values for a budget profile, which `read` reads."""
@@ -183,7 +186,8 @@ class Target(ABC):
         given = [kind for kind in TARGETS if asked.get(kind.keyword) is not None]
         if len(given) == 1:
             (kind,) = given
-            return kind(value=kind.read_value(asked[kind.keyword]))
+            typed = asked[kind.keyword]
+            return kind(value=kind.read_value(typed), typed=typed)
         options = ", ".join(option(kind.keyword) for kind in TARGETS)
         if not given:
             raise InputError(f"no target: say what to reach with one of {options}")
@@ -568,7 +572,8 @@ class Request:
         (16, 8)
         """
         for name in asked.keys() - RequestOptions.__annotations__.keys():
-            near = nearest(name, RequestOptions.__annotations__)
+            known, value = RequestOptions.__annotations__, dict[str, Any](asked)[name]
+            near = in_our_words(name, known, value) or nearest(name, known)
             raise InputError(f"there is no option {name!r}; {near}see kvalloc.solve")
         read: dict[str, Any] = {"target": Target.of(asked)}
         for one in fields(cls):

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from kvalloc import __version__
 from kvalloc.cli.options import GroupedCommand
-from kvalloc.errors import KVAllocError, naming_flags, nearest, no_such, plain
+from kvalloc.errors import KVAllocError, in_our_words, naming_flags, nearest, no_such, plain
 
 GROUPS = {
     "Begin here": ("quickstart", "demo", "doctor"),
@@ -165,7 +165,7 @@ def _run(arguments: list[str]) -> int:
         _complain(str(error))
         return USER_ERROR
     except Exception as error:
-        message = _users_mistake(error)
+        message = _users_mistake(error, arguments)
         if message is None:
             raise
         _complain(message)
@@ -200,14 +200,19 @@ def _build(name: str) -> Any:
     return typer.main.get_command(application)
 
 
-def _users_mistake(error: Exception) -> str | None:
+def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
     """One line for an error that is not a defect of ours, or None."""
     # typer's usage errors; which package their class is in depends on typer's version
     describe = getattr(error, "format_message", None)
     if describe is not None:
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "kvalloc"
-        return f"{describe().rstrip('.')}; see '{where} --help'"
+        meant = ""
+        if flag := getattr(error, "option_name", None):
+            known = [one.name for one in context.command.params] if context is not None else []
+            typed = " ".join(arguments).replace("=", " ").partition(flag)[2].split()
+            meant = in_our_words(flag.strip("-").replace("-", "_"), known, *typed[:1])
+        return f"{describe().rstrip('.')}; {meant}see '{where} --help'"
     if isinstance(error, OSError) and error.errno in _USER_OS_ERRORS:
         return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
     text = str(error)

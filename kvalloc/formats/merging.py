@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,7 +235,7 @@ def _summed(parts: Sequence[str | Path], shards: IntArray | None) -> ScoreProfil
 def check_given(parts: Sequence[str | Path], output: str | Path) -> None:
     """Refuse parts that are none, or given twice, and an output that cannot be written."""
     check_writable(output)
-    given = [Path(path).resolve() for path in parts]
+    given = [os.path.realpath(path) for path in parts]
     if not given:
         raise InputError("there is nothing to merge; name the files of the parts")
     if twice := [path for path in given if given.count(path) > 1]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvalloc.errors import InputError, ModelMismatchError, nearest, no_such
+from kvalloc.files import near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.score_profile import ScoreProfile
@@ -68,7 +69,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     if on_hub(source) or os.path.exists(source) or str(source) in shipped:
         return _load(BudgetProfile, source, BUDGETS)
     known = ", ".join(shipped) or "none"
-    near = nearest(str(source), shipped)
+    near = nearest(str(source), shipped) or near_file(source)
     raise InputError(
         f"there is no budget profile {source}: no such file; {near}shipped ones: {known}"
     )

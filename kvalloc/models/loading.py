@@ -151,6 +151,17 @@ def load_model(
     return LoadedModel(model=model, tokenizer=tokenizer, model_id=model_id)
 
 
+def check_not_loaded(model: object) -> None:
+    """Refuse what `load_model` returned where its model is meant.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    if isinstance(model, LoadedModel):
+        raise UnsupportedModelError("a LoadedModel is a model and its tokenizer; pass its .model")
+
+
 def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     """The sizes of a model's KV cache, read from its config.
 
@@ -172,6 +183,7 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     UnsupportedModelError
         If the model has no attention layers, or some whose cache kvalloc cannot account for.
     """
+    check_not_loaded(model)
     name = type(model).__name__
     whole = getattr(model, "config", None)
     if whole is None:

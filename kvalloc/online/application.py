@@ -14,6 +14,7 @@ from torch import Tensor
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
+from kvalloc.models.loading import check_not_loaded
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import (
     PromptOptions,
@@ -186,6 +187,7 @@ class Applied:
     """
 
     def __init__(self, model: Any, make: Callable[..., BudgetCache]) -> None:
+        check_not_loaded(model)
         generate = getattr(model, "generate", None)
         if generate is None:
             raise UnsupportedModelError(

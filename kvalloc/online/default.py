@@ -97,6 +97,8 @@ class Default:
         Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
     memory : int or None
         Bytes that the cache may take at its peak; None where the full cache fits.
+    memory_typed : object
+        What the user wrote, which messages repeat.
     surrogate : str or None
         File that `kvalloc fit-scorer` wrote for the model; by default the one that ships with
         kvalloc, if there is one for it.
@@ -104,6 +106,7 @@ class Default:
 
     share: float
     memory: int | None = None
+    memory_typed: object = None
     surrogate: str | None = None
 
     @staticmethod
@@ -130,6 +133,7 @@ class Default:
         return cls(
             share=parse_share(budget),
             memory=None if memory is None else parse_bytes(memory),
+            memory_typed=memory,
             surrogate=None if surrogate is None else str(surrogate),
         )
 
@@ -306,8 +310,8 @@ class Default:
             in_rows = f" in {rows} rows" if rows > 1 else ""
             full = max(needs[0], shape.full_bytes(tokens, rows))
             raise InputError(
-                f"{option('memory')} is {size(self.memory)}, but a prompt of {tokens:,} tokens"
-                f"{in_rows} needs {size(full)} where its full cache is held, and "
+                f"{option('memory', self.memory_typed)} is {size(self.memory)}, but a prompt of "
+                f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
                 f"{size(min(needs))} where it is evicted while it is read (the budget, and one "
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )

@@ -18,7 +18,7 @@ from factories import make_budget_profile, make_evaluation, make_row, make_score
 
 from kvalloc import files
 from kvalloc.errors import InputError
-from kvalloc.formats.merging import merge
+from kvalloc.formats.merging import check_given, merge
 from kvalloc.interop.exporting import export
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.report.figure import plot
@@ -366,3 +366,16 @@ def test_dates_are_those_of_utc(monkeypatch):
 
     monkeypatch.setattr(files, "datetime", Clock)
     assert files.provenance()["created"] == "2026-02-28"
+
+
+def test_a_link_that_leads_nowhere_is_named_as_one_and_not_as_its_own_neighbour(tmp_path):
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    (tmp_path / "gone.json").symlink_to("none.json")
+    (tmp_path / "p.json").touch()
+    for name, target in (("loop.json", "loop.json"), ("gone.json", "none.json")):
+        assert (
+            files.near_file(tmp_path / name) == f"it is a link to {target}, which leads nowhere; "
+        )
+    assert files.near_file(tmp_path / "q.json") == f"the nearest is '{tmp_path / 'p.json'}'; "
+    with pytest.raises(InputError, match="loop.json is given twice"):
+        check_given([tmp_path / "loop.json"] * 2, tmp_path / "out.safetensors")

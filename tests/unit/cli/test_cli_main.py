@@ -89,6 +89,26 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
         (["--colour"], ["--colour", "kvalloc --help"]),
         (["solve"], ["SCORES", "kvalloc solve --help"]),
         (["solve", "s", "--budgt", "1"], ["--budgt", "--budget"]),
+        *(
+            (
+                ["generate", "demo", *ratio, "--prompt", "x"],
+                ["No such option: --compression-ratio; name the", f"stays: --budget {share}; see"],
+            )
+            for ratio, share in (
+                (["--compression-ratio", "0.8"], "20%"),
+                (["--compression-ratio=0.65"], "35%"),
+                (["--compression-ratio", "much"], "20%"),
+                (["--compression-ratio"], "20%"),
+            )
+        ),
+        (
+            ["inspect", "a", "--compression-ratio", "0.8"],
+            ["No such option: --compression-ratio; s"],
+        ),
+        (
+            ["solve", "smollm2-135m-instruct", "--memory", "1kb", "--json"],
+            ["--memory 1kb is below the floors"],
+        ),
         (["solve", "s", "--context", "many"], ["--context", "integer"]),
         (["solve", "s", "--budget", "1", "--page", "0"], ["--page 0 is not", "--page 1 or more"]),
         (["solve", "s", "--budget"], ["--budget"]),

@@ -68,6 +68,7 @@ def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) ->
         ({"target_loss": 0.1}, "target_loss cannot be asked of each prompt"),
         ({"budget": "20%", "bits": "16,8"}, "bits cannot be asked of each prompt"),
         ({"budget": "20%", "sink": 3}, "no option 'sink'"),
+        ({"compression_ratio": 0.8}, "name the share that stays: budget='20%'"),
     ],
 )
 def test_targets_that_cannot_be_are_refused_on_entering(

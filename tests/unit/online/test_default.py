@@ -168,7 +168,8 @@ def test_the_profile_is_a_file_and_the_cache_another(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"budget": "30%", "memory": "2KiB"}, "memory is 2.00 KiB, but a prompt of 150 tokens "
+        ({"budget": "30%", "memory": "2KiB"}, "memory='2KiB' is 2.00 KiB, but a prompt of 150 "
+                                              "tokens "
                                               "needs 402 KiB where its full cache is held, and "
                                               "56.55 KiB where it is evicted while it is read"),
         ({"budget": "much"}, "'much' is not a share"),

@@ -17,6 +17,7 @@ from kvalloc.errors import (
     UnsupportedRequestError,
 )
 from kvalloc.models.attention import intercept_attention
+from kvalloc.models.loading import LoadedModel
 from kvalloc.runtime import BudgetCache
 from kvalloc.runtime.hooks import hooked_models
 
@@ -201,6 +202,11 @@ def test_apply_refuses_on_entering(tiny: ModuleType) -> None:
         kvalloc.apply(model.model, profile),
     ):
         pass
+    loaded = LoadedModel(model=model, tokenizer=None, model_id="tiny")
+    with pytest.raises(UnsupportedModelError, match="a LoadedModel .*pass its .model"):
+        kvalloc.apply(loaded, budget="20%")
+    with pytest.raises(UnsupportedModelError, match="a LoadedModel .*pass its .model"):
+        kvalloc.profile(loaded, None, ["words"])
     wide = tiny.make_profile(model, CONTEXT, 0.3, parameters={"window": tiny.WINDOW + 1})
     with pytest.raises(InputError, match="window"), kvalloc.apply(model, wide):
         pass
