@@ -3,7 +3,7 @@
 Profiling needs a layer's queries, keys and values; the runtime needs to change a layer's mask.
 Both go through one door: the table of attention functions that transformers itself offers for
 adding implementations. Nothing is registered at import, and a model is touched only while an
-`AttentionSwitch` is open: its attention modules then hold a view of their config. A forward that is
+`AttentionSwitch` is on: its attention modules then hold a view of their config. A forward that is
 intercepted reads there the name of a wrapper of the model's own implementation; everybody else,
 another thread over the same model included, reads what the config says. The config itself, which
 models and threads share, is never written to. With no handler the wrapper calls the model's own
@@ -247,11 +247,10 @@ class _ConfigView:
 
 
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
-# Open switches of each decoder: with threads or nesting, the first one to close must not take away
-# the views that another one still needs.
-_open: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-# Caches may be collected, and with them switches closed, by the very thread that holds it.
-_lock = threading.RLock()
+# How often each decoder is intercepted now: with threads or nesting, the first one to leave must
+# not take away the views that another one still needs.
+_within: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def _handler_of(module_id: int) -> _Active | None:
@@ -294,19 +293,18 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
         yield
     finally:
         switch.leave(token)
-        switch.close()
 
 
 class AttentionSwitch:
     """The reusable half of `intercept_attention`: what has to be found out once for a model.
 
-    Entering sets one context variable and writes to nothing that is shared. Each `enter` must be
-    answered by one `leave`, in reverse order, and the switch by one `close`.
+    Entering sets one context variable and lends each attention module its view, as long as anybody
+    is within. Each `enter` must be answered by one `leave`, in reverse order.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder-only model. The switch keeps its table of angles alive, not the model.
+        A decoder-only model. The switch keeps parts of it alive, not the model.
 
     Raises
     ------
@@ -320,34 +318,34 @@ class AttentionSwitch:
         self._module_ids = frozenset(id(module) for module in decoder.modules())
         self._rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
         self._decoder = weakref.ref(decoder)
-        with _lock:
-            _open[decoder] = _open.get(decoder, 0) + 1
-            if _open[decoder] == 1:
-                for module in _attention_modules(decoder):
-                    module.config = _ConfigView(module.config, id(module))
-
-    def close(self) -> None:
-        """Give the modules their config back, if no other switch of the model is open."""
-        decoder = self._decoder()
-        with _lock:
-            if decoder is None or _open.get(decoder, 0) == 0:
-                return
-            _open[decoder] -= 1
-            if _open[decoder] == 0:
-                for module in _attention_modules(decoder):
-                    if type(module.config) is _ConfigView:
-                        module.config = module.config._viewed
+        self._modules = _attention_modules(decoder)
 
     def enter(self, handler: Handler) -> Token[_Active | None]:
         """Switch interception on; returns what `leave` needs."""
+        self._count(1)
         return _active.set(_Active(handler, self._module_ids, self._rotary, _active.get()))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
+        self._count(-1)
         with suppress(ValueError):
             # An interrupted notebook cell may be tidied up from another context; the one that
             # held the handler is gone then.
             _active.reset(token)
+
+    def _count(self, step: int) -> None:
+        """One more that is within, or one fewer: lend views to the modules, or take them back."""
+        decoder = self._decoder()
+        if decoder is None:
+            return
+        with _lock:
+            within = _within[decoder] = _within.get(decoder, 0) + step
+            for module in self._modules:
+                config, own = module.config, vars(module)  # a module takes long to be set anything
+                if within and type(config) is not _ConfigView:
+                    own["config"] = _ConfigView(config, id(module))
+                elif not within and type(config) is _ConfigView:
+                    own["config"] = config._viewed
 
 
 def _attention_modules(decoder: nn.Module) -> list[Any]:

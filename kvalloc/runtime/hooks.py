@@ -2,8 +2,9 @@
 
 `generate` offers no place to open a ``with``, so making a cache puts one pre-hook and one
 post-hook on the model's decoder. They carry no budgets, no masks and no cache: they look for a
-`HookedCache` among the arguments of the forward at hand, and do nothing when there is none. They
-are counted, and removed when the last cache made for the model is gone.
+`HookedCache` among the arguments of the forward at hand, and do nothing when there is none: so
+little that ``torch.compile`` sees nothing of them. They are counted, and removed when the last
+cache made for the model is gone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -122,7 +124,6 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
         entry.caches -= 1
         if entry.caches == 0:
             del _installed[module]
-            entry.switch.close()
             for handle in entry.handles:
                 handle.remove()
 
@@ -130,11 +131,13 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
 def _before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    cache = _cache_among(args, kwargs)
+    if cache is None and torch.compiler.is_compiling():
+        return None
     entry = _installed.get(module)
     if entry is not None:
         # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
         _close(entry, completed=False)
-    cache = _cache_among(args, kwargs)
     if cache is None:
         return None
     arguments = _named(module, args, kwargs)
@@ -170,6 +173,8 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     entry = _installed.get(module)
     if entry is not None:
         _close(entry, completed=output is not None)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from kvalloc.errors import (
     InputError,
@@ -101,6 +102,39 @@ def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> 
     assert everything() == before
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "sdpa"
+    assert model.model.layers[0].self_attn.config is model.config
+
+
+def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
+    tiny: ModuleType, model: Any
+) -> None:
+    """In one graph, the same before, beside and after it, and where a forward of it broke off."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled, ids = torch.compile(model, fullgraph=True, backend=backend), tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(compiled(ids).logits, expected)
+        cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+        model(ids, past_key_values=cache)
+        assert torch.equal(compiled(ids).logits, expected)
+        assert len(graphs) == 1
+        torch.compiler.reset()
+        assert torch.equal(compiled(ids).logits, expected)
+        static = StaticCache(config=model.config, max_cache_len=CONTEXT)
+        assert torch.allclose(compiled(ids, past_key_values=static).logits, expected, atol=1e-5)
+        with failing_with(KeyboardInterrupt, model):
+            model(tiny.prompt(3), past_key_values=cache)
+        torch.compiler.reset()
+        assert torch.equal(compiled(ids).logits, expected)
+        model(ids[:, :1])
+        del cache
+        assert hook_counts(model) == (0, 0)
+        assert torch.equal(compiled(ids).logits, expected)
 
 
 def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(
