@@ -110,9 +110,10 @@ coverage: $(READY) kernel ## the same, and which lines of the package no test ru
 
 # Every policy in every arrival on every model, each with every setting of all else: minutes, about
 # five cells a second and worker. WHOLE=1 takes all combinations (hours), CELLS=1000 SEED=7 so many
-# of these at random, and SHARD=2/8 a part of whichever are taken.
+# of these at random, and SHARD=2/8 a part of whichever are taken. Then 1,000 random models below 16 bits.
 test-matrix: $(READY) ## every policy x arrival x mode of the runtime against the oracle
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/runtime/test_matrix.py \
+		tests/unit/runtime/test_packed_arrivals.py --rounded-models 1000 \
 		$(if $(WHOLE),--whole-matrix,$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--matrix-product)) \
 		$(if $(SHARD),--matrix-shard $(SHARD))
 

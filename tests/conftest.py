@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--matrix-shard", help="of these cells one part, such as 2/8")
     parser.addoption(
+        "--rounded-models",
+        type=int,
+        default=12,
+        help="so many random models with entries below 16 bits answer as a float64 oracle",
+    )
+    parser.addoption(
         "--hostile-files",
         type=int,
         default=100,

@@ -23,11 +23,9 @@ from scorer_oracle import SCORERS
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class, policy_names
-from kvalloc.runtime.quantization import rotated
 from kvalloc.scorers import get_scorer
 
 CONTEXT, BATCH = 90, 2
@@ -94,40 +92,9 @@ class Setting:
         return self.tiny.Shadow(self.model)
 
     def follow(self, shadow: Any, cache: Any) -> None:
-        shadow.follow(cache)
+        shadow.follow(cache, combined=self.policy in COMBINING)
         for one, other in itertools.pairwise(GROUP if self.profile.share_groups else ()):
             assert torch.equal(cache.kept_indices(one), cache.kept_indices(other))
-        if self.policy in COMBINING:
-            shadow.take_combined(cache)
-        else:
-            self.take_rounded(shadow, cache)
-
-    def take_rounded(self, shadow: Any, cache: Any) -> None:
-        """The oracle's own entries are near what is stored at fewer bits, and give way to it.
-
-        Near: within half a step of their block. In half precision the model's own rounding is
-        more than that, so only the numbers give way.
-        """
-        for layer, stored in enumerate(cache.layers):
-            entries, its = getattr(stored, "entries", None), shadow.cache.layers[layer]
-            if entries is None or not entries.is_packed:
-                continue
-            for row, head in np.ndindex(*entries.lengths.shape):
-                bits = int(self.profile.bits[layer, head])
-                keys, values, positions = (own.cpu() for own in entries.piece(row, head)[:3])
-                if bits == 16 or not len(positions):
-                    continue
-                own = its.keys[row, head], its.values[row, head]
-                if (row, head, layer) not in shadow.rounded and keys.dtype == torch.float32:
-                    exact = [states[positions.long()] for states in own]
-                    width, own_values = WIDTHS[bits], (values, exact[1])
-                    turned = [rotated(one) if width.turned else one for one in own_values]
-                    off = (keys - exact[0]).abs(), (turned[0] - turned[1]).abs()
-                    assert (off[0] <= half_step(exact[0], width.keys, 0)).all()
-                    assert (off[1] <= half_step(turned[1], width.values, 1)).all()
-                shadow.rounded.add((row, head, layer))
-                for states, found in zip(own, (keys, values), strict=True):
-                    states[positions.long()] = found.float()
 
     def met(self, cache: Any, lengths: tuple[int, ...], mask: Any = None) -> None:
         """Each row keeps the budgets of its own length, to the entry, and no padding."""
@@ -171,21 +138,6 @@ class Setting:
         self.follow(shadow, cache)
         self.settle(cache, shadow)
         return cache, shadow
-
-
-def half_step(numbers: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """How far from a number the nearest of the steps of its block may be, with float16 scales.
-
-    Blocks are of up to 64 numbers along the axis: keys (n_tokens, head_dim) per channel, values
-    per token, of which a tiny model's are one block.
-    """
-    found = []
-    for block in numbers.split(64, dim=axis):
-        low, high = (edge.expand_as(block) for edge in block.aminmax(dim=axis, keepdim=True))
-        # the least number and the step are float16 themselves, and the model's keys not the twin's
-        scales = (low.abs() + high - low) * 2.0**-11 + 1e-4
-        found.append((high - low) / (2**bits - 1) / 2 + scales)
-    return torch.cat(found, dim=axis)
 
 
 def widths(profile: Any, bits: str) -> Any:

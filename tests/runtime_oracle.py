@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.linalg import hadamard
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
 from kvalloc.shape import ModelShape
@@ -59,6 +61,7 @@ def tiny_model(
     family: str = "llama",
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
+    seed: int = 11,
     **changes: Any,
 ) -> Any:
     """A random model with peaky attention, so that an eviction really changes its output."""
@@ -80,17 +83,17 @@ def tiny_model(
             **changes,
         }
     )
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     model = model_class._from_config(config, attn_implementation=attention)
     model.config._name_or_path = "tiny"
     return model.to(dtype).eval()
 
 
-def eager_twin(model: Any) -> Any:
-    """The same weights in float32 on eager attention, on the CPU."""
+def eager_twin(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The same weights in float32, or more, on eager attention, on the CPU."""
     twin = copy.deepcopy(model).cpu()
     twin.set_attn_implementation("eager")
-    return twin.float().eval()
+    return twin.to(dtype).eval()
 
 
 def shape_of(model: Any, **changes: Any) -> ModelShape:
@@ -102,7 +105,7 @@ def shape_of(model: Any, **changes: Any) -> ModelShape:
         "n_layers": config.num_hidden_layers,
         "n_query_heads": config.num_attention_heads,
         "n_kv_heads": config.num_key_value_heads,
-        "head_dim": HEAD_DIM,
+        "head_dim": config.head_dim,
         "dtype_bytes": next(model.parameters()).element_size(),
         "layer_types": tuple("full" if kind == "full_attention" else "sliding" for kind in types),
         "sliding_window": config.sliding_window if "sliding_attention" in types else None,
@@ -240,15 +243,16 @@ class Shadow:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model under test; a float32 eager twin of it answers.
+        The model under test; an eager twin of it answers.
+    dtype : torch.dtype
+        The twin's. (Rotary angles, norms and softmax transformers computes in float32 at least.)
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = eager_twin(model)
+    def __init__(self, model: Any, dtype: torch.dtype = torch.float32) -> None:
+        self.model = eager_twin(model, dtype)
         self.cache = DynamicCache(config=self.model.config)
         self.shown: dict[int, torch.Tensor] = {}
         self.bias: dict[int, torch.Tensor] = {}
-        self.rounded: set[tuple[int, int, int]] = set()  # row, head and layer
 
     def logits(
         self, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: Any
@@ -283,8 +287,11 @@ class Shadow:
         """The full-attention layers."""
         return shape_of(self.model).full_layers
 
-    def follow(self, cache: Any) -> None:
-        """From now on hide what the cache has evicted."""
+    def follow(self, cache: Any, *, combined: bool = False) -> None:
+        """From now on hide what the cache has evicted, and go on with what it stores.
+
+        ``combined`` as in `take_stored`.
+        """
         columns = self.cache.get_seq_length()
         for layer, kept in kept_of(cache).items():
             shown = torch.zeros(*kept.shape[:2], columns, dtype=torch.bool)
@@ -294,29 +301,50 @@ class Shadow:
                     shown[row, head, here[here >= 0].long()] = True
             shown[..., int(kept.max()) + 1 :] = True  # what followed: the window is always kept
             self.shown[layer] = shown
+        self.take_stored(cache, combined=combined)
 
-    def take_combined(self, cache: Any) -> None:
-        """After `follow`: what a policy has put into the kept entries stands in their columns.
+    def take_stored(self, cache: Any, *, combined: bool = False) -> None:
+        """Go on with the numbers that the cache stores at fewer bits, or that a policy made.
 
-        What it puts there is held against loops elsewhere; here it matters that the cache goes on
-        with it as it would with entries that had been so from the beginning.
+        A number in the middle between two codes is rounded up or down by the last bit of what the
+        model computed, which no two programs share: hence the stored one is taken. It has to be
+        the oracle's own one rounded: within half a step of its block. What a policy has put into
+        entries that stay is held against loops elsewhere.
+
+        Parameters
+        ----------
+        cache : BudgetCache
+            Followed since its latest eviction.
+        combined : bool
+            Whether its policy puts its own numbers and biases into entries that stay.
         """
-        for layer, kept in kept_of(cache).items():
-            stored, own = cache.layers[layer], self.cache.layers[layer]
-            bias = torch.zeros(*kept.shape[:2], self.cache.get_seq_length())
-            for row in range(kept.shape[0]):
-                for head in range(kept.shape[1]):
-                    here = kept[row, head][kept[row, head] >= 0].long()
-                    if stored.entries is not None:
-                        keys, values, _, extra, _ = stored.entries.piece(row, head)
-                    else:
-                        keys, values = stored.keys[row, head], stored.values[row, head]
-                        extra = None
-                    own.keys[row, head, here] = keys[: len(here)].float().cpu()
-                    own.values[row, head, here] = values[: len(here)].float().cpu()
-                    if extra is not None:
-                        bias[row, head, here] = extra.cpu()
-            self.bias[layer] = bias
+        for layer in self.layers():
+            entries, own = cache.layers[layer].entries, self.cache.layers[layer]
+            if entries is None or not (combined or entries.is_packed):
+                continue
+            bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
+            for row, head in np.ndindex(*entries.lengths.shape):
+                width = WIDTHS[int(entries.bits[head])]
+                keys, values, positions, extra, _ = entries.piece(row, head)
+                places = positions.long().cpu()
+                stored = keys.to(own.keys), values.to(own.values)
+                if extra is not None:
+                    bias[row, head, places] = extra.cpu()
+                if not combined and width.keys == 16:
+                    continue
+                before = own.keys[row, head, places], own.values[row, head, places]
+                if not combined and keys.dtype == torch.float32 and len(places):
+                    pairs = [(before[0].T, stored[0].T), (before[1], stored[1])]
+                    if width.turned:
+                        dim = int(values.shape[-1])
+                        turn = torch.from_numpy(hadamard(dim)).to(own.values) / dim**0.5
+                        pairs[1] = before[1] @ turn, stored[1] @ turn
+                    for (exact, rounded), bits in zip(pairs, width, strict=False):
+                        off = (exact - rounded).abs()
+                        assert (off <= half_step(exact, bits)).all(), float(off.max())
+                own.keys[row, head, places], own.values[row, head, places] = stored
+            if combined:
+                self.bias[layer] = bias
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Let row i continue what row ``rows[i]`` holds."""
@@ -326,9 +354,23 @@ class Shadow:
                 held[layer] = held[layer][rows]
 
 
+def half_step(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """How far from a number the nearest of the steps of its block may be, with float16 scales.
+
+    Blocks are of up to 64 numbers along the last axis.
+    """
+    found = []
+    for block in numbers.split(64, dim=-1):
+        low, high = (edge.expand_as(block) for edge in block.aminmax(dim=-1, keepdim=True))
+        # the least number and the step are float16 themselves, and the model's keys not the twin's
+        scales = (low.abs() + high - low) * 2.0**-11 + 1e-4
+        found.append((high - low) / (2**bits - 1) / 2 + scales)
+    return torch.cat(found, dim=-1)
+
+
 def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """Largest difference of logits, rows of padding left out."""
-    difference = (found.float().cpu() - expected.float()).abs().amax(dim=-1)
+    difference = (found.double().cpu() - expected.double()).abs().amax(dim=-1)
     assert torch.isfinite(difference).all()
     if mask is not None:
         difference = difference[mask[:, -difference.shape[1] :].bool()]

@@ -379,8 +379,7 @@ def test_it_answers_as_over_the_entries_it_stores(
         assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
         for tokens in (AWAITED, 1, 5, 1):
             if not cache.awaited_tokens:
-                shadow.follow(cache)
-                shadow.take_combined(cache)
+                shadow.follow(cache, combined=True)
             question = tiny.prompt(tokens, 2, seed=tokens)
             assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 

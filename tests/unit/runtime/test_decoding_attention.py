@@ -101,8 +101,7 @@ def test_biased_entries_of_equal_number_stay_where_they_are(
     shadow.logits(ids)
     run(model, ids, cache)
     cache.evict()
-    shadow.follow(cache)
-    shadow.take_combined(cache)
+    shadow.follow(cache, combined=True)
     biased = [layer.entries.parts[0] for layer in cache.layers if layer.even]
     assert any(bool((part.bias != 0).any()) for part in biased)
     for joins in (False, True):  # also when tokens without a bias have joined them
@@ -131,9 +130,7 @@ def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
     allowed = 2 * tiny.worst(plain, exact.logits(ids))
     cache = make_cache(profile, model, policy=policy) if policy else profile.cache(model)
     run(model, ids, cache)
-    exact.follow(cache)
-    if policy:
-        exact.take_combined(cache)
+    exact.follow(cache, combined=policy is not None)
     for step in range(1, 4):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), exact.logits(token)) <= allowed
@@ -204,9 +201,7 @@ def test_a_models_soft_cap(tiny: ModuleType, policy: str | None) -> None:
     shadow = tiny.Shadow(model)
     shadow.logits(ids)
     run(model, ids, cache)
-    shadow.follow(cache)
-    if policy:
-        shadow.take_combined(cache)
+    shadow.follow(cache, combined=policy is not None)
     for step in range(3):
         token = tiny.prompt(1, seed=step)
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4

@@ -7,6 +7,7 @@ model computed is replaced by what comes back from storage, the evicted entries 
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.accounting.costs import stored_bytes
+from kvalloc.accounting.costs import WIDTHS, stored_bytes
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
@@ -47,18 +48,47 @@ def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Te
     return logits
 
 
-def follow(shadow: Any, cache: Any, *, evicted: bool = True) -> None:
-    """The oracle goes on with what the cache stores, in place of what the model computed."""
-    if evicted:
-        shadow.follow(cache)
-    for layer in cache.profile.shape.full_layers:
-        stored, own = cache.layers[layer], shadow.cache.layers[layer]
-        if stored.entries is None:
-            continue
-        for row, head in np.ndindex(*stored.entries.lengths.shape):
-            keys, values, positions = stored.entries.piece(row, head)[:3]
-            own.keys[row, head, positions.long()] = keys.float()
-            own.values[row, head, positions.long()] = values.float()
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--rounded-models")))
+
+
+def test_random_models_answer_as_a_float64_oracle(tiny: ModuleType, seed: int) -> None:
+    """Of random size, with random widths, policies and turns; `make test-matrix` takes 1,000."""
+    draw = random.Random(seed)
+    n_kv_heads, head_dim = draw.choice([1, 2, 4]), draw.choice([8, 16, 32])
+    n_query_heads = n_kv_heads * draw.choice([1, 2, 3])
+    family = draw.choice(["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+    model = tiny.tiny_model(
+        family,
+        draw.choice(["sdpa", "eager"]),
+        seed=draw.randrange(10**6),
+        num_hidden_layers=4 if family == "gemma3" else draw.randint(1, 4),
+        num_attention_heads=n_query_heads,
+        num_key_value_heads=n_kv_heads,
+        head_dim=head_dim,
+        hidden_size=n_query_heads * 8,
+        initializer_range=draw.choice([0.1, 0.2, 0.3]),
+    )
+    context, batch = draw.randint(20, 160), draw.randint(1, 3)
+    profile = tiny.make_profile(model, context, draw.uniform(0.2, 1.0))
+    widths = np.full_like(profile.budgets, 16)
+    for layer in profile.shape.full_layers:
+        widths[layer] = draw.choices(list(WIDTHS), k=n_kv_heads)
+    if draw.random() < 0.5:
+        profile = tiny.by_head(profile, spread=draw.randint(0, 12))
+    else:
+        widths[:] = widths[:, :1]
+    widths[profile.shape.full_layers[0], 0 if profile.level == "head" else slice(None)] = 5
+    policy = draw.choice(["score", "score", "attention_matching", "critical", "nacl"])
+    every = draw.choice([None, 4, 7])
+    cache = make_cache(profile.replace(bits=widths), model, policy=policy, decode_every=every)
+    shadow = tiny.Shadow(model, torch.float64)
+    turns = [draw.choice([1, 1, draw.randint(2, 140)]) for _ in range(draw.randint(2, 10))]
+    for turn, tokens in enumerate([context, *turns]):
+        ids = tiny.prompt(tokens, batch, seed=1000 * seed + turn)
+        assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-3
+        shadow.follow(cache, combined=policy == "attention_matching")
 
 
 def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
@@ -92,12 +122,12 @@ def test_the_prompt_and_questions_of_any_length(tiny: ModuleType, family: str, l
     assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
     assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2) == account(cache)
     assert (cache.kept_tokens_by_row == profile.budgets).all() or family == "gemma3"
-    follow(shadow, cache)
+    shadow.follow(cache)
     rounded = 0
     for tokens in (1, 5, 100, 1, 90, 1):
         question = tiny.prompt(tokens, 2, seed=tokens)
         assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
-        follow(shadow, cache, evicted=False)
+        shadow.take_stored(cache)
         assert cache.retained_bytes == account(cache)
         rounded = max(layer.packed_following for layer in cache.layers if hasattr(layer, "entries"))
     assert rounded == 128  # 198 tokens followed: the latest 64 to 127 are as the model made them
@@ -159,14 +189,14 @@ def test_a_prompt_in_chunks_and_rows_of_different_lengths(
             expected = shadow.logits(part, mask[:, :seen])
             if mask[:, seen - part.shape[1] : seen].any():
                 assert tiny.worst(found, expected, mask[:, :seen]) < 1e-4
-            follow(shadow, cache)
+            shadow.follow(cache)
 
     if announced:
         feed()
     else:
         with cache.prefill():
             feed()
-        follow(shadow, cache)
+        shadow.follow(cache)
     lengths = mask.sum(dim=1).tolist()
     for row, tokens in enumerate(lengths):
         assert (cache.kept_tokens_by_row[row] == profile.budgets_for(tokens)).all()
@@ -178,7 +208,7 @@ def test_a_prompt_in_chunks_and_rows_of_different_lengths(
     mask = torch.cat([mask, asked], dim=1)
     found = run(model, question, cache, mask)
     assert tiny.worst(found, shadow.logits(question, mask), mask) < 1e-4
-    follow(shadow, cache, evicted=False)
+    shadow.take_stored(cache)
     assert cache.retained_bytes == account(cache)
     more = tiny.prompt(3, len(LENGTHS), seed=2)
     mask = torch.nn.functional.pad(mask, (0, 3), value=1)
@@ -193,7 +223,7 @@ def test_a_budget_of_everything_is_rounded_all_the_same(tiny: ModuleType) -> Non
     assert torch.equal(run(model, ids, cache), run(model, ids, DynamicCache(config=model.config)))
     shadow.logits(ids)
     assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2) < cache.full_bytes
-    follow(shadow, cache)
+    shadow.follow(cache)
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
 
@@ -205,13 +235,13 @@ def test_the_budget_kept_while_decoding(tiny: ModuleType, level: str) -> None:
     ids = tiny.prompt(CONTEXT, 2)
     run(model, ids, cache)
     shadow.logits(ids)
-    follow(shadow, cache)
+    shadow.follow(cache)
     for step in range(12):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
         follow_now = step % 4 == 3
         if follow_now:
-            follow(shadow, cache)
+            shadow.follow(cache)
             assert (cache.kept_tokens == profile.budgets).all()
             assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
 
@@ -222,9 +252,11 @@ def test_saved_loaded_copied_reordered_and_cropped(
 ) -> None:
     model = tiny.tiny_model()
     profile = bits_profile(tiny, model, level)
-    cache, ids = profile.cache(model), tiny.prompt(CONTEXT, 2)
-    run(model, ids, cache)
-    run(model, tiny.prompt(130, 2, seed=5), cache)
+    cache, ids, shadow = profile.cache(model), tiny.prompt(CONTEXT, 2), tiny.Shadow(model)
+    for tokens in (ids, tiny.prompt(130, 2, seed=5)):
+        run(model, tokens, cache)
+        shadow.logits(tokens)
+        shadow.follow(cache)
     assert any(layer.packed_following for layer in cache.layers)
     cache.save(tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
@@ -253,9 +285,8 @@ def test_saved_loaded_copied_reordered_and_cropped(
         full = ours[0].shape[0] // 64 * 64
         assert torch.equal(ours[0][:full], theirs[0][:full])
         assert torch.equal(ours[1], theirs[1])
-    shadow = tiny.Shadow(model)
-    shadow.logits(ids)
-    follow(shadow, cropped)
+    shadow.cache.crop(-130)
+    shadow.follow(cropped)
     assert tiny.worst(run(model, question, cropped), shadow.logits(question)) < 1e-4
     out = model.generate(
         ids, past_key_values=profile.cache(model), max_new_tokens=6, num_beams=3, do_sample=False
