@@ -1,12 +1,13 @@
 """kvalloc decides how many KV-cache entries each layer and head keeps, and applies it.
 
-The names below are imported when they are first used, so that ``import kvalloc`` loads neither
-torch nor a solver.
+The names below, and the packages beside them, are imported when they are first used, so that
+``import kvalloc`` loads neither torch nor a solver.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,12 +78,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+        globals()[name] = value
+        return value
+    if name.startswith("_") or importlib.util.find_spec(f"kvalloc.{name}") is None:
         raise AttributeError(f"module 'kvalloc' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+    return importlib.import_module(f"kvalloc.{name}")  # a room, such as kvalloc.runtime
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted(__all__)

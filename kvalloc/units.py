@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from ast import literal_eval
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from math import inf
+from typing import Any, TypeVar, cast
 
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, in_our_words, nearest, option
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -39,6 +46,73 @@ class Option:
     group: str = ""
     least: int | None = None
     parser: Callable[[str], object] | None = None
+
+
+def described(documented: object) -> dict[str, tuple[str, str]]:
+    """Type and text of each parameter or field that a numpydoc docstring describes, by name."""
+    text = inspect.getdoc(documented) or ""
+    section = re.split(r"^(?:Parameters|Attributes)\n-+\n", text, flags=re.MULTILINE)[-1]
+    found = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
+    return {name: (kind, text) for name, kind, text in found}
+
+
+def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], F]:
+    """Show the keywords that a function takes by ``**`` in its signature and its docstring.
+
+    They are named, typed and documented in ``TypedDict``; in the docstring their entries stand
+    in place of the one of ``**``. An unknown keyword is refused before the function is called.
+
+    Parameters
+    ----------
+    *options : type
+        A ``TypedDict`` each, with a numpydoc docstring; entries of later ones replace others.
+    without : collection of str
+        Keywords that are not shown: the function refuses them in words of its own.
+    """
+    texts: dict[str, tuple[str, str]] = {}
+    hints: dict[str, str] = {}
+    for one in options:
+        texts |= described(one)
+        for name, hint in one.__annotations__.items():  # as written, without what is for flags
+            hints[name] = re.sub(r"^Annotated\[(.*), Option\(.*", r"\1", hint.__forward_arg__)
+    shown = [name for name in hints if name not in without]
+
+    def decorate(function: F) -> F:
+        *own, rest = inspect.signature(function).parameters.values()
+        known = {*hints, *(one.name for one in own)}
+        entries = "".join(f"{name} : {texts[name][0]}\n{texts[name][1]}\n" for name in shown)
+        entries = re.sub(r"\n+", "\n", entries)
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            for name in given.keys() - known:
+                near = in_our_words(name, known, given[name]) or nearest(name, known)
+                raise InputError(f"there is no option {name!r}; {near}see help({title})")
+            return function(*args, **given)
+
+        result: Any = checked
+        title = result.__qualname__
+        result.__signature__ = inspect.signature(function).replace(
+            parameters=[*own, *(_keyword(name, hints[name], texts[name][0]) for name in shown)]
+        )
+        result.__doc__ = re.sub(
+            rf"^\*\*{rest.name}\n(?: +.*\n|\n(?= ))*",
+            lambda _: entries,
+            inspect.getdoc(function) or "",
+            flags=re.MULTILINE,
+        )
+        return cast(F, result)
+
+    return decorate
+
+
+def _keyword(name: str, hint: str, kind: str) -> inspect.Parameter:
+    """A keyword with the default that its entry in a docstring names; None without one."""
+    default: Any = kind.partition(", default ")[2] or None
+    with suppress(ValueError, SyntaxError, TypeError):
+        default = literal_eval(default)
+    hint += " | None" if default is None and "None" not in hint else ""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def parse_share(value: str | float) -> float:
@@ -149,6 +223,21 @@ def size(count_bytes: float) -> str:
     value = count_bytes / 1024**power
     digits = 0 if value >= 100 else 2
     return f"{value:.{digits}f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def gap_text(gap: float | None) -> str:
+    """A relative gap for people; unknown is not zero.
+
+    Examples
+    --------
+    >>> gap_text(None), gap_text(0.0), gap_text(0.0123), gap_text(1e-9)
+    ('unknown', '0%', '1.23%', '<0.001%')
+    """
+    if gap is None:
+        return "unknown"
+    if gap == 0:
+        return "0%"
+    return "<0.001%" if gap < 1e-5 else f"{100 * gap:.3g}%"
 
 
 def parse_bits(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...]:

@@ -30,17 +30,19 @@ from kvalloc.allocation.verification import (
     price_of,
     solve_problem,
 )
-from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, option
+from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, one_line, option
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of, solver_names
+from kvalloc.units import gap_text, keywords_of
 
 Average = Literal["curves", "allocations"]
 
 
+@keywords_of(RequestOptions)
 def solve(
     scores: ScoreProfile | str | Path,
     *,
@@ -215,6 +217,36 @@ class Attempt:
         return self.over_bytes > 0, better * self.profile.objective, not proven, self.seconds
 
 
+class Attempts(list[Attempt]):
+    """What several solvers made of one problem, shown as a table."""
+
+    def __repr__(self) -> str:
+        name = max((len(one.solver) for one in self), default=0)
+        heads = ("share", "retention", "loss", "gap", "seconds", "ended")
+        lines = [_TABLE.format("solver", *heads, name=name)]
+        for one in self:
+            decided = one.profile
+            if decided is None:
+                reason = one.reason.removeprefix(f"{one.solver} ")
+                lines.append(f"{one.solver:<{name}}  {one_line(reason, max(40, 98 - name))}")
+                continue
+            cells = (
+                f"{decided.retained_bytes / decided.full_bytes:.1%}",
+                "-" if decided.retention is None else f"{decided.retention:.4f}",
+                "-" if decided.predicted_loss is None else f"{decided.predicted_loss:.4f}",
+                gap_text(decided.gap),
+                f"{one.seconds:.3f}",
+                decided.termination.replace("_", " "),
+            )
+            lines.append(_TABLE.format(one.solver, *cells, name=name))
+        return "\n".join(lines)
+
+
+_TABLE = "{:<{name}}  {:>6}  {:>9}  {:>6}  {:>7}  {:>7}  {}"
+"""A line of the table: the solver, the cells under its headings."""
+
+
+@keywords_of(RequestOptions)
 def compare(
     scores: ScoreProfile | str | Path,
     *,
@@ -225,7 +257,7 @@ def compare(
     notify: Callable[[str], None] = lambda line: None,
     watch: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
     **asked: Unpack[RequestOptions],
-) -> list[Attempt]:
+) -> Attempts:
     """Let several solvers decide the same budgets.
 
     Parameters
@@ -233,15 +265,18 @@ def compare(
     scores : ScoreProfile, str or Path
     solvers : sequence of str or mapping of str to Solver, optional
         Registered names, or solvers by name; all that are registered by default.
-    time_limit, average, request, notify, **asked
+    time_limit, average, request, notify : optional
         As in `solve`; the time limit for each.
     watch : callable
         Gives what is open while the solver of this name is at work, such as a progress bar.
+    **asked
+        As in `solve`.
 
     Returns
     -------
-    list of Attempt
-        The best first, those that cannot solve this problem last; at least one decided.
+    Attempts
+        A list of `Attempt`: the best first, those that cannot solve this problem last; at least
+        one decided.
 
     Raises
     ------
@@ -289,7 +324,7 @@ def compare(
         raise SolverError(reasons) if str(advice) == reasons else advice
     if note:
         notify(note)
-    return sorted(attempts, key=lambda one: one.rank)
+    return Attempts(sorted(attempts, key=lambda one: one.rank))
 
 
 def to_budget_profile(

@@ -13,13 +13,14 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import outcome
 from kvalloc.allocation.formulation import cache_costs, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
-from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.allocation.verification import bound_at_choice, checked_answer, price_at
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.problem.registry import get_solver
+from kvalloc.units import keywords_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class FrontierPoint:
     predicted_loss: float | None = None
 
 
+@keywords_of(RequestOptions, without=[kind.keyword for kind in TARGETS])
 def frontier(
     scores: ScoreProfile | str | Path,
     *,

@@ -27,11 +27,12 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import BIT_WIDTHS, Cost
-from kvalloc.errors import InfeasibleError, InputError, in_our_words, nearest, option
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
     bytes_text,
+    keywords_of,
     parse_bits,
     parse_bytes,
     parse_fraction,
@@ -549,6 +550,7 @@ class Request:
     tail: float | None = None
 
     @classmethod
+    @keywords_of(RequestOptions)
     def parse(cls, **asked: Unpack[RequestOptions]) -> Request:
         """The request that keywords make.
 
@@ -571,10 +573,6 @@ class Request:
         >>> Request.parse(budget="20%", level="head", bits="16,8").bits
         (16, 8)
         """
-        for name in asked.keys() - RequestOptions.__annotations__.keys():
-            known, value = RequestOptions.__annotations__, dict[str, Any](asked)[name]
-            near = in_our_words(name, known, value) or nearest(name, known)
-            raise InputError(f"there is no option {name!r}; {near}see kvalloc.solve")
         read: dict[str, Any] = {"target": Target.of(asked)}
         for one in fields(cls):
             value = asked.get(one.name)

@@ -16,13 +16,12 @@ from kvalloc.report.wording import (
     LOSS_NOTE,
     RETENTION_NOTE,
     ended_text,
-    gap_text,
     request_text,
     requested_bytes,
     solver_text,
     value_heading,
 )
-from kvalloc.units import Option, size
+from kvalloc.units import Option, gap_text, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt

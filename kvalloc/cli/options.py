@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from kvalloc.cli.output import printing
 from kvalloc.cli.values import NAMES
-from kvalloc.units import Option
+from kvalloc.units import Option, described
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
@@ -163,9 +163,9 @@ def takes(
             with printing(**asked):
                 command(**typed)
 
-        described: Any = run
-        described.__annotations__ = {**first, **fields, **flags, **always}
-        described.__signature__ = inspect.Signature(
+        shown: Any = run
+        shown.__annotations__ = {**first, **fields, **flags, **always}
+        shown.__signature__ = inspect.Signature(
             [
                 inspect.Parameter(
                     name,
@@ -173,7 +173,7 @@ def takes(
                     default=defaults.get(name),
                     annotation=flag,
                 )
-                for name, flag in described.__annotations__.items()
+                for name, flag in shown.__annotations__.items()
             ]
         )
         return run
@@ -181,17 +181,14 @@ def takes(
     return decorate
 
 
-def _helps(described: Any) -> dict[str, tuple[str, str]]:
+def _helps(documented: object) -> dict[str, tuple[str, str]]:
     """Help and default of each parameter or field that a numpydoc docstring describes."""
-    text = inspect.getdoc(described) or ""
-    section = re.split(r"^(?:Parameters|Attributes)\n-+\n", text, flags=re.MULTILINE)[-1]
-    found = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
     return {
         name: (
             re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split())),
             kind.partition(", default ")[2].strip('"'),
         )
-        for name, kind, text in found
+        for name, (kind, text) in described(documented).items()
     }
 
 

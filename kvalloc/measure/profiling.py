@@ -36,7 +36,7 @@ from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
-from kvalloc.units import Option
+from kvalloc.units import Option, keywords_of
 
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates, Observed
@@ -60,7 +60,7 @@ class ProfileOptions(TypedDict, total=False):
         Samples to measure; see `sampling_ratio`. With `tasks` two of each by default.
     sampling_ratio : float, default 0.1
         Without `samples`: share of all samples there are, rounded up.
-    context : int
+    context : int, default 1024
         Reference context, tokens.
     scorer : str or Scorer, default "xkv"
         What is measured; see 'kvalloc scorers'. Other options than the next three after a colon,
@@ -75,9 +75,9 @@ class ProfileOptions(TypedDict, total=False):
         First tokens that are never evicted, and left out of the curves.
     count_sinks : bool
         Count the sinks as evictable, as XKV does.
-    seed : int
+    seed : int, default 0
         Of the choice of samples.
-    batch : int
+    batch : int, default 1
         Samples of equal length that run together. Peak memory grows with it.
     loss : {"measured", "fast"} or LossPlan
         Also measure what reducing each unit alone does to the next-token distribution: a forward
@@ -132,6 +132,7 @@ class ProfileOptions(TypedDict, total=False):
     shard: Annotated[str | None, Option("I/N", SCORES)]
 
 
+@keywords_of(ProfileOptions)
 def profile(
     model: Any,
     tokenizer: Any,
@@ -223,8 +224,6 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     InputError
         If an option cannot be used, or some contradict each other, whatever the model.
     """
-    if unknown := sorted(options.keys() - ProfileOptions.__annotations__.keys()):
-        raise TypeError(f"profile() got an unexpected keyword argument {unknown[0]!r}")
     sinks = 0 if options.get("count_sinks") else options.get("sinks", 4)
     scorer, losses = _scorer(options), _loss_plan(options)
     scorer.check_prompt_only()

@@ -37,7 +37,7 @@ from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.shape import ModelShape
-from kvalloc.units import Option
+from kvalloc.units import Option, keywords_of
 
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
@@ -165,6 +165,7 @@ class FitOptions(TypedDict, total=False):
     shard: Annotated[str | None, Option("I/N", "On which text or prompts")]
 
 
+@keywords_of(FitOptions)
 def fit_scorer(
     model: Any,
     tokenizer: Any,

@@ -64,6 +64,12 @@ class LoadedModel:
     tokenizer: Any
     model_id: str
 
+    def __repr__(self) -> str:
+        """One line; the model by itself fills a screen."""
+        model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
+        kind = type(model).__name__
+        return f"LoadedModel({self.model_id}, {kind}, {dtype} on {model.device})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:

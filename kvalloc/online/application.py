@@ -11,12 +11,14 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import (
+    NOT_OF_A_PROMPT,
     PromptOptions,
     PromptTarget,
     make_adapting_cache,
@@ -24,12 +26,14 @@ from kvalloc.online.per_prompt import (
 )
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.refusals import check_generate, setting
+from kvalloc.units import keywords_of
 
 __all__ = ["Applied", "apply"]
 
 _APPLIED = "_kvalloc_applied"
 
 
+@keywords_of(RequestOptions, PromptOptions, without=NOT_OF_A_PROMPT)
 def apply(
     model: Any,
     profile: BudgetProfile | str | Path | None = None,
@@ -201,6 +205,10 @@ class Applied:
         self._model = model
         self._before = vars(model).get("generate", _MISSING)
         model.generate = _reduced(self, model, generate, make)
+
+    def __repr__(self) -> str:
+        state = "in effect" if self.active else "removed"
+        return f"Applied({type(self._model).__name__}, {state}, last_cache={self.last_cache})"
 
     @property
     def active(self) -> bool:

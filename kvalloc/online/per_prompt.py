@@ -32,22 +32,33 @@ from kvalloc.shape import ModelShape
 
 __all__ = ["PromptOptions", "PromptTarget", "make_adapting_cache", "make_prompt_cache"]
 
-_OF_A_PROMPT = (
+NOT_OF_A_PROMPT = RequestOptions.__annotations__.keys() - {
     *("target_retention", "budget", "budget_tokens", "memory"),
     *("level", "min_tokens", "max_tokens", "page"),
-)
-"""What of a request can be asked of each prompt: one has no loss curves, for example."""
+}
+"""What of a request cannot be asked of each prompt: one has no loss curves, for example."""
 
 
 class PromptOptions(RequestOptions, total=False):
     """What is to be reached for each prompt, and how it is measured and decided.
 
     Of the options of a request: one of the targets that are no loss, `level`, `min_tokens`,
-    `max_tokens` and `page`. `memory` is for all rows of a batch together, each getting what it
-    would if all were as long.
+    `max_tokens` and `page`.
 
     Parameters
     ----------
+    budget : str or float
+        A share such as 20% or 0.2: alone, of the bytes of a cache at 16 bits; decided by a solver
+        or a scorer that is named, of the entries.
+    memory : str or int
+        Such as 512MiB: beside a budget, what the cache may take while a prompt is read. Alone,
+        what is kept of all rows of a batch together, each getting what it would if all were as
+        long.
+    level : {"layer", "head"}
+        What gets a budget of its own, where budgets are decided from each prompt; a layer by
+        default.
+    page : int
+        Budgets are whole pages of N tokens.
     solver : str
         Who decides; ``"auto"`` by default.
     solver_options : mapping
@@ -148,7 +159,7 @@ class PromptTarget(_Measurement):
         options = given.pop("solver_options", {})
         own = {name: given.pop(name) for name in ("solver", "sinks") if name in given}
         for name in given:
-            if name in RequestOptions.__annotations__ and name not in _OF_A_PROMPT:
+            if name in NOT_OF_A_PROMPT:
                 raise InputError(
                     f"{option(name)} cannot be asked of each prompt; leave it out, or decide once "
                     "with 'kvalloc solve' and apply the profile"

@@ -11,7 +11,7 @@ import numpy as np
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import RANK_TOLERANCE, Target
 from kvalloc.formats.sharing_groups import shared_text
-from kvalloc.units import size
+from kvalloc.units import gap_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -34,21 +34,6 @@ def model_text(shape: ModelShape) -> str:
         f"{shape.model_id}: {shape.n_layers} layers{kinds} x {shape.n_kv_heads} KV "
         f"head{'s' if shape.n_kv_heads > 1 else ''}, {shape.bytes_per_entry:,} bytes an entry"
     )
-
-
-def gap_text(gap: float | None) -> str:
-    """A relative gap for people; unknown is not zero.
-
-    Examples
-    --------
-    >>> gap_text(None), gap_text(0.0), gap_text(0.0123), gap_text(1e-9)
-    ('unknown', '0%', '1.23%', '<0.001%')
-    """
-    if gap is None:
-        return "unknown"
-    if gap == 0:
-        return "0%"
-    return "<0.001%" if gap < 1e-5 else f"{100 * gap:.3g}%"
 
 
 def decision_fields(decided: BudgetProfile) -> dict[str, str]:

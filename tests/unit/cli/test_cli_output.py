@@ -16,7 +16,7 @@ from kvalloc.cli import inspect, output
 from kvalloc.cli.main import main
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
 from kvalloc.report.terminal import bar
-from kvalloc.report.wording import gap_text, tokens_for
+from kvalloc.report.wording import tokens_for
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ from kvalloc.report.wording import gap_text, tokens_for
         (output.duration(9.5), "9.500 s"),
         (output.duration(59.94), "59.9 s"),
         (output.duration(61), "1 min 1 s"),
-        (gap_text(1e-7), "<0.001%"),
-        (gap_text(0.0328), "3.28%"),
+        (units.gap_text(1e-7), "<0.001%"),
+        (units.gap_text(0.0328), "3.28%"),
     ],
 )
 def test_sizes_durations_and_gaps(written, text):

@@ -265,7 +265,7 @@ def test_the_file_stands_before_the_samples_go(tmp_path, monkeypatch):
 def test_what_cannot_be_written_or_resumed_shows_before_anything_is_measured(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         measure(output=tmp_path / "no" / "s.safetensors")
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(InputError, match="colour"):
         measure(colour=1)
 
 

@@ -1,0 +1,142 @@
+"""What a newcomer sees of the library: names, signatures, docstrings and short representations."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import make_scores
+from runtime_oracle import tiny_model
+
+import kvalloc
+from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.errors import InputError
+from kvalloc.measure.profiling import ProfileOptions, read_options
+from kvalloc.models.loading import LoadedModel
+from kvalloc.online.per_prompt import PromptOptions
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_dir_holds_the_public_names_and_nothing_else() -> None:
+    _ = kvalloc.apply, kvalloc.runtime  # what was used is bound, and not listed for it
+    assert dir(kvalloc) == sorted(kvalloc.__all__)
+
+
+def test_the_rooms_that_the_documentation_names_are_reached_after_import_kvalloc() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    rooms = sorted({*re.findall(r"kvalloc\.([a-z_]+)\.", pages)} - {"org"})
+    assert {"runtime", "testing", "formats", "interop"} <= {*rooms}
+    code = (
+        f"import kvalloc, json; print(json.dumps([getattr(kvalloc, r).__name__ for r in {rooms}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [f"kvalloc.{room}" for room in rooms]
+    for name in ("no_such_room", "__no_such__"):
+        with pytest.raises(AttributeError, match=f"module 'kvalloc' has no attribute '{name}'"):
+            getattr(kvalloc, name)
+
+
+@pytest.mark.parametrize("name", ["apply", "compare", "fit_scorer", "profile", "solve"])
+def test_every_keyword_stands_in_the_signature_and_in_the_docstring(name: str) -> None:
+    function = getattr(kvalloc, name)
+    parameters = inspect.signature(function).parameters
+    described = inspect.getdoc(function) or ""
+    for one in parameters.values():
+        assert one.kind is not one.VAR_KEYWORD
+        assert re.search(rf"^(\w+, )*{one.name}(, \w+)* : ", described, re.MULTILINE), one.name
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "without"),
+    [
+        (kvalloc.solve, RequestOptions, set()),
+        (kvalloc.compare, RequestOptions, set()),
+        (kvalloc.profile, ProfileOptions, set()),
+        (kvalloc.apply, PromptOptions, {"target_loss", "bits", "context", "cap", "objective"}),
+    ],
+)
+def test_the_keywords_are_those_of_the_options_with_types_and_defaults(
+    function: Any, options: Any, without: set[str]
+) -> None:
+    parameters = inspect.signature(function).parameters
+    assert {*options.__annotations__} - {*parameters} >= without
+    assert not without & {*parameters}
+    if not without:
+        assert {*options.__annotations__} <= {*parameters}
+    shown = str(inspect.signature(function))
+    if function is kvalloc.profile:
+        assert "sampling_ratio: 'float' = 0.1" in shown
+        assert "samples: 'int | None' = None" in shown
+        assert "context: 'int' = 1024" in shown
+    else:
+        assert "budget: 'str | float | None' = None" in shown
+        # of a prompt a level is no default: whoever names it has budgets decided by prompt
+        level = None if function is kvalloc.apply else "'layer'"
+        assert f"level: 'Level | None' = {level}" in shown
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda: kvalloc.solve("nowhere", bugdet=0.5),
+            "no option 'bugdet'; the nearest is 'budget'",
+        ),
+        (lambda: kvalloc.solve("nowhere", compression_ratio=0.7), "stays: budget='30%'; see help"),
+        (
+            lambda: kvalloc.profile(None, None, "", sampels=3),
+            "nearest is 'samples'; see help.profi",
+        ),
+        (lambda: kvalloc.fit_scorer(None, None, "", sede=3), "no option 'sede'; the nearest is 's"),
+        (lambda: kvalloc.apply(None, scores="h2o"), "no option 'scores'; the nearest is 'scorer'"),
+        (lambda: kvalloc.compare(make_scores(), size=3), r"no option 'size'; see help\(compare\)"),
+    ],
+)
+def test_an_unknown_keyword_is_refused_before_anything_is_read(call: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        call()
+
+
+def test_a_default_in_the_signature_is_what_is_taken_without_the_keyword() -> None:
+    def defaults(function: Any, options: Any) -> dict[str, Any]:
+        shown = inspect.signature(function).parameters
+        return {name: shown[name].default for name in options.__annotations__}
+
+    asked = defaults(kvalloc.solve, RequestOptions)
+    assert Request.parse(**{**asked, "budget": "20%"}) == Request.parse(budget="20%")
+    measured = defaults(kvalloc.profile, ProfileOptions)
+    assert repr(read_options(measured)) == repr(read_options({}))  # type: ignore[arg-type]
+
+
+def test_a_loaded_model_and_an_applied_one_are_a_line() -> None:
+    model = tiny_model()
+    loaded = LoadedModel(model=model, tokenizer=None, model_id="a/model")
+    assert repr(loaded) == "LoadedModel(a/model, LlamaForCausalLM, float32 on cpu)"
+    applied = kvalloc.apply(model, budget="20%")
+    assert repr(applied) == "Applied(LlamaForCausalLM, in effect, last_cache=None)"
+    applied.remove()
+    assert repr(applied) == "Applied(LlamaForCausalLM, removed, last_cache=None)"
+
+
+def test_what_compare_returns_is_a_table_of_a_hundred_columns() -> None:
+    names = ["uniform", "greedy", "adaptive_head"]
+    attempts = kvalloc.compare(make_scores(0), solvers=names, budget="40%")
+    head, first, second, refused = repr(attempts).splitlines()
+    assert head.split() == ["solver", "share", "retention", "loss", "gap", "seconds", "ended"]
+    best = attempts[0].profile
+    assert best is not None
+    assert first.split()[:3] == ["greedy", f"{best.retained_bytes / best.full_bytes:.1%}",
+                                 f"{best.retention:.4f}"]  # fmt: skip
+    assert first.split()[3:5] + first.split()[6:] == ["-", "0%", "optimal"]
+    assert second.startswith("uniform")
+    assert refused.startswith(
+        "adaptive_head  decides single KV heads, not whole layers; use level="
+    )
+    assert max(map(len, repr(attempts).splitlines())) <= 100
