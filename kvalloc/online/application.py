@@ -25,6 +25,7 @@ from kvalloc.online.per_prompt import (
     make_prompt_cache,
 )
 from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.hooks import give_to_copies, keep_from_copies
 from kvalloc.runtime.refusals import check_generate, setting
 from kvalloc.units import keywords_of
 
@@ -205,6 +206,7 @@ class Applied:
         self._model = model
         self._before = vars(model).get("generate", _MISSING)
         model.generate = _reduced(self, model, generate, make)
+        keep_from_copies(model, _without_applied)
 
     def __repr__(self) -> str:
         state = "in effect" if self.active else "removed"
@@ -220,14 +222,9 @@ class Applied:
         if self._held is None:
             return
         self._held = None
+        give_to_copies(self._model, _without_applied)
         # One that ended earlier, below a later one, is still in the chain: take it out, too.
-        current = vars(self._model).get("generate")
-        while (applied := getattr(current, _APPLIED, None)) is not None and not applied.active:
-            current = applied._before
-            if current is _MISSING:
-                del self._model.generate
-            else:
-                self._model.generate = current
+        _uncover(vars(self._model), lambda applied: not applied.active)
 
     def __enter__(self) -> Applied:
         if not self.active:
@@ -246,6 +243,21 @@ class Applied:
 
 
 _MISSING = object()
+
+
+def _uncover(attributes: dict[str, Any], ended: Callable[[Applied], bool]) -> None:
+    """Bring back the `generate` that lies below those that have ended."""
+    current = attributes.get("generate", _MISSING)
+    while (applied := getattr(current, _APPLIED, None)) is not None and ended(applied):
+        current = applied._before
+    attributes["generate"] = current
+    if current is _MISSING:
+        del attributes["generate"]
+
+
+def _without_applied(state: dict[str, Any]) -> None:
+    """What a copy of the model holds: it generates by itself."""
+    _uncover(state, lambda applied: True)
 
 
 def _reduced(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 
-__all__ = ["HookedCache", "hooked_models", "retain"]
+__all__ = ["HookedCache", "give_to_copies", "hooked_models", "keep_from_copies", "retain"]
 
 
 @runtime_checkable
@@ -102,10 +102,7 @@ def retain(cache: Any, decoder: nn.Module) -> None:
 
 def _install(decoder: nn.Module) -> _Installed:
     switch = AttentionSwitch(decoder)
-    # A deep copy of a hooked model brings copies of the hooks along.
-    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
-            del hooks[key]
+    keep_from_copies(decoder, _without_hooks)
     handles = (
         decoder.register_forward_pre_hook(_before, with_kwargs=True),
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True),
@@ -126,6 +123,56 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
             del _installed[module]
             for handle in entry.handles:
                 handle.remove()
+            give_to_copies(module, _without_hooks)
+
+
+class _PlainState:
+    """The `__getstate__` of a module that carries something of ours: all but that.
+
+    Python asks the instance for it, whoever copies or pickles the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.changes: list[Callable[[dict[str, Any]], None]] = []
+
+    def __call__(self) -> dict[str, Any]:
+        module = self._module()
+        assert module is not None
+        own: Any = type(module)
+        state = {**own.__getstate__(module)}
+        del state["__getstate__"]
+        for change in self.changes:
+            change(state)
+        return state
+
+
+def keep_from_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let copies and pickles of a module go without what is lent to it, until `give_to_copies`.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Holds one attribute more meanwhile, which copies have not.
+    change : callable
+        Takes what is lent out of the state that a copy gets; a dict within it is not the copy's.
+    """
+    vars(module).setdefault("__getstate__", _PlainState(module)).changes.append(change)
+
+
+def give_to_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
+    """Undo one `keep_from_copies`."""
+    state: _PlainState = vars(module)["__getstate__"]
+    state.changes.remove(change)
+    if not state.changes:
+        del vars(module)["__getstate__"]
+
+
+def _without_hooks(state: dict[str, Any]) -> None:
+    hooks = {name: value for name, value in state.items() if name.startswith("_forward_")}
+    ours = {k for each in hooks.values() for k, hook in each.items() if hook in (_before, _after)}
+    for name, each in hooks.items():
+        state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
 
 
 def _before(

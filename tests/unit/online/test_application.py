@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +51,50 @@ def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) ->
     assert earlier.last_cache is None
     with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), earlier:
         pass
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, copy.copy])
+def test_a_copy_is_a_plain_model_of_its_own(tiny: ModuleType, model: Any, copied: Any) -> None:
+    """With its own weights, inside and after; of a shallow one only what it shares is not."""
+    ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.3)
+    expected = generate(model, ids)
+    with kvalloc.apply(model, profile) as earlier, kvalloc.apply(model, profile) as applied:
+        earlier.remove()  # below the later one, which goes on
+        generate(model, ids)
+        last, twin = applied.last_cache, copied(model)
+        assert "generate" not in vars(twin)
+        assert "__getstate__" not in vars(twin)
+        if copied is not copy.copy:
+            with torch.no_grad():
+                model.lm_head.weight.neg_()
+            assert b"kvalloc" not in pickle.dumps(twin)
+        assert torch.equal(generate(twin, ids), expected)
+        assert applied.last_cache is last
+        if copied is not copy.copy:
+            assert not torch.equal(generate(model, ids), expected)
+            with kvalloc.apply(twin, profile) as own:
+                generate(twin, ids)
+            assert own.last_cache is not None
+    assert "__getstate__" not in vars(model)
+    assert torch.equal(generate(twin, ids), expected)
+
+
+def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny: ModuleType, model: Any) -> None:
+    model.generate = pickled
+    with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)):
+        assert copy.deepcopy(model).generate is pickled
+        assert model.generate is not pickled
+    assert model.generate is pickled
 
 
 @pytest.mark.parametrize(

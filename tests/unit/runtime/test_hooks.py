@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import io
+import pickle
 import threading
 import weakref
 from collections.abc import Iterator
@@ -99,10 +99,12 @@ def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> 
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
-    assert everything() == before
+    assert everything() - before == {("model", "__getstate__")}
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "sdpa"
     assert model.model.layers[0].self_attn.config is model.config
+    del cache
+    assert everything() == before
 
 
 def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
@@ -235,6 +237,7 @@ def test_a_copied_model_works_on_its_own(tiny: ModuleType, model: Any) -> None:
     cache = profile.cache(model)
     twin = copy.deepcopy(model)
     ids = tiny.prompt(CONTEXT)
+    assert hook_counts(twin) == (0, 0)
     with torch.no_grad():
         with pytest.raises(ModelMismatchError):
             twin(ids, past_key_values=cache)
@@ -247,10 +250,21 @@ def test_a_copied_model_works_on_its_own(tiny: ModuleType, model: Any) -> None:
     assert hook_counts(model) == (1, 1)
 
 
-def test_a_hooked_model_can_be_pickled(tiny: ModuleType, model: Any) -> None:
+def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(tiny: ModuleType, model: Any) -> None:
+    """Also while a forward is within it, and where only its decoder is copied."""
+    ids, pickles = tiny.prompt(CONTEXT), [pickle.dumps(model)]
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    torch.save(model, io.BytesIO())
-    assert cache.get_seq_length() == 0
+    pickles += map(pickle.dumps, (model, model.model, copy.copy(model.model)))
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(
+        lambda *_: pickles.extend(
+            map(pickle.dumps, (model.model.layers[1], model.model.rotary_emb))
+        )
+    )
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    handle.remove()
+    assert len(pickles) == 6
+    assert all(b"kvalloc" not in one and b"config" in one for one in pickles)
 
 
 @pytest.mark.parametrize("threads", [2, 4])
