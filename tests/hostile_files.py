@@ -243,6 +243,20 @@ def changed_record(content: bytes, rng: random.Random) -> bytes:
     return as_json(_signed(_several(json.loads(content), rng), digest_of, rng), rng)
 
 
+def changed_request(content: bytes, rng: random.Random) -> bytes:
+    """A budget profile that says otherwise what was asked for."""
+    from kvalloc.allocation.request import TARGETS, RequestOptions
+
+    stated = json.loads(content)
+    asked = stated["requested"]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        name = rng.choice((*RequestOptions.__annotations__, "target", "value", "bytes"))
+        asked[name] = changed_value(asked.get(name), rng)
+    if rng.random() < 0.3:
+        asked["target"] = rng.choice([kind.kind for kind in TARGETS])
+    return as_json(_signed(stated, digest_of, rng), rng)
+
+
 def changed_json(content: bytes, rng: random.Random) -> bytes:
     """Any JSON with other values."""
     return as_json(_several(json.loads(content), rng), rng)
@@ -439,18 +453,47 @@ def read_cache(path: Path) -> object:
     return SavedCacheHeader.read(path)
 
 
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "budget profile": (
+        *("verify {} {scores}", "verify {} {scores}", "diff {} {budgets}", "diff {budgets} {}"),
+        *("report {} {scores} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
+        *("export {} --to csv -o {out}", "export {}", "export {} --to vllm -o {out}"),
+        "compare {} --budget 50%",
+    ),
+    "score profile": (
+        *("verify {budgets} {}", "solve {} --budget 50% -o {out}", "report {} -o {out}.html"),
+        *("solve {} --target-retention 0.9 --json", "compare {} --budget 50%", "frontier {}"),
+        *("plot {} -o {out}.svg", "export {} --to csv -o {out}", "merge {} {scores} -o {out}"),
+    ),
+    "evaluation": ("report {} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
+    "surrogate": ("merge {} -o {out}", "solve {} --budget 50% -o {out}"),
+}
+"""What commands do with a file that says it is of a kind, beside ``inspect``."""
+
+
 def read_any(path: Path) -> object:
-    """A file by what it says it is, as a command shows it."""
+    """A file by what it says it is, as a command reads it."""
     from cli_tools import run
 
-    assert kind_of(path) is not None
-    ran = run("inspect", path)
+    kind, out = kind_of(path), path.with_name("out")
+    choices = ("inspect {}", *COMMANDS.get(kind, ("verify {} {scores}",)))
+    chosen = random.Random(path.read_bytes()).choice(choices)
+    try:
+        ran = run(*chosen.format(path, out=out, **PARTNERS).split())
+    finally:
+        for file in (out, *(out.with_suffix(one) for one in (".html", ".svg"))):
+            file.unlink(missing_ok=True)
+    assert ran.code in (0, 2) or (ran.code == 1 and chosen.startswith(("verify", "diff"))), ran
     if ran.code == 2:
         assert ran.err.count("\n") == 1, ran.err
         assert "Traceback" not in ran.err
         raise KVAllocError(ran.err)
     assert "\x1b" not in ran.out + ran.err
     return ran
+
+
+PARTNERS: dict[str, Path] = {}
+"""Sound files that commands read beside the changed one."""
 
 
 def read_lines(path: Path) -> object:
@@ -744,7 +787,24 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
         kinds[f"export to {name}"] = Kind(files=files, read=read, change=change, weight=0.2)
     every = (*("score profile", "budget profile", "surrogate", "evaluation"),)
     files = tuple(path for kind in every for path in kinds[kind].files)
-    kinds["any, inspected"] = Kind(files=files, read=read_any, change=(_changed_any,), weight=0.1)
+    PARTNERS.update(
+        scores=kinds["score profile"].files[0], budgets=kinds["budget profile"].files[0]
+    )
+    GUARD.shared += tuple(f"{path.resolve()}/" for path in PARTNERS.values())
+    asked = (
+        {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
+        {"target_retention": 0.9, "level": "head", "equal_heads": True},
+        {"memory": "1500", "weights": [1, 2, 3], "workloads": "mean", "max_distinct": 2},
+        {"budget_tokens": 12, "workloads": "cvar", "tail": 0.5},
+    )
+    decided = [solve(scores, **one) for one in asked]  # type: ignore[arg-type]
+    decided += [solve(make_losses(), target_loss=0.5), solve(make_bits(), budget="30%", bits="8,4")]
+    kinds["what was asked for"] = Kind(
+        files=saved("asked", *decided), read=read_any, change=(changed_request,), weight=0.2
+    )
+    kinds["any, by a command"] = Kind(
+        files=files, read=read_any, change=(_changed_any,), weight=0.1
+    )
     if models:
         kinds |= _model_kinds(folder, saved)
     return kinds

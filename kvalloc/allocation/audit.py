@@ -12,7 +12,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import formulate, pose
-from kvalloc.allocation.request import Request, Target
+from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
@@ -69,9 +69,11 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     InputError
         If the profile does not say what was requested, so that nothing can be recomputed.
     """
+    name = "the budget profile" if isinstance(profile, BudgetProfile) else profile
     profile, scores = load_profile(profile), load_scores(scores)
     profile.shape.require_same_model(scores.shape)
-    problem = formulate(scores, Request.read(profile))
+    request = Request.read(profile, name)
+    problem = formulate(scores, request)
     tokens, is_option, choice = _choice_of(profile, problem)
     checks = [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
@@ -83,21 +85,21 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
             bool(is_option.all()),
         ),
         *_side_checks(profile, problem, choice),
-        *_prediction_checks(profile, scores, problem, choice),
+        *_prediction_checks(profile, request, scores, problem, choice),
     ]
     refined, by_value = profile.refinement is not None, problem.sense is Sense.MAX_VALUE
     if not refined or by_value:  # what refining measured of a target is not known here
-        checks.append(_goal_check(profile, problem, choice))
+        checks.append(_goal_check(request, problem, choice))
     if not refined or not by_value:
-        objective, said = problem.objective(choice), _objective_text(profile, problem)
+        objective, said = problem.objective(choice), _objective_text(request, problem)
         checks.append(_close("objective", profile.objective, objective, said))
     if not refined:
         checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
-        checks.append(_bound_check(profile, problem, choice))
+        checks.append(_bound_check(profile, request, problem, choice))
     return checks
 
 
-def _goal_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
+def _goal_check(request: Request, problem: AllocationProblem, choice: IntArray) -> Check:
     """That the capacity is kept, or the target met."""
     if (capacity := problem.capacity_bytes) is not None:
         cost = problem.cost(choice)
@@ -105,12 +107,13 @@ def _goal_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntA
     assert problem.target is not None  # a problem has one of both
     value = problem.objective_value(choice)
     met = problem.meets_target(value)
-    said = repr if Target.read(profile.requested).max_loss is None else _loss_text
+    said = repr if request.target.max_loss is None else _loss_text
     return Check("target met", said(problem.target), said(value), met)
 
 
 def _prediction_checks(
     profile: BudgetProfile,
+    request: Request,
     scores: ScoreProfile,
     problem: AllocationProblem,
     choice: IntArray,
@@ -122,23 +125,23 @@ def _prediction_checks(
     if policies is None:
         retention = mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
     checks.append(_close("retention", profile.retention, retention))
-    if profile.requested.get("cost", "bytes") != "bytes":
+    if request.cost != "bytes":
         checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
     if not groups:
         loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
     if profile.refinement is not None:
-        checks.extend(_refinement_checks(profile))
+        checks.extend(_refinement_checks(profile, request))
     else:
         checks.append(_close("predicted loss", profile.predicted_loss, loss))
-    if "workloads" in profile.requested:
+    if request.workloads != "mean":
         worst = worst_sample_retention(scores, budgets, context, share_groups=groups)
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
-        checks.extend(_group_checks(profile, scores))
+        checks.extend(_group_checks(profile, request, scores))
     return checks
 
 
-def _refinement_checks(profile: BudgetProfile) -> list[Check]:
+def _refinement_checks(profile: BudgetProfile, request: Request) -> list[Check]:
     """That what refining states fits itself and the target."""
     stated = profile.refinement
     assert stated is not None  # the caller has looked
@@ -163,7 +166,7 @@ def _refinement_checks(profile: BudgetProfile) -> list[Check]:
             apart,
         ),
     ]
-    if (most := Target.read(profile.requested).max_loss) is not None:
+    if (most := request.target.max_loss) is not None:
         chosen = stated["choosing_loss"]
         found = f"{chosen:.9g} on the prompts that chose the round, {held:.9g} on held-out ones"
         checks.append(Check("target met", f"{most:.9g}", found, chosen <= most))
@@ -203,14 +206,14 @@ def _policies_text(scores: ScoreProfile, table: IntArray) -> str:
     return ", ".join(f"{scores.policies[place].title} {count}" for place, count in counted)
 
 
-def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
+def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile) -> list[Check]:
     """That the groups are those that were asked for, and the bound over all groupings."""
     asked = parse_groups(profile.requested["share_groups"])
     if not isinstance(asked, int):
         return [_equal("groups", groups_text(profile.share_groups), groups_text(asked))]
     alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
     count = alone + len(profile.share_groups)
-    bound = pose(scores, replace(Request.read(profile), share_groups=asked)).grouping_bound
+    bound = pose(scores, replace(request, share_groups=asked)).grouping_bound
     return [
         Check("groups", f"at most {asked}", f"{count}", count <= asked),
         _close("bound over groupings", profile.grouping_bound, bound),
@@ -272,16 +275,18 @@ def _bytes_text(value: float) -> str:
     return f"{int(value) if float(value).is_integer() else value:,} bytes"
 
 
-def _objective_text(profile: BudgetProfile, problem: AllocationProblem) -> Callable[[float], str]:
+def _objective_text(request: Request, problem: AllocationProblem) -> Callable[[float], str]:
     """How an objective and its bound are written, every digit of them."""
     if problem.sense is not Sense.MAX_VALUE:
         return _bytes_text
-    return _loss_text if profile.requested.get("objective") == "loss" else repr
+    return _loss_text if request.objective == "loss" else repr
 
 
-def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
+def _bound_check(
+    profile: BudgetProfile, request: Request, problem: AllocationProblem, choice: IntArray
+) -> Check:
     """The stated bound must not be beaten, and must not claim more than duality allows."""
-    dual, said = dual_bound(problem).bound, _objective_text(profile, problem)
+    dual, said = dual_bound(problem).bound, _objective_text(request, problem)
     objective, stated = problem.objective(choice), profile.bound
     slack = TOLERANCE * max(1.0, abs(objective))
     if stated is None:

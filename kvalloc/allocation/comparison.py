@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.request import Target
+from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.shipped_profiles import load_profile
@@ -124,7 +124,7 @@ def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:
 
 
 def _target(profile: BudgetProfile) -> str:
-    if "target" not in profile.requested:
+    if (request := Request.stated(profile)) is None:
         return "not recorded"
-    by_loss = profile.requested.get("objective") == "loss"
-    return Target.read(profile.requested).describe("predicted loss" if by_loss else "retention")
+    by_loss = request.objective == "loss"
+    return request.target.describe("predicted loss" if by_loss else "retention")

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -21,13 +22,15 @@ from typing import (
     TypedDict,
     Unpack,
     get_args,
+    get_type_hints,
 )
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import BIT_WIDTHS, Cost
-from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.errors import InfeasibleError, InputError, one_line, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
@@ -160,15 +163,14 @@ class Target(ABC):
         Raises
         ------
         InputError
-            If there is none.
+            If there is none, or it cannot be.
         """
-        found = [kind for kind in TARGETS if kind.kind == record.get("target")]
-        if not found or "value" not in record:
-            raise InputError(
-                "the budget profile does not say what was requested, so it cannot be verified; "
-                "make it again with 'kvalloc solve'"
-            )
-        return found[0](value=record["value"])
+        name, value = record.get("target"), record.get("value")
+        for kind in TARGETS:
+            if kind.kind == name:
+                return kind(value=kind.read_value(value))
+        known = ", ".join(kind.kind for kind in TARGETS)
+        raise InputError(f"the target is {one_line(name, 60)}, expected one of {known}")
 
     @staticmethod
     def of(asked: Mapping[str, Any]) -> Target:
@@ -308,11 +310,19 @@ class _Share(_Size):
         return share, _Share(value=share)
 
 
+def _whole(given: object) -> int:
+    """Read a number of tokens."""
+    if not isinstance(given, Integral):
+        raise InputError(f"a budget of {given!r} tokens is no whole number; give one such as 512")
+    return int(given)
+
+
 class _TokensPerHead(_Size):
     """Entries that a KV head keeps on average."""
 
     kind = "budget_tokens"
     keyword = "budget_tokens"
+    read_value = staticmethod(_whole)
     is_fixed = True
 
     refusal = "a budget of {} tokens keeps nothing; give >= 1"
@@ -594,24 +604,36 @@ class Request:
         return stored
 
     @classmethod
-    def read(cls, profile: BudgetProfile) -> Request:
-        """The request that a budget profile answers, with the groups of layers it decided.
+    def read(cls, profile: BudgetProfile, name: str | Path = "the budget profile") -> Request:
+        """Return the request that a budget profile answers, with the groups of layers it decided.
+
+        This is the one reader of ``profile.requested``, in which a file may state anything.
+
+        Parameters
+        ----------
+        profile : BudgetProfile
+        name : str or Path
+            What messages call it.
 
         Raises
         ------
         InputError
-            If it does not say what was requested.
+            If it does not say what was requested, or what 'kvalloc solve' does not write.
         """
-        stored = profile.requested
-        target = Target.read(stored)
+        stored, hints = profile.requested, get_type_hints(cls)
         known = {one.name for one in fields(cls)} - {*_OF_THE_PROFILE, "share_groups"}
         try:
-            values = {
-                name: _READ[name](stored[name]) if name in _READ else stored[name]
-                for name in known & stored.keys()
-            }
+            values = {}
+            for one in sorted(known & stored.keys()):
+                value = stored[one]
+                if one in _READ:
+                    if isinstance(value, str):  # the name of a file, to a caller
+                        raise TypeError(f"{one} is {one_line(value, 60)}, expected a list")
+                    value = _READ[one](value)
+                strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
+                values[one] = TypeAdapter(hints[one], config=strict).validate_python(value)
             return cls(
-                target=target,
+                target=Target.read(stored),
                 level=profile.level,
                 context=profile.context_tokens,
                 batch=profile.batch,
@@ -619,10 +641,23 @@ class Request:
                 share_groups=profile.share_groups or None,
                 **values,
             )
-        except (TypeError, ValueError) as error:
+        except (InputError, TypeError, ValueError, OverflowError) as error:
+            fault = "does not say what was requested"
+            if {"target", "value"} <= stored.keys():
+                typed = isinstance(error, ValidationError)
+                reason = f"{one} is {one_line(value, 60)}" if typed else one_line(error, 120)
+                fault = f"states a request that is not what 'kvalloc solve' writes ({reason})"
             raise InputError(
-                f"what was requested, {dict(stored)}, is not what 'kvalloc solve' writes"
+                f"{name} {fault}, so it cannot be verified; make it again with 'kvalloc solve'"
             ) from error
+
+    @classmethod
+    def stated(cls, profile: BudgetProfile) -> Request | None:
+        """Return the request that a budget profile answers; None where none can be read."""
+        try:
+            return cls.read(profile)
+        except InputError:
+            return None
 
     @property
     def groups(self) -> Groups:

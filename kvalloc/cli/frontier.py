@@ -111,7 +111,7 @@ def _show(traced: list[FrontierPoint], request: Request, seconds: float) -> None
     """One line a size, with a bar of what is kept of the score mass."""
     from kvalloc.report.terminal import bar, can_print_bars
 
-    own = value_heading(request.record())
+    own = value_heading(request)
     by_loss, unicode = request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
     rows = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
+from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import MODEL, takes
 from kvalloc.cli.output import (
     SLID_OUT,
@@ -28,7 +28,7 @@ from kvalloc.files import near_file
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
-from kvalloc.units import Option, check_temperature, parse_fraction, parse_share, size
+from kvalloc.units import Option, check_temperature, parse_fraction, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -519,21 +519,22 @@ def _granted_text(cache: Any, share: str, retained_bytes: int) -> str:
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     if profile is None:
         return ""
-    if profile.bits is not None and profile.requested.get("target") == "budget":
+    request = Request.stated(profile)
+    if request is not None and profile.bits is not None and request.target.kind == "budget":
         tokens = cache.arrival.prompt_tokens or profile.context_tokens
         of_16_bits = profile.of_16_bits(retained_bytes, tokens)
-        asked = parse_share(profile.requested["value"])
-        return f"{of_16_bits:.1%} of a cache at 16 bits, asked for {asked:.1%}"
+        return f"{of_16_bits:.1%} of a cache at 16 bits, asked for {request.target.value:.1%}"
     if _decided_here(cache) is None or "adapt" in profile.requested:
         # Budgets that were decided at one length have another share at others: sinks and window
         # weigh more in a short prompt.
         elsewhere = f"{profile.retained_bytes / profile.full_bytes:.1%}"
         same = elsewhere == share
         return "" if same else f"the profile: {elsewhere} of {profile.context_tokens:,} tokens"
-    wanted = Target.read(profile.requested)
-    known = wanted.needed_value is not None and profile.retention is not None
+    if request is None:
+        return ""
+    known = request.target.needed_value is not None and profile.retention is not None
     reached = f"retention {profile.retention:.4f}, " if known else ""
-    return f"{reached}asked for {wanted.describe('retention')}"
+    return f"{reached}asked for {request.target.describe('retention')}"
 
 
 def _answer_prompt(asked: Asked) -> None:

@@ -11,7 +11,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.request import LayerCap, Request
+from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Level
@@ -39,7 +39,8 @@ def check_adapt(profile: BudgetProfile, limit: object) -> None:
             f"{option('adapt')} is {limit!r}, expected the share by which a budget may move, from "
             "0 to 1, such as 0.25"
         )
-    distinct = profile.requested.get("max_distinct")
+    request = Request.stated(profile)
+    distinct = None if request is None else request.max_distinct
     leave_out = f"leave out {option('adapt')}"
     refusals = {
         f"each prompt hands out the budgets of this profile among all heads anyway; {leave_out}": (
@@ -135,7 +136,8 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
 
 def _unit_level(profile: BudgetProfile) -> Level:
     """Whose budgets move: layers also where all heads of a layer were asked to be equal."""
-    return "layer" if profile.requested.get("equal_heads") else profile.level
+    request = Request.stated(profile)
+    return "layer" if request is not None and request.equal_heads else profile.level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +160,12 @@ class _Room:
     def of(cls, profile: BudgetProfile, limit: float, context_tokens: int) -> _Room:
         rows = profile.budgets_for(context_tokens)[list(profile.shape.full_layers)]
         base = rows[:, 0] if _unit_level(profile) == "layer" else rows.ravel()
-        page, asked = profile.page_tokens, profile.requested
+        page, request = profile.page_tokens, Request.stated(profile)
         most_moved = np.floor(limit * base + 1e-9).astype(np.int64)
-        least = max(profile.policy.protected_tokens, asked.get("min_tokens") or 0)
-        most = min(context_tokens, asked.get("max_tokens") or context_tokens)
+        least, most = profile.policy.protected_tokens, context_tokens
+        if request is not None:
+            least = max(least, request.min_tokens or 0)
+            most = min(most, request.max_tokens or most)
         whole = base % page == 0  # another unit could not take a last page that is not full
         down = whole * (np.minimum(most_moved, np.maximum(base - least, 0)) // page)
         up = whole * (np.minimum(most_moved, np.maximum(most - base, 0)) // page)
@@ -201,8 +205,9 @@ def _classes(profile: BudgetProfile) -> list[tuple[str, IntArray]]:
     """Units between which entries may move: of one bit width, one rank and the same caps."""
     full = list(profile.shape.full_layers)
     capped = np.zeros(profile.budgets.shape, dtype=np.int64)
-    for place, text in enumerate(profile.requested.get("cap", ())):
-        layers = [layer for layer in LayerCap.parse(text).layers if layer in full]
+    request = Request.stated(profile)
+    for place, cap in enumerate(() if request is None else request.cap):
+        layers = [layer for layer in cap.layers if layer in full]
         capped[layers] += 2**place
     tables = [capped, *(table for table in (profile.bits, profile.ranks) if table is not None)]
     marks = np.stack([table[full] for table in tables], axis=-1)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.allocation.request import RANK_TOLERANCE, Target
+from kvalloc.allocation.request import Request
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.units import gap_text, size
 
@@ -103,57 +102,50 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
 
 def request_text(decided: BudgetProfile) -> str:
     """What was asked for, for people."""
-    try:
-        return _request_text(decided)
-    except (TypeError, ValueError, LookupError):  # a file may state anything there
-        return "not recorded in a form that can be read"
-
-
-def _request_text(decided: BudgetProfile) -> str:
-    asked = decided.requested
-    if "target" not in asked:
-        return "not recorded"
+    request = Request.stated(decided)
+    if request is None:
+        way = " in a form that can be read" if decided.requested else ""
+        return f"not recorded{way}"
     if decided.share_of_16_bits is not None:
         share = f"{decided.share_of_16_bits:.1%} of the bytes of a cache at 16 bits"
         return f"as many entries as take {share}, prompts of {decided.context_tokens:,} tokens"
-    worst = " of the worst unit" if asked.get("objective") == "worst" else ""
-    what = "predicted loss" if asked.get("objective") == "loss" else f"retention{worst}"
-    what = f"weighted {what}" if asked.get("weights") else what
-    cost = asked.get("cost", "bytes")
-    entries = "bytes of a cache at 16 bits" if asked.get("bits") else "entries"
-    entries = {"bytes": entries, "decode-bytes": "bytes read per token"}.get(cost, cost)
-    text = Target.read(asked).describe(what, entries)
+    worst = " of the worst unit" if request.objective == "worst" else ""
+    what = "predicted loss" if request.objective == "loss" else f"retention{worst}"
+    what = f"weighted {what}" if request.weights else what
+    entries = "bytes of a cache at 16 bits" if request.bits else "entries"
+    counted = {"bytes": entries, "decode-bytes": "bytes read per token"}
+    text = request.target.describe(what, counted.get(request.cost, request.cost))
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
-    return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
+    return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(request)])
 
 
-def value_heading(asked: Mapping[str, Any]) -> str:
+def value_heading(request: Request | None) -> str:
     """What to call the optimised value beside retention and loss; empty where it is one of them."""
-    if asked.get("objective") == "worst":
+    if request is None:
+        return ""
+    if request.objective == "worst":
         return "worst unit"
-    if asked.get("workloads", "mean") != "mean":
+    if request.workloads != "mean":
         return "worst samples"
-    return "weighted" if asked.get("weights") else ""
+    return "weighted" if request.weights else ""
 
 
-def limit_texts(decided: BudgetProfile) -> list[str]:
+def limit_texts(request: Request) -> list[str]:
     """What else was asked for, one text each."""
-    asked = decided.requested
-    caps = (str(text).partition("=") for text in asked.get("cap", ()))
+    caps = (cap.text.partition("=") for cap in request.cap)
     texts = [f"layers {which} within {limit}" for which, _, limit in caps]
-    if asked.get("workloads") == "worst":
+    if request.workloads == "worst":
         texts.append("the worst sample counts")
-    elif asked.get("workloads") == "cvar":
-        texts.append(f"the worst {asked['tail']:.0%} of the samples count")
-    if asked.get("max_tokens") is not None:
-        texts.append(f"no budget above {asked['max_tokens']:,} tokens")
-    if asked.get("equal_heads"):
+    elif request.workloads == "cvar":
+        texts.append(f"the worst {request.tail:.0%} of the samples count")
+    if request.max_tokens is not None:
+        texts.append(f"no budget above {request.max_tokens:,} tokens")
+    if request.equal_heads:
         texts.append("equal heads")
-    if asked.get("max_distinct") is not None:
-        texts.append(f"at most {asked['max_distinct']} different budgets")
-    if asked.get("ranks") is not None:
-        tolerance = asked.get("rank_tolerance", RANK_TOLERANCE)
-        texts.append(f"{asked['ranks']} ranks balanced within {tolerance:.3g}")
+    if request.max_distinct is not None:
+        texts.append(f"at most {request.max_distinct} different budgets")
+    if request.ranks is not None:
+        texts.append(f"{request.ranks} ranks balanced within {request.tolerance:.3g}")
     return texts
 
 
@@ -228,7 +220,8 @@ def _little(kept_bytes: int) -> int:
 def requested_bytes(decided: BudgetProfile) -> int | None:
     """Bytes that were granted for the whole cache; None when a retention was the target."""
     granted = decided.requested.get("bytes")
-    return int(granted) if isinstance(granted, int | float) else None
+    known = isinstance(granted, int) and 0 <= granted < 2**63
+    return granted if known else None
 
 
 def retention_text(decided: BudgetProfile) -> str:
@@ -267,7 +260,8 @@ def cost_text(decided: BudgetProfile) -> str:
     if decided.cost_bytes is None or not decided.full_cost_bytes:
         return ""
     share = decided.cost_bytes / decided.full_cost_bytes
-    name = {"decode-bytes": "read", "communication": "communicated"}[decided.requested["cost"]]
+    by_reading = decided.requested.get("cost") == "decode-bytes"
+    name = "read" if by_reading else "communicated"
     return (
         f"{size(decided.cost_bytes)} of {size(decided.full_cost_bytes)} ({share:.1%}) {name} for "
         "each generated token"
@@ -314,10 +308,10 @@ def _refinement_fields(decided: BudgetProfile) -> dict[str, str]:
         **({"note": told["note"]} if told["note"] else {}),
         "rounds": rounds,
     }
-    if decided.requested["target"] == "loss":
-        target = decided.requested["value"]
+    request = Request.stated(decided)
+    if request is not None and (most := request.target.max_loss) is not None:
         fields["target"] = f"met by {told['choosing_loss']:.6f} on the prompts that chose the round"
-        if told["measured_loss"] > target:
+        if told["measured_loss"] > most:
             fields["target"] += "; the held-out loss is above it"
     beyond = told.get("largest_size_beyond_target")
     if beyond is not None:

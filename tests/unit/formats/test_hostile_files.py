@@ -14,10 +14,11 @@ from typing import Any
 import hostile_files
 import numpy as np
 import pytest
-from cli_tools import run
+from cli_tools import refused, run
 from factories import make_budget_profile, make_evaluation, make_row, make_scores, make_shape
 from safetensors.numpy import save_file
 
+from kvalloc.allocation.decision import solve
 from kvalloc.allocation.request import read_weights
 from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.formats import record
@@ -139,12 +140,51 @@ def test_a_window_below_one_token() -> None:
             make_shape(sliding_window=window)
 
 
+@pytest.mark.parametrize(
+    "requested",
+    [
+        {"value": "x"},
+        {"value": {"a": [1]}},
+        {"value": 1e308, "bytes": 10**18},
+        {"value": None},
+        {"target": "budget_tokens", "value": 1.5},
+        {"target": "memory", "value": 1e308},
+        {"target": "loss", "value": [1]},
+        {"target": "moon"},
+        {"target": ["budget"]},
+        {"weights": "/etc/passwd"},
+        {"cap": {"0": 1}},
+        {"max_tokens": 1.5},
+        {"max_distinct": True},
+        {"objective": ["loss"]},
+        {"cost": {}},
+        {"bytes": "x", "value": -1},
+    ],
+    ids=str,
+)
+def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(
+    tmp_path: Path, requested: dict[str, Any]
+) -> None:
+    decided = solve(make_scores(), budget="50%", solver="greedy")
+    changed = decided.replace(requested={**decided.requested, **requested})
+    sound, path, scores = (tmp_path / name for name in ("sound.json", "p.json", "s.safetensors"))
+    decided.save(sound)
+    changed.save(path)
+    make_scores().save(scores)
+    said = "not recorded in a form that can be read"
+    for command in (["inspect", path], ["report", path, "-o", tmp_path / "r.html"]):
+        ran = run(*command)
+        assert ran.code == 0, ran
+    assert said in run("inspect", path).out
+    assert said in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert run("diff", sound, path).code in (0, 1)
+    line = refused(tmp_path, "verify", path, scores)
+    assert line.startswith(f"error: {path} states a request that is not what 'kvalloc solve'")
+
+
 def test_what_a_file_states_freely_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
     profile = make_budget_profile([[10, 17]])
-    for requested in ({"target": "share", "value": "x"}, {"target": "budget", "value": "x"}):
-        profile.replace(requested=requested).save(tmp_path / "p.json")
-        assert run("inspect", tmp_path / "p.json").code in (0, 2)
-    for granted in ("x", {}, [1]):
+    for granted in ("x", {}, [1], 10**400):
         profile.replace(requested={"bytes": granted}).save(tmp_path / "p.json")
         assert run("inspect", tmp_path / "p.json").code == 0
     make_evaluation(make_row()).replace(prompts=({"no": "name"},)).save(tmp_path / "e.json")

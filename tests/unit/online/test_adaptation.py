@@ -124,7 +124,7 @@ def test_bit_widths_ranks_and_caps_keep_their_totals() -> None:
         for value in np.unique(table):
             place = table == value
             assert adapted.budgets[place].sum() == profile.budgets[place].sum()
-    capped = random_profile(rng, "layer", 40, requested={"cap": ["0-1=1GiB"]})
+    capped = random_profile(rng, "layer", 40, requested={**ASKED, "cap": ["0-1=1GiB"]})
     moved = adapt_budgets(capped, scores, 0.5).budgets
     assert moved[:2].sum() == capped.budgets[:2].sum()
 
@@ -160,6 +160,7 @@ def test_what_is_no_limit_is_refused(limit: Any) -> None:
         check_adapt(make_budget_profile(np.full((3, 2), 20)), limit)
 
 
+ASKED = {"target": "budget", "value": 0.5}
 FEW = make_budget_profile(np.full((3, 2), 20))
 DEEP = make_budget_profile(np.full((5, 2), 20), shape=make_shape(n_layers=5))
 
@@ -167,7 +168,7 @@ DEEP = make_budget_profile(np.full((5, 2), 20), shape=make_shape(n_layers=5))
 @pytest.mark.parametrize(
     ("profile", "words"),
     [
-        (FEW.replace(requested={"max_distinct": 2}), "without max_distinct"),
+        (FEW.replace(requested={**ASKED, "max_distinct": 2}), "without max_distinct"),
         (FEW.replace(by_prompt=True), "hands out the budgets"),
         (DEEP.replace(share_groups=((2, 3),)), "without share_groups"),
         (
