@@ -147,7 +147,7 @@ def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: 
     if way == "decided":
         assert shipped is not None, "no decision ships for this model"
         return shipped.cache(model)
-    return default.profile(shape, tokens, way).cache(model, bounded=1 if way == "early" else None)
+    return default.profile(shape, tokens, way).cache(model, bounded=way == "early")
 
 
 class NothingMeasured(Default):

@@ -193,7 +193,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
             "policy": "surrogate",
             "policy_options": {"file": str(surrogate)},
         },
-        "bounded": {**late, "bounded": 1.5},
+        "bounded": {**late, "bounded": True},
         "every 3": {"profile": head, "decode_every": 3},
         "every 3, late": {**late, "decode_every": 3},
         "every 3, 4 bits": {"profile": head.replace(bits=packed[4]), "decode_every": 3},

@@ -41,9 +41,6 @@ READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPo
 OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
 # This policy waits for tokens by itself, which early eviction does not.
 EARLY_OPTIONS = {"attention_matching": {"following": 0}}
-BOUNDED = 1.5
-"""So many times the budgets stay at first where memory is bounded: fewer than the prompt has."""
-
 
 GROUP = (2, 3)
 """Layers that keep the same entries, where any do."""
@@ -66,7 +63,9 @@ class Setting:
     ) -> None:
         self.tiny, self.model, self.tolerance, self.policy = tiny, model, tolerance, policy
         self.mode = mode
-        profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=None)
+        # twice as many stay at first where memory is bounded: fewer than the prompt has
+        share = 0.3 if mode == "bounded" else 0.4
+        profile = tiny.make_profile(model, CONTEXT, share, scorer=scorer, parameters=None)
         profile = tiny.by_head(profile, spread=9) if level == "head" else profile
         if sharing == "shared":
             budgets = profile.budgets.copy()
@@ -78,7 +77,7 @@ class Setting:
 
     def cache(self, **changes: Any) -> Any:
         own = (EARLY_OPTIONS if self.mode == "early" else {}) | OPTIONS
-        options, bounded = own.get(self.policy), BOUNDED if self.mode == "bounded" else None
+        options, bounded = own.get(self.policy), self.mode == "bounded"
         return make_cache(
             self.profile,
             self.model,

@@ -116,10 +116,10 @@ class Asked:
     decode_every : int
         Keep the budget while answering, too: go back to it every N tokens. By default the answer
         is never evicted.
-    bounded : float
-        Where the policy looks at what follows the prompt: keep TIMES the budgets until then, such
-        as 2, instead of the whole prompt; 1 where each prompt hands the budgets out and nothing is
-        waited for.
+    bounded : bool
+        Where the policy looks at what follows the prompt: keep twice the budgets until then instead
+        of the whole prompt. Where each prompt hands the budgets out and nothing is waited for, each
+        layer hands out its own.
     surrogate : str
         With a budget and nothing else: what 'kvalloc fit-scorer' wrote for the model, which spares
         a second read of the prompt. By default the one that ships for the model, if any.
@@ -156,7 +156,7 @@ class Asked:
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
     policy_option: Annotated[Sequence[str], Option("KEY=VALUE", KEPT)] = ()
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
-    bounded: Annotated[float | None, Option("TIMES", KEPT)] = None
+    bounded: Annotated[bool, Option("", KEPT)] = False
     surrogate: Annotated[Path | None, Option("FILE", KEPT)] = None
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
     dtype: Annotated[str | None, Option("NAME", MODEL)] = None

@@ -390,7 +390,7 @@ class BudgetProfile(JsonRecord):
         adapt: float | None = None,
         measured_tokens: int | None = None,
         hold: bool = False,
-        bounded: float | None = None,
+        bounded: bool = False,
     ) -> Cache:
         """A transformers cache that keeps these budgets.
 
@@ -417,10 +417,10 @@ class BudgetProfile(JsonRecord):
         hold : bool
             With adapt: measure nothing beforehand, but hold the prompt's full cache and decide
             from it, then evict.
-        bounded : float, optional
-            Where the policy looks at what follows the prompt: keep this multiple of the budgets
-            until then, 2 for example, instead of the whole prompt. Where each prompt hands the
-            budgets out and nothing is waited for, 1: each layer then hands out its own.
+        bounded : bool
+            Where the policy looks at what follows the prompt: keep twice the budgets until then
+            instead of the whole prompt. Where each prompt hands the budgets out and nothing is
+            waited for: each layer hands out its own.
 
         Returns
         -------

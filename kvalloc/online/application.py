@@ -46,7 +46,7 @@ def apply(
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
-    bounded: float | None = None,
+    bounded: bool = False,
     surrogate: str | Path | None = None,
     **asked: Unpack[PromptOptions],
 ) -> Applied:

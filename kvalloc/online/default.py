@@ -169,12 +169,12 @@ class Default:
             As `kvalloc.runtime.make_cache`.
         """
         shape, limit = shape_of(model), context_limit(model)
-        goes_on = any(options.get(name) is not None for name in ("decode_every", "bounded"))
+        goes_on = any(map(options.get, ("decode_every", "bounded")))
         repeatable = tokens is not None and not (embedded or goes_on)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
         way: Way = "twice" if repeatable else "late"
-        predicts = self.surrogate_of(shape) is not None and options.get("bounded") is None
+        predicts = self.surrogate_of(shape) is not None and not options.get("bounded")
         if predicts and (way == "late" or self.surrogate or self.share >= FOUR_BITS_BELOW):
             way = "surrogate"
         name, decided = "", None
@@ -188,9 +188,9 @@ class Default:
         if decided is None or way != "decided":
             decided = self.profile(shape, tokens, way, fitted=rotates_halves(model))
         if not decided.by_prompt and way != "decided":
-            options["bounded"] = None  # nothing goes
+            options["bounded"] = False  # nothing goes
         elif way == "early":
-            options["bounded"] = 1
+            options["bounded"] = True
         profile = decided.replace(requested={**decided.requested, "value": self.share})
         if tokens is not None:
             source = name if way == "decided" else self.surrogate_of(shape)

@@ -74,7 +74,7 @@ def make_cache(
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
     decide: Decide | None = None,
-    bounded: float | None = None,
+    bounded: bool = False,
 ) -> BudgetCache:
     """A cache for one conversation that keeps the profile's budgets of its prompt.
 
@@ -103,11 +103,11 @@ def make_cache(
         Decides the budgets of each row when the prompt has come, see `Decide`; the profile then
         says which entries are kept, and holds for later prompts no more than for this one.
         `kvalloc.online.per_prompt` makes such callables.
-    bounded : float, optional
+    bounded : bool
         For policies that look at what follows the prompt: hold no full cache until then, but keep
-        this multiple of the budgets while the prompt is read, 2 for example. By default they hold
-        the whole prompt. Where each prompt hands the budgets out and nothing is waited for, 1: the
-        heads of each layer compete as it is read, not those of all layers.
+        twice the budgets while the prompt is read. By default they hold the whole prompt. Where
+        each prompt hands the budgets out and nothing is waited for: the heads of each layer compete
+        as it is read, not those of all layers.
 
     Returns
     -------

@@ -45,6 +45,9 @@ from kvalloc.scorers.later_pass import Later
 
 __all__ = ["Plan", "Prompt", "State"]
 
+BOUNDED_BUDGETS = 2
+"""In bounded memory so many times the budgets are kept until enough has followed a prompt."""
+
 
 class State(Enum):
     """How far a prompt has come."""
@@ -93,9 +96,9 @@ class Plan:
         Whether that is so where it comes in several forwards.
     limit : int or None
         Tokens that the model was made for.
-    bounded : float or None
-        While a prompt is read and until enough has followed, at most this multiple of its budgets
-        is kept; None for no bound.
+    bounded : bool
+        Whether at most `BOUNDED_BUDGETS` times its budgets is kept while a prompt is read and until
+        enough has followed.
     early : EvictionPolicy or None
         Who chooses what that is.
     by_layer : bool
@@ -113,7 +116,7 @@ class Plan:
     holds: bool
     holds_chunks: bool
     limit: int | None
-    bounded: float | None
+    bounded: bool
     early: EvictionPolicy | None
     by_layer: bool
 
@@ -128,7 +131,7 @@ class Plan:
         *,
         decide: Decide | None,
         decode_every: int | None,
-        bounded: float | None,
+        bounded: bool,
     ) -> Plan:
         """The plan of a cache.
 
@@ -156,16 +159,16 @@ class Plan:
                 adds_up_while_decoding=policy.needs_whole_prompt,
             )
         early, by_layer = None, False
-        if bounded is not None:
-            at_once = profile.by_prompt and bounded == 1 and not scorers
+        refusals.refuse(on_or_off=bounded not in (True, False) and (bounded,))
+        if bounded:
+            at_once = profile.by_prompt and not scorers
             refusals.refuse(
-                no_multiple=not refusals.at_least_1(bounded, float) and (bounded,),
                 bounded_awaits_nothing=not (awaited_tokens(scorers) or at_once),
                 bounded_decides=deciding,
                 bounded_shared=refusals.shared_layers(profile),
             )
             early, by_layer, holds, holds_chunks = policy.early, profile.by_prompt, False, False
-            bounded = None if at_once else bounded  # what a layer chooses is final
+            bounded = not at_once  # what a layer chooses is final
         return cls(
             profile=profile,
             policy=policy,
@@ -401,9 +404,8 @@ class Prompt:
         if step.follows and self._evicts_late:  # all layers evict at once, after a forward
             step = replace(step, budgets=None, remember=False)
         holds = self._holds(step)
-        if step.budgets is not None and self.plan.bounded is not None:
-            more = np.ceil(step.budgets * self.plan.bounded).astype(np.int64)
-            step = replace(step, budgets=more, remember=True)
+        if step.budgets is not None and self.plan.bounded:
+            step = replace(step, budgets=BOUNDED_BUDGETS * step.budgets, remember=True)
         if not step.follows and self._evicts_late:
             self._begin_held(arguments, step)
         if not holds:
@@ -417,7 +419,7 @@ class Prompt:
             self._following = self._followers.after(step, self._noted_tokens)
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
-                packs = step.completes and self.plan.bounded is None
+                packs = step.completes and not self.plan.bounded
                 always = packs and self.plan.is_packed(index)
                 stored = self._layers[index].stored_counts()
                 targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
@@ -466,11 +468,11 @@ class Prompt:
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
             remember=step.remember,
-            bits=bits if step.settles and self.plan.bounded is None else {},
+            bits=bits if step.settles and not self.plan.bounded else {},
             chooser=self.plan.early,
             hand_out=self._handed_out if self.plan.by_layer else None,
         )
-        if not step.follows and self.plan.bounded is not None:
+        if not step.follows and self.plan.bounded:
             self._note_seen(states)
         if not layer.awaits_eviction:
             eviction.observe(layer, states)
@@ -520,7 +522,7 @@ class Prompt:
     @property
     def _evicts_late(self) -> bool:
         """Whether anything of the prompt goes when it is complete, and not while it is read."""
-        return self._is_held or self.plan.bounded is not None
+        return self._is_held or self.plan.bounded
 
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
         ids = arguments.get("input_ids")
@@ -685,7 +687,7 @@ class Prompt:
         if visible is not None:
             following_visible = none_if_all(visible[:, columns:])
             visible = none_if_all(visible[:, :columns])
-        if self.plan.bounded is not None:  # the padding of the prompt has gone
+        if self.plan.bounded:  # the padding of the prompt has gone
             visible = None
         eviction = self._late(
             columns,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -78,8 +77,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "attention of all tokens, and it is not noted for each what chunks and decoded tokens add; "
         "leave out {option[decode_every]}, or choose another scorer",
         "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
-        "followed the prompt, and this profile waits for none; leave it out, or, where each prompt "
-        "hands its budgets out, say 1: each layer then hands out its own as it is read",
+        "followed the prompt, and this profile waits for none; leave it out",
         "bounded_decides": "{option[hold]} decides from the whole prompt, of which "
         "{option[bounded]} keeps a part; leave out one of them",
         "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
@@ -153,7 +151,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
     },
     InputError: {
         "no_decode_every": "{option[decode_every]} is {0[0]!r}, expected a number of tokens >= 1",
-        "no_multiple": "{option[bounded]} is {0[0]!r}, expected a multiple of the budgets >= 1",
+        "on_or_off": "{option[bounded]} is {0[0]!r}, expected True or False",
         "no_prompt_tokens": "prompt_tokens is {0[0]}, expected >= 1",
         "options_alone": "policy_options belong to a policy: name it with policy=",
         "no_policy": "policy is {0[0]!r}; name a policy or a scorer, or give a Policy, as of a "
@@ -218,10 +216,9 @@ def refuse(**conditions: object) -> None:
             raise error(message.format(found, option=_Options()))
 
 
-def at_least_1(value: Any, kind: type[int | float] = int) -> bool:
-    """Whether it is a finite number of at least 1, and a whole one unless a float will do."""
-    right = isinstance(value, (int, kind))
-    return right and not isinstance(value, bool) and bool(1 <= value < inf)
+def at_least_1(value: Any) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_profile(profile: BudgetProfile) -> None:

@@ -57,7 +57,7 @@ def share_of(cache: Any, tokens: int, rows: int = 1) -> float:
         ({"budget": "14%"}, 4, "reconstruction"),
         ({"budget": "30%", "memory": "60KiB"}, 5, "lookahead"),
         ({"budget": "30%", "decode_every": 64}, 5, "lookahead"),
-        ({"budget": "30%", "memory": "1GiB", "bounded": 2}, 5, "lookahead"),
+        ({"budget": "30%", "memory": "1GiB", "bounded": True}, 5, "lookahead"),
         ({"budget": "41%"}, 5, "reconstruction"),
     ],
 )
@@ -187,7 +187,8 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 12, 20])
 @pytest.mark.parametrize(
-    "options", [{}, {"decode_every": 64}, {"bounded": 2}, {"memory": "1MiB"}, {"scorer": "snapkv"}]
+    "options",
+    [{}, {"decode_every": 64}, {"bounded": True}, {"memory": "1MiB"}, {"scorer": "snapkv"}],
 )
 def test_a_prompt_too_short_for_its_share_is_kept_whole(
     tiny: ModuleType, model: Any, tokens: int, options: dict[str, Any]
@@ -204,7 +205,7 @@ def test_a_prompt_too_short_for_its_share_is_kept_whole(
         assert stored.retained_bytes == cache.retained_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"bounded": 2}, {"memory": "150KiB"}])
+@pytest.mark.parametrize("options", [{}, {"bounded": True}, {"memory": "150KiB"}])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
     tiny: ModuleType, kind: str, options: dict[str, Any]
@@ -304,7 +305,7 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     short = replace(default, memory=full - 1).cache(model, TOKENS, prompt_tokens=TOKENS)
     assert len(np.unique(short.profile.bits)) == 1
     others: list[dict[str, Any]] = [
-        {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": 2}, {"decode_every": 8},
+        {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": True}, {"decode_every": 8},
     ]  # fmt: skip
     for other in others:
         cache = run(model, tiny.prompt(TOKENS), **{"budget": at + 0.01, **other})

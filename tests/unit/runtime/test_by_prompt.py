@@ -124,7 +124,7 @@ def test_in_bounded_memory_the_best_of_each_layers_heads_stay(
 ) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = at_once(tiny, model)
-    cache = profile.cache(model, bounded=1)
+    cache = profile.cache(model, bounded=True)
     run(model, ids, cache)
     assert cache.state is State.EVICTED
     scores = naive_scores(tiny, model, ids, profile)
@@ -143,7 +143,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
     model = tiny.tiny_model()
     profile, rows = at_once(tiny, model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
-    options: dict[str, Any] = {"bounded": 1, "decode_every": decode_every}
+    options: dict[str, Any] = {"bounded": True, "decode_every": decode_every}
     options["prompt_tokens"] = CONTEXT
     cache = make_cache(profile, model, **options)
     for first in range(0, CONTEXT, chunk):

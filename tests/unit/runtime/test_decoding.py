@@ -344,12 +344,11 @@ def test_a_compensation_entry_takes_in_what_is_dropped_later(tiny: ModuleType) -
 @pytest.mark.parametrize("name", ["loss", "late_by_head", "bounded", "held_decision"])
 def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str) -> None:
     model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.7, scorer="lookahead")
-    options: dict[str, Any] = {"decode_every": 4}
+    share = 0.4 if name == "bounded" else 0.7
+    profile = tiny.make_profile(model, CONTEXT, share, scorer="lookahead")
+    options: dict[str, Any] = {"decode_every": 4, "bounded": name == "bounded"}
     if name == "loss":
         profile = profile.replace(level="head", by_prompt=True)
-    if name == "bounded":
-        options["bounded"] = 1.4
     profile = tiny.by_head(profile) if name == "late_by_head" else profile
     ids, pads, more = tiny.prompt(CONTEXT, 2), 14, 30
     later = tiny.prompt(more, 2, seed=5)

@@ -428,15 +428,15 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         lambda tiny, model: made(tiny, model, of_heads(tiny, model), decode_every=4),
         "heads have different policies, of which one adds up",
     ),
-    "bounded_awaits_nothing": (partial(made, bounded=2), "waits for none"),
+    "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
     "bounded_decides": (
         lambda tiny, model: tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead").cache(
-            model, adapt=0.3, hold=True, bounded=2
+            model, adapt=0.3, hold=True, bounded=True
         ),
         "decides from the whole prompt",
     ),
     "bounded_shared": (
-        lambda tiny, model: shared(tiny, model).cache(model, bounded=2),
+        lambda tiny, model: shared(tiny, model).cache(model, bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
     ),
     "assisted": (
@@ -514,10 +514,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "decided_in_file": (lambda tiny, model: loading._decided_before(model, []), "not in the file"),
     "pickled": (lambda tiny, model: pickle.dumps(read(tiny, model)), r"cache\.save"),
     "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
-    "no_multiple": (
-        partial(of_scorer, scorer="lookahead", bounded=0.5),
-        "bounded is 0.5, expected",
-    ),
+    "on_or_off": (partial(made, bounded=0.5), "bounded is 0.5, expected"),
     "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
     "options_alone": (partial(made, policy_options={"rows": 1}), "name it with policy="),
     "no_policy": (partial(made, policy=3), "policy is 3"),
