@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvalloc.measure.scorer_fitting import fit_scorer
     from kvalloc.models.loading import load_model
     from kvalloc.online.application import apply
+    from kvalloc.online.solving import solve_measured
     from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
     from kvalloc.report.page import write_report
     from kvalloc.runtime import load_cache
     from kvalloc.shape import ModelShape
-    from kvalloc.tuning import refine
 
 __version__ = "0.1.0.dev0"
 
@@ -46,9 +46,9 @@ _WHERE = {
     "load_profile": "kvalloc.formats.shipped_profiles",
     "load_scores": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",
-    "refine": "kvalloc.tuning",
     "shipped_profiles": "kvalloc.formats.shipped_profiles",
     "solve": "kvalloc.allocation.decision",
+    "solve_measured": "kvalloc.online.solving",
     "write_report": "kvalloc.report.page",
 }
 
@@ -70,9 +70,9 @@ __all__ = [
     "load_profile",
     "load_scores",
     "profile",
-    "refine",
     "shipped_profiles",
     "solve",
+    "solve_measured",
     "write_report",
 ]
 

@@ -55,7 +55,7 @@ class Job:
 
 
 PROFILE = (*("profile", "model", "--text", "text.txt", "--context", "48", "--window", "4"),)
-REFINED = ("--budget", "45%", "--level", "head", "--rounds", "1", "--refine", "model")
+MEASURED = ("--budget", "45%", "--level", "head", "--measure", "model")
 JOBS = {
     "profile": Job(
         arguments=(*PROFILE, "--samples", "5", "--loss", "fast", "-o", "out.safetensors"),
@@ -63,10 +63,10 @@ JOBS = {
         inputs=("model", "text.txt"),
         resumes=True,
     ),
-    "solve --refine": Job(
+    "solve --measure": Job(
         arguments=(
-            *("solve", "scores.safetensors", *REFINED),
-            *("--refine-prompts", "prompts.jsonl", "-o", "out.json"),
+            *("solve", "scores.safetensors", *MEASURED),
+            *("--measure-prompts", "prompts.jsonl", "-o", "out.json"),
         ),
         outputs=("out.json",),
         inputs=("model", "scores.safetensors", "prompts.jsonl"),

@@ -17,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import kvalloc
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.models.loading import shape_of
+from kvalloc.measure.cache_loss import CacheLosses
+from kvalloc.measure.sampling import choose_samples
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
 from kvalloc.prompts.texts import Prompt
-from kvalloc.runtime.selection import keep_best
-from kvalloc.scorers import get_scorer
 
 FOLDER = Path(__file__).resolve().parent
 CELLS_FILE = FOLDER / "transfer.jsonl"
@@ -181,32 +178,15 @@ def judged_prompts(tokenizer: Any, study: Study) -> Iterator[tuple[str, int, int
             yield task, tokens, number, prompt
 
 
-@torch.no_grad()
 def losses_of(
     loaded: Any, prompt: Prompt, decided: Mapping[str, BudgetProfile]
 ) -> dict[str, float]:
     """Loss of the whole reduced cache of one prompt at each of the budgets, nats per token."""
-    policy = next(iter(decided.values())).policy
-    shape = shape_of(loaded.model, model_id=loaded.model_id)
-    probe = LossProbe(
-        loaded.model,
-        torch.tensor(prompt.token_ids),
-        get_scorer(policy.scorer, **policy.scorer_parameters),
-        sinks=policy.sinks,
-        shape=shape,
-        answer_ids=torch.tensor(prompt.answer_ids) if prompt.answer_ids else None,
+    samples = choose_samples(
+        [prompt], loaded.tokenizer, context_tokens=len(prompt.token_ids), least_tokens=1
     )
-    found = {}
-    for name, budgets in decided.items():
-        kept = torch.from_numpy(budgets.budgets_for(probe.n_tokens))
-        keep = {
-            layer: keep_best(
-                scores[None], kept[layer][None], sinks=policy.sinks, window=policy.window
-            )[0]
-            for layer, scores in probe.scores.items()
-        }
-        found[name] = float(f"{float(probe.settle(keep).losses.mean()):.6g}")
-    return found
+    measured = CacheLosses(loaded.model, samples.samples)
+    return {name: float(f"{measured.loss(0, budgets):.6g}") for name, budgets in decided.items()}
 
 
 def label(name: str, share: float) -> str:

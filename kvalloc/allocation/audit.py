@@ -58,9 +58,8 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     -------
     list of Check
         Sizes, digests, every budget being an option of the problem, target or capacity, cost,
-        objective, retention, predicted loss, and the bound recomputed by duality. What refining
-        measured is not in the score profile: of a refined decision, objective in nats, loss and
-        bound are not recomputed, only whether they fit each other.
+        objective, retention, predicted loss, and the bound recomputed by duality. A measured loss
+        is only compared with its target.
 
     Raises
     ------
@@ -75,7 +74,8 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     request = Request.read(profile, name)
     problem = formulate(scores, request)
     tokens, is_option, choice = _choice_of(profile, problem)
-    checks = [
+    objective, said = problem.objective(choice), _objective_text(request, problem)
+    return [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
         _equal("score profile digest", profile.score_digest, scores.digest),
         Check(
@@ -86,17 +86,11 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
         ),
         *_side_checks(profile, problem, choice),
         *_prediction_checks(profile, request, scores, problem, choice),
+        _goal_check(request, problem, choice),
+        _close("objective", profile.objective, objective, said),
+        _equal("problem digest", profile.problem_digest, problem.digest()),
+        _bound_check(profile, request, problem, choice),
     ]
-    refined, by_value = profile.refinement is not None, problem.sense is Sense.MAX_VALUE
-    if not refined or by_value:  # what refining measured of a target is not known here
-        checks.append(_goal_check(request, problem, choice))
-    if not refined or not by_value:
-        objective, said = problem.objective(choice), _objective_text(request, problem)
-        checks.append(_close("objective", profile.objective, objective, said))
-    if not refined:
-        checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
-        checks.append(_bound_check(profile, request, problem, choice))
-    return checks
 
 
 def _goal_check(request: Request, problem: AllocationProblem, choice: IntArray) -> Check:
@@ -129,47 +123,15 @@ def _prediction_checks(
         checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
     if not groups:
         loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
-    if profile.refinement is not None:
-        checks.extend(_refinement_checks(profile, request))
-    else:
-        checks.append(_close("predicted loss", profile.predicted_loss, loss))
+    checks.append(_close("predicted loss", profile.predicted_loss, loss))
+    if (measured := profile.measured_loss) is not None and measured.target is not None:
+        met, stated = measured.loss <= measured.target, f"{measured.target:.9g}"
+        checks.append(Check("measured target met", stated, f"{measured.loss:.9g}", met))
     if request.workloads != "mean":
         worst = worst_sample_retention(scores, budgets, context, share_groups=groups)
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, request, scores))
-    return checks
-
-
-def _refinement_checks(profile: BudgetProfile, request: Request) -> list[Check]:
-    """That what refining states fits itself and the target."""
-    stated = profile.refinement
-    assert stated is not None  # the caller has looked
-    held, low_high = stated["measured_loss"], stated["measured_interval"]
-    inside = low_high[0] <= held <= low_high[1]
-    sides = [stated[f"{side}_prompts"] for side in ("training", "choosing", "held_out")]
-    apart = all(sides) and len({one for side in sides for one in side}) == sum(map(len, sides))
-    checks = [
-        _close("predicted loss", profile.predicted_loss, stated["predicted_loss"]),
-        Check(
-            "measured loss",
-            f"{held:.9g} in {low_high[0]:.4g}..{low_high[1]:.4g}",
-            "within its interval" if inside else "outside",
-            inside,
-        ),
-        Check(
-            "held-out prompts",
-            f"{len(sides[2])} prompts",
-            "nothing was learnt from them or chosen by them"
-            if apart
-            else "some were learnt from or chosen by",
-            apart,
-        ),
-    ]
-    if (most := request.target.max_loss) is not None:
-        chosen = stated["choosing_loss"]
-        found = f"{chosen:.9g} on the prompts that chose the round, {held:.9g} on held-out ones"
-        checks.append(Check("target met", f"{most:.9g}", found, chosen <= most))
     return checks
 
 

@@ -30,7 +30,7 @@ EXAMPLES = """\
   kvalloc solve s.safetensors --target-retention 0.9 -o p.json
   kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
   kvalloc solve s.safetensors --budget 20% --solver pyramid --solver-option beta=10 --json
-  kvalloc solve s.safetensors --budget 20% --level head --refine demo -o p.json
+  kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
 """
 
 _STATED = (
@@ -41,37 +41,29 @@ _STATED = (
 """What is stated of every decision as its profile has it."""
 
 
-REFINING = "Refining"
+MEASURING = "Measuring"
 
 
-class RefineFlags(TypedDict, total=False):
-    """How ``kvalloc solve`` refines; see `kvalloc.tuning.refinement.RefineOptions`.
+class MeasureFlags(TypedDict, total=False):
+    """What ``kvalloc solve`` measures; see `kvalloc.solve_measured`.
 
     Parameters
     ----------
-    refine : str
-        Measure the solution's loss on this model, correct the loss curves around it and solve
-        again; with `target_loss`, the loss on prompts that only choose the round counts.
-    refine_prompts : sequence of str
-        Prompts to refine on, of each 'task' a quarter to choose the round by and a quarter to
-        report the loss on. By default four of each kind that 'kvalloc profile --loss' makes.
-    rounds : int
-        With `refine`: rounds at most; 3 by default.
-    refine_probes : int
-        With `refine`: single changes measured a round and prompt, the least decided ones; all
-        neighbours by default.
+    measure : str
+        Measure what the whole reduced cache loses on this model; with `target_loss`, ask for less
+        until the measured loss is within it.
+    measure_prompts : sequence of str
+        Prompts to measure on. By default four of each kind that 'kvalloc profile --loss' makes.
     resume : bool
-        With `refine`: go on with what a killed command had measured.
+        With `measure`: go on with what a killed command had measured.
     """
 
-    refine: Annotated[str | None, Option("MODEL", REFINING)]
-    refine_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", REFINING)]
-    rounds: Annotated[int | None, Option("N", REFINING, least=1)]
-    refine_probes: Annotated[int | None, Option("N", REFINING, least=1)]
-    resume: Annotated[bool | None, Option("", REFINING)]
+    measure: Annotated[str | None, Option("MODEL", MEASURING)]
+    measure_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", MEASURING)]
+    resume: Annotated[bool | None, Option("", MEASURING)]
 
 
-@takes(RequestOptions, RefineFlags, ModelFlags)
+@takes(RequestOptions, MeasureFlags, ModelFlags)
 def solve(
     scores: Path,
     solver: str = "auto",
@@ -97,27 +89,25 @@ def solve(
     others = [name for name in asked if name not in RequestOptions.__annotations__]
     given = {name: asked.pop(name) for name in others}
     request = Request.parse(**asked)  # refuses before the scores are read
-    _check_refinement(given, output, average=average)
+    if given and "measure" not in given:
+        raise InputError(f"{option(next(iter(given)))} goes with --measure MODEL; name the model")
     check_time_limit(time_limit)
     _check_output(output, scores)
     chosen = solver_options(solver, solver_option or [])
     profile = load_scores(scores)
     start = time.perf_counter()
-    how: dict[str, Any] = {"solver": solver, "solver_options": chosen, "time_limit": time_limit}
-    if "refine" in given and output is not None:
-        decided = _refined(profile, request, given, output, how)
+    how: dict[str, Any] = {
+        **{"solver": solver, "solver_options": chosen, "time_limit": time_limit},
+        **{"average": average, "notify": note},
+    }
+    if "measure" in given:
+        decided = _measured(profile, request, given, output, how)
     else:
         with slow(f"solving with {solver}"):
-            decided = decide(
-                profile,
-                request=request,
-                average=average,  # type: ignore[arg-type]  # solving checks it
-                notify=note,
-                **how,
-            )
+            decided = decide(profile, request=request, **how)
+        if output is not None:
+            decided.save(output)
     seconds = time.perf_counter() - start
-    if output is not None and "refine" not in given:
-        decided.save(output)
     data = {
         **decision_row(decided, seconds),
         **_decision(decided),
@@ -127,83 +117,40 @@ def solve(
     print_result(data, lambda: print_fields(_summary(decided, data)))
 
 
-def _check_refinement(given: Mapping[str, Any], output: Path | None, *, average: str) -> None:
-    """Refuse flags of a refinement without one, and one that cannot be.
-
-    Parameters
-    ----------
-    given : mapping
-        What was typed of `RefineFlags` and `kvalloc.cli.options.ModelFlags`.
-    output : Path or None
-    average : str
-
-    Raises
-    ------
-    InputError
-        If flags of a refinement stand without one, or it has nowhere to keep what it measured.
-    """
-    if given and "refine" not in given:
-        flag = option(next(iter(given)))
-        raise InputError(f"{flag} belongs to a refinement; name the model with --refine")
-    if "refine" in given and average != "curves":
-        raise InputError("a refinement corrects the mean curves; leave out --average")
-    if "refine" in given and output is None:
-        raise InputError("--refine keeps what it measured beside the profile: say -o OUT.json")
-
-
-def _refined(
+def _measured(
     scores: ScoreProfile,
     request: Request,
     given: Mapping[str, Any],
-    output: Path,
-    how: dict[str, Any],
+    output: Path | None,
+    how: Mapping[str, Any],
 ) -> BudgetProfile:
-    """Refine and save, with a bar; what was measured is in ``OUT.json.partial`` until then.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    request : Request
-    given : mapping
-        As for `check_refinement`.
-    output : Path
-    how : dict
-        Solver, its options and the time limit.
-
-    Raises
-    ------
-    KVAllocError
-        As `kvalloc.refine`.
-    """
+    """Decide and measure, with a bar; what was measured is in ``OUT.json.partial`` until then."""
     from kvalloc.measure.checkpoint import check_output
     from kvalloc.models.loading import require_run_packages
+    from kvalloc.prompts.texts import read_prompts
 
     require_run_packages()
-    from kvalloc.tuning import refine, refinement_prompts
+    from kvalloc.online.solving import solve_measured
 
     # what cannot be read or resumed is refused before the model is loaded
-    files, resume = given.get("refine_prompts"), given.get("resume", False)
-    how = {**how, **({"rounds": given["rounds"]} if "rounds" in given else {})}
-    prompts = refinement_prompts(files)[0] if files else None
-    check_output(output, resume=resume)
-    loaded = load(given["refine"], given)
-    with ProgressBar("refining", unit="prompts") as progress:
-        decided = refine(
+    files, resume = given.get("measure_prompts"), given.get("resume", False)
+    prompts = [prompt for file in files for prompt in read_prompts(file)] if files else None
+    if output is not None:
+        check_output(output, resume=resume)
+    loaded = load(given["measure"], given)
+    with ProgressBar("measuring", unit="prompts") as progress:
+        return solve_measured(
             scores,
             loaded.model,
             loaded.tokenizer,
             prompts,
-            probes=given.get("refine_probes"),
             output=output,
             resume=resume,
             progress=progress,
             model_id=loaded.model_id,
             request=request,
-            **how,
+            how=how,
         )
-    if decided.refinement is not None and decided.refinement["note"]:
-        note(decided.refinement["note"])
-    return decided
 
 
 def decision_row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
@@ -215,11 +162,10 @@ def decision_row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
     seconds : float
         Formulating, solving and checking.
     """
-    noted = decided.predicted_loss is not None and decided.refinement is None
     return {
         **{name: getattr(decided, name) for name in _STATED.split()},
         "price_source": decided.price_source or None,
-        "predicted_loss_note": LOSS_NOTE if noted else None,
+        "predicted_loss_note": None if decided.predicted_loss is None else LOSS_NOTE,
         "requested_bytes": requested_bytes(decided),
         "cost": decided.requested.get("cost", "bytes"),
         "seconds": seconds,
@@ -227,12 +173,12 @@ def decision_row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
 
 
 def _loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, float] | None:
-    """How sure a predicted loss is on such text; None where it is unknown or was refined."""
+    """How sure a predicted loss is on such text; None where it is unknown."""
     import numpy as np
 
     from kvalloc.allocation.curves import predicted_loss_interval
 
-    if decided.predicted_loss is None or decided.refinement is not None:
+    if decided.predicted_loss is None:
         return None
     policies = None
     if decided.unit_policies is not None:
@@ -260,12 +206,11 @@ def _check_output(output: Path | None, scores: Path) -> None:
 
 
 def _decision(decided: BudgetProfile) -> dict[str, Any]:
-    names = (
-        "requested context_tokens batch level page_tokens budgets bits ranks unit_policies "
-        "refinement"
-    )
+    names = "requested context_tokens batch level page_tokens budgets bits ranks unit_policies"
+    measured = decided.measured_loss
     return {
         **{name: getattr(decided, name) for name in names.split()},
+        "measured_loss": None if measured is None else measured.record(),
         "policies": [policy.title for policy in decided.policies],
     }
 

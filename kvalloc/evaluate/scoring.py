@@ -14,9 +14,9 @@ from kvalloc.accounting import FloatArray
 from kvalloc.engine.contract import Advance, Engine, Failed, engine_of, none_failed
 from kvalloc.errors import InputError, SampleError
 from kvalloc.evaluate.caches import end_tokens
-from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, full_cache
 from kvalloc.measure.job import Steps
+from kvalloc.measure.kl import divergence
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.prompts.intervals import interval
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, GetPydanticSchema, computed_field, model_validator
-from typing_extensions import TypedDict
+from pydantic import Field, computed_field, model_validator
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import (
@@ -22,7 +21,7 @@ from kvalloc.accounting.costs import (
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
-from kvalloc.formats.record import IntArray2D, JsonRecord, require, require_shape
+from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
 from kvalloc.formats.sharing_groups import Groups, groups_fault
 from kvalloc.shape import ModelShape
 
@@ -33,8 +32,9 @@ __all__ = [
     "BudgetProfile",
     "LengthRule",
     "Level",
+    "MeasuredLoss",
+    "MeasuredTry",
     "Policy",
-    "Refinement",
     "relative_gap",
 ]
 
@@ -42,55 +42,52 @@ Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
 
 
-class RefinementRound(TypedDict):
-    """One round of a refinement; losses in nats per token."""
+class MeasuredTry(Record):
+    """What one of several decisions lost; losses in nats per token."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    NAME: ClassVar[str] = "try"
 
-    round: int
-    cost_bytes: int
-    predicted: float
-    training: float
-    choosing: float
-    judged: float
-    spread: NotRequired[float | None]
-    reach: float
-    kept: bool
+    target: float | None
+    """Loss that was asked of the curves; None where a size or a retention was."""
+
+    predicted: float | None
+    """Loss that the curves promised."""
+
+    loss: float
+    """Measured loss."""
+
+    retained_bytes: int
+    """Bytes kept at the reference context and batch."""
 
 
-class Refinement(TypedDict):
-    """What refining measured, with all units at their budgets at once; losses in nats per token.
+class MeasuredLoss(Record):
+    """What the whole reduced cache loses on prompts that no curve was measured on."""
 
-    ``predicted_loss`` is on the prompts that the curves were corrected on, ``choosing_loss`` on
-    those that chose the round, and ``measured_loss`` on held-out ones, which did neither. ``note``
-    is what the user should know of the prompts, where there is anything.
-    ``largest_size_beyond_target`` is in bytes: the largest smaller choice that is beyond the target
-    loss.
-    """
+    NAME: ClassVar[str] = "measured loss"
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    loss: float
+    """Mean over tasks of the means over their prompts, nats per token."""
 
-    predicted_loss: float
-    predicted_interval: list[float]
-    choosing_loss: float
-    measured_loss: float
-    measured_interval: list[float]
-    confidence: float
-    agrees: bool
-    measured_by_task: dict[str, float]
-    training_prompts: list[int]
-    choosing_prompts: list[int]
-    held_out_prompts: list[int]
-    tasks: list[str]
+    interval: list[float] | None
+    """95% bootstrap interval over the prompts; None where a task has a single one."""
+
+    by_task: dict[str, float]
+    """Mean loss of each task's prompts."""
+
+    prompts: int
+    """How many."""
+
+    text: str
+    """Which, for people."""
+
     text_digest: str
-    answers_digest: str
-    text_description: str
-    note: str
-    rounds: list[RefinementRound]
-    largest_size_beyond_target: NotRequired[int | None]
+    """SHA-256 over their token ids."""
 
+    target: float | None
+    """Loss that was to be met, nats per token."""
 
-_as_refinement = GetPydanticSchema(lambda _, handler: handler(Refinement))
+    tries: tuple[MeasuredTry, ...]
+    """All decisions that were measured, the last of them this one."""
 
 
 class BudgetProfile(JsonRecord):
@@ -212,12 +209,10 @@ class BudgetProfile(JsonRecord):
 
     predicted_loss: float | None = None
     """Predicted loss at these budgets, nats per token: the sum of the losses that were measured
-    with each unit reduced alone; with a refinement, what was measured of all units together on the
-    prompts that it learnt from. None where no losses were measured."""
+    with each unit reduced alone. None where no losses were measured."""
 
-    refinement: Annotated[dict[str, Any], _as_refinement] | None = None
-    """What refining measured: predicted and measured loss with their intervals, on which prompts,
-    and every round (`kvalloc.refine`)."""
+    measured_loss: MeasuredLoss | None = None
+    """What all units together lose when measured (`kvalloc.solve_measured`)."""
 
     cost_bytes: int | None = None
     """Cost of the decided layers, where another cost than stored bytes was asked for
@@ -301,6 +296,7 @@ class BudgetProfile(JsonRecord):
             "other_policies": (),
             "unit_policies": None,
             "evaluation": None,
+            "measured_loss": None,
         }
         budgets = self.budgets
         if self.share_of_16_bits is not None:  # a policy with biases leaves room for fewer

@@ -249,7 +249,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 _UNDECIDED: dict[str, Any] = {
-    **dict.fromkeys(("retention", "worst_sample_retention", "predicted_loss", "refinement")),
+    **dict.fromkeys(("retention", "worst_sample_retention", "predicted_loss", "measured_loss")),
     **dict.fromkeys(("evaluation", "bound", "grouping_bound", "value_per_mib", "cost_bytes")),
     **{"full_cost_bytes": None, "solver_options": {}, "requested": {}, "objective": 0.0},
     **{"sense": "max_value", "bound_source": "", "termination": "", "price_source": ""},

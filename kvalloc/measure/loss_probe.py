@@ -7,8 +7,7 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -52,25 +51,6 @@ class Reduced:
     keep: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settled:
-    """A prompt's continuation with entries of several layers hidden or rounded at once.
-
-    Attributes
-    ----------
-    reduced : dict of int to Reduced
-        What is left in each layer that is reduced, as one variant.
-    entering : dict of int to Tensor, (1, n_continuation, hidden_size)
-        What enters each layer.
-    losses : Tensor of float64, (n_continuation,)
-        KL(full cache || reduced cache) of each prediction, nats.
-    """
-
-    reduced: dict[int, Reduced]
-    entering: dict[int, Tensor]
-    losses: Tensor
 
 
 class LossProbe:
@@ -229,14 +209,7 @@ class LossProbe:
         return [one[0] for one in found]
 
     @torch.no_grad()
-    def losses(
-        self,
-        layer: int,
-        keep: Tensor,
-        *,
-        bits: IntArray | None = None,
-        around: Settled | None = None,
-    ) -> Tensor:
+    def losses(self, layer: int, keep: Tensor, *, bits: IntArray | None = None) -> Tensor:
         """KL(full cache || reduced cache) of each prediction, for each variant.
 
         Parameters
@@ -247,52 +220,20 @@ class LossProbe:
             Which entries of the prompt each variant keeps there.
         bits : ndarray of int64, (n_variants, n_kv_heads), optional
             At which width it stores them; as the model made them by default.
-        around : Settled, optional
-            What the other layers keep, from `settle`; everything by default.
 
         Returns
         -------
         Tensor of float64, (n_variants, n_measured)
             Nats. Rounding may take a loss of nothing a little below 0.
         """
-        entering = (self._hidden if around is None else around.entering)[layer]
-        entering = entering.expand(keep.shape[0], -1, -1)
-        others = {} if around is None else around.reduced
+        entering = self._hidden[layer].expand(keep.shape[0], -1, -1)
         own = self._reduced(layer, keep, bits)
 
         def attend(states: AttentionStates) -> Tensor:
-            at = states.layer
-            return self._attend(states, own if at == layer else others.get(at))
+            return self._attend(states, own if states.layer == layer else None)
 
         with begun_at(self._layers, layer, entering):
             return self.divergence(self._run(attend, inputs_embeds=entering))
-
-    @torch.no_grad()
-    def settle(
-        self, keep: Mapping[int, Tensor], bits: Mapping[int, IntArray] | None = None
-    ) -> Settled:
-        """Hide and round entries of several layers at once.
-
-        Parameters
-        ----------
-        keep : mapping of int to Tensor of bool, (n_kv_heads, n_tokens)
-            What is kept in each layer; everything in those that are not named.
-        bits : mapping of int to ndarray of int64, (n_kv_heads,), optional
-            At which width it is stored; as the model made it in layers that are not named.
-
-        Returns
-        -------
-        Settled
-            The loss, and what `losses` needs to change one layer of it.
-        """
-        reduced = {}
-        for layer, kept in keep.items():
-            width = None if bits is None or layer not in bits else bits[layer][None]
-            reduced[layer] = self._reduced(layer, kept[None], width)
-        entering, logits = self._watched(
-            lambda states: self._attend(states, reduced.get(states.layer))
-        )
-        return Settled(reduced=reduced, entering=entering, losses=self.divergence(logits)[0])
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """What variants see where they keep this and store it at these widths."""
@@ -311,47 +252,6 @@ class LossProbe:
         ]
         keys = stored_keys(keys, places, bits.T)
         return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
-
-    @torch.no_grad()
-    def cache_loss(self, cache: Any) -> float:
-        """Mean KL(full cache || this cache), whatever the cache's policy does with entries.
-
-        A cache that holds the prompt until tokens have followed reads the first ones of the
-        continuation for that, and then all of it as the others do.
-
-        Parameters
-        ----------
-        cache : transformers.Cache
-            Empty; holds the prompt and its continuation afterwards.
-
-        Returns
-        -------
-        float
-            Nats per token.
-        """
-        with evaluating(self._model):
-            ids, more = self.prompt_ids[None], self.continuation_ids[None]
-            self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-            if awaited := getattr(cache, "awaited_tokens", 0):
-                self._show_following(cache, more[:, : max(awaited, self._n_question)])
-            logits = self._model(input_ids=more, past_key_values=cache).logits
-            return float(self.divergence(logits).mean())
-
-    def _show_following(self, cache: Any, ids: Tensor) -> None:
-        """Let a cache evict by these tokens, and take them back."""
-        sliding = {
-            index: copy.deepcopy(layer)
-            for index, layer in enumerate(cache.layers)
-            if not hasattr(layer, "seen_tokens")
-        }
-        self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        cache.evict()
-        for index, layer in enumerate(cache.layers):
-            if index in sliding:  # which cannot take back what slid out
-                cache.layers[index] = sliding[index]
-            else:
-                layer.crop(-int(ids.shape[1]))
-        cache.arrival.crop(self.n_tokens)
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:

@@ -33,12 +33,15 @@ class Sample:
         What is read between the two, after the compression, where the data says so.
     name : str
         Where it came from, for messages.
+    task : str
+        What it asks for, where the data says so; else whether an answer is given.
     """
 
     token_ids: IntArray
     answer_ids: IntArray | None = None
     question_ids: IntArray | None = None
     name: str = ""
+    task: str = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +250,13 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
             "another one, or leave it out"
         )
     question = _given(prompt.question_ids, prompt.question, tokenizer)
-    return Sample(token_ids=ids, answer_ids=answer, question_ids=question, name=prompt.where)
+    return Sample(
+        token_ids=ids,
+        answer_ids=answer,
+        question_ids=question,
+        name=prompt.where,
+        task=prompt.task or ("text" if answer is None else "answers"),
+    )
 
 
 def _given(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:

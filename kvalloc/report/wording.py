@@ -48,7 +48,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "why": why_text(decided),
         "retention": retention_text(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
-        **_refinement_fields(decided),
+        **_measured_fields(decided),
         "objective": objective_text(decided.objective, decided),
         "bound": bound_text(decided),
         "price": price_text(decided),
@@ -83,7 +83,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     stated["solver"] = ", ".join(filter(None, (made, f"{profile.level} level", profile.created)))
     if profile.predicted_loss is None:
         stated["predicted loss"] = "unknown, no loss curves"
-    elif profile.refinement is None:
+    else:
         stated["predicted loss"] += f"; {LOSS_NOTE}"
     stated["bits"] = stated["bits"] or "16 (the model's dtype)"
     if brief:
@@ -279,44 +279,26 @@ def ranks_text(decided: BudgetProfile) -> str:
     return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
 
 
-def _refinement_fields(decided: BudgetProfile) -> dict[str, str]:
-    """What is told of a refinement, for people; nothing where there was none."""
-    told = decided.refinement
-    if told is None:
+def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
+    """What the whole cache lost when measured, for people; nothing where it was not."""
+    measured = decided.measured_loss
+    if measured is None:
         return {}
-
-    def text(kind: str, prompts: str) -> str:
-        low, high = told[f"{kind}_interval"]
-        count = len(told[f"{prompts}_prompts"])
-        return (
-            f"{told[f'{kind}_loss']:.6f} nats per token ({told['confidence']:.0%} interval "
-            f"{low:.4g} to {high:.4g}, {count} prompts)"
-        )
-
-    rounds = "; ".join(
-        f"{one['round']}: {one['predicted']:.4g} predicted, {one['training']:.4g} where "
-        f"learnt, {one['choosing']:.4g} where chosen{'' if one['kept'] else ', not kept'}"
-        for one in told["rounds"]
+    sure = "no interval from one prompt a task"
+    if measured.interval is not None:
+        sure = "95% interval {:.4g} to {:.4g}".format(*measured.interval)
+    met = "" if measured.target is None else f"; at most {measured.target:g} was asked for"
+    tries = "; ".join(
+        f"{size(one.retained_bytes)} lost {one.loss:.4g}"
+        + ("" if one.target is None else f", {one.target:.4g} asked of the curves")
+        for one in measured.tries
     )
-    fields = {
-        "predicted loss": text("predicted", "training"),
-        "held-out loss": text("measured", "held_out"),
-        "agreement": "within 25% or their intervals"
-        if told["agrees"]
-        else "NO: predicted and held-out loss are further apart than 25% and their intervals",
-        "measured on": told["text_description"],
-        **({"note": told["note"]} if told["note"] else {}),
-        "rounds": rounds,
+    return {
+        "measured loss": f"{measured.loss:.6f} nats per token ({sure}, {measured.prompts} "
+        f"prompts){met}",
+        "measured on": measured.text,
+        "tries": tries,
     }
-    request = Request.stated(decided)
-    if request is not None and (most := request.target.max_loss) is not None:
-        fields["target"] = f"met by {told['choosing_loss']:.6f} on the prompts that chose the round"
-        if told["measured_loss"] > most:
-            fields["target"] += "; the held-out loss is above it"
-    beyond = told.get("largest_size_beyond_target")
-    if beyond is not None:
-        fields["least bytes"] = f"{size(beyond)} of decided layers was too little"
-    return fields
 
 
 def score_fields(profile: ScoreProfile) -> dict[str, str]:

@@ -41,7 +41,6 @@ SIZES = {
     "eval": "--samples 2 --context 400 --answer-tokens 16",
     "generate": "--max-new-tokens 8",
     "--lengths": "--lengths 200,300",
-    "--refine": "--rounds 1 --refine-probes 2",
     "fit-scorer": "--samples 2 --context 256",
 }
 """What is appended to lines with these words: of an option that is given twice, the last counts."""

@@ -237,7 +237,7 @@ def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
     lines = [
         *("generate demo --budget 20% --prompt hello", "eval demo --budget 20%", "policies"),
         *("profile demo -o s.safetensors", "fit-scorer demo -o f.safetensors", "demo"),
-        "solve smollm2-135m-instruct --budget 20% --refine demo -o p.json",
+        "solve smollm2-135m-instruct --budget 20% --measure demo -o p.json",
     ]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *lines],

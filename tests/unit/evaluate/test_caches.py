@@ -13,9 +13,9 @@ import kvalloc
 from kvalloc.accounting.costs import stored_bytes as entry_bytes
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import POSITION_BYTES, needed_bytes, stored_bytes
-from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
 from kvalloc.evaluate.scoring import measure
+from kvalloc.measure.kl import divergence
 from kvalloc.models.loading import shape_of
 from kvalloc.prompts.cases import POSITIONS, Case, Turn
 

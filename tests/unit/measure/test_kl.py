@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.kl import divergence
+from kvalloc.measure.kl import divergence
 
 
 def test_equal_logits_are_exactly_zero_apart():

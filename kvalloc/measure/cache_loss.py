@@ -1,0 +1,149 @@
+"""What a whole reduced cache loses: all layers and heads at their budgets at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvalloc.errors import InputError
+from kvalloc.measure.kl import divergence
+from kvalloc.measure.mini_prefill import evaluating
+from kvalloc.models.structure import end_tokens, input_device
+from kvalloc.runtime import answer, make_cache
+
+if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.measure.checkpoint import Checkpoint
+    from kvalloc.measure.sampling import Sample
+
+
+class CacheLosses:
+    """Losses of whole caches on some prompts; the full cache's predictions are computed once.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The same afterwards.
+    samples : sequence of Sample
+        Prompts with their answers; without an answer, the model writes one with the full cache.
+    continuation_tokens : int
+        Predictions that are compared, at most.
+    kept : Checkpoint, optional
+        Where finished measurements are kept.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        samples: Sequence[Sample],
+        *,
+        continuation_tokens: int = 24,
+        kept: Checkpoint | None = None,
+    ) -> None:
+        self._model, self._samples, self._kept = model, samples, kept
+        self._continuation_tokens = continuation_tokens
+        self._full: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def loss(self, index: int, profile: BudgetProfile) -> float:
+        """Mean KL(full cache || reduced cache) of what follows one prompt, nats per token.
+
+        A cache that waits for tokens after the prompt reads the first ones of what follows for
+        that, and then all of it as the others do.
+
+        Parameters
+        ----------
+        index : int
+            Which sample.
+        profile : BudgetProfile
+            Budgets, widths and policy of the reduced cache.
+
+        Raises
+        ------
+        InputError
+            If the model has nothing to say after the prompt, or a prediction is not finite.
+        """
+        name = f"{profile.digest}-{index}"
+        known = None if self._kept is None else self._kept.load(name, {"loss": ()})
+        if known is not None:
+            return float(known[0]["loss"])
+        with evaluating(self._model):
+            prompt, question = self._ids(index, "token_ids"), self._ids(index, "question_ids")
+            n_prompt, n_question = int(prompt.shape[1]), int(question.shape[1])
+            if index not in self._full:
+                following = torch.cat([question, self._answer(index, prompt, question)], dim=1)
+                cache = DynamicCache(config=self._model.config)
+                full = self._predictions(cache, prompt, following, n_question)
+                self._full[index] = following, full
+            following, full = self._full[index]
+            reduced = make_cache(
+                profile, self._model, allow_other_model=True, prompt_tokens=n_prompt
+            )
+            found = divergence(full, self._predictions(reduced, prompt, following, n_question)).kl
+        if not math.isfinite(found):
+            raise InputError(
+                f"{self._where(index)}: the loss is not finite; load the model in float32 or "
+                "bfloat16, or check its weights"
+            )
+        if self._kept is not None:
+            self._kept.save(name, {"loss": np.array(found)})
+        return found
+
+    def _ids(self, index: int, name: str) -> Tensor:
+        """Token ids of a sample, (1, n); n is 0 where it has none."""
+        ids, device = getattr(self._samples[index], name), input_device(self._model)
+        row = [] if ids is None else ids.tolist()
+        return torch.tensor([row], dtype=torch.long, device=device)
+
+    def _answer(self, index: int, prompt: Tensor, question: Tensor) -> Tensor:
+        """The sample's answer, else what the model writes with the full cache, (1, n)."""
+        given = self._ids(index, "answer_ids")[:, : self._continuation_tokens]
+        if given.numel():
+            return given
+        asked = torch.cat([prompt, question], dim=1)
+        cache = DynamicCache(config=self._model.config)
+        most = self._continuation_tokens
+        written = [*answer(self._model, cache, asked, max_new_tokens=most, keep=True)]
+        if written[0] in end_tokens(self._model):
+            raise InputError(
+                f"{self._where(index)}: the model ends its turn at once after this prompt, so "
+                "there is no continuation to measure a loss on; give the prompt an answer, or "
+                "leave it out"
+            )
+        return asked.new_tensor([written])
+
+    def _where(self, index: int) -> str:
+        return self._samples[index].name or f"prompt {index}"
+
+    def _predictions(
+        self, cache: Any, prompt: Tensor, following: Tensor, n_question: int
+    ) -> Tensor:
+        """Logits after the question's last token and all that follow it, (n, vocabulary)."""
+        self._model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        if awaited := getattr(cache, "awaited_tokens", 0):
+            self._show(cache, following[:, : max(awaited, n_question)], int(prompt.shape[1]))
+        logits: Tensor = self._model(input_ids=following, past_key_values=cache).logits
+        return logits[0, max(0, n_question - 1) :]
+
+    def _show(self, cache: Any, ids: Tensor, n_prompt: int) -> None:
+        """Let a cache evict by these tokens, and take them back."""
+        sliding = {
+            index: copy.deepcopy(layer)
+            for index, layer in enumerate(cache.layers)
+            if not hasattr(layer, "seen_tokens")
+        }
+        self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        cache.evict()
+        for index, layer in enumerate(cache.layers):
+            if index in sliding:  # which cannot take back what slid out
+                cache.layers[index] = sliding[index]
+            else:
+                layer.crop(-int(ids.shape[1]))
+        cache.arrival.crop(n_prompt)

@@ -1,0 +1,206 @@
+"""``kvalloc.solve_measured``: decide, measure what the whole cache loses, and ask for less.
+
+It stands in this room because it solves while a model runs: `kvalloc.allocation` knows no model,
+and `kvalloc.measure` never solves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.engine.contract import ModelFacts
+from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.formats.budget_profile import BudgetProfile, MeasuredLoss, MeasuredTry
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_scores
+from kvalloc.measure.cache_loss import CacheLosses
+from kvalloc.measure.checkpoint import kept_work
+from kvalloc.measure.job import Steps
+from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.prompts.calibration import calibration_prompts
+from kvalloc.prompts.intervals import interval
+from kvalloc.prompts.texts import Document, Prompt
+from kvalloc.units import keywords_of
+
+PROMPTS, SEED = 16, 1_000
+"""Prompts that are made where none are given, four of each kind, and a seed that no measurement of
+loss curves has by default."""
+TRIES, LEAST_STEP, MOST_STEP = 7, 0.1, 0.7
+"""How often is decided at most, and by which factor a missed target is made smaller at once."""
+
+
+@keywords_of(RequestOptions)
+def solve_measured(
+    scores: ScoreProfile | str | Path,
+    model: Any,
+    tokenizer: Any,
+    prompts: Iterable[str | Document | Prompt] | None = None,
+    *,
+    output: str | Path | None = None,
+    resume: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    model_id: str | None = None,
+    request: Request | None = None,
+    how: Mapping[str, Any] | None = None,
+    **asked: Unpack[RequestOptions],
+) -> BudgetProfile:
+    """Decide budgets, and measure what the whole reduced cache loses on prompts left out.
+
+    Losses of single units do not add up where budgets are small. So a target loss is met when the
+    measured loss of the whole cache is within it: as long as it is not, a smaller loss is asked of
+    the curves. The prompts that are measured choose among the tries; `kvalloc eval` judges on
+    others.
+
+    Parameters
+    ----------
+    scores : ScoreProfile, str or Path
+        Measured curves, or their file.
+    model : transformers.PreTrainedModel
+        The model that they were measured on.
+    tokenizer : transformers.PreTrainedTokenizerBase
+    prompts : iterable of str, Document or Prompt, optional
+        What is measured on: every prompt, and 16 pieces of running text. By default 16 prompts of
+        the kinds that ``kvalloc profile --loss`` measures on, others than those.
+    output : str or Path, optional
+        The budget profile to write. Finished measurements are kept in ``OUTPUT.partial`` until
+        then.
+    resume : bool
+        Go on with what a killed call left there.
+    progress : callable, optional
+        Called with (prompts measured, prompts to measure so far).
+    model_id : str, optional
+        Instead of what the model's config says.
+    request : Request, optional
+        What is asked, where it is parsed already.
+    how : mapping, optional
+        What else `kvalloc.solve` takes: solver, solver_options, time_limit, average, notify.
+    **asked
+        See `kvalloc.allocation.request.RequestOptions`.
+
+    Returns
+    -------
+    BudgetProfile
+        Its `measured_loss` states the loss, its interval, the prompts and every try; what was
+        asked of the curves in the end is its `requested` target.
+
+    Raises
+    ------
+    InputError
+        If prompts cannot be made or used, or are those of the curves.
+    ModelMismatchError
+        If the score profile is of another model.
+    InfeasibleError
+        If no try met the target loss; says what the best one lost.
+    SolverError
+        As `kvalloc.solve`.
+
+    Examples
+    --------
+    >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
+    >>> solve_measured("s.safetensors", demo.model, demo.tokenizer,
+    ...                target_loss=0.02, level="head")  # doctest: +SKIP
+    """
+    scores, facts = load_scores(scores), ModelFacts.of(model, model_id)
+    request = Request.parse(**asked) if request is None else request
+    scores.shape.require_same_model(facts.shape)
+    samples = _samples(prompts, tokenizer, scores)
+    job = {**facts.record(), "text_digest": samples.digest(), "scores": scores.digest}
+    with kept_work(output, lambda: job, resume=resume) as kept:
+        measured, steps = CacheLosses(model, samples.samples, kept=kept), Steps(0, progress)
+
+        def measure(decided: BudgetProfile) -> dict[str, Any]:
+            losses, steps.total = [], steps.total + len(samples.samples)
+            for index in range(len(samples.samples)):
+                losses.append(measured.loss(index, decided))
+                steps.advance()
+            return _summary(samples, np.array(losses))
+
+        decided = _meet(
+            request, lambda wanted: solve(scores, request=wanted, **(how or {})), measure
+        )
+        if kept is not None:
+            decided.save(kept.output)
+            kept.finish()
+    return decided
+
+
+def _meet(
+    request: Request,
+    decide: Callable[[Request], BudgetProfile],
+    measure: Callable[[BudgetProfile], dict[str, Any]],
+) -> BudgetProfile:
+    """The first decision whose measured loss is within the target; of another target the first."""
+    target, tries = request.target.max_loss, list[MeasuredTry]()
+    for _ in range(TRIES):
+        try:
+            decided = decide(request)
+        except InfeasibleError:
+            if not tries:
+                raise
+            break
+        found, aim = measure(decided), request.target.max_loss
+        one = MeasuredTry(
+            target=aim,
+            predicted=decided.predicted_loss,
+            loss=found["loss"],
+            retained_bytes=decided.retained_bytes,
+        )
+        tries.append(one)
+        if target is None or aim is None or found["loss"] <= target:
+            stated = MeasuredLoss(target=target, tries=tuple(tries), **found)
+            return decided.replace(measured_loss=stated)
+        step = min(max(target / found["loss"], LEAST_STEP), MOST_STEP)
+        request = replace(request, target=replace(request.target, value=aim * step))
+    best = min(one.loss for one in tries)
+    raise InfeasibleError(
+        f"a measured loss of {target:g} nats per token was not reached in {len(tries)} tries; the "
+        f"best lost {best:.4g}: ask for that, or allow more tokens or other policies",
+        nearest=best,
+    )
+
+
+def _samples(
+    prompts: Iterable[str | Document | Prompt] | None, tokenizer: Any, scores: ScoreProfile
+) -> SampleSet:
+    """The prompts to measure, as samples."""
+    way_out = f"give others with {option('measure_prompts', keyword='prompts')}"
+    if prompts is None:
+        try:
+            prompts = calibration_prompts(tokenizer, PROMPTS, scores.context_tokens, seed=SEED)
+        except InputError as error:
+            raise InputError(f"{error}; {way_out}") from error
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    samples = choose_samples(
+        given,
+        tokenizer,
+        context_tokens=scores.context_tokens,
+        least_tokens=scores.protected_tokens + 1,
+        samples=None if all(isinstance(one, Prompt) for one in given) else PROMPTS,
+        sampling_ratio=1.0,
+    )
+    if samples.digest() == scores.text_digest:
+        raise InputError(f"the prompts are those of the score profile's curves; {way_out}")
+    return samples
+
+
+def _summary(samples: SampleSet, losses: FloatArray) -> dict[str, Any]:
+    """The mean over tasks of the means over their prompts, and what it is of."""
+    names = np.array([one.task for one in samples.samples])
+    by_task = {task: losses[names == task] for task in sorted({*names.tolist()})}
+    means = {task: float(some.mean()) for task, some in by_task.items()}
+    return {
+        "loss": sum(means.values()) / len(means),
+        "interval": interval([*by_task.values()]),
+        "by_task": means,
+        "prompts": len(losses),
+        "text": samples.description,
+        "text_digest": samples.digest(),
+    }
