@@ -130,6 +130,8 @@ def one_line(value: object, limit: int = 200) -> str:
     """A text, a value or another library's error on one line, shortened and `plain`."""
     if isinstance(value, BaseException):
         value = str(value).strip() or type(value).__name__
+    if isinstance(value, list):
+        value = value[:limit]  # the others are not shown
     text = plain(" ".join((value if isinstance(value, str) else repr(value)).split())) or "empty"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, computed_field, model_validator
+from pydantic import FailFast, Field, computed_field, model_validator
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import (
@@ -22,7 +22,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
 from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
-from kvalloc.formats.sharing_groups import Groups, groups_fault
+from kvalloc.formats.sharing_groups import groups_fault
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class BudgetProfile(JsonRecord):
     policy: Policy
     """Which entries are kept."""
 
-    other_policies: tuple[Policy, ...] = ()
+    other_policies: Annotated[tuple[Policy, ...], FailFast()] = ()
     """Policies of single units beside that one, with the same sinks and window."""
 
     unit_policies: IntArray2D | None = None
@@ -158,7 +158,7 @@ class BudgetProfile(JsonRecord):
     """Tensor-parallel rank of each KV head, where a placement was asked for; -1 in sliding layers,
     whose heads all store the same."""
 
-    share_groups: Groups = ()
+    share_groups: Annotated[tuple[Annotated[tuple[int, ...], FailFast()], ...], FailFast()] = ()
     """Groups of adjacent layers that keep the same entries, at one budget for each KV head."""
 
     solver: str = ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypedDict
 
 from kvalloc.formats.record import JsonRecord
@@ -69,10 +69,10 @@ class Evaluation(JsonRecord):
     """Digest of each budget profile by the name of its rows, without an evaluation from before:
     that of what was evaluated."""
 
-    rows: tuple[EvaluationRow, ...]
+    rows: Annotated[tuple[EvaluationRow, ...], FailFast()]
     """For each task the full cache first, then the methods."""
 
-    prompts: tuple[dict[str, Any], ...] = ()
+    prompts: Annotated[tuple[dict[str, Any], ...], FailFast()] = ()
     """Every method's values and answers, prompt by prompt."""
 
     versions: dict[str, str] = Field(default_factory=dict)

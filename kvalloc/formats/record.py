@@ -14,8 +14,14 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, computed_field
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    computed_field,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json, to_json
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
@@ -24,6 +30,9 @@ from kvalloc.formats.tensors import Blocks, Digest, write_tensors
 
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
+
+_MOST_TEXTS = 1000
+"""Versions, or methods of an evaluation, in one file."""
 
 LARGEST_JSON_BYTES = 2**28
 """A larger JSON file is not read: an evaluation with a million answers is smaller."""
@@ -110,7 +119,7 @@ class ArrayOf:
         if self.dtype == np.float64:
             rows = core_schema.float_schema(strict=True, allow_inf_nan=False)
         for _ in range(self.ndim):
-            rows = core_schema.list_schema(rows)
+            rows = core_schema.list_schema(rows, fail_fast=True)
         return core_schema.json_or_python_schema(
             json_schema=core_schema.no_info_after_validator_function(self._read, rows),
             python_schema=core_schema.no_info_plain_validator_function(self._checked),
@@ -266,10 +275,11 @@ class FileRecord(Record):
         for name in cls.PROVENANCE:
             if name not in stated:
                 raise cls.file_error(path, name, "missing", "a value")
+        cls._check_tables(path, stated)
         try:
             given = {name: value for name, value in stated.items() if name not in derived}
-            record = cls.model_validate_json(json.dumps(given))
-            true = record.model_dump(mode="json", exclude={"digest"})
+            record = cls.model_validate_json(to_json(given))
+            true = record.model_dump(mode="json", include={*derived} - {"digest"})
         except ValidationError as error:
             raise cls.file_error(path, *first_fault(error)) from error
         except (InputError, ValueError, RecursionError) as error:
@@ -280,6 +290,44 @@ class FileRecord(Record):
                 expected = f"{expected}, which follows from the other fields"
                 raise cls.file_error(path, name, found, expected)
         return record
+
+    @classmethod
+    def array_fields(cls) -> dict[str, ArrayOf]:
+        """Type and number of axes of each array that a file may hold, by name."""
+        found = {}
+        for name, field in cls.model_fields.items():
+            inner = (getattr(one, "__metadata__", ()) for one in get_args(field.annotation))
+            kinds = [kind for kind in chain(field.metadata, *inner) if isinstance(kind, ArrayOf)]
+            if kinds:
+                found[name] = kinds[0]
+        return found
+
+    @classmethod
+    def _check_tables(cls, path: str | Path, stated: dict[str, Any]) -> None:
+        """Refuse a table of wrong lengths; what is looked at is no more than the model allows."""
+        shape = stated.get("shape")
+        if not isinstance(shape, dict):
+            return
+        lengths = [shape.get("n_layers"), shape.get("n_kv_heads")]
+        layers = lengths[0] if isinstance(lengths[0], int) else 0
+        most = {"layer_types": layers, "share_groups": layers}
+        for name, limit in {**most, "versions": _MOST_TEXTS, "profiles": _MOST_TEXTS}.items():
+            found = (shape if name in shape else stated).get(name)
+            if isinstance(found, list | dict) and len(found) > limit:
+                raise cls.file_error(path, name, f"{len(found):,} items", f"at most {limit:,}")
+        for name, table in cls.array_fields().items():
+            if stated.get(name) is None:
+                continue
+            expected = " x ".join(map(str, lengths[: table.ndim])) + " numbers"
+            rows: list[Any] = [stated[name]]
+            for length in lengths[: table.ndim]:
+                for row in rows:
+                    if not isinstance(row, list) or len(row) != length:
+                        said = f"a list of {len(row):,}" if isinstance(row, list) else row
+                        raise cls.file_error(path, name, said, expected)
+                rows = [*chain.from_iterable(rows)]
+            if deeper := [row for row in rows if isinstance(row, list | dict)]:
+                raise cls.file_error(path, name, deeper[0], expected)
 
     @classmethod
     def check_digest(
@@ -391,15 +439,18 @@ class JsonRecord(FileRecord):
             If the file is missing, not JSON, of another schema version, edited, or holds values
             that cannot be.
         """
-        cls.require_file(path)
-        size, most = os.path.getsize(path), LARGEST_JSON_BYTES
-        if size > most:
-            raise cls.file_error(path, "file", f"of {size:,} bytes", f"at most {most:,}")
+        size = os.path.getsize(path) if os.path.isfile(path) else 0
+        if size > LARGEST_JSON_BYTES:
+            most = f"at most {LARGEST_JSON_BYTES:,}"
+            raise cls.file_error(path, "file", f"of {size:,} bytes", most)
         try:
-            stated = from_json(Path(path).read_bytes())
+            stated = from_json(Path(path).read_bytes() if size else b"")
         except (ValueError, OSError) as error:
+            cls.require_file(path)
             found, expected = f"not readable as JSON ({error})", cls.expected()
             raise cls.file_error(path, "file", found, expected) from error
+        if not isinstance(stated, dict) or stated.get("kind") != cls.model_fields["kind"].default:
+            cls.require_file(path)
         return cls.from_record(path, stated)
 
 
@@ -510,17 +561,6 @@ class ArrayRecord(FileRecord):
             raise cls.file_error(path, *first_fault(error)) from error
         cls.check_digest(path, stated, record._digest_over)
         return record
-
-    @classmethod
-    def array_fields(cls) -> dict[str, ArrayOf]:
-        """Type and number of axes of each array that a file may hold, by name."""
-        found = {}
-        for name, field in cls.model_fields.items():
-            inner = (getattr(one, "__metadata__", ()) for one in get_args(field.annotation))
-            kinds = [kind for kind in chain(field.metadata, *inner) if isinstance(kind, ArrayOf)]
-            if kinds:
-                found[name] = kinds[0]
-        return found
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays that are there, in the order of the file's digest."""

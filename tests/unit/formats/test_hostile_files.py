@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cli_tools import refused, run
 from factories import make_budget_profile, make_evaluation, make_row, make_scores, make_shape
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from kvalloc.allocation.decision import solve
@@ -24,7 +25,7 @@ from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.formats import record
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.reading import load_file
-from kvalloc.formats.record import kind_of
+from kvalloc.formats.record import first_fault, kind_of
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.interop.exporting import TARGETS
@@ -113,6 +114,77 @@ def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.Mo
     make_budget_profile([[10, 17]]).save(tmp_path / "p.json")
     with pytest.raises(ProfileFileError, match=r"file is of .* bytes, expected at most 100"):
         BudgetProfile.load(tmp_path / "p.json")
+
+
+MANY = 1000
+
+
+@pytest.mark.parametrize("field", ["budgets", "bits", "ranks", "unit_policies"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        *([1] * MANY, [[1] * MANY], [[1, 2]] * MANY, [[[1] * MANY, 2]], [[1, {"a": [1] * MANY}]]),
+        *([[]] * MANY, {"a": [1] * MANY}, "1" * MANY, [["1" * MANY], [1]]),
+    ],
+    ids=lambda table: str(table)[:20],
+)
+def test_a_table_of_wrong_lengths_is_handed_to_no_validator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, table: Any
+) -> None:
+    handed: list[int] = []
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({**make_budget_profile([[10, 17]]).record(), field: table}))
+    monkeypatch.setattr(BudgetProfile, "model_validate_json", lambda text: handed.append(len(text)))
+    with pytest.raises(ProfileFileError, match=rf"p.json: {field} is .*, expected 1 x 2 numbers"):
+        BudgetProfile.load(path)
+    assert handed == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("share_groups", [1] * MANY),
+        ("share_groups", [[2, 3]] * MANY),
+        ("share_groups", [["x"] * MANY]),
+        ("other_policies", [1] * MANY),
+        ("versions", dict.fromkeys(map(str, range(2 * MANY)), 1)),
+        ("shape", {**make_shape(n_layers=1).to_dict(), "layer_types": ["full"] * MANY}),
+        ("shape", {**make_shape(n_layers=1).to_dict(), "layer_types": [1] * MANY}),
+    ],
+)
+def test_the_first_wrong_item_of_many_ends_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
+) -> None:
+    faults, path = [1], tmp_path / "p.json"
+    path.write_text(json.dumps({**make_budget_profile([[10, 17]]).record(), field: value}))
+
+    def counted(error: ValidationError) -> Any:
+        faults.append(error.error_count())
+        return first_fault(error)
+
+    monkeypatch.setattr(record, "first_fault", counted)
+    with pytest.raises(ProfileFileError):
+        BudgetProfile.load(path)
+    assert max(faults) == 1
+
+
+def test_a_file_is_parsed_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for its kind, where that is not known, and once to be read."""
+    parsed: list[int] = []
+    profile = make_budget_profile([[10, 17]]).replace(requested={"value": [1] * MANY})
+    profile.save(tmp_path / "p.json")
+    size = (tmp_path / "p.json").stat().st_size
+    parse = record.from_json
+
+    def counted(content: bytes) -> Any:
+        parsed.append(len(content))
+        return parse(content)
+
+    monkeypatch.setattr(record, "from_json", counted)
+    assert BudgetProfile.load(tmp_path / "p.json") == profile
+    assert parsed == [size]
+    assert load_file(tmp_path / "p.json") == profile
+    assert parsed == [size] * 3
 
 
 def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
