@@ -23,8 +23,7 @@ class HeadClasses(Solver):
 
     What the curves do not say: they hold what a head's best n entries are worth, an upper limit
     on what its sinks and n most recent are. Which head retrieves is DuoAttention's trained gate
-    or RazorAttention's echo and induction scores; pass those as ``importance`` to have them. The
-    compensation entry of RazorAttention (the mean of what was dropped) is the runtime's.
+    or RazorAttention's echo and induction scores; pass those as ``importance`` to have them.
 
     Parameters
     ----------

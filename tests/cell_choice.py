@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from kernel_choice import WITH
-from runtime_cells import FACTORS, SCORERS, Cell, comparable, refusal, scorer_of
+from runtime_cells import FACTORS, READING, SCORERS, Cell, comparable, refusal, scorer_of
 
 PRODUCT = ("policy", "arrival", "mode")
 OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
@@ -138,7 +138,8 @@ class Turns:
                 taken.append(place)
                 for i in rest:
                     unmet[i].discard(int(codes[place, i]))
-                for i, j in self.met:
+                # READING is answered at 16 bits a layer alone: others need not make up for it
+                for i, j in self.met if candidates[place][0] not in READING else ():
                     self.met[i, j][codes[place, i], codes[place, j]] += 1
         return taken
 

@@ -14,9 +14,6 @@ from kvalloc.formats.record import Record, require
 BY_SCORE = ("score", "attention_matching")
 """Policies that keep the best by score, whatever they do with the rest."""
 
-BIASED = ("attention_matching", "compensate")
-"""Policies that give entries logit biases, unless a parameter says no."""
-
 
 class Policy(Record):
     """How the runtime picks which entries to keep within a budget."""
@@ -52,7 +49,7 @@ class Policy(Record):
     @property
     def biased(self) -> bool:
         """Whether it gives entries logit biases."""
-        return self.name in BIASED and bool(self.parameters.get("biases", True))
+        return self.name == "attention_matching" and bool(self.parameters.get("biases", True))
 
     @property
     def title(self) -> str:

@@ -357,7 +357,7 @@ def test_texts_that_name_nothing_are_refused(texts, said):
         named(*texts)
 
 
-@pytest.mark.parametrize("name", ["merge", "compensate", "attention_matching", "mpcache"])
+@pytest.mark.parametrize("name", ["merge", "attention_matching", "mpcache"])
 def test_policies_that_do_more_than_choose_are_refused(name):
     with pytest.raises(UnsupportedRequestError, match="cannot be one of several"):
         named(name)

@@ -1,4 +1,4 @@
-"""Merging and compensation: entry by entry in loops, and as a full cache with hidden entries."""
+"""Merging: entry by entry in loops, and as a full cache with hidden entries; rows and biases."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_runs import policy, run
+from prompt_runs import AT_ONCE, policy, run
 from scorer_oracle import make_states
 
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import merge as merge_file
 
 CONTEXT = 120
-Loops = tuple[np.ndarray, np.ndarray, np.ndarray]
+Loops = tuple[np.ndarray, np.ndarray]
 
 
 def merged_in_loops(
@@ -54,43 +54,18 @@ def merged_in_loops(
         total = sum(shares.values())
         new_keys[target] = sum(share / total * keys[i] for i, share in shares.items())
         new_values[target] = sum(share / total * values[i] for i, share in shares.items())
-    return new_keys, new_values, np.zeros(len(keys))
-
-
-def compensated_in_loops(
-    keys: np.ndarray, values: np.ndarray, kept: list[int], protected: set[int], **_: Any
-) -> Loops:
-    """One head: the first entry after the sinks becomes the mean of all that are gone."""
-    keys, values = keys.astype(np.float64), values.astype(np.float64)
-    bias = np.zeros(len(keys))
-    gone = [t for t in range(len(keys)) if t not in set(kept)]
-    place = min(t for t in range(len(keys)) if t not in protected)
-    if gone and place in kept:
-        gone = [place, *gone]
-        keys[place], values[place] = keys[gone].mean(axis=0), values[gone].mean(axis=0)
-        bias[place] = math.log(len(gone))
-    return keys, values, bias
-
-
-IN_LOOPS = {"merge": merged_in_loops, "compensate": compensated_in_loops}
+    return new_keys, new_values
 
 
 @pytest.mark.parametrize("block", [3, 1024])
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("merge", {}),
-        ("merge", {"threshold": 0.75}),
-        ("merge", {"threshold": 0.0, "weights": "gaussian"}),
-        ("compensate", {}),
-    ],
+    "parameters",
+    [{}, {"threshold": 0.75}, {"threshold": 0.0, "weights": "gaussian"}],
 )
-def test_agrees_with_loops(
-    monkeypatch: Any, name: str, parameters: dict[str, Any], block: int
-) -> None:
+def test_agrees_with_loops(monkeypatch: Any, parameters: dict[str, Any], block: int) -> None:
     monkeypatch.setattr(merge_file, "_BLOCK_ENTRIES", block)
     states = make_states(batch=2)
-    made = policy(name, **parameters)
+    made = policy("merge", **parameters)
     budgets = torch.tensor([[20, 13], [40, 6]])
     kept = made.keep(states, budgets, sinks=2, window=4)
     combined = made.combine(states, kept, budgets, sinks=2, window=4)
@@ -99,11 +74,9 @@ def test_agrees_with_loops(
     for at in np.ndindex(2, 2):
         mine, still = kept[at].nonzero()[:, 0].tolist(), sorted(protected)
         stored = states.keys[at].numpy(), states.values[at].numpy()
-        keys, values, bias = IN_LOOPS[name](*stored, mine, protected, **parameters)
+        keys, values = merged_in_loops(*stored, mine, protected, **parameters)
         np.testing.assert_allclose(combined.keys[at][mine], keys[mine], atol=1e-5)
         np.testing.assert_allclose(combined.values[at][mine], values[mine], atol=1e-5)
-        if combined.logit_bias is not None:
-            np.testing.assert_allclose(combined.logit_bias[at], bias, atol=1e-6)
         changed += int((combined.keys[at] != states.keys[at]).any())
         assert torch.equal(combined.keys[at][still], states.keys[at][still])
     # two heads have both something to lose and a place for it
@@ -126,13 +99,12 @@ def test_merge_by_hand() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("name", sorted(IN_LOOPS))
 def test_the_cache_answers_as_over_the_combined_entries(
-    tiny: ModuleType, name: str, family: str, attention: str
+    tiny: ModuleType, family: str, attention: str
 ) -> None:
     model = tiny.tiny_model(family, attention)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model, policy=name)
+    cache = profile.cache(model, policy="merge")
     ids = tiny.prompt(CONTEXT, 2)
     sinks, window = profile.policy.sinks, profile.policy.window
     protected = {*range(sinks), *range(CONTEXT - window, CONTEXT)}
@@ -142,16 +114,12 @@ def test_the_cache_answers_as_over_the_combined_entries(
         oracle = tiny.Oracle(model, ids, kept)
         for layer, positions in kept.items():
             stored = oracle.cache.layers[layer]
-            group = oracle.hidden[layer].shape[1] // positions.shape[1]
             for row, head in np.ndindex(*positions.shape[:2]):
                 keys, values = stored.keys[row, head], stored.values[row, head]
                 mine = positions[row, head].tolist()
-                new = IN_LOOPS[name](keys.numpy(), values.numpy(), mine, protected)
-                own = slice(head * group, (head + 1) * group)
-                hidden = oracle.hidden[layer][row, own, 0]
-                for tensor, change in zip((keys, values), new, strict=False):
+                new = merged_in_loops(keys.numpy(), values.numpy(), mine, protected)
+                for tensor, change in zip((keys, values), new, strict=True):
                     tensor.copy_(torch.from_numpy(change))
-                hidden += torch.from_numpy(new[2]).float()
         for tokens in (1, 5, 1):
             question = tiny.prompt(tokens, 2, seed=tokens)
             logits = model(question, past_key_values=cache).logits
@@ -161,12 +129,9 @@ def test_the_cache_answers_as_over_the_combined_entries(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(IN_LOOPS))
-def test_half_precision_is_combined_in_float32(
-    tiny: ModuleType, name: str, dtype: torch.dtype
-) -> None:
+def test_half_precision_is_combined_in_float32(tiny: ModuleType, dtype: torch.dtype) -> None:
     states = make_states(batch=2, dtype=dtype)
-    made = policy(name)
+    made = policy("merge")
     budgets = torch.full((2, 2), 15)
     kept = made.keep(states, budgets, sinks=2, window=4)
     found = made.combine(states, kept, budgets, sinks=2, window=4)
@@ -176,7 +141,7 @@ def test_half_precision_is_combined_in_float32(
     assert torch.equal(found.keys[kept], expected.keys[kept].to(dtype))
     assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
     model = tiny.tiny_model("llama", "sdpa", dtype)
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name)
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="merge")
     run(model, tiny.prompt(CONTEXT), cache)
     for tokens in (1, 5):
         assert torch.isfinite(run(model, tiny.prompt(tokens, seed=tokens), cache)).all()
@@ -184,12 +149,12 @@ def test_half_precision_is_combined_in_float32(
 
 def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, **AT_ONCE)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(3, 2, seed=1)
     run(model, ids, cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = run(model, question, cache)
-    again = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
+    again = tiny.make_profile(model, CONTEXT, 0.3).cache(model, **AT_ONCE)
     run(model, ids[[1, 0]], again)
     expected = run(model, question, again)
     torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)
@@ -201,7 +166,7 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: Module
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
     mask = torch.ones_like(ids)
     mask[0, :-5] = 0
-    together, alone = (make_cache(profile, model, policy="compensate") for _ in range(2))
+    together, alone = (make_cache(profile, model, **AT_ONCE) for _ in range(2))
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=together)
         model(ids[1:], past_key_values=alone)

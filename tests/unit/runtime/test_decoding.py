@@ -21,7 +21,7 @@ from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
-MERGING = {"merge", "compensate", "attention_matching"}
+MERGING = {"merge", "attention_matching"}
 NAMES = [
     *(name for name in policy_names() if name not in MERGING),
     *(name for name in SCORERS if get_scorer(name).later is None),
@@ -315,30 +315,6 @@ def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, n
     expected = three[..., there].clone()
     expected[..., place] = three[..., place : place + 3].sum(dim=-1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_compensation_entry_takes_in_what_is_dropped_later(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    budgets = [20] * tiny.N_LAYERS
-    profile = tiny.make_profile(model, CONTEXT, budgets, scorer="streaming")
-    cache = profile.cache(model, policy="compensate", decode_every=5)
-    plain, ids = DynamicCache(), tiny.prompt(CONTEXT + 15)
-    feed(model, plain, ids[:, :CONTEXT], [CONTEXT])
-    feed(model, cache, ids, [CONTEXT, *[1] * 15])
-    place = tiny.SINKS
-    for layer in range(tiny.N_LAYERS):
-        # streaming: it stands for all but sinks and the latest tokens, of which the prompt's are
-        # known from a full cache in the first layer
-        dropped = CONTEXT + 15 - 20 + 1
-        bias = cache.layers[layer].entries.dense[3]
-        torch.testing.assert_close(bias[..., place].exp(), torch.full((1, 2), float(dropped)))
-        assert (bias[..., :place] == 0).all()
-        assert (bias[..., place + 1 :] == 0).all()
-    feed(model, plain, ids[:, CONTEXT:], [15])
-    own = slice(tiny.SINKS, tiny.SINKS + dropped)
-    full_states = plain.layers[0].keys, plain.layers[0].values
-    for states, full in zip(cache.layers[0].all_but(0), full_states, strict=True):
-        torch.testing.assert_close(states[:, :, place], full[:, :, own].mean(dim=2))
 
 
 @pytest.mark.parametrize("name", ["loss", "late_by_head", "bounded", "held_decision"])

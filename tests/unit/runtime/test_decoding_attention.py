@@ -16,6 +16,7 @@ from fake_device import (
     decoded_on_fake_device,
     evicted_on_fake_device,
 )
+from prompt_runs import AT_ONCE
 
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.layer import SPARE
@@ -92,11 +93,10 @@ def test_what_is_held_apart_joins_for_everything_else(
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("policy", ["compensate", "attention_matching"])
 def test_biased_entries_of_equal_number_stay_where_they_are(
-    tiny: ModuleType, model: Any, profile: Any, policy: str
+    tiny: ModuleType, model: Any, profile: Any
 ) -> None:
-    cache, ids = make_cache(profile, model, policy=policy), tiny.prompt(TOKENS, 2)
+    cache, ids = make_cache(profile, model, policy="attention_matching"), tiny.prompt(TOKENS, 2)
     shadow = tiny.Shadow(model)
     shadow.logits(ids)
     run(model, ids, cache)
@@ -117,10 +117,10 @@ def test_biased_entries_of_equal_number_stay_where_they_are(
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("policy", [None, "compensate"])
+@pytest.mark.parametrize("options", [{}, AT_ONCE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
-    tiny: ModuleType, dtype: torch.dtype, policy: str | None
+    tiny: ModuleType, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     model = tiny.tiny_model("llama", dtype=dtype, initializer_range=0.08)
     profile, ids = tiny.make_profile(model, TOKENS, 0.4), tiny.prompt(TOKENS, 2)
@@ -128,9 +128,9 @@ def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
     with torch.no_grad():
         plain = model(ids).logits
     allowed = 2 * tiny.worst(plain, exact.logits(ids))
-    cache = make_cache(profile, model, policy=policy) if policy else profile.cache(model)
+    cache = make_cache(profile, model, **options)
     run(model, ids, cache)
-    exact.follow(cache, combined=policy is not None)
+    exact.follow(cache, combined=bool(options))
     for step in range(1, 4):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), exact.logits(token)) <= allowed
@@ -176,8 +176,8 @@ def test_gradients_through_decoded_tokens(
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("policy", [None, "compensate"])
-def test_a_models_soft_cap(tiny: ModuleType, policy: str | None) -> None:
+@pytest.mark.parametrize("options", [{}, AT_ONCE])
+def test_a_models_soft_cap(tiny: ModuleType, options: dict[str, Any]) -> None:
     """Gemma 2 caps logits: the kernel does as well, the short way leaves it to the model."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -197,11 +197,11 @@ def test_a_models_soft_cap(tiny: ModuleType, policy: str | None) -> None:
     model = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation="eager")
     model.eval().config._name_or_path = "tiny"
     profile, ids = tiny.make_profile(model, TOKENS, 0.4), tiny.prompt(TOKENS)
-    cache = make_cache(profile, model, policy=policy) if policy else profile.cache(model)
+    cache = make_cache(profile, model, **options)
     shadow = tiny.Shadow(model)
     shadow.logits(ids)
     run(model, ids, cache)
-    shadow.follow(cache, combined=policy is not None)
+    shadow.follow(cache, combined=bool(options))
     for step in range(3):
         token = tiny.prompt(1, seed=step)
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
@@ -307,7 +307,6 @@ def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
         ({"policy": "score"}, 0, 1),
         ({"policy": "nacl"}, 0, 1),
         ({"policy": "merge"}, 0, 1),
-        ({"policy": "compensate"}, 0, 1),
         ({"policy": "attention_matching"}, 16, 1),
         ({"policy": "attention_matching", "bits": 8}, 16, 1),
         ({"scorer": "lookahead"}, 8, 1),

@@ -21,6 +21,7 @@ import pytest
 import torch
 from cli_tools import run as run_command
 from kernel_choice import WITH, WITHOUT, kernel_choice
+from prompt_runs import AT_ONCE
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -71,7 +72,7 @@ def saved(
     folder = tmp_path_factory.mktemp("saved")
     for name, family, dtype, batch, options in (
         ("ragged", "llama", torch.float32, 1, {}),
-        ("biased", "llama", torch.bfloat16, 1, {"policy": "compensate"}),
+        ("biased", "llama", torch.bfloat16, 1, AT_ONCE),
         ("even", "llama", torch.float32, 2, {}),
         ("whole", "llama", torch.float16, 1, {}),
         ("packed", "llama", torch.float32, 2, {}),

@@ -30,6 +30,7 @@ from cell_choice import (
 from kernel_choice import WITH, WITHOUT, kernel_choice
 from runtime_cells import (
     FACTORS,
+    READING,
     Cell,
     answers_as_the_oracle,
     comparable,
@@ -126,22 +127,22 @@ def test_what_is_impossible_is_known() -> None:
     chunks = ("chunks", "unannounced_chunks", "padded_chunks")
     expected = set(itertools.product(policies, ["assisted"], modes))
     expected |= set(itertools.product(["mpcache"], uneven, modes))
-    expected |= set(itertools.product(["compensate", "merge"], chunks, ["early"]))
+    expected |= set(itertools.product(["merge"], chunks, ["early"]))
     assert set(impossible()) == expected
 
 
 def test_in_the_product_settings_and_pairs_take_turns(product: list[Cell]) -> None:
-    """But bits: at fewer `mpcache` is refused, and each such refusal is one cell more.
+    """But those of `mpcache`: it is refused below 16 bits, and each refusal is one cell more.
 
     The scorers take turns within a mode; those that wait by nature count for policies that do so
     anyway, too.
     """
-    chosen = [cell[len(PRODUCT) :] for cell in product]
+    chosen = [cell[len(PRODUCT) :] for cell in product if cell[0] not in READING]
     settings = [FACTORS[name] for name in OTHERS]
     for (i, one), (j, other) in itertools.combinations(enumerate(settings), 2):
         counts = collections.Counter((cell[i], cell[j]) for cell in chosen)
         met = [counts[pair] for pair in itertools.product(one, other)]
-        assert 0 < max(met) < 1.7 * min(met), (i, j)
+        assert 0 < max(met) < 1.3 * min(met), (i, j)
     for policy, mode in (("score", "early"), ("score", "late"), ("attention_matching", "bounded")):
         scorers = scorers_of(policy, mode)
         counts = collections.Counter(
@@ -154,7 +155,7 @@ def test_in_the_product_settings_and_pairs_take_turns(product: list[Cell]) -> No
 def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
     head, *lines, last = told(product)
     refused = [cell for cell in product if refused_as(cell) is not None]
-    assert f"{len(product):,} cells of 399 of 399" in head
+    assert f"{len(product):,} cells of 342 of 342" in head
     assert (
         f"{len(product) - len(refused):,} answered as the oracle, {len(refused):,} refused" in head
     )

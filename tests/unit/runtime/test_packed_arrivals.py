@@ -294,9 +294,7 @@ def test_saved_loaded_copied_reordered_and_cropped(
     assert out.shape == (2, CONTEXT + 6)
 
 
-@pytest.mark.parametrize(
-    "policy", ["merge", "compensate", "attention_matching", "critical", "nacl"]
-)
+@pytest.mark.parametrize("policy", ["merge", "attention_matching", "critical", "nacl"])
 def test_policies_decide_and_merge_before_anything_is_rounded(
     tiny: ModuleType, policy: str
 ) -> None:

@@ -30,7 +30,7 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers.projected_values import projected_value_norms
 
 N_TOKENS = 40
-COMBINING = {"merge", "compensate", "attention_matching"}
+COMBINING = {"merge", "attention_matching"}
 LIMITS = {"sinks": 2, "window": 4}
 DROPPING = [name for name in policy_names() if name not in COMBINING]
 

@@ -22,7 +22,7 @@ from kvalloc.scorers import get_scorer
 CONTEXT, LAYERS = 120, 7
 LENGTHS = (CONTEXT, 71, 30)
 GROUPS = ((2, 3), (4, 5, 6))
-SHARED = (*("score", "critical", "nacl", "merge", "compensate", "attention_matching", "mpcache"),)
+SHARED = (*("score", "critical", "nacl", "merge", "attention_matching", "mpcache"),)
 
 
 def shared_model(tiny: ModuleType, family: str = "llama", **changes: Any) -> Any:
