@@ -6,7 +6,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# The first of these that is Python 3.11: constraints.txt is a resolution for that version.
+# The first of these that is Python 3.11: constraints.txt is a resolution for that version. The
+# library runs on later ones, too: `make nightly`.
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
 	done)
@@ -209,7 +210,7 @@ dist: $(READY) ## the release of this commit in dist/: wheel and source, the sam
 reproducible: $(READY) ## two builds in two folders, at two times: not a byte differs
 	$(BIN)/python .ci/release.py
 
-nightly: $(READY) kernel ## the tests with the newest transformers, torch and OR-Tools: what breaks
+nightly: $(READY) kernel ## the tests with the newest transformers, torch, OR-Tools and Python: what breaks
 	$(BIN)/python .ci/nightly.py $(PACKAGES)
 
 wheel-test: $(READY) ## build the wheel from a clean copy, install it elsewhere, use it there

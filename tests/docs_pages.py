@@ -9,19 +9,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<language>python|sh)\n(?P<text>.*?)^```",
+    r"(?:^<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<language>python|sh)\n(?P<text>.*?)^```"
+    r"(?:\n\n```text\n(?P<printed>.*?)^```)?",
     re.MULTILINE | re.DOTALL,
 )
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of ``python`` or ``sh``, the line before it, and why it does not run, if so."""
+    """A block of ``python`` or ``sh``, the line before it, and why it does not run, if so.
+
+    What it prints, if that stands below, is broken into lines that fit the page.
+    """
 
     line: int
     language: str
     text: str
     reason: str | None
+    printed: str | None
+
+    def commands(self) -> list[str]:
+        """The commands of a block of ``sh``, one a line."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -33,6 +43,7 @@ def blocks(page: Path) -> list[Block]:
             language=found["language"],
             text=found["text"],
             reason=found["reason"],
+            printed=found["printed"],
         )
         for found in _BLOCK.finditer(text)
     ]
