@@ -244,6 +244,8 @@ def test_the_readme_is_short_and_shows_both_commands_at_the_top() -> None:
     assert len(text.splitlines()) < 120
     assert "make demo" in text[:900]
     assert "make test" in text[:900]
+    snippet = next(block for block in blocks(PAGES[0]) if block.printed is not None)
+    assert len([line for line in snippet.text.splitlines() if line]) <= 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
