@@ -102,7 +102,12 @@ def _storages(layers: Iterable[object]) -> list[tuple[UntypedStorage, int, int]]
 
 
 def next_logits(
-    model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: int, **arguments: Tensor
+    model: PreTrainedModel,
+    cache: Cache | None,
+    ids: Sequence[int],
+    *,
+    last: int,
+    **arguments: Tensor,
 ) -> Tensor:
     """Float32 logits of the last positions after feeding tokens, ``(last, vocabulary)``."""
     import torch

@@ -160,25 +160,14 @@ class AppliedMethod:
     options: Mapping[str, Any]
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
-        """Read a prompt as ``generate()`` does; nothing of the answer is read."""
-        import torch
-
+        """Read a prompt; nothing of the answer is read."""
         from kvalloc.online.application import apply
 
-        ids = torch.tensor([list(prompt_ids)], device=model.device)
         start = time.perf_counter()
         with apply(model, **self.options) as applied:
-            output: Any = model.generate(  # type: ignore[operator]
-                inputs=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=1,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        assert applied.last_cache is not None  # generate() has just used one
-        seconds = time.perf_counter() - start
-        return _read(model, applied.last_cache, output.logits[0][0].float().cpu(), seconds)
+            logits = next_logits(model, None, prompt_ids, last=1)[-1]
+        assert applied.last_cache is not None  # the forward has just made it
+        return _read(model, applied.last_cache, logits, time.perf_counter() - start)
 
 
 def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) -> Compressed:

@@ -1,4 +1,4 @@
-"""`kvalloc.apply`: every ``generate()`` of a model gets a reduced cache, for a while."""
+"""`kvalloc.apply`: every new cache of a model is a reduced one, for a while."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequest
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
+from kvalloc.models.structure import decoder_of
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import (
     NOT_OF_A_PROMPT,
@@ -25,8 +26,8 @@ from kvalloc.online.per_prompt import (
     make_prompt_cache,
 )
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.hooks import give_to_copies, keep_from_copies
-from kvalloc.runtime.refusals import check_generate, setting
+from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
+from kvalloc.runtime.refusals import check_generate, new_tokens_shape, setting, warn_of_plain
 from kvalloc.units import keywords_of
 
 __all__ = ["Applied", "apply"]
@@ -50,7 +51,7 @@ def apply(
     surrogate: str | Path | None = None,
     **asked: Unpack[PromptOptions],
 ) -> Applied:
-    """From now on, each ``model.generate()`` reduces its prompt.
+    """From now on, each ``model.generate()`` and each ``model()`` reduces its prompt.
 
     To a share of the bytes in the best way that needs nothing measured, to the budgets of a stored
     profile, or to budgets decided from each prompt itself::
@@ -62,7 +63,8 @@ def apply(
             model.generate(**inputs)
 
     It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
-    a fresh cache, one that brings its own ``past_key_values`` keeps it.
+    a fresh cache, one that brings its own ``past_key_values`` keeps it. A forward that makes a
+    cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
     A budget alone is a share of the bytes of a cache at 16 bits, and is kept by default
     (`kvalloc.online.default`); ``memory`` beside it is what the cache may take while a prompt is
@@ -165,9 +167,10 @@ def _refuse_surrogate(surrogate: object) -> None:
 class Applied:
     """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
 
-    Every ``generate()`` gets a fresh cache. A call that brings its own ``past_key_values`` keeps
-    it, and so do calls of ``model(...)``, which are left alone. Prompts may be prefilled in chunks
-    (``prefill_chunk_size``). Nesting works: the latest one counts, in whichever order they end.
+    Every ``generate()`` gets a fresh cache, and so does every forward of the model or its decoder
+    that would make one; where that cannot be reduced, one warning says why. A call that brings its
+    own ``past_key_values`` keeps it. Prompts may be prefilled in chunks (``prefill_chunk_size``).
+    Nesting works: the latest one counts, in whichever order they end.
 
     Parameters
     ----------
@@ -181,7 +184,7 @@ class Applied:
     Attributes
     ----------
     last_cache : BudgetCache or None
-        The cache of the latest ``generate()``; None before the first.
+        The cache of the latest ``generate()`` or forward; None before the first.
 
     Raises
     ------
@@ -203,7 +206,9 @@ class Applied:
         chunked = setting(model, {}, "prefill_chunk_size") is not None
         # Made once, so that what cannot work is refused here; held, so that the hooks stay.
         self._held: BudgetCache | None = make(prompt_tokens=1 if chunked else None)
-        self._model = model
+        self._model, self._make, self._warned = model, make, False
+        self._decoder = decoder_of(model)
+        serve(self._decoder, self._read)
         self._before = vars(model).get("generate", _MISSING)
         model.generate = _reduced(self, model, generate, make)
         keep_from_copies(model, _without_applied)
@@ -221,10 +226,33 @@ class Applied:
         """Let the model generate as before; does nothing the second time."""
         if self._held is None:
             return
+        end_serving(self._decoder, self._read)
         self._held = None
         give_to_copies(self._model, _without_applied)
         # One that ended earlier, below a later one, is still in the chain: take it out, too.
         _uncover(vars(self._model), lambda applied: not applied.active)
+
+    def _read(
+        self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
+        rows, tokens = new_tokens_shape(arguments)
+        chunked = setting(self._model, {}, "prefill_chunk_size") is not None
+        try:
+            cache = self._make(
+                prompt_tokens=tokens if chunked else None,
+                tokens=tokens,
+                rows=rows,
+                embedded=arguments.get("inputs_embeds") is not None,
+            )
+            begun = begin(cache)
+        except UnsupportedRequestError as error:
+            if not self._warned:
+                warn_of_plain(error)
+            self._warned = True
+            return None
+        self.last_cache = cache
+        return begun
 
     def __enter__(self) -> Applied:
         if not self.active:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,8 +25,17 @@ from torch.utils.hooks import RemovableHandle
 
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
+from kvalloc.runtime import refusals
 
-__all__ = ["HookedCache", "give_to_copies", "hooked_models", "keep_from_copies", "retain"]
+__all__ = [
+    "HookedCache",
+    "end_serving",
+    "give_to_copies",
+    "hooked_models",
+    "keep_from_copies",
+    "retain",
+    "serve",
+]
 
 
 @runtime_checkable
@@ -44,6 +54,12 @@ class HookedCache(Protocol):
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward, also one that failed."""
+
+
+Serve: TypeAlias = Callable[
+    [Mapping[str, Any], Callable[[HookedCache], dict[str, Any]]], dict[str, Any] | None
+]
+"""Given a forward's arguments, and what begins it with a cache; returns what that does, or None."""
 
 
 @dataclass(slots=True)
@@ -65,6 +81,7 @@ class _Installed:
     handles: tuple[RemovableHandle, RemovableHandle]
     caches: int = 0
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
+    serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
 
 
 _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
@@ -98,6 +115,24 @@ def retain(cache: Any, decoder: nn.Module) -> None:
             entry = _installed[decoder] = _install(decoder)
         entry.caches += 1
     weakref.finalize(cache, _release, weakref.ref(decoder)).atexit = False
+
+
+def serve(decoder: nn.Module, method: Serve) -> None:
+    """Ask a bound method for the cache of each forward that would make one; the latest is asked.
+
+    Parameters
+    ----------
+    decoder : nn.Module
+        It carries the hooks, and as long as that: something else keeps a cache alive.
+    method : callable
+        Not kept alive by this.
+    """
+    _installed[decoder].serving.append(weakref.WeakMethod(method))
+
+
+def end_serving(decoder: nn.Module, method: Serve) -> None:
+    """Undo one `serve`."""
+    _installed[decoder].serving.remove(weakref.WeakMethod(method))
 
 
 def _install(decoder: nn.Module) -> _Installed:
@@ -179,22 +214,55 @@ def _before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache = _cache_among(args, kwargs)
-    if cache is None and torch.compiler.is_compiling():
-        return None
     entry = _installed.get(module)
+    if cache is None and torch.compiler.is_compiling():
+        if entry is not None and entry.serving:
+            _say_that_it_is_compiled()
+        return None
     if entry is not None:
         # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
         _close(entry, completed=False)
-    if cache is None:
+    method = entry.serving[-1]() if entry is not None and entry.serving else None
+    if cache is None and method is None:
         return None
     arguments = _named(module, args, kwargs)
+    begin = partial(_begin, module, entry, arguments=arguments)
+    if cache is not None:
+        return (), begin(cache)
+    changed = method(arguments, begin) if method and _makes_cache(module, arguments) else None
+    return None if changed is None else ((), changed)
+
+
+def _say_that_it_is_compiled() -> None:
+    refusals.warn_of_plain(refusals.REFUSALS[UnsupportedRequestError]["compiled"])
+
+
+# Run while Dynamo traces: what torch.compiler.assume_constant_result sets, which imports Dynamo.
+vars(_say_that_it_is_compiled)["_dynamo_marked_constant"] = True
+
+
+def _begin(
+    module: nn.Module,
+    entry: _Installed | None,
+    cache: HookedCache,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Begin a forward with a cache; returns its arguments."""
     with _claimed(entry, cache):
         changed = cache.begin_forward(module, arguments)
         # It has checked that this is the cache's own model, so it carries the hooks.
         entry = _installed[module]
         forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache)
         forward.token = entry.switch.enter(forward.attend)
-    return None if changed is None else ((), {**arguments, **changed})
+    return {**arguments, "past_key_values": cache, **(changed or {})}
+
+
+def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward that brings no cache of ours would make one."""
+    asked = arguments.get("use_cache")
+    if asked is None:
+        asked = getattr(module.config, "use_cache", True)
+    return bool(asked) and arguments.get("past_key_values") is None
 
 
 @contextmanager

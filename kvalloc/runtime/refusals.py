@@ -44,6 +44,7 @@ __all__ = [
     "setting",
     "shared_layers",
     "warn_of_pieces",
+    "warn_of_plain",
 ]
 
 HALF_WAY = (
@@ -453,3 +454,8 @@ def warn_of_pieces(profile: BudgetProfile, first: int, step: Step, kept: IntArra
         stacklevel=2,
     )
     return True
+
+
+def warn_of_plain(why: object) -> None:
+    """Warn that a forward under `kvalloc.apply` makes a plain cache."""
+    warnings.warn(f"this forward makes a plain cache, and nothing is reduced: {why}", stacklevel=2)

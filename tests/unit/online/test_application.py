@@ -53,6 +53,109 @@ def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) ->
         pass
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{"budget": "50%"}, {"target_retention": 0.6, **TARGET}, None])
+def test_a_forward_that_makes_a_cache_makes_a_reduced_one(
+    tiny: ModuleType, model: Any, options: dict[str, Any] | None, padded: bool
+) -> None:
+    """What ``generate()`` would have read it into; both go on alike, and so does the decoder."""
+    ids = tiny.prompt(CONTEXT, batch=2)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["attention_mask"][1, : 9 * padded] = 0
+    given = {"profile": tiny.make_profile(model, CONTEXT, 0.4)} if options is None else options
+    with torch.no_grad(), kvalloc.apply(model, **given) as applied:
+        expected = generate(model, ids, attention_mask=inputs["attention_mask"])
+        by_generate = applied.last_cache
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        found = model(**inputs)
+        cache = applied.last_cache
+        assert cache is found.past_key_values is not by_generate
+        again = model.model(*inputs.values()).past_key_values
+        assert again is applied.last_cache is not cache
+        assert cache.profile == again.profile == by_generate.profile
+        assert torch.equal(found.logits, model(**inputs, use_cache=False).logits)
+        first = found.logits[:, -1:].argmax(-1)
+        assert torch.equal(first, expected[:, CONTEXT : CONTEXT + 1])
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        answers = [
+            generate(model, torch.cat([ids, first], 1), attention_mask=mask, past_key_values=one)
+            for one in (cache, again)
+        ]
+        for one in (cache, again, by_generate):
+            one.evict()
+    assert all(torch.equal(each[:, : expected.shape[1]], expected) for each in answers)
+    assert (cache.kept_tokens_by_row == again.kept_tokens_by_row).all()
+    assert cache.retained_bytes < 0.8 * cache.full_bytes
+
+
+def test_a_forward_that_brings_or_makes_no_cache_stays_plain(tiny: ModuleType, model: Any) -> None:
+    ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.4)
+    with torch.no_grad(), kvalloc.apply(model, profile) as earlier:
+        assert model(ids, use_cache=False).past_key_values is None
+        own = DynamicCache(config=model.config)
+        assert model(ids, past_key_values=own).past_key_values is own
+        model.config.use_cache = False
+        assert model(ids).past_key_values is None
+        model.config.use_cache = True
+        assert earlier.last_cache is None
+        with kvalloc.apply(model, profile) as later:
+            assert model(ids).past_key_values is later.last_cache is not None
+        assert model(ids).past_key_values is earlier.last_cache is not None
+    assert type(model(ids).past_key_values) is DynamicCache
+
+
+def test_a_forward_that_cannot_be_reduced_says_why_once(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(attention="eager"), tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True)
+        with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.4)) as applied:
+            with pytest.warns(UserWarning, match="a plain cache.*output_attentions") as said:
+                found = [model(ids, output_attentions=True) for _ in range(2)]
+            assert len(said) == 1
+            assert applied.last_cache is None
+            assert model(ids).past_key_values is applied.last_cache
+    for one in found:
+        assert type(one.past_key_values) is DynamicCache
+        assert torch.equal(one.logits, expected.logits)
+        assert all(map(torch.equal, one.attentions, expected.attentions))
+
+
+def test_a_forward_in_a_compiled_model_says_that_it_is_plain(tiny: ModuleType, model: Any) -> None:
+    ids, compiled = tiny.prompt(CONTEXT), torch.compile(model, fullgraph=True, backend="eager")
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    with (
+        torch.no_grad(),
+        kvalloc.apply(model, profile) as applied,
+        pytest.warns(UserWarning, match="a plain cache.*compile") as said,
+    ):
+        found = [compiled(ids) for _ in range(2)]
+    assert len(said) == 1
+    assert all(type(one.past_key_values) is DynamicCache for one in found)
+    assert applied.last_cache is None
+
+
+def test_what_is_refused_for_a_memory_is_refused_in_a_forward(tiny: ModuleType, model: Any) -> None:
+    with torch.no_grad(), kvalloc.apply(model, budget="50%", memory="20KB") as applied:
+        assert model(tiny.prompt(12)).past_key_values is applied.last_cache
+        with pytest.raises(InputError, match="memory"):
+            model(tiny.prompt(CONTEXT))
+
+
+def test_a_model_in_training_and_one_that_prefills_in_chunks_run_forwards(
+    tiny: ModuleType, model: Any
+) -> None:
+    ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.4)
+    model.generation_config.prefill_chunk_size = 20
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    expected = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    with kvalloc.apply(model, profile) as applied:
+        model(ids, labels=ids).loss.backward()
+    assert torch.equal(model.lm_head.weight.grad, expected)
+    assert applied.last_cache.retained_bytes == profile.retained_bytes_at(CONTEXT)
+
+
 def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
