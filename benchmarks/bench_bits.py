@@ -104,7 +104,7 @@ def decided(
     while True:
         found = kvalloc.solve(scores, budget=wanted, level="head", objective="loss", bits=bits)
         found = found.with_policy(policy)
-        reached = found.of_16_bits(found.retained_bytes, found.context_tokens)
+        reached = found.share_at(found.context_tokens)
         if reached <= share:
             return found
         wanted *= 0.999 * share / reached

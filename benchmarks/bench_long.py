@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.evaluate.caches import bytes_at_16_bits
+from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.models.loading import load_model
 
 PYTHON = Path(__file__).parent.parent / ".venv-kvpress" / "bin" / "python"
@@ -155,9 +154,7 @@ def compared(
 ) -> list[dict[str, Any]]:
     """All methods side by side, forward by forward, along one text."""
     every, profile = arguments.every, kvalloc.load_profile(arguments.profile)
-    half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
-    share = half.of_16_bits(half.retained_bytes_at(PROMPT_TOKENS), PROMPT_TOKENS)
-    kept = round(share * PROMPT_TOKENS)
+    kept = round(profile.share_at(PROMPT_TOKENS) * PROMPT_TOKENS)
     plain = Run("full cache", DynamicCache(), nullcontext_press)
     runs = [Run(f"kvalloc {profile.policy.name}", profile.cache(model, decode_every=every))]
     runs += [peer(name, kept, every) for name in arguments.press]
@@ -172,7 +169,7 @@ def compared(
             run.kept.append(run.entries())
         first += part.shape[1]
         print(f"{first} tokens", file=sys.stderr, flush=True)
-    full_bytes = bytes_at_16_bits(plain.cache)
+    full_bytes = bytes_at_16_bits(plain.cache.layers)
     rows = []
     for run in runs:
         losses = torch.cat(run.losses, dim=1)
@@ -182,7 +179,7 @@ def compared(
                 "peer": run.press is not None,
                 "entries": sum(run.kept) / len(run.kept),
                 "most": max(run.kept) + every,
-                "bytes": bytes_at_16_bits(run.cache) / full_bytes,
+                "bytes": bytes_at_16_bits(run.cache.layers) / full_bytes,
                 "kl": [float(losses[:, a:b].mean()) for a, b in spans_of(arguments.tokens)],
             }
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from re import fullmatch
 from typing import Any, ClassVar, Literal
@@ -108,6 +108,11 @@ class ModelShape:
     def bytes_per_entry(self) -> int:
         """Bytes of one entry: the K and the V vector of one token in one KV head."""
         return 2 * self.head_dim * self.dtype_bytes
+
+    @property
+    def at_16_bits(self) -> ModelShape:
+        """The same with two bytes a number, which shares are of, whatever the model's type."""
+        return replace(self, dtype_bytes=2)
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:

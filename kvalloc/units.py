@@ -225,6 +225,17 @@ def size(count_bytes: float) -> str:
     return f"{value:.{digits}f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
+def share_text(share: float, asked: str = "") -> str:
+    """How much is stored, for people: what was asked for, if that is known, then what it is.
+
+    Examples
+    --------
+    >>> share_text(0.1968, "20.0%"), share_text(1)
+    ('asked for 20.0%, 19.7% of a cache at 16 bits', '100.0% of a cache at 16 bits')
+    """
+    return f"{f'asked for {asked}, ' if asked else ''}{share:.1%} of a cache at 16 bits"
+
+
 def gap_text(gap: float | None) -> str:
     """A relative gap for people; unknown is not zero.
 

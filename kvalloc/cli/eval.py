@@ -13,7 +13,7 @@ from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, wants_js
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option, several
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
-from kvalloc.units import Option, parse_bits, parse_fraction, size
+from kvalloc.units import Option, parse_bits, parse_fraction, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache
@@ -173,8 +173,8 @@ def eval(model: str, **given: Any) -> None:
                 engine, loaded.tokenizer, cases, work, context=context, progress=progress
             )
     for name, budgets in profiles.items():
-        share = budgets.retained_bytes / budgets.full_bytes
-        what = f"{budgets.solver}, {budgets.level} level, {share:.1%} of the bytes"
+        share = share_text(budgets.share_at(budgets.context_tokens), budgets.asked)
+        what = f"{budgets.solver}, {budgets.level} level, {share}"
         note(f"{name}: {what}", beside_json=False)
     settings = {"tasks": [task.name for task in wanted], "context": context}
     found = evaluation_of(

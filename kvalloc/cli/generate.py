@@ -28,7 +28,7 @@ from kvalloc.files import near_file
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
-from kvalloc.units import Option, check_temperature, parse_fraction, size
+from kvalloc.units import Option, check_temperature, parse_fraction, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -477,6 +477,7 @@ def _cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[st
         ``policy``, ``scorer``, ``other_policies``: who picks the entries; ``requested``: the
         target of budgets that were decided for this prompt; ``retention``: what they reach of it,
         where that is known; ``granted_bytes``: what the budgets allow a prompt of this length;
+        ``share``: what is stored of it, of a cache at 16 bits;
         ``retained_bytes``, ``full_bytes``: what is stored now, and what a full cache would store.
         None where there is none, as of a full cache.
     """
@@ -493,48 +494,35 @@ def _cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[st
         "requested": None if decided is None else known,
         "retention": None if decided is None else decided.retention,
         "granted_bytes": None if profile is None else profile.retained_bytes_at(prompt_tokens),
+        "share": getattr(cache, "share", 1.0),
         "retained_bytes": stored_bytes(cache),
         "full_bytes": full_bytes(cache, _shape(loaded)),
     }
 
 
-def _kept_text(cache: Any, retained_bytes: int, full_bytes: int) -> str:
-    """How much of a prompt is kept, and how much was asked for, in a few words.
+def _kept_text(cache: Any, share: float, retained_bytes: int, full_bytes: int) -> str:
+    """What was asked for, what is kept of a prompt, and its bytes.
 
     Parameters
     ----------
     cache : transformers.Cache
         After the prompt.
+    share : float
+        Of a cache at 16 bits; see `kvalloc.runtime.cache.BudgetCache.share`.
     retained_bytes, full_bytes : int
         Of the prompt alone, stored and by a full cache.
     """
-    share = f"{retained_bytes / full_bytes:.1%}"
-    granted = _granted_text(cache, share, retained_bytes)
-    beside = f"{share}; {granted}" if granted else share
-    since = f", since {SLID_OUT}" if retained_bytes > full_bytes else ""  # a full cache
-    return f"{size(retained_bytes)} of {size(full_bytes)} ({beside}){since}"
-
-
-def _granted_text(cache: Any, share: str, retained_bytes: int) -> str:
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     if profile is None:
-        return ""
-    request = Request.stated(profile)
-    if request is not None and profile.bits is not None and request.target.kind == "budget":
-        tokens = cache.arrival.prompt_tokens or profile.context_tokens
-        of_16_bits = profile.of_16_bits(retained_bytes, tokens)
-        return f"{of_16_bits:.1%} of a cache at 16 bits, asked for {request.target.value:.1%}"
-    if _decided_here(cache) is None or "adapt" in profile.requested:
-        # Budgets that were decided at one length have another share at others: sinks and window
-        # weigh more in a short prompt.
-        elsewhere = f"{profile.retained_bytes / profile.full_bytes:.1%}"
-        same = elsewhere == share
-        return "" if same else f"the profile: {elsewhere} of {profile.context_tokens:,} tokens"
-    if request is None:
-        return ""
-    known = request.target.needed_value is not None and profile.retention is not None
-    reached = f"retention {profile.retention:.4f}, " if known else ""
-    return f"{reached}asked for {request.target.describe('retention')}"
+        since = f", since {SLID_OUT}" if retained_bytes > full_bytes else ""
+        return f"everything, {size(retained_bytes)}{since}"
+    asked = profile.asked
+    if (decided := _decided_here(cache)) is not None and decided.retention is not None:
+        asked = f"{asked} (retention {decided.retention:.4f} reached)"
+    elif asked and profile.share_of_16_bits is None and decided is None:
+        # decided at one length: sinks and window weigh more in a shorter prompt
+        asked += f" at {profile.context_tokens:,} tokens"
+    return f"{share_text(share, asked)}, {size(retained_bytes)} instead of {size(full_bytes)}"
 
 
 def _answer_prompt(asked: Asked) -> None:
@@ -564,11 +552,12 @@ def _answer_prompt(asked: Asked) -> None:
     times = f"prefill {duration(answer['prefill_seconds'])}"
     times += "" if deciding is None else f", {duration(deciding)} of it to decide the budgets"
     times += "" if speed is None else f", then {speed:.1f} tokens/s"
-    kept = _kept_text(cache, answer["prompt_retained_bytes"], answer["prompt_full_bytes"])
+    sizes = answer["prompt_retained_bytes"], answer["prompt_full_bytes"]
+    kept = _kept_text(cache, answer["share"], *sizes)
     with_answer = size(answer["retained_bytes"])
     many = f"{n_tokens:,} prompt and {answer['new_tokens']:,} new tokens"
     note(f"[{many}; {times}]")
-    note(f"[cache of the prompt {kept}, {with_answer} with the answer]")
+    note(f"[cache of the prompt: {kept}, {with_answer} with the answer]")
 
 
 def _tokenized(loaded: LoadedModel, text: str, chat: bool | None) -> dict[str, Any]:
@@ -611,6 +600,7 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
         "prompt_tokens": n_tokens,
         "new_tokens": int(new.shape[0]),
         **_cache_facts(loaded, cache, n_tokens),
+        "share": clock.prompt_share if apart is None else cache.share,
         "prompt_retained_bytes": clock.prompt_retained_bytes if apart is None else apart,
         "prompt_full_bytes": _shape(loaded).full_bytes(n_tokens),
         "prefill_seconds": first - begun,
@@ -641,12 +631,14 @@ def _clock(tokenizer: Any, cache: Any, *, stream: bool, waiting: ExitStack) -> A
     class Clock(TextStreamer):
         seconds: list[float]
         prompt_retained_bytes: int
+        prompt_share: float
 
         def put(self, value: Any) -> None:
             self.seconds.append(time.perf_counter())
             if len(self.seconds) == 2:  # the first token is chosen and has not been run
                 waiting.close()
                 self.prompt_retained_bytes = stored_bytes(cache)
+                self.prompt_share = getattr(cache, "share", 1.0)
             if stream:
                 super().put(value)  # type: ignore[no-untyped-call]
 
@@ -733,8 +725,9 @@ class _Reading:
             if self.read_seconds is not None:
                 times = self.read_seconds / self.load_seconds
                 how += f" (reading it took {duration(self.read_seconds)}, {times:,.0f}x as long)"
-        kept = _kept_text(self.cache, retained_bytes, full_bytes)
-        return f"{self.name}: {self.cache.get_seq_length():,} tokens {how}; cache {kept}"
+        share = getattr(self.cache, "share", 1.0)
+        kept = _kept_text(self.cache, share, retained_bytes, full_bytes)
+        return f"{self.name}: {self.cache.get_seq_length():,} tokens {how}; cache: {kept}"
 
     @property
     def _decision_seconds(self) -> float | None:

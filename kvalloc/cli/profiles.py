@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.options import takes
@@ -47,9 +46,7 @@ def profiles() -> None:
 
 
 def _row(name: str, profile: BudgetProfile) -> dict[str, Any]:
-    half = replace(profile.shape, dtype_bytes=2)  # whatever type the model was loaded in
-    sizes = profile.model_copy(update={"shape": half})
-    share = sizes.of_16_bits(sizes.retained_bytes, profile.context_tokens, profile.batch)
+    share = profile.share_at(profile.context_tokens)
     measured = [
         (float(row["kl"]), str(row.get("task", "")))
         for row in (profile.evaluation or {}).get("rows", ())

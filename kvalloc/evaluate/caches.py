@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvalloc.accounting.costs import POSITION_BYTES
+from kvalloc.accounting.stored import layer_tensors, storages
 from kvalloc.models import structure
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 MakeCache = Callable[[], "Cache"]
-HALF_BYTES = 2
-"""A number at 16 bits."""
 
 
 def stored_bytes(cache: Cache) -> int:
@@ -36,27 +34,6 @@ def needed_bytes(cache: Cache) -> int:
     most `stored_bytes`.
     """
     return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache.layers))
-
-
-def bytes_at_16_bits(cache: Cache) -> int:
-    """Bytes that later tokens need, with every number that is not rounded at 16 bits.
-
-    Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
-    numbers with their scales, positions of kept entries and biases count as they are. Layers with
-    a sliding window do not count: no method keeps more or less of them.
-    """
-    every: list[Any] = cache.layers
-    layers = [layer for layer in every if not layer.is_sliding]
-    found = sum(
-        min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
-        for storage, shown, size in _storages(layers)
-    )
-    for layer in layers:
-        if getattr(layer, "reduced", False):  # of `BudgetLayer`
-            for part in layer.entries.parts:
-                positions = part.positions.numel() * POSITION_BYTES
-                found += positions + (0 if part.bias is None else part.bias.nbytes)
-    return found
 
 
 def full_bytes(cache: Cache, shape: ModelShape) -> int:
@@ -87,18 +64,7 @@ def full_bytes(cache: Cache, shape: ModelShape) -> int:
 
 
 def _storages(layers: Iterable[object]) -> list[tuple[UntypedStorage, int, int]]:
-    """Every storage of K and V once, the bytes of the tensors in it, and those of a number."""
-    found: dict[int, tuple[UntypedStorage, int, int]] = {}
-    for layer in layers:
-        # a reduced layer may hold entries elsewhere, too
-        own = getattr(layer, "stored_tensors", None)
-        plain = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        for tensor in plain if own is None else own():
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                _, shown, _ = found.get(storage.data_ptr(), (storage, 0, 0))
-                found[storage.data_ptr()] = (storage, shown + tensor.nbytes, tensor.itemsize)
-    return list(found.values())
+    return storages(tensor for layer in layers for tensor in layer_tensors(layer))
 
 
 def next_logits(

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import (
     MakeCache,
-    bytes_at_16_bits,
     end_tokens,
     needed_bytes,
     next_logits,
@@ -180,13 +180,14 @@ def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) 
         if cache.awaited_tokens:  # it still holds the prompt
             evicted = copy.deepcopy(cache)
             evicted.evict()
+    every: list[Any] = evicted.layers
     return Compressed(
         model=model,
         cache=cache,
         logits=logits,
         stored_bytes=stored_bytes(evicted),
         kept_bytes=needed_bytes(evicted),
-        bytes_at_16_bits=bytes_at_16_bits(evicted),
+        bytes_at_16_bits=bytes_at_16_bits(every),
         prefill_seconds=seconds,
     )
 

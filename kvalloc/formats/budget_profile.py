@@ -24,6 +24,7 @@ from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
 from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
 from kvalloc.formats.sharing_groups import groups_fault
 from kvalloc.shape import ModelShape
+from kvalloc.units import size
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -40,6 +41,12 @@ __all__ = [
 
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
+
+_ASKED = {
+    **{"budget": "{:.1%}", "budget_tokens": "{:g} entries a head", "memory": ""},
+    **{"retention": "retention {:g}", "loss": "a loss of {:g}"},
+}
+"""How a target that was requested is written, by its kind."""
 
 
 class MeasuredTry(Record):
@@ -360,20 +367,28 @@ class BudgetProfile(JsonRecord):
         """Bytes that a plain cache stores for the same prompts."""
         return self.shape.full_bytes(context_tokens, batch)
 
-    def of_16_bits(self, stored_bytes: int, context_tokens: int, batch: int = 1) -> float:
-        """What share stored bytes are of a cache at 16 bits, sliding layers left out of both.
+    def share_at(self, context_tokens: int) -> float:
+        """Share of a cache at 16 bits that these budgets keep of a prompt, sliding layers left out.
 
-        Where these budgets evict or round anything, positions and biases of what they keep count.
+        Where they evict or round anything, positions and biases of what they keep count.
         """
-        shape, full = self.shape, list(self.shape.full_layers)
+        shape, full = self.shape.at_16_bits, list(self.shape.full_layers)
         kept = self.budgets_for(context_tokens)[full]
+        pages = -(-kept // self.page_tokens) * self.page_tokens
+        stored = int(stored_bytes(pages, 16 if self.bits is None else self.bits[full], shape).sum())
         if self.bits is not None or (kept < context_tokens).any():
-            beside = POSITION_BYTES + BIAS_BYTES * self.policy.biased
-            stored_bytes += int(kept.sum()) * beside * batch
-        sliding = len(shape.sliding_layers) * shape.sliding_entries(context_tokens)
-        sliding *= shape.n_kv_heads * shape.bytes_per_entry * batch
-        whole = (shape.full_bytes(context_tokens, batch) - sliding) * 2 / shape.dtype_bytes
-        return (stored_bytes - sliding) / whole
+            stored += int(kept.sum()) * (POSITION_BYTES + BIAS_BYTES * self.policy.biased)
+        return stored / (kept.size * context_tokens * shape.bytes_per_entry)
+
+    @property
+    def asked(self) -> str:
+        """What was asked for, in a few words; empty where that is not known."""
+        kind, value = self.requested.get("target"), self.requested.get("value")
+        if kind not in _ASKED or not isinstance(value, int | float) or not 0 <= value < 2**63:
+            return ""  # a file may state anything
+        counts_bytes = self.bits is not None or self.share_of_16_bits is not None
+        text = size(value) if kind == "memory" else _ASKED[kind].format(value)
+        return f"{text} of the entries" if kind == "budget" and not counts_bytes else text
 
     def cache(
         self,

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.accounting.costs import stored_bytes as entry_bytes
+from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError, MissingDependencyError, nearest, option
 from kvalloc.evaluate.caches import (
-    HALF_BYTES,
     MakeCache,
-    bytes_at_16_bits,
     needed_bytes,
     next_logits,
     stored_bytes,
@@ -274,7 +273,7 @@ class KvpressMethod:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )
-        half, bits = replace(shape, dtype_bytes=HALF_BYTES), self.name.bits
+        half, bits = shape.at_16_bits, self.name.bits
         layers = list(zip(cache.layers, hidden, strict=True))
         full = [(layer, marked) for layer, marked in layers if not layer.is_sliding]
         return PeerCompressed(
@@ -283,7 +282,7 @@ class KvpressMethod:
             logits=logits,
             stored_bytes=stored_bytes(cache),
             kept_bytes=_kept_bytes(needed_bytes(cache), layers, bits, shape),
-            bytes_at_16_bits=_kept_bytes(bytes_at_16_bits(cache), full, bits, half),
+            bytes_at_16_bits=_kept_bytes(bytes_at_16_bits(cache.layers), full, bits, half),
             prefill_seconds=seconds,
             hidden=tuple(hidden),
             first_stored=cache.get_seq_length(),

@@ -214,8 +214,9 @@ class Applied:
         keep_from_copies(model, _without_applied)
 
     def __repr__(self) -> str:
-        state = "in effect" if self.active else "removed"
-        return f"Applied({type(self._model).__name__}, {state}, last_cache={self.last_cache})"
+        state, cache = "in effect" if self.active else "removed", self.last_cache
+        last = "nothing read yet" if cache is None else f"last cache: {cache.share_text}"
+        return f"Applied({type(self._model).__name__}, {state}; {last})"
 
     @property
     def active(self) -> bool:

@@ -33,7 +33,7 @@ from kvalloc.runtime.making import make_cache
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.shape import ModelShape
-from kvalloc.units import parse_bytes, parse_share, size
+from kvalloc.units import parse_bytes, parse_share, share_text, size
 
 __all__ = ["Default"]
 
@@ -206,7 +206,7 @@ class Default:
         """
         found: tuple[float, str, BudgetProfile | None] = (NEAR * self.share, "", None)
         for name, profile in shipped_decisions(shape).items():
-            reached = profile.of_16_bits(profile.retained_bytes_at(tokens), tokens)
+            reached = profile.share_at(tokens)
             if found[0] <= reached <= self.share:
                 found = reached, name, profile
         return found[1:]
@@ -348,7 +348,7 @@ class Default:
         shape = profile.shape
         kept = profile.budgets_for(tokens)[list(shape.full_layers)].mean() / tokens
         stored = profile.retained_bytes_at(tokens, rows)
-        reached = profile.of_16_bits(stored, tokens, rows)
+        reached = profile.share_at(tokens)
         how = IN_CHUNKS if chunked and way == "decided" else SAID[way]
         said, cost = how.format(source), COSTS[way]
         peak = self.peak_bytes(shape, tokens, rows, way, chunked=chunked)
@@ -363,6 +363,6 @@ class Default:
         measured = "" if way == "decided" else ", nothing measured"
         return (
             f"by default{measured}: {said}; {kept:.0%} of the entries {width}, "
-            f"{size(stored)}, {reached:.1%} of a cache at 16 bits; about {size(peak)} while it is "
-            f"read, and {cost} times a plain prefill"
+            f"{size(stored)}, {share_text(reached)}; about {size(peak)} while it is read, and "
+            f"{cost} times a plain prefill"
         )

@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
 from kvalloc.formats.sharing_groups import shared_text
-from kvalloc.units import gap_text, size
+from kvalloc.units import gap_text, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -42,6 +42,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     of_granted = ""
     if granted is not None:
         of_granted = f" ({'MORE than the' if kept > granted else 'of'} {size(granted)} granted)"
+    share = f" ({kept / whole:.1%})" if decided.bits is None else ""  # with bits, theirs has one
     return {
         "asked": request_text(decided),
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
@@ -52,7 +53,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "objective": objective_text(decided.objective, decided),
         "bound": bound_text(decided),
         "price": price_text(decided),
-        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)}{share}",
         "bits": bits_text(decided),
         "cost": cost_text(decided),
         "ranks": ranks_text(decided),
@@ -241,8 +242,7 @@ def bits_text(decided: BudgetProfile) -> str:
         (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in BIT_WIDTHS
     )
     widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
-    reached = decided.of_16_bits(decided.retained_bytes, decided.context_tokens, decided.batch)
-    return f"{widths}, of the kept entries; {reached:.1%} of the bytes of a cache at 16 bits"
+    return f"{widths}, of the kept entries; {share_text(decided.share_at(decided.context_tokens))}"
 
 
 def policies_text(decided: BudgetProfile) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvalloc.accounting.stored import layer_tensors
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.layer import BudgetLayer
 
-__all__ = ["free_slid_out", "kept_bytes", "stored_tensors"]
+__all__ = ["free_slid_out", "kept_bytes"]
 
 
 def kept_bytes(layers: Iterable[Any]) -> int | None:
@@ -22,20 +23,13 @@ def kept_bytes(layers: Iterable[Any]) -> int | None:
     """
     total = 0
     for layer in layers:
-        own = stored_tensors(layer)
+        own = layer_tensors(layer)
         if isinstance(layer, BudgetLayer):
             if layer.entries is None or layer.packed_following:
                 return None
             own = layer.entries.tensors()
         total += sum(tensor.nbytes for tensor in own)
     return total
-
-
-def stored_tensors(layer: Any) -> list[Tensor]:
-    """All K and V tensors of a layer of any kind."""
-    if isinstance(layer, BudgetLayer):
-        return layer.stored_tensors()
-    return [] if layer.keys is None else [layer.keys, layer.values]
 
 
 def free_slid_out(layer: Any, states: AttentionStates) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
@@ -28,6 +29,7 @@ from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.prompt import Plan, Prompt, State
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.selection import gathered
+from kvalloc.units import share_text, size
 
 __all__ = ["BudgetCache"]
 
@@ -67,11 +69,11 @@ class BudgetCache(Cache):
             hooks.retain(self, decoder)
 
     def __repr__(self) -> str:
-        """Model, tokens and bytes; layers each by itself would fill screens."""
-        stored = f"{self.retained_bytes:,} of {self.full_bytes:,} bytes" if self.batch else "empty"
+        """Model, tokens and share; layers each by itself would fill screens."""
+        stored = f"{self.share_text}, {size(self.retained_bytes)}" if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
-            f"BudgetCache({self._prompt.plan.name}, {len(self.layers)} layers, rows={self.batch}, "
+            f"BudgetCache({self._prompt.plan.name}, rows={self.batch}, "
             f"tokens={self.get_seq_length()}, {stored}{state})"
         )
 
@@ -194,11 +196,30 @@ class BudgetCache(Cache):
     @property
     def retained_bytes(self) -> int:
         """Bytes of K and V storage allocated now: every storage once and in full."""
-        storages = {}
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
-        return sum(storages.values())
+        return sum(int(storage.nbytes()) for storage, _, _ in storages(self._tensors()))
+
+    @property
+    def share(self) -> float:
+        """Share of a cache at 16 bits a number that is stored of the prompt, as a budget counts it.
+
+        Positions and biases of kept entries count, sliding layers do not. Of all tokens seen where
+        what followed the prompt is not stored apart from it; 0 before the first forward.
+        """
+        if not self.batch:
+            return 0.0
+        columns, alone = self.get_seq_length(), account.kept_bytes(self.layers) is not None
+        if alone:
+            columns = min(columns, self.arrival.prompt_tokens or columns)
+        visible, shape = self.arrival.visible, self.profile.shape
+        shown = None if visible is None else visible[:, :columns]
+        tokens = int(row_tokens(shown, self.batch, columns).sum())
+        whole = shape.at_16_bits.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
+        return bytes_at_16_bits(self.layers, kept_alone=alone) / max(1, tokens * whole)
+
+    @property
+    def share_text(self) -> str:
+        """What was asked for, if that is known, and the share that is stored."""
+        return share_text(self.share, self.profile.asked)
 
     @property
     def full_bytes(self) -> int:
@@ -211,11 +232,11 @@ class BudgetCache(Cache):
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
         tokens = row_tokens(self.arrival.visible, self.batch, self.get_seq_length())
-        slid_out = sum(
+        slid_out: int = sum(
             tensor.untyped_storage().nbytes() - tensor.nbytes
             for layer in self.layers
             if not isinstance(layer, BudgetLayer)
-            for tensor in account.stored_tensors(layer)
+            for tensor in layer_tensors(layer)
         )
         return sum(shape.full_bytes(own) for own in tokens.tolist() if own) + slid_out
 
@@ -237,7 +258,7 @@ class BudgetCache(Cache):
 
     def _tensors(self) -> Iterator[Tensor]:
         """All K and V tensors."""
-        return (tensor for layer in self.layers for tensor in account.stored_tensors(layer))
+        return (tensor for layer in self.layers for tensor in layer_tensors(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer keeps.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
 import pytest
 from cli_tools import Stdin, generate_arguments, profile_arguments, prose, refused, run
+
+import kvalloc
 
 
 @pytest.mark.parametrize("name", ["tiny", "gemma", "tiny-head"])
@@ -61,10 +64,29 @@ def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way
              folder / "prompt.txt", "--max-new-tokens", 20)  # fmt: skip
     told = run(*words).err
     assert f"by default, nothing measured: {way}" in told
-    assert "% of a cache at 16 bits, asked for 25.0%), " in told
     found = run(*words, "--json").json
+    assert f"prompt: asked for 25.0%, {found['share']:.1%} of a cache at 16 bits, " in told
+    assert 0.2 < found["share"] <= 0.25
     assert found["prompt_retained_bytes"] <= found["granted_bytes"] < found["prompt_full_bytes"]
     assert found["prompt_retained_bytes"] <= 0.25 * found["prompt_full_bytes"] / 2  # float32
+
+
+def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
+    text = (folder / "prompt.txt").read_text()
+    found = run("generate", models / "tiny", "--budget", "25%", "--prompt-file",
+                folder / "prompt.txt", "--max-new-tokens", 20, "--json").json  # fmt: skip
+    prompts = folder / "one.jsonl"
+    prompts.write_text(json.dumps({"prompt": text, "answer": "w7"}))
+    rows = run("eval", models / "tiny", "--budget", "25%", "--prompts", prompts, "--json").json
+    assert rows[1]["share_of_16_bits"] == found["share"]
+    loaded = kvalloc.load_model(models / "tiny")
+    with kvalloc.apply(loaded.model, budget="25%") as applied:
+        loaded.model.generate(**loaded.tokenizer(text, return_tensors="pt"), max_new_tokens=20)
+    cache = applied.last_cache
+    assert cache.share == found["share"] == pytest.approx(cache.profile.share_at(100))
+    share = f"{found['share']:.1%} of a cache at 16 bits"
+    assert share in cache.profile.detail
+    assert f"tokens=119, asked for 25.0%, {share}, " in repr(cache)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +94,16 @@ def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way
     [
         (
             ("--budget", "40%", "--solver", "greedy"),
-            "; asked for most retention in 40% of all entries)",
+            "asked for 40.0% of the entries (retention 0.",
         ),
         (
             ("--budget-tokens", 40),
-            "; asked for most retention in 40 tokens per KV head on average)",
+            "asked for 40 entries a head (retention 0.",
         ),
-        (("--memory", "30KiB"), "; asked for most retention in 30KiB)"),
+        (("--memory", "30KiB"), "asked for 30.00 KiB (retention 0."),
         (
             ("--target-retention", "70%"),
-            ", asked for retention of 0.7 or more in the fewest bytes)",
+            "asked for retention 0.7 (retention 0.7",
         ),
     ],
 )
@@ -93,10 +115,11 @@ def test_what_is_kept_of_the_prompt_stands_beside_what_was_asked(models, folder,
     assert found["retained_bytes"] > found["prompt_retained_bytes"]  # the answer's entries
     assert found["requested"]["target"] == asked[0][2:].replace("-", "_").removeprefix("target_")
     assert found["retention"] >= (0.7 if "70%" in asked else 0)
-    share = found["prompt_retained_bytes"] / found["prompt_full_bytes"]
     _, kept = run(*words).err.splitlines()
-    assert f" ({share:.1%}; " in kept
-    assert said in kept
+    assert kept.startswith(f"[cache of the prompt: {said}")
+    assert f" reached), {found['share']:.1%} of a cache at 16 bits, " in kept
+    entries = found["prompt_retained_bytes"] / found["prompt_full_bytes"]
+    assert entries < found["share"] < 1.2 * entries  # positions count, too
 
 
 def test_a_profile_tells_its_own_share_where_the_prompts_length_gives_another(
@@ -106,10 +129,9 @@ def test_a_profile_tells_its_own_share_where_the_prompts_length_gives_another(
     found = run(*words, "--json").json
     assert found["requested"] is None
     assert found["prompt_retained_bytes"] == found["granted_bytes"]
-    assert "; the profile: " in run(*words).err
+    assert "tokens, " in run(*words).err.splitlines()[1].partition(" at ")[2]
     full = run("generate", models / "tiny", "--full", *words[4:])
-    assert full.err.splitlines()[1].startswith("[cache of the prompt ")
-    assert "(100.0%), " in full.err
+    assert full.err.splitlines()[1].startswith("[cache of the prompt: everything, ")
 
 
 def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles, folder):

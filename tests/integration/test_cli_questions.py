@@ -49,7 +49,10 @@ def test_reading_is_told_and_saved(folder):
     assert (ran.code, ran.out) == (0, "")
     first, second = ran.err.splitlines()
     assert first.startswith("doc.txt: 120 tokens read in ")
-    assert "%; the profile: 50.0% of 64 tokens)" in first
+    assert (
+        "; cache: asked for 50.0% of the entries at 64 tokens, 50.0% of a cache at 16 bits, "
+        in first
+    )
     assert second.startswith(f"saved as {folder / 'again.kv'}, ")
     assert run(*reading(folder), "--save-cache", folder / "again.kv", "--quiet").err == ""
 
@@ -208,7 +211,7 @@ def test_budgets_for_the_prompt(folder):
     assert "to decide the budgets" in told.err
     short = run("generate", folder / "tiny", "--budget", "20%", "--prompt", "w1", *prompt[2:])
     assert "keeps the prompt whole, which is too short for 20.0%" in short.err
-    assert "; asked for most retention in 30% of all entries), " in told.err
+    assert "cache of the prompt: asked for 30.0% of the entries (retention 0." in told.err
     saved = run("generate", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
                 folder / "own.kv", "--question", QUESTIONS[1])  # fmt: skip
     again = run("generate", folder / "tiny", "--cache", folder / "own.kv", "--max-new-tokens", 3,

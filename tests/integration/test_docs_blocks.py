@@ -33,7 +33,6 @@ from kvalloc.cli.solve import solve as solve_command
 from kvalloc.models import loading
 from kvalloc.problem.registry import solver_names
 from kvalloc.prompts.texts import default_texts
-from kvalloc.runtime.account import kept_bytes
 from kvalloc.scorers import get_scorer
 
 REAL = {"README.md", "from_kvpress.md"}
@@ -172,9 +171,8 @@ def prepare(folder: Path, demo: Any) -> dict[str, Any]:
 
 def check_readme(names: dict[str, Any], _: str) -> None:
     cache, tokens = names["applied"].last_cache, names["inputs"]["input_ids"].shape[1]
-    stored = kept_bytes(cache.layers)
-    assert stored is not None
-    assert 0.19 < cache.profile.of_16_bits(stored, tokens) <= 0.2  # with positions and biases
+    assert cache.share == pytest.approx(cache.profile.share_at(tokens))
+    assert 0.19 < cache.share <= 0.2  # with positions and biases
 
 
 def check_policies(names: dict[str, Any], _: str) -> None:

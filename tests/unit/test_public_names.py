@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from factories import make_scores
-from runtime_oracle import tiny_model
+from runtime_oracle import prompt, tiny_model
 
 import kvalloc
 from kvalloc.allocation.request import Request, RequestOptions
@@ -120,9 +120,12 @@ def test_a_loaded_model_and_an_applied_one_are_a_line() -> None:
     loaded = LoadedModel(model=model, tokenizer=None, model_id="a/model")
     assert repr(loaded) == "LoadedModel(a/model, LlamaForCausalLM, float32 on cpu)"
     applied = kvalloc.apply(model, budget="20%")
-    assert repr(applied) == "Applied(LlamaForCausalLM, in effect, last_cache=None)"
+    assert repr(applied) == "Applied(LlamaForCausalLM, in effect; nothing read yet)"
+    model.generate(prompt(60), max_new_tokens=20)
     applied.remove()
-    assert repr(applied) == "Applied(LlamaForCausalLM, removed, last_cache=None)"
+    assert applied.last_cache is not None
+    share = f"asked for 20.0%, {applied.last_cache.share:.1%} of a cache at 16 bits"
+    assert repr(applied) == f"Applied(LlamaForCausalLM, removed; last cache: {share})"
 
 
 def test_what_compare_returns_is_a_table_of_a_hundred_columns() -> None:

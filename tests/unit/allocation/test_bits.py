@@ -186,7 +186,7 @@ def test_a_decision_with_bits() -> None:
     assert int(decided.bits.min()) < 16
     stored = stored_bytes(decided.budgets, decided.bits, scores.shape)
     assert decided.retained_bytes == int(stored.sum())
-    assert decided.of_16_bits(decided.retained_bytes, 40) <= 0.25
+    assert decided.share_at(40) <= 0.25
     plain = solve(scores, budget="25%", level="head")
     assert plain.bits is None
     assert decided.objective >= plain.objective
@@ -205,7 +205,7 @@ def test_a_share_with_bits_is_of_a_cache_at_16_bits(dtype_bytes: int) -> None:
     scores = make_loss_bits(2, shape=shape)
     for share in (0.3, 0.5):
         decided = solve(scores, budget=share, level="head", objective="loss", bits=(8, 4))
-        reached = decided.of_16_bits(decided.retained_bytes, 40)
+        reached = decided.share_at(40)
         assert share - 0.02 < reached <= share
     whole = solve(scores, budget=1.0, objective="mean", bits=BITS)  # whatever that takes
     assert whole.retained_bytes == whole.full_bytes

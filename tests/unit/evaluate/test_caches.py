@@ -10,9 +10,10 @@ from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 import kvalloc
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.accounting.costs import stored_bytes as entry_bytes
 from kvalloc.errors import InputError
-from kvalloc.evaluate.caches import POSITION_BYTES, needed_bytes, stored_bytes
+from kvalloc.evaluate.caches import needed_bytes, stored_bytes
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
 from kvalloc.evaluate.scoring import measure
 from kvalloc.measure.kl import divergence

@@ -35,8 +35,7 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
         assert profile.gap == 0
         assert shipped_decisions(profile.shape)[name] == profile
         for tokens in (400, 1000, 8192):
-            stored = profile.retained_bytes_at(tokens)
-            assert NEAR * share < profile.of_16_bits(stored, tokens) <= share  # it is taken
+            assert NEAR * share < profile.share_at(tokens) <= share  # it is taken
     assert f"`{name}`" in README.read_text(encoding="utf-8")
 
 

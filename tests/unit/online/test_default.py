@@ -41,10 +41,14 @@ def run(model: Any, ids: torch.Tensor, new: int = AWAITED + 2, **options: Any) -
 
 
 def share_of(cache: Any, tokens: int, rows: int = 1) -> float:
-    """What is stored of the prompt, read from the tensors, of a cache at 16 bits."""
+    """What is stored of the prompt, counted here from the tensors, of a cache at 16 bits."""
     stored = kept_bytes(cache.layers)
     assert stored is not None
-    return cache.profile.of_16_bits(stored, tokens, rows)
+    profile, full = cache.profile, list(cache.profile.shape.full_layers)
+    kept = profile.budgets_for(tokens)[full]
+    stored += rows * int(kept.sum()) * (4 + 4 * profile.policy.biased)
+    assert stored / (rows * kept.size * tokens * 2 * 16 * 2) == pytest.approx(cache.share, abs=1e-9)
+    return cache.share
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,7 +125,7 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(
         told = f"at 5 bits, {stored} KiB, {reached}% of a cache at 16 bits; about"
         assert f"% of the entries {told}" in one
         assert f" KiB while it is read, and {cost} times a plain prefill" in one
-    assert "evicts nothing; 100% of the entries as they are, 150 KiB, 200.0% of" in said[2]
+    assert "evicts nothing; 100% of the entries as they are, 150 KiB, 100.0% of" in said[2]
     assert "about 150 KiB while it is read, and 1.0 times" in said[2]
 
 
@@ -283,7 +287,7 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     widths = np.resize([8, 5, 4, 3], theirs.budgets.shape)
     asked = {"target": "budget", "value": 0.1, "objective": "loss"}
     theirs = theirs.replace(bits=widths, predicted_loss=0.01, requested=asked)
-    at = theirs.of_16_bits(theirs.retained_bytes, TOKENS)
+    at = theirs.share_at(TOKENS)
     monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
     cache = run(model, tiny.prompt(TOKENS), budget=at + 0.01)
     assert np.array_equal(cache.profile.bits, widths)

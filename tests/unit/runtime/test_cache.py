@@ -12,6 +12,7 @@ import torch
 
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.units import size
 
 CONTEXT = 80
 
@@ -260,8 +261,8 @@ def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:
     assert repr(cache).endswith("rows=0, tokens=0, empty)")
     with torch.no_grad():
         model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
-    stored = f"{cache.retained_bytes:,} of {cache.full_bytes:,} bytes"
-    assert repr(cache).endswith(f"rows=2, tokens={CONTEXT}, {stored})")
+    text = f"{cache.share:.1%} of a cache at 16 bits, {size(cache.retained_bytes)}"
+    assert repr(cache).endswith(f"rows=2, tokens={CONTEXT}, {text})")
 
 
 def test_what_is_kept_are_each_heads_best(tiny: ModuleType) -> None:

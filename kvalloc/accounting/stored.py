@@ -1,0 +1,62 @@
+"""Bytes that the layers of any cache hold, read from their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvalloc.accounting.costs import POSITION_BYTES
+
+HALF_BYTES = 2
+"""A number at 16 bits."""
+
+
+def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, int]]:
+    """Every storage of tensors once, the bytes of the tensors in it, and those of a number.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+    """
+    found: dict[tuple[str, int], tuple[Any, int, int]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = str(tensor.device), storage.data_ptr()
+        _, shown, _ = found.get(key, (storage, 0, 0))
+        found[key] = storage, shown + tensor.nbytes, tensor.itemsize
+    return list(found.values())
+
+
+def layer_tensors(layer: Any) -> list[Any]:
+    """All K and V tensors of a layer of any kind; a reduced one may hold entries elsewhere, too."""
+    if hasattr(layer, "stored_tensors"):
+        return list(layer.stored_tensors())
+    own = (getattr(layer, name, None) for name in ("keys", "values"))
+    return [tensor for tensor in own if tensor is not None]
+
+
+def bytes_at_16_bits(layers: Iterable[Any], *, kept_alone: bool = False) -> int:
+    """Bytes that later tokens need, with every number that is not rounded at 16 bits.
+
+    Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
+    numbers with their scales, positions of kept entries and biases count as they are. Layers with
+    a sliding window do not count: no method keeps more or less of them.
+
+    Parameters
+    ----------
+    layers : iterable of transformers' layers
+    kept_alone : bool
+        Of reduced layers: leave out what followed the entries that are kept.
+    """
+    total = 0
+    for layer in layers:
+        if layer.is_sliding:
+            continue
+        entries: Any = layer.entries if getattr(layer, "reduced", False) else None
+        own = entries.tensors() if kept_alone and entries is not None else layer_tensors(layer)
+        for storage, shown, size in storages(own):
+            total += min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
+        for part in () if entries is None else entries.parts:
+            positions = part.positions.numel() * POSITION_BYTES
+            total += positions + (0 if part.bias is None else part.bias.nbytes)
+    return total
