@@ -161,60 +161,6 @@ def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, tokens), generator=generator)
 
 
-class Oracle:
-    """Answers what the model would say if the evicted entries were hidden, not gone.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        The model under test; a float32 eager twin of it answers.
-    prompt_ids : Tensor, (batch, n_tokens)
-        The prompt. It runs with nothing hidden.
-    kept : dict of int to Tensor, each (batch, n_kv_heads, n_kept)
-        For each reduced layer, the positions that stay visible afterwards.
-    """
-
-    def __init__(self, model: Any, prompt_ids: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
-        self.model = eager_twin(model)
-        self.cache = DynamicCache(config=self.model.config)
-        batch, tokens = prompt_ids.shape
-        self.hidden = {}
-        for layer, positions in kept.items():
-            hidden = torch.full((batch, positions.shape[1], tokens), float("-inf"))
-            for row in range(batch):
-                for head in range(positions.shape[1]):
-                    kept_here = positions[row, head].long()
-                    hidden[row, head, kept_here[kept_here >= 0]] = 0.0
-            group = self.model.config.num_attention_heads // positions.shape[1]
-            self.hidden[layer] = hidden.repeat_interleave(group, dim=1)[:, :, None, :]
-        with torch.no_grad():
-            self.prompt_logits = self.model(prompt_ids, past_key_values=self.cache).logits
-
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the next tokens, (batch, n_new_tokens, vocabulary)."""
-
-        def hide(states: Any, compute: Any) -> Any:
-            hidden = self.hidden.get(states.layer)
-            if hidden is None:
-                return compute(states.mask)
-            new, total = states.queries.shape[2], states.keys.shape[2]
-            causal = torch.zeros(1, 1, new, total)
-            causal.masked_fill_(torch.ones(new, total).triu(total - new + 1).bool(), float("-inf"))
-            mask = causal.expand(hidden.shape[0], hidden.shape[1], -1, -1).clone()
-            mask[..., : hidden.shape[-1]] += hidden
-            return compute(mask)
-
-        with torch.no_grad(), intercept_attention(self.model, hide):
-            return self.model(ids, past_key_values=self.cache).logits
-
-    def greedy(self, first: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Token ids of greedy decoding that starts with ``first``, (batch, tokens)."""
-        out = [first]
-        while len(out) < tokens:
-            out.append(self.logits(out[-1])[:, -1].argmax(-1, keepdim=True))
-        return torch.cat(out, dim=1)
-
-
 def kept_of(cache: Any) -> dict[int, torch.Tensor]:
     """What each full-attention layer of a reduced cache kept of its prompt."""
     full = cache.profile.shape.full_layers
@@ -238,7 +184,7 @@ def by_head(profile: BudgetProfile, spread: int = 12) -> BudgetProfile:
 
 
 class Shadow:
-    """The same oracle for any arrival: full cache, evicted entries hidden from then on.
+    """What the model would say, however tokens arrive, if evicted entries were hidden from then on.
 
     Parameters
     ----------
@@ -294,13 +240,9 @@ class Shadow:
         """
         columns = self.cache.get_seq_length()
         for layer, kept in kept_of(cache).items():
-            shown = torch.zeros(*kept.shape[:2], columns, dtype=torch.bool)
-            for row in range(kept.shape[0]):
-                for head in range(kept.shape[1]):
-                    here = kept[row, head]
-                    shown[row, head, here[here >= 0].long()] = True
-            shown[..., int(kept.max()) + 1 :] = True  # what followed: the window is always kept
-            self.shown[layer] = shown
+            self.shown[layer] = visible(kept, columns)
+            # what followed: the window is always kept
+            self.shown[layer][..., int(kept.max()) + 1 :] = True
         self.take_stored(cache, combined=combined)
 
     def take_stored(self, cache: Any, *, combined: bool = False) -> None:
@@ -352,6 +294,39 @@ class Shadow:
         for held in (self.shown, self.bias):
             for layer in held:
                 held[layer] = held[layer][rows]
+
+
+class Oracle(Shadow):
+    """What the model would say if the evicted entries of one prompt were hidden, not gone.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model under test; a float32 eager twin of it answers.
+    prompt_ids : Tensor, (batch, n_tokens)
+        The prompt. It runs with nothing hidden.
+    kept : dict of int to Tensor, each (batch, n_kv_heads, n_kept)
+        For each reduced layer, the positions that stay visible afterwards.
+    """
+
+    def __init__(self, model: Any, prompt_ids: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
+        super().__init__(model)
+        self.prompt_logits = self.logits(prompt_ids)
+        for layer, positions in kept.items():
+            self.shown[layer] = visible(positions, prompt_ids.shape[1])
+
+    def greedy(self, first: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Token ids of greedy decoding that starts with ``first``, (batch, tokens)."""
+        out = [first]
+        while len(out) < tokens:
+            out.append(self.logits(out[-1])[:, -1].argmax(-1, keepdim=True))
+        return torch.cat(out, dim=1)
+
+
+def visible(kept: torch.Tensor, columns: int) -> torch.Tensor:
+    """Whether a column is among those kept, bool, (batch, n_kv_heads, columns); -1 is none."""
+    shown = torch.zeros(*kept.shape[:2], columns + 1, dtype=torch.bool)
+    return shown.scatter(2, kept.long() % (columns + 1), True)[..., :columns]
 
 
 def half_step(numbers: torch.Tensor, bits: int) -> torch.Tensor:

@@ -70,13 +70,15 @@ def test_beam_search_reorders_what_was_kept(tiny: ModuleType, level: str) -> Non
     }
     found = generate(model, ids, past_key_values=cache, **options)
     twin = tiny.eager_twin(model)
-    hidden = tiny.Oracle(model, ids.repeat_interleave(3, dim=0), tiny.kept_of(cache)).hidden
+    shown = tiny.Oracle(model, ids.repeat_interleave(3, dim=0), tiny.kept_of(cache)).shown
+    group = tiny.N_QUERY_HEADS // tiny.N_KV_HEADS
 
     def hide(states: Any, compute: Any) -> Any:
         if states.queries.shape[2] > 1:
             return compute(states.mask)
         mask = torch.zeros(6, tiny.N_QUERY_HEADS, 1, states.keys.shape[2])
-        mask[..., :CONTEXT] += hidden[states.layer]
+        hidden = ~shown[states.layer].repeat_interleave(group, dim=1)[:, :, None]
+        mask[..., :CONTEXT].masked_fill_(hidden, float("-inf"))
         return compute(mask)
 
     with intercept_attention(twin, hide):
