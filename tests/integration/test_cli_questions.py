@@ -227,7 +227,7 @@ def test_budgets_for_the_prompt(folder):
         (["--target-retention", "0.9", "--profile", "tiny.json"], ["--adapt", "one of"]),
         (["--budget", "much"], ["much"]),
         (["--budget", "20%", "--memory", "1MiB", "--solver", "greedy"], ["two targets"]),
-        (["--budget", "20%", "--memory", "1KiB"], ["--memory is 1.00 KiB", "full cache is held"]),
+        (["--budget", "20%", "--memory", "1KiB"], ["--memory 1KiB is 1.00", "full cache is held"]),
         (["--memory", "1KiB"], ["--memory 1KiB", "4,608 bytes"]),
         (["--budget", "20%", "--full"], ["--full"]),
         (["--budget", "20%", "--allow-other-model"], ["--allow-other-model", "stored profile"]),
