@@ -189,11 +189,15 @@ class Compute(Protocol):
     """Runs the model's own attention of this layer with that mask.
 
     Over all the keys and values of the states, or over others: those of some entries, each
-    (batch, n_kv_heads, n_read, head_dim).
+    (batch, n_kv_heads, n_read, head_dim), or of some rows of the batch, whose queries then ask.
     """
 
     def __call__(
-        self, mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
+        self,
+        mask: Tensor | None,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+        rows: slice | Tensor | None = None,
     ) -> AttentionResult:
         """Return the attention output, and the weights where the implementation gives them."""
 
@@ -414,14 +418,22 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
             return function(module, query, key, value, attention_mask, *more, **kwargs)
 
         def compute(
-            mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
+            mask: Tensor | None,
+            keys: Tensor | None = None,
+            values: Tensor | None = None,
+            rows: slice | Tensor | None = None,
         ) -> AttentionResult:
             keys = key if keys is None else keys
             values = value if values is None else values
+            asking, named = query, kwargs
+            if rows is not None:
+                asking, positions = query[rows], kwargs.get("position_ids")
+                if positions is not None and len(positions) == len(query):
+                    named = {**kwargs, "position_ids": positions[rows]}
             # Flash attention reads its own name from the config again, to pick a kernel.
             token = _active.set(None)
             try:
-                return function(module, query, keys, values, mask, *more, **kwargs)
+                return function(module, asking, keys, values, mask, *more, **named)
             finally:
                 _active.reset(token)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from kvalloc.allocation.request import RequestOptions
@@ -152,7 +153,7 @@ def apply(
 
 def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:
     """Caches that are the same for every prompt."""
-    return lambda tokens=None, rows=1, embedded=False, **options: make(**options)
+    return lambda tokens=None, lengths=(), embedded=False, **options: make(**options)
 
 
 def _refuse_surrogate(surrogate: object) -> None:
@@ -177,8 +178,8 @@ class Applied:
     model : transformers.PreTrainedModel
         A model that can generate.
     make : callable
-        Makes a cache. ``tokens`` and ``rows`` are the size of the prompt, where it is known, and
-        ``embedded`` says whether it comes as embeddings;
+        Makes a cache. ``tokens`` are the columns of the prompt, where it is known, ``lengths`` the
+        tokens of its rows without padding, and ``embedded`` says whether it comes as embeddings;
         ``prompt_tokens`` is its length where it arrives in several forwards, else None.
 
     Attributes
@@ -238,12 +239,15 @@ class Applied:
     ) -> dict[str, Any] | None:
         """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
         rows, tokens = new_tokens_shape(arguments)
+        mask = arguments.get("attention_mask")
+        padded = isinstance(mask, Tensor) and mask.shape == (rows, tokens)
+        lengths = torch.as_tensor(mask).bool().sum(dim=1).tolist() if padded else [tokens] * rows
         chunked = setting(self._model, {}, "prefill_chunk_size") is not None
         try:
             cache = self._make(
                 prompt_tokens=tokens if chunked else None,
                 tokens=tokens,
-                rows=rows,
+                lengths=lengths,
                 embedded=arguments.get("inputs_embeds") is not None,
             )
             begun = begin(cache)
@@ -306,15 +310,13 @@ def _reduced(
         if ids is not None:
             many = ("num_beams", "num_return_sequences")
             copies = max(setting(model, arguments, name) or 1 for name in many)
-            size = {
-                "tokens": int(ids.shape[1]),
-                "rows": int(ids.shape[0]) * copies,
-                "embedded": ids.ndim > 2,
-            }
+            mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
+            ids, lengths = ids.repeat_interleave(copies, dim=0), mask.sum(dim=1).tolist()
+            size = {"tokens": int(ids.shape[1]), "lengths": lengths, "embedded": ids.ndim > 2}
         cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
         if chunked and ids is not None:  # a chunk alone would not show the prompt
             name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
-            cache.decide({name: ids, "attention_mask": arguments.get("attention_mask")})
+            cache.decide({name: ids, "attention_mask": mask})
         applied.last_cache = cache
         return generate(*args, **{**kwargs, "past_key_values": cache})
 
@@ -331,6 +333,17 @@ def _named(
     except TypeError:  # more than it takes, which it says better itself
         return kwargs
     return {**bound, **kwargs}
+
+
+def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """Return what is no padding of a prompt, (rows, tokens), as ``generate()`` will see it."""
+    given, pad = arguments.get("attention_mask"), setting(model, arguments, "pad_token_id")
+    if isinstance(given, Tensor) and given.shape == ids.shape[:2]:
+        return given.bool()
+    ends = setting(model, arguments, "eos_token_id")
+    if ids.ndim > 2 or pad is None or pad in (ends if isinstance(ends, list) else [ends]):
+        return ids.new_ones(ids.shape[:2], dtype=torch.bool)
+    return ids.ne(pad)
 
 
 def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:

@@ -14,8 +14,8 @@ layer compete as it is read.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.making import make_cache
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
@@ -62,10 +63,10 @@ follow it."""
 NEAR = 0.8
 """A shipped profile is taken that needs at most the share, and at least this much of it."""
 
-Way = Literal["decided", "surrogate", "twice", "late", "early"]
+Way = Literal["decided", "surrogate", "twice", "late", "early", "whole"]
 """Who chooses the entries: a surrogate with the budgets and bits of each head that were decided by
 measured losses; a surrogate, a second read, or the prompt's last tokens with those that
-follow it; or, layer by layer, the surrogate or the prompt's last tokens alone."""
+follow it; or, layer by layer, the surrogate or the prompt's last tokens alone. Or all are kept."""
 
 COSTS: dict[Way, float] = {
     "decided": 1.15,
@@ -73,6 +74,7 @@ COSTS: dict[Way, float] = {
     "twice": 2.5,
     "late": 1.1,
     "early": 1.1,
+    "whole": 1.0,
 }
 """Time of a prompt of 2,048 tokens against a plain prefill (SmolLM2-135M, two threads)."""
 
@@ -82,9 +84,31 @@ SAID: dict[Way, str] = {
     "twice": "reads the prompt twice and holds the full cache meanwhile",
     "late": f"holds the full cache until {AWAITED} tokens have followed the prompt",
     "early": "evicts while the prompt is read",
+    "whole": "evicts nothing",
 }
 IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}, which ships, says"
 """Of the way ``decided``: new values are fitted to the prompt's last queries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows of a batch that are served alike.
+
+    Attributes
+    ----------
+    rows : tuple of int
+        Their places in the batch.
+    lengths : tuple of int
+        Tokens of each, without padding.
+    way : Way
+    name : str
+        Of the way ``decided``: the shipped profile.
+    """
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    way: Way
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +165,12 @@ class Default:
         self,
         model: Any,
         tokens: int | None = None,
-        rows: int = 1,
+        lengths: Sequence[int] = (),
         *,
         embedded: bool = False,
         **options: Any,
     ) -> BudgetCache:
-        """A cache for one prompt.
+        """Make a cache for one prompt, each of whose rows is served by what it is itself.
 
         Parameters
         ----------
@@ -154,8 +178,8 @@ class Default:
         tokens : int, optional
             Length of the prompt, padding included; None where it is not known, and its full cache
             is taken to fit.
-        rows : int
-            Of the batch.
+        lengths : sequence of int
+            Tokens of each row, without padding; by default there is one row, without any.
         embedded : bool
             Whether the prompt comes as embeddings, which cannot be read again.
         **options
@@ -168,36 +192,65 @@ class Default:
         KVAllocError
             As `kvalloc.runtime.make_cache`.
         """
-        shape, limit = shape_of(model), context_limit(model)
+        shape, fitted = shape_of(model), rotates_halves(model)
+        if tokens is None:
+            way, *_ = self._way(model, shape, None, embedded, options)
+            return make_cache(self.profile(shape, None, way, fitted=fitted), model, **options)
+        # nothing of a row of padding alone is kept, whatever its way
+        lengths = [max(own, 1) for own in lengths or (tokens,)]
+        chunked = options.get("prompt_tokens") is not None
+        ways = [self._way(model, shape, own, embedded, options) for own in lengths]
+        groups = self._that_fit(shape, tokens, lengths, ways, chunked=chunked)
+        found = []
+        for group in groups:
+            if group.way == "decided":
+                profile = shipped_decisions(shape)[group.name]
+            else:
+                profile = self.profile(shape, max(group.lengths), group.way, fitted=fitted)
+            said = self._said(profile, group, tokens, chunked=chunked)
+            bounded = {"early": True, "whole": False}.get(group.way, options.get("bounded", False))
+            if len(groups) > 1:
+                said = f"row{'s' * (len(group.rows) > 1)} {', '.join(map(str, group.rows))}: {said}"
+            _LOG.info(said)
+            requested = {**profile.requested, "value": self.share}
+            profile = profile.replace(requested=requested, detail=said)
+            found.append(
+                (group.rows, make_cache(profile, model, **{**options, "bounded": bounded}))
+            )
+        return found[0][1] if len(found) == 1 else GroupedCache(found)
+
+    def _way(
+        self,
+        model: Any,
+        shape: ModelShape,
+        tokens: int | None,
+        embedded: bool,
+        options: Mapping[str, Any],
+    ) -> tuple[Way, str, int]:
+        """Say which way serves a row, where it may hold its full cache.
+
+        Returns
+        -------
+        Way
+        str
+            Name of the shipped profile.
+        int
+            Width of what is kept whole.
+        """
         goes_on = any(map(options.get, ("decode_every", "bounded")))
-        repeatable = tokens is not None and not (embedded or goes_on)
+        if tokens is not None:
+            name = "" if goes_on or self.surrogate else self.decided(shape, tokens)[0]
+            if name:
+                return "decided", name, 0
+            if self._entries(shape, tokens) == tokens:
+                return "whole", "", self._width(shape, tokens)
+        repeatable, limit = tokens is not None and not (embedded or goes_on), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
-        way: Way = "twice" if repeatable else "late"
         predicts = self.surrogate_of(shape) is not None and not options.get("bounded")
-        if predicts and (way == "late" or self.surrogate or self.share >= FOUR_BITS_BELOW):
-            way = "surrogate"
-        name, decided = "", None
-        if tokens is not None and not (goes_on or self.surrogate):
-            name, decided = self.decided(shape, tokens)
-        chunked = options.get("prompt_tokens") is not None
-        if tokens is not None:
-            way = self._that_fits(
-                shape, tokens, rows, "decided" if decided else way, chunked=chunked
-            )
-        if decided is None or way != "decided":
-            decided = self.profile(shape, tokens, way, fitted=rotates_halves(model))
-        if not decided.by_prompt and way != "decided":
-            options["bounded"] = False  # nothing goes
-        elif way == "early":
-            options["bounded"] = True
-        profile = decided.replace(requested={**decided.requested, "value": self.share})
-        if tokens is not None:
-            source = name if way == "decided" else self.surrogate_of(shape)
-            said = self._said(profile, tokens, rows, way, source, chunked=chunked)
-            profile = profile.replace(detail=said)
-            _LOG.info(profile.detail)
-        return make_cache(profile, model, **options)
+        if predicts and (not repeatable or self.surrogate or self.share >= FOUR_BITS_BELOW):
+            return "surrogate", "", 0
+        return "twice" if repeatable else "late", "", 0
 
     def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
         """The shipped profile that takes most of the share at a prompt's length, and its name.
@@ -237,22 +290,15 @@ class Default:
         shape : ModelShape
         tokens : int, optional
             For which the budgets are written down; they hold for all lengths.
-        way : {"surrogate", "twice", "late", "early"}
+        way : {"surrogate", "twice", "late", "early", "whole"}
             Who chooses the entries.
         fitted : bool
             Fit values and biases where a way does; not every model lets its queries be put behind
             the prompt.
-
         """
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
-        table, width = (shape.n_layers, shape.n_kv_heads), self.bits
-        kept = partial(entries_in_share, self.share, context, width, shape, least=SINKS + WINDOW)
-        chooses = kept() < context
-        if not chooses:  # scales of a few entries may take more than these at 16 bits
-            way, width = (
-                "early",
-                min((width, 16), key=lambda bits: stored_bytes(context, bits, shape)),
-            )
+        table = (shape.n_layers, shape.n_kv_heads)
+        width = self._width(shape, context) if way == "whole" else self.bits
         scorer = self._scorer(shape, way)
         matching: dict[str, Any] = {}
         if fitted and way in ("surrogate", "twice"):
@@ -267,7 +313,8 @@ class Default:
             window=WINDOW,
             **matching,
         )
-        bits, budgets = np.full(table, width), np.full(table, kept(biased=policy.biased))
+        kept = self._entries(shape, context, biased=policy.biased)
+        bits, budgets = np.full(table, width), np.full(table, kept)
         bits[list(shape.sliding_layers)] = 16
         budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
         return BudgetProfile(
@@ -277,17 +324,26 @@ class Default:
             budgets=budgets,
             share_of_16_bits=self.share,
             bits=None if width == 16 else bits,
-            by_prompt=chooses,
+            by_prompt=way != "whole",
             policy=policy,
             requested={"target": "budget", "value": self.share},
         )
+
+    def _entries(self, shape: ModelShape, tokens: int, *, biased: bool = False) -> int:
+        """Entries that each head keeps of a row."""
+        least = SINKS + WINDOW
+        return entries_in_share(self.share, tokens, self.bits, shape, least=least, biased=biased)
+
+    def _width(self, shape: ModelShape, tokens: int) -> int:
+        """At how many bits a row that is kept whole takes least: scales count, too."""
+        return min((self.bits, 16), key=lambda bits: int(stored_bytes(tokens, bits, shape)))
 
     def _scorer(self, shape: ModelShape, way: Way) -> Scorer:
         """Whose scores choose the entries."""
         surrogate = self.surrogate_of(shape)
         if way == "twice":
             return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
-        if way == "surrogate" or (way == "early" and surrogate is not None):
+        if way == "surrogate" or (way in ("early", "whole") and surrogate is not None):
             return get_scorer("surrogate", file=surrogate, window=WINDOW)
         return get_scorer(
             "lookahead",
@@ -298,15 +354,31 @@ class Default:
             group_reduce="max",
         )
 
-    def _that_fits(
-        self, shape: ModelShape, tokens: int, rows: int, way: Way, *, chunked: bool
-    ) -> Way:
-        """The same way, or early, if the memory asks for it; refuses where that does not fit."""
+    def _that_fit(
+        self,
+        shape: ModelShape,
+        tokens: int,
+        lengths: Sequence[int],
+        ways: Sequence[tuple[Way, str, int]],
+        *,
+        chunked: bool,
+    ) -> list[_Rows]:
+        """Put rows of one way together; all early where the memory asks for it."""
+        groups = _alike(lengths, ways)
         if self.memory is None:
-            return way
-        ways: tuple[Way, Way] = (way, "early")
-        needs = [self.peak_bytes(shape, tokens, rows, one, chunked=chunked) for one in ways]
+            return groups
+        early = _alike(lengths, [way if way[0] == "whole" else ("early", "", 0) for way in ways])
+        needs = [
+            sum(
+                self.peak_bytes(
+                    shape, max(own.lengths), len(own.rows), own.way, chunked=chunked, columns=tokens
+                )
+                for own in each
+            )
+            for each in (groups, early)
+        ]
         if min(needs) > self.memory:
+            rows = len(lengths)
             in_rows = f" in {rows} rows" if rows > 1 else ""
             full = max(needs[0], shape.full_bytes(tokens, rows))
             raise InputError(
@@ -315,50 +387,54 @@ class Default:
                 f"{size(min(needs))} where it is evicted while it is read (the budget, and one "
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
-        return way if needs[0] <= self.memory else "early"
+        return groups if needs[0] <= self.memory else early
 
     def peak_bytes(
-        self, shape: ModelShape, tokens: int, rows: int, way: Way, *, chunked: bool = False
+        self,
+        shape: ModelShape,
+        tokens: int,
+        rows: int,
+        way: Way,
+        *,
+        chunked: bool = False,
+        columns: int | None = None,
     ) -> int:
-        """Bytes of K and V, and of queries that are held, while a prompt is read."""
-        one_layer = tokens * shape.n_kv_heads * shape.bytes_per_entry * rows
-        if way == "early" or (way == "decided" and not chunked):
+        """Bytes of K and V, and of queries that are held, while rows of a prompt are read.
+
+        With padding they are of more columns than tokens.
+        """
+        columns = columns or tokens
+        one_layer = columns * shape.n_kv_heads * shape.bytes_per_entry * rows
+        if way in ("early", "whole") or (way == "decided" and not chunked):
             _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
             kept = decided or self.profile(shape, tokens, way)
             return kept.retained_bytes_at(tokens, rows) + one_layer
         held = min(VOTES, tokens) + AWAITED if way == "late" else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
-        found = shape.full_bytes(tokens, rows) + rows * held * queries * shape.dtype_bytes
+        found = shape.full_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
         if way == "twice":  # what is read again, and what one layer shows of the prompt
-            found += one_layer * min(SHOWN_FIRST + PIECE, tokens) // tokens
+            found += one_layer * min(SHOWN_FIRST + PIECE, tokens) // columns
             found += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
         return found
 
-    def _said(
-        self,
-        profile: BudgetProfile,
-        tokens: int,
-        rows: int,
-        way: Way,
-        source: str | None,
-        *,
-        chunked: bool,
-    ) -> str:
+    def _said(self, profile: BudgetProfile, group: _Rows, columns: int, *, chunked: bool) -> str:
         """One line: which way, how much is kept, its peak and its cost."""
-        shape = profile.shape
-        kept = profile.budgets_for(tokens)[list(shape.full_layers)].mean() / tokens
-        stored = profile.retained_bytes_at(tokens, rows)
-        reached = profile.share_at(tokens)
+        shape, way, lengths = profile.shape, group.way, group.lengths
+        full = list(shape.full_layers)
+        kept = sum(profile.budgets_for(own)[full].mean() for own in lengths) / sum(lengths)
+        stored = sum(map(profile.retained_bytes_at, lengths))
+        reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
         how = IN_CHUNKS if chunked and way == "decided" else SAID[way]
-        said, cost = how.format(source), COSTS[way]
-        peak = self.peak_bytes(shape, tokens, rows, way, chunked=chunked)
+        said, cost = how.format(group.name or self.surrogate_of(shape)), COSTS[way]
+        longest, rows = max(lengths), len(lengths)
+        peak = self.peak_bytes(shape, longest, rows, way, chunked=chunked, columns=columns)
         if kept == 1:
-            said, cost, peak = "evicts nothing", 1.0, shape.full_bytes(tokens, rows)
-            if reached > self.share and self.share < 1:
+            said, cost, peak = SAID["whole"], COSTS["whole"], shape.full_bytes(columns, rows)
+            if reached > self.share < 1:
                 said = f"keeps the prompt whole, which is too short for {self.share:.1%}"
         width = "as they are"
         if profile.bits is not None:
-            widths = np.unique(profile.bits[list(shape.full_layers)]).tolist()
+            widths = np.unique(profile.bits[full]).tolist()
             width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
         measured = "" if way == "decided" else ", nothing measured"
         return (
@@ -366,3 +442,19 @@ class Default:
             f"{size(stored)}, {share_text(reached)}; about {size(peak)} while it is read, and "
             f"{cost} times a plain prefill"
         )
+
+
+def _alike(lengths: Sequence[int], ways: Sequence[tuple[Way, str, int]]) -> list[_Rows]:
+    """Rows of one way together, that of the longest row first."""
+    found: dict[tuple[Way, str, int], list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        found.setdefault(ways[row], []).append(row)
+    return [
+        _Rows(
+            rows=tuple(sorted(rows)),
+            lengths=tuple(lengths[row] for row in sorted(rows)),
+            way=way,
+            name=name,
+        )
+        for (way, name, _), rows in found.items()
+    ]

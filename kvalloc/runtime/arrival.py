@@ -135,6 +135,7 @@ class Arrival:
         self.complete = self._in_one_forward = False
         self.open = False
         self.visible: Tensor | None = None
+        self.shown_rows: IntArray | None = None  # tokens of each row of a prompt yet to come
         self.row_profiles: tuple[BudgetProfile, ...] | None = None
 
     def _profiles_of(self, batch: int) -> tuple[BudgetProfile, ...] | None:
@@ -182,8 +183,8 @@ class Arrival:
         visible = self.visible_after(seen, batch, new_tokens, mask)
         new_visible = None if visible is None else none_if_all(visible[:, seen:])
         completes, budgets = in_prompt and not self.open and end == expected, None
-        if in_prompt:  # of each row's own length: its tokens so far and all still announced
-            budgets = self.budgets(row_tokens(visible, batch, end) + (expected - end))
+        if in_prompt:
+            budgets = self.budgets(self.row_tokens(visible, batch, end, expected))
         elif self.decode_every is not None:
             if new_visible is not None:
                 raise UnsupportedRequestError(
@@ -205,6 +206,15 @@ class Arrival:
             follows=not in_prompt,
             remember=self.decode_every is not None or (in_prompt and not completes),
         )
+
+    def row_tokens(self, visible: Tensor | None, batch: int, end: int, expected: int) -> IntArray:
+        """Tokens of each row of the complete prompt, (batch,), padding left out.
+
+        Where they have not been shown, those so far and all columns that are still announced.
+        """
+        if self.shown_rows is not None and len(self.shown_rows) == batch:
+            return self.shown_rows
+        return row_tokens(visible, batch, end) + (expected - end)
 
     def end_prompt(self) -> None:
         """What has arrived is known to be the whole prompt."""

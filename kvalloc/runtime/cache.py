@@ -166,10 +166,10 @@ class BudgetCache(Cache):
         self._prompt.evict()
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
-        """Decide the budgets of a prompt now, before it arrives; without a decider do nothing.
+        """Show a prompt of announced length that comes in chunks, before its first one.
 
-        By itself the cache decides in the first forward, which has to be the whole prompt. Where
-        a prompt of announced length comes in chunks, this is how it is shown as a whole.
+        Its budgets are decided then, where that is asked for, and the lengths of its rows are
+        known. By itself the cache decides in the first forward, which has to be the whole prompt.
 
         Parameters
         ----------
@@ -205,8 +205,11 @@ class BudgetCache(Cache):
         Positions and biases of kept entries count, sliding layers do not. Of all tokens seen where
         what followed the prompt is not stored apart from it; 0 before the first forward.
         """
-        if not self.batch:
-            return 0.0
+        stored, whole = self._of_16_bits() if self.batch else (0, 1)
+        return stored / max(1, whole)
+
+    def _of_16_bits(self) -> tuple[int, int]:
+        """What `share` is made of: bytes that are stored, and those of a cache at 16 bits."""
         columns, alone = self.get_seq_length(), account.kept_bytes(self.layers) is not None
         if alone:
             columns = min(columns, self.arrival.prompt_tokens or columns)
@@ -214,7 +217,7 @@ class BudgetCache(Cache):
         shown = None if visible is None else visible[:, :columns]
         tokens = int(row_tokens(shown, self.batch, columns).sum())
         whole = shape.at_16_bits.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
-        return bytes_at_16_bits(self.layers, kept_alone=alone) / max(1, tokens * whole)
+        return bytes_at_16_bits(self.layers, kept_alone=alone), tokens * whole
 
     @property
     def share_text(self) -> str:
@@ -367,8 +370,17 @@ class BudgetCache(Cache):
             return attend(call, layer.entries.parts), None
         if reader is not None and states.queries.shape[2] == 1 and visible is None:
             return self._read(reader, layer, states, compute)
+        return compute(self.stored_mask(states, n_kept))
+
+    def stored_mask(self, states: AttentionStates, n_kept: int = 0) -> Any:
+        """Return the mask of what a layer stores, of which so many entries stand in front.
+
+        It is made once a forward for all layers that store as much.
+        """
+        step, n_stored = self._prompt.step, int(states.keys.shape[2])
         key = (n_stored, n_kept, states.keys.device)
         if key not in self._masks:
+            assert step is not None
             assert self._mask_function is not None
             self._masks[key] = stored_mask(
                 self._mask_function,
@@ -377,9 +389,9 @@ class BudgetCache(Cache):
                 dtype=states.queries.dtype,
                 device=states.keys.device,
                 batch=int(states.queries.shape[0]),
-                visible=visible,
+                visible=step.following_visible(n_stored - n_kept, states.keys.device),
             )
-        return compute(self._masks[key])
+        return self._masks[key]
 
     def _read(
         self, reader: Reader, layer: BudgetLayer, states: AttentionStates, compute: Compute
@@ -449,17 +461,21 @@ class BudgetCache(Cache):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
+        remove = self.check_crop(tokens_to_remove)
+        if remove > 0:
+            super().crop(-remove)  # not every layer of transformers' own knows a number to keep
+            self._prompt.crop()
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """Return how many tokens `crop` would remove; raise as it does, and change nothing."""
         remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
         self._prompt.check_crop(remove)
-        if remove <= 0:
-            return
-        for layer in self.layers:
+        for layer in self.layers if remove > 0 else ():
             if isinstance(layer, BudgetLayer):
                 layer.crop_count(-remove)
             else:
                 refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)
-        super().crop(-remove)  # not every layer of transformers' own knows a number to keep
-        self._prompt.crop()
+        return remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""

@@ -354,8 +354,11 @@ class Prompt:
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
         refusals.refuse(decided_after=self._n_seen)
+        batch, tokens = refusals.new_tokens_shape(inputs)
+        visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
+        self.arrival.shown_rows = row_tokens(visible, batch, tokens)
         if self.plan.decides_on_arrival:
-            self._decide_for(inputs)
+            self._decide_rows(prompt_rows(inputs, visible))
             self._decided_ahead = True
 
     def select(self, rows: Tensor) -> None:
@@ -554,9 +557,10 @@ class Prompt:
             asked.append(Later(kind="following", tokens=awaited))
         if self.plan.limit is None or not asked:
             return
-        coming = step.prompt_tokens - step.seen - step.new_tokens
-        places = self._new[1] + coming
-        tokens = row_tokens(step.visible, step.batch, step.seen + step.new_tokens) + coming
+        seen = step.seen + step.new_tokens
+        tokens = self.arrival.row_tokens(step.visible, step.batch, seen, step.prompt_tokens)
+        coming = tokens - row_tokens(step.visible, step.batch, seen)
+        places = self._new[1] + torch.from_numpy(coming)
         for later in asked:
             check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
 
@@ -840,11 +844,6 @@ class Prompt:
 
     # Budgets that are decided when the prompt has come
 
-    def _decide_for(self, inputs: Mapping[str, Any]) -> None:
-        batch, tokens = refusals.new_tokens_shape(inputs)
-        visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
-        self._decide_rows(prompt_rows(inputs, visible))
-
     def _decide_rows(
         self,
         rows: Sequence[IntArray],
@@ -869,5 +868,5 @@ class Prompt:
         chunk = self.arrival.open or self.arrival.announced not in (None, tokens)
         refusals.refuse(decides_from_chunk=chunk)
         self.arrival.row_profiles = None  # of an attempt that failed
-        self.arrival.step(0, batch, tokens, mask)  # refuses before anything runs
-        self._decide_for({**arguments, "attention_mask": mask})
+        step = self.arrival.step(0, batch, tokens, mask)  # refuses before anything runs
+        self._decide_rows(prompt_rows(arguments, step.visible))

@@ -136,6 +136,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "would come back into its window; make a new cache",
         "saved_incomplete": "this cache holds no complete prompt, so there is nothing to save; run "
         "the model with it first",
+        "saved_in_groups": "rows of this cache are kept in {0} different ways, and a file holds "
+        "one; read each row by itself, and save its cache",
         "saved_held": "this cache holds its whole prompt until {0} more tokens have followed it, "
         "and the file would be that of a full cache; call cache.evict() before cache.save(), or "
         "ask it something first",

@@ -35,6 +35,7 @@ from kvalloc.errors import (
 )
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import answer, loading, make_cache, refusals
+from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.policies import EvictionPolicy, get_policy
 from kvalloc.scorers import get_scorer
 
@@ -505,6 +506,10 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "saved_held": (
         lambda tiny, model: read(tiny, model, scorer="lookahead").save("c.kv"),
         r"until \d+ more tokens have followed it.*cache\.evict",
+    ),
+    "saved_in_groups": (
+        lambda tiny, model: GroupedCache([((0,), made(tiny, model))]).save("c.kv"),
+        "kept in 1 different ways",
     ),
     "saved_while_decoding": (
         lambda tiny, model: read(tiny, model, decode_every=4).save("c.kv"),

@@ -1,0 +1,245 @@
+"""Rows of one batch: each gets what it would get alone, whatever the others are."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from other_attention import STAND_IN, attention_on_cpu
+from prompt_runs import padded_rows, run
+from runtime_oracle import VOCABULARY
+from tiny_models import WordTokenizer
+
+import kvalloc
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.models.loading import shape_of
+from kvalloc.online.default import AWAITED, Default
+from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.runtime.grouped import GroupedCache
+from kvalloc.runtime.prompt import State
+
+NEW = AWAITED + 6
+LONG, MIDDLE, SHORT = 280, 120, 5
+"""Too long to be read again, read twice, kept whole."""
+
+ATOL = 1e-4
+"""Of logits of about 10: what falls between two codes is rounded either way."""
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model(head_dim=16, max_position_embeddings=512).double()
+
+
+def rows_of(tiny: ModuleType, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    return [tiny.prompt(tokens, seed=seed) for seed, tokens in enumerate(lengths)]
+
+
+def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, Any]) -> Any:
+    """What `kvalloc.apply` makes for a batch."""
+    if not Default.is_asked(**{**options, "decode_every": None, "bounded": False}):
+        return make_prompt_cache(model, PromptTarget.parse(**options))
+    default, shape = (
+        Default.parse(options["budget"], None, options.get("surrogate")),
+        shape_of(model),
+    )
+    if options.get("memory") == "least":
+        default = replace(default, memory=default.peak_bytes(shape, columns, len(lengths), "early"))
+    kept = {name: options[name] for name in ("decode_every", "bounded") if name in options}
+    return default.cache(model, columns, lengths, **kept)
+
+
+def answer(
+    model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor
+) -> torch.Tensor:
+    """Logits of a prompt's last column of each row and of NEW tokens that follow it, each its own.
+
+    Returns (rows, 1 + NEW, n_words).
+    """
+    rows, last = torch.arange(len(ids)), places.argmax(dim=1)
+    logits = [run(model, ids, cache, mask, position_ids=places)[rows, last]]
+    place = places[rows, last]
+    for _ in range(NEW):
+        mask, place = torch.nn.functional.pad(mask, (0, 1), value=1), place + 1
+        token = 2 + place[:, None] % (VOCABULARY - 2)  # whatever the padding
+        logits.append(run(model, token, cache, mask, position_ids=place[:, None])[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+def assert_rows_as_alone(
+    model: Any, rows: list[torch.Tensor], side: str = "left", **options: Any
+) -> Any:
+    """In a batch and alone the same budgets, the same entries, and nearly the same logits."""
+    ids, mask, places = padded_rows(rows, side)
+    lengths = [int(own.shape[1]) for own in rows]
+    cache = cache_for(model, int(ids.shape[1]), lengths, options)
+    logits = answer(model, cache, ids, mask, places)
+    for row, (own, tokens) in enumerate(zip(rows, lengths, strict=True)):
+        alone = cache_for(model, tokens, [tokens], options)
+        whole = torch.ones_like(own)
+        expected = answer(model, alone, own, whole, whole.cumsum(dim=1) - 1)[0]
+        profile = cache.row_profiles[row]
+        assert np.array_equal(profile.budgets_for(tokens), alone.profile.budgets_for(tokens))
+        assert profile.policy == alone.profile.policy
+        assert np.array_equal(cache.kept_tokens_by_row[row], alone.kept_tokens)
+        columns = torch.cat([mask[row].nonzero()[:, 0], torch.arange(NEW) + ids.shape[1]])
+        for layer in alone.profile.shape.full_layers:
+            kept, kept_alone = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
+            for head, head_alone in zip(kept, kept_alone, strict=True):
+                assert torch.equal(head[head >= 0], columns[head_alone[head_alone >= 0]].int())
+        torch.testing.assert_close(logits[row], expected, atol=ATOL, rtol=0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({"budget": "20%"}, 3),
+        ({"budget": "14%"}, 3),
+        ({"budget": "50%"}, 3),
+        ({"budget": "20%", "decode_every": 8}, 2),
+        ({"budget": "20%", "bounded": True}, 2),
+        ({"budget": "20%", "memory": "least"}, 2),
+        ({"budget": "100%"}, 1),
+        ({"budget": "20%", "scorer": "snapkv"}, 1),
+        ({"target_retention": 0.6, "hold": True}, 1),
+    ],
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_in_a_batch_is_as_alone(
+    tiny: ModuleType, model: Any, options: dict[str, Any], groups: int, side: str
+) -> None:
+    rows = rows_of(tiny, (MIDDLE, LONG, SHORT, MIDDLE - 40, SHORT + 1))
+    cache = assert_rows_as_alone(model, rows, side, **options)
+    assert (len(cache._caches) if isinstance(cache, GroupedCache) else 1) == groups
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("gemma3", "sdpa"), ("gemma3", "flex_attention"), ("llama", STAND_IN)],
+)
+def test_every_kind_of_attention_serves_rows_of_different_ways(
+    tiny: ModuleType, kind: str, attention: str
+) -> None:
+    model = tiny.tiny_model(kind, attention, head_dim=16, max_position_embeddings=512).double()
+    with attention_on_cpu(attention):
+        cache = assert_rows_as_alone(model, rows_of(tiny, (LONG, SHORT, MIDDLE)), budget="50%")
+    assert isinstance(cache, GroupedCache)
+
+
+def test_a_shipped_profile_and_a_surrogate_serve_rows_of_one_batch(
+    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    theirs = tiny.by_head(tiny.make_profile(model, MIDDLE, 0.4), spread=9)
+    widths = np.resize([8, 5, 4, 3], theirs.budgets.shape)
+    theirs = theirs.replace(bits=widths, predicted_loss=0.01, length_rule="fixed")
+    share = theirs.share_at(MIDDLE) + 0.01
+    monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
+    file = tmp_path / "s.safetensors"
+    kvalloc.fit_scorer(
+        model, WordTokenizer(), ["some text of some length " * 400], output=file,
+        samples=8, context=64,
+    )  # fmt: skip
+    monkeypatch.setattr("kvalloc.online.default.shipped_surrogate", lambda shape: str(file))
+    rows = rows_of(tiny, (LONG, MIDDLE, SHORT, MIDDLE - 3))
+    cache = assert_rows_as_alone(model, rows, budget=share)
+    details = [profile.detail for profile in cache.row_profiles]
+    assert details[0].startswith("row 0: by default, nothing measured: holds the full cache")
+    assert details[1] == details[3]
+    assert details[1].startswith("rows 1, 3: by default: evicts while the prompt is read, as it, ")
+    assert details[2].startswith("row 2: by default, nothing measured: keeps the prompt whole")
+    assert cache.profile.detail == "; ".join([details[0], details[1], details[2]])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_chunks_are_what_one_piece_is(tiny: ModuleType, model: Any, side: str) -> None:
+    lengths = [MIDDLE, LONG, SHORT]
+    ids, mask, places = padded_rows(rows_of(tiny, tuple(lengths)), side)
+    whole = Default.parse("20%").cache(model, LONG, lengths)
+    run(model, ids, whole, mask, position_ids=places)
+    announced = Default.parse("20%").cache(model, LONG, lengths, prompt_tokens=LONG)
+    announced.decide({"input_ids": ids, "attention_mask": mask})
+    with (inside := Default.parse("20%").cache(model, LONG, lengths)).prefill():
+        for chunked in (announced, inside):
+            for end in range(70, LONG + 1, 70):
+                new = slice(end - 70, end)
+                run(model, ids[:, new], chunked, mask[:, :end], position_ids=places[:, new])
+    for chunked in (announced, inside):
+        assert isinstance(chunked, GroupedCache)
+        for cache in (chunked, whole):
+            cache.evict()
+        assert all(torch.equal(chunked.kept_indices(i), whole.kept_indices(i)) for i in range(4))
+
+
+def test_a_cache_of_rows_of_different_ways_is_a_cache_like_others(
+    tiny: ModuleType, model: Any
+) -> None:
+    lengths = [MIDDLE, SHORT, LONG, SHORT]
+    ids, mask, places = padded_rows(rows_of(tiny, tuple(lengths)), "left")
+    cache = Default.parse("20%").cache(model, LONG, lengths)
+    assert isinstance(cache, GroupedCache)
+    with pytest.raises(UnsupportedRequestError, match="attention_mask covers"):
+        run(model, ids, cache, mask[:, 1:], position_ids=places)
+    assert (cache.batch, cache.retained_bytes, cache.interrupted) == (0, 0, None)
+    first = run(model, ids, cache, mask, position_ids=places)
+    assert cache.awaited_tokens == AWAITED
+    assert cache.state is State.HELD
+    cache.evict()
+    assert cache.reduced
+    assert cache.state is State.EVICTED
+    assert cache.retained_bytes < 0.25 * cache.full_bytes
+
+    def more(own: Any, tokens: int = 1, rows: Any = (0, 1, 2, 3)) -> torch.Tensor:
+        rows, seen = list(rows), own.get_seq_length()
+        shown = torch.nn.functional.pad(mask[rows], (0, seen + tokens - LONG), value=1)
+        place = (shown.cumsum(dim=1) - 1)[:, -tokens:]
+        return run(model, 2 + place % 90, own, shown, position_ids=place)
+
+    twin, other = copy.deepcopy(cache), copy.deepcopy(cache)
+    expected = more(cache, 3)
+    assert torch.equal(more(twin, 3), expected)
+    twin.crop(-3)
+    assert torch.allclose(more(twin, 3), expected)
+    for select in ("reorder_cache", "batch_select_indices"):
+        own = copy.deepcopy(other)
+        getattr(own, select)(torch.tensor([2, 0, 1, 0]))
+        assert torch.allclose(more(own, 3, (2, 0, 1, 0)), expected[[2, 0, 1, 0]])
+    other.batch_repeat_interleave(2)
+    assert torch.allclose(
+        more(other, 3, (0, 0, 1, 1, 2, 2, 3, 3)), expected[[0, 0, 1, 1, 2, 2, 3, 3]]
+    )
+    other.batch_select_indices(torch.tensor([2, 3]))  # of one way
+    assert other.kept_tokens_by_row.shape == (2, 4, 2)
+    with pytest.raises(UnsupportedRequestError, match="kept in 3 different ways"):
+        cache.save("c.kv")
+    cache.reset()
+    assert (cache.batch, cache.retained_bytes) == (0, 0)
+    assert torch.equal(run(model, ids, cache, mask, position_ids=places), first)
+
+
+@pytest.mark.parametrize(("beams", "chunk"), [(1, None), (3, None), (2, 64)])
+def test_generate_finds_padding_by_its_token(
+    tiny: ModuleType, model: Any, beams: int, chunk: int | None
+) -> None:
+    model.generation_config.prefill_chunk_size = chunk
+    rows = rows_of(tiny, (MIDDLE, SHORT))
+    ids, mask, _ = padded_rows(rows, "left")  # padded with the token 0
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    with kvalloc.apply(model, budget="20%") as applied:
+        both = model.generate(ids, **options)
+        assert isinstance(applied.last_cache, GroupedCache)
+        assert torch.equal(model.generate(ids, attention_mask=mask, **options), both)
+        for row, own in enumerate(rows):
+            alone = model.generate(own, **options)
+            assert torch.equal(both[row, -8:], alone[0, -8:])
+        if chunk is None:
+            made = model(ids, attention_mask=mask).past_key_values
+            assert isinstance(made, GroupedCache)
+            assert made.row_profiles[1].detail.startswith("row 1: by default, nothing measured")
+            assert f"{made.share:.1%}" in repr(made)
