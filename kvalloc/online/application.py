@@ -28,7 +28,7 @@ from kvalloc.online.per_prompt import (
 )
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
-from kvalloc.runtime.refusals import check_generate, new_tokens_shape, setting, warn_of_plain
+from kvalloc.runtime.refusals import check_generate, setting, warn_of_plain
 from kvalloc.units import keywords_of
 
 __all__ = ["Applied", "apply"]
@@ -238,18 +238,14 @@ class Applied:
         self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
-        rows, tokens = new_tokens_shape(arguments)
-        mask = arguments.get("attention_mask")
-        padded = isinstance(mask, Tensor) and mask.shape == (rows, tokens)
-        lengths = torch.as_tensor(mask).bool().sum(dim=1).tolist() if padded else [tokens] * rows
+        ids = _prompt((), arguments)
+        if ids is None:  # what is missing the model says itself
+            return None
+        # Where no mask says so, a forward takes nothing for padding.
+        size = _size(ids, _mask(None, arguments, ids))
         chunked = setting(self._model, {}, "prefill_chunk_size") is not None
         try:
-            cache = self._make(
-                prompt_tokens=tokens if chunked else None,
-                tokens=tokens,
-                lengths=lengths,
-                embedded=arguments.get("inputs_embeds") is not None,
-            )
+            cache = self._make(prompt_tokens=size["tokens"] if chunked else None, **size)
             begun = begin(cache)
         except UnsupportedRequestError as error:
             if not self._warned:
@@ -311,8 +307,8 @@ def _reduced(
             many = ("num_beams", "num_return_sequences")
             copies = max(setting(model, arguments, name) or 1 for name in many)
             mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
-            ids, lengths = ids.repeat_interleave(copies, dim=0), mask.sum(dim=1).tolist()
-            size = {"tokens": int(ids.shape[1]), "lengths": lengths, "embedded": ids.ndim > 2}
+            ids = ids.repeat_interleave(copies, dim=0)
+            size = _size(ids, mask)
         cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
         if chunked and ids is not None:  # a chunk alone would not show the prompt
             name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
@@ -335,6 +331,12 @@ def _named(
     return {**bound, **kwargs}
 
 
+def _size(ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    """What is said of a prompt to whoever makes its cache."""
+    lengths = mask.sum(dim=1).tolist()
+    return {"tokens": int(ids.shape[1]), "lengths": lengths, "embedded": ids.ndim > 2}
+
+
 def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Return what is no padding of a prompt, (rows, tokens), as ``generate()`` will see it."""
     given, pad = arguments.get("attention_mask"), setting(model, arguments, "pad_token_id")
@@ -346,7 +348,7 @@ def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
     return ids.ne(pad)
 
 
-def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:
+def _prompt(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Tensor | None:
     """The prompt that ``generate()`` was given, if it can be read off."""
     named = (arguments.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
     for tensor in (*named, *args[:1]):

@@ -97,6 +97,8 @@ def test_a_forward_that_brings_or_makes_no_cache_stays_plain(tiny: ModuleType, m
         model.config.use_cache = False
         assert model(ids).past_key_values is None
         model.config.use_cache = True
+        with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+            model()
         assert earlier.last_cache is None
         with kvalloc.apply(model, profile) as later:
             assert model(ids).past_key_values is later.last_cache is not None
