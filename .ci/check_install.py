@@ -43,9 +43,9 @@ WITHOUT_A_MODEL = (
     "verify p.json kvalloc-quickstart/scores.safetensors",
     "diff p.json kvalloc-quickstart/uniform.json",
     "report p.json smollm2-135m-instruct -o report.html",
-    "profiles",
-    "solvers",
-    "scorers",
+    "list profiles",
+    "list solvers",
+    "list scorers",
     "doctor",
 )
 NEED_AN_EXTRA = {
@@ -53,12 +53,12 @@ NEED_AN_EXTRA = {
     "eval demo --budget 20%": "kvalloc[run]",
     "profile demo -o s.safetensors": "kvalloc[run]",
     "fit-scorer demo -o f.safetensors": "kvalloc[run]",
-    "policies": "kvalloc[run]",
+    "list policies": "kvalloc[run]",
     "demo": "kvalloc[run]",
     "inspect hf://owner/repo/p.json": "kvalloc[hub]",
 }
 WITH_A_MODEL = (
-    "policies",
+    "list policies",
     "generate demo --budget 20% --prompt-file prompt.txt --max-new-tokens 8",
     "profile demo --samples 1 --context 128 -o s.safetensors",
     "demo --quick",

@@ -153,8 +153,8 @@ def use(wheel: Path, folder: Path) -> None:
     run((python, "-c", USE_THE_INSTALLED_PACKAGE), cwd=elsewhere)
     command = commands / "kvalloc"
     run((command, "--help"), cwd=elsewhere, quiet=True)
-    run((command, "scorers"), cwd=elsewhere, quiet=True)
-    print(run((command, "solvers"), cwd=elsewhere, quiet=True), end="")
+    run((command, "list", "scorers"), cwd=elsewhere, quiet=True)
+    print(run((command, "list", "solvers"), cwd=elsewhere, quiet=True), end="")
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ class Asked:
         With `temperature`: draws the answer, the same one each time; 0 by default.
     policy : str
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
-        stay; see 'kvalloc policies'.
+        stay; see 'kvalloc list policies'.
     policy_option : sequence of str
         A parameter of `policy`.
     decode_every : int

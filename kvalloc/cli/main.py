@@ -26,15 +26,12 @@ GROUPS = {
     "Look at files": ("report", "plot", "inspect", "verify", "diff"),
     "Run a model": ("generate", "eval"),
     "Share": ("export", "push"),
-    "What there is": ("profiles", "solvers", "scorers", "policies"),
+    "What there is": ("list",),
 }
 """The commands by the heading in the help under which they stand. Each is a function of that name,
 hyphens as underscores, in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""
 
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
-
-_ELSEWHERE = {"scorers": "solvers", "policies": "solvers"}
-"""Commands that stand in the module of another one."""
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -186,7 +183,7 @@ def _top(
 
 def _build(name: str) -> Any:
     own = name.replace("-", "_")
-    module: ModuleType = importlib.import_module(f"kvalloc.cli.{_ELSEWHERE.get(own, own)}")
+    module: ModuleType = importlib.import_module(f"kvalloc.cli.{own}")
     function: Callable[..., None] = getattr(module, own)
     examples = getattr(module, "EXAMPLES", f"  kvalloc {name}\n  kvalloc {name} --json\n")
     application = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -33,7 +33,7 @@ class Common(TypedDict):
     profile : str
         A budget profile, or a shipped one's name.
     solver : str
-        Who decides; see 'kvalloc solvers'.
+        Who decides; see 'kvalloc list solvers'.
     solver_option : list of str
         An option of the solver.
     average : str
@@ -213,7 +213,7 @@ def _flag(
     elif str in others:
         typed = str
     if argument:
-        shown_as = typer.Argument(metavar=name.upper(), help=text, autocompletion=known)
+        shown_as = typer.Argument(metavar=metavar or name.upper(), help=text, autocompletion=known)
         return Annotated[typed, shown_as]
     if default:
         text = f"{text.rstrip('.')}; {default} by default."

@@ -63,8 +63,8 @@ class ProfileOptions(TypedDict, total=False):
     context : int, default 1024
         Reference context, tokens.
     scorer : str or Scorer, default "xkv"
-        What is measured; see 'kvalloc scorers'. Other options than the next three after a colon,
-        such as surrogate:file=FILE.
+        What is measured; see 'kvalloc list scorers'. Other options than the next three after a
+        colon, such as surrogate:file=FILE.
     window : int
         The scorer's window, tokens; its own by default.
     pool : int

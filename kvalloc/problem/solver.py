@@ -135,7 +135,7 @@ class Solver(ABC):
     """What ``--solver`` takes."""
 
     summary: ClassVar[str]
-    """One line for ``kvalloc solvers``."""
+    """One line for ``kvalloc list solvers``."""
 
     reference: ClassVar[str] = ""
     """Paper and equation."""

@@ -28,7 +28,7 @@ class Scorer(Parameterized, ABC):
     name : str
         Name in the registry.
     summary : str
-        One line for ``kvalloc scorers``.
+        One line for ``kvalloc list scorers``.
     reference : str
         Where the method comes from.
     window : int

@@ -101,7 +101,7 @@ def test_a_policy_does_not_go_with_the_full_cache(models, folder):
 
 
 def test_policies_lists_them_without_the_scorer_they_are_given():
-    rows = {row["name"]: row for row in run("policies", "--json").json}
+    rows = {row["name"]: row for row in run("list", "policies", "--json").json}
     assert sorted(rows) == policy_names()
     assert rows["critical"]["options"] == {"alpha": 0.5, "epsilon": 0.0001}
     assert rows["score"]["options"] == {}

@@ -52,8 +52,9 @@ def loaded_modules(*arguments: object) -> set[str]:
         ["solve", "SCORES", "--budget", "40%", "--json", "-q"],
         ["compare", "SCORES", "--budget", "40%", "--solver", "greedy", "-q"],
         ["inspect", "SCORES", "-q"],
-        ["solvers"],
-        ["scorers"],
+        ["list", "solvers"],
+        ["list", "scorers"],
+        ["list", "profiles"],
     ],
 )
 def test_what_needs_no_model_loads_no_torch(scores, arguments):
@@ -76,7 +77,7 @@ def test_a_refused_request_ends_with_2_and_one_line(scores):
 def test_a_reader_that_hangs_up_gets_no_complaint():
     read, write = os.pipe()
     os.close(read)
-    done = started("solvers", stdout=write, stderr=subprocess.PIPE, text=True)
+    done = started("list", "solvers", stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -128,12 +129,12 @@ def _open_when_read(fifo, *, seconds=60.0):
 
 def test_an_error_of_ours_keeps_its_traceback():
     code = (
-        "import sys, kvalloc.cli.solvers as module\n"
-        "def solvers(json: bool = False, quiet: bool = False) -> None:\n"
+        "import sys, kvalloc.cli.doctor as module\n"
+        "def doctor(json: bool = False, quiet: bool = False) -> None:\n"
         "    'Fail.'\n"
         "    raise ZeroDivisionError('ours')\n"
-        "module.solvers = solvers\n"
-        "from kvalloc.cli.main import main; sys.exit(main(['solvers']))"
+        "module.doctor = doctor\n"
+        "from kvalloc.cli.main import main; sys.exit(main(['doctor']))"
     )
     done = started(code=code, capture_output=True, text=True)
     assert done.returncode == 1

@@ -61,7 +61,7 @@ def test_a_page_and_a_picture_need_neither_torch_nor_an_optimizer() -> None:
 
 @pytest.mark.parametrize("name", ["adaptive_head", "greedy", "ilp", "pyramid", "uniform"])
 def test_loading_a_solver_imports_no_optimizer(name: str) -> None:
-    # Only solving with it does: `kvalloc solvers` loads every one of them.
+    # Only solving with it does: `kvalloc list solvers` loads every one of them.
     code = (
         "from importlib.metadata import entry_points\n"
         f"(point,) = entry_points(group='kvalloc.solvers', name={name!r}); point.load()"

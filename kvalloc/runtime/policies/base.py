@@ -93,7 +93,7 @@ class EvictionPolicy(Parameterized, ABC):
     name : str
         Name in the registry.
     summary : str
-        One line for ``kvalloc policies``.
+        One line for ``kvalloc list policies``.
     reference : str
         Where the method comes from.
     """

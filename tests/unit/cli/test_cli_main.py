@@ -62,6 +62,8 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
     ("arguments", "words"),
     [
         (["sovle"], ["no command 'sovle'", "'solve'", "kvalloc --help"]),
+        (["list"], ["solvers|scorers|policies|profiles", "kvalloc list --help"]),
+        (["list", "solver"], ["no list of 'solver'", "nearest is 'solvers'"]),
         (["xyz"], ["no command 'xyz'", "choose from", "inspect"]),
         (["generate", "dmeo", "--full", "--prompt", "x"], ["nearest is 'demo'"]),
         (["eval", "demo", "--tasks", "nedle", "--budget", "20%"], ["nearest is 'needle'"]),
@@ -85,7 +87,7 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
         (["eval", "demo"], ["give --budget 20%, or a --profile"]),
         (["solve", "smolm2-instruct", "--budget", "1", "--json"], ["is 'smollm2-135m-instruct'"]),
         (["report", "bits-20"], ["nearest is 'smollm2-135m-instruct-bits-20'"]),
-        (["solvers", "-q", "-v"], ["--quiet and --verbose contradict"]),
+        (["list", "solvers", "-q", "-v"], ["--quiet and --verbose contradict"]),
         (["--colour"], ["--colour", "kvalloc --help"]),
         (["solve"], ["SCORES", "kvalloc solve --help"]),
         (["solve", "s", "--budgt", "1"], ["--budgt", "--budget"]),
@@ -127,15 +129,15 @@ def test_a_wrong_command_line_is_one_line(arguments, words):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Makes 'kvalloc solvers' raise what it is given."""
-    module = importlib.import_module("kvalloc.cli.solvers")
+    """Makes 'kvalloc doctor' raise what it is given."""
+    module = importlib.import_module("kvalloc.cli.doctor")
 
     def arm(error: BaseException) -> None:
-        def solvers(json: bool = False, quiet: bool = False) -> None:
+        def doctor(json: bool = False, quiet: bool = False) -> None:
             """Fail."""
             raise error
 
-        monkeypatch.setattr(module, "solvers", solvers)
+        monkeypatch.setattr(module, "doctor", doctor)
 
     return arm
 
@@ -158,14 +160,15 @@ def failing(monkeypatch):
 )
 def test_what_ends_a_command_is_one_line(failing, error, code, said):
     failing(error)
-    ran = run("solvers")
+    ran = run("doctor")
     assert (ran.code, ran.out, ran.err) == (code, "", f"{said}\n")
 
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("so", ["solve", "solvers"]),
+        ("so", ["solve"]),
+        ("list s", ["solvers", "scorers"]),
         ("solve s.safetensors --solver a", ["adaptive_head", "auto"]),
         ("generate demo --profile smollm2-135m-instruct-b", [
             "smollm2-135m-instruct-bits-10", "smollm2-135m-instruct-bits-20"]),
@@ -235,7 +238,7 @@ for line in sys.argv[1:]:
 def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
     """In a process that has not imported their modules yet, which need torch."""
     lines = [
-        *("generate demo --budget 20% --prompt hello", "eval demo --budget 20%", "policies"),
+        *("generate demo --budget 20% --prompt hello", "eval demo --budget 20%", "list policies"),
         *("profile demo -o s.safetensors", "fit-scorer demo -o f.safetensors", "demo"),
         "solve smollm2-135m-instruct --budget 20% --measure demo -o p.json",
     ]

@@ -77,19 +77,19 @@ def broken(monkeypatch):
     ("command", "one"), [("solvers", "greedy"), ("scorers", "xkv"), ("policies", "score")]
 )
 def test_a_broken_plugin_is_listed_with_its_reason(broken, command, one):
-    rows = {row["name"]: row for row in run(command, "--json").json}
+    rows = {row["name"]: row for row in run("list", command, "--json").json}
     assert rows[one]["error"] is None
     assert rows[one]["summary"]
     assert rows[one]["reference"]
     assert "no_such_package" in rows["broken"]["error"]
     assert "not a subclass" in rows["stranger"]["error"]
-    shown = run(command)
+    shown = run("list", command)
     assert shown.code == 0
     assert "cannot be used" in shown.out
 
 
 def test_options_are_listed_with_their_defaults():
-    rows = {row["name"]: row for row in run("solvers", "--json").json}
+    rows = {row["name"]: row for row in run("list", "solvers", "--json").json}
     assert rows["pyramid"]["options"] == {"beta": 20.0, "exact": True}
     assert rows["greedy"]["options"] == {}
 
@@ -98,7 +98,7 @@ def test_options_are_listed_with_their_defaults():
 @pytest.mark.parametrize("command", ["solvers", "scorers", "policies"])
 def test_lists_fit_the_terminal(monkeypatch, command, width):
     monkeypatch.setenv("COLUMNS", width)
-    lines = run(command, "--quiet").out.splitlines()
+    lines = run("list", command, "--quiet").out.splitlines()
     assert max(map(len, lines)) <= int(width)
 
 

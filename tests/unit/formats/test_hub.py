@@ -136,7 +136,7 @@ def test_commands_take_what_is_there(server, profile, tmp_path):
     ran = run("inspect", where)
     assert ran.code == 0
     assert where in ran.out
-    listed = run("profiles", "--json").json
+    listed = run("list", "profiles", "--json").json
     assert [row["name"] for row in listed if row["name"].startswith("hf:")] == [where]
     assert next(row for row in listed if row["name"] == where)["digest"] == profile.digest
     scores = make_scores()
@@ -186,7 +186,7 @@ def test_what_a_commit_names_is_not_asked_for_again(server, profile, tmp_path, m
     load_profile(where)
     monkeypatch.setattr("socket.create_connection", lambda *_, **__: pytest.fail("asks again"))
     assert load_profile(where) == profile
-    assert where in {row["name"] for row in run("profiles", "--json").json}
+    assert where in {row["name"] for row in run("list", "profiles", "--json").json}
 
 
 def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
@@ -216,7 +216,7 @@ def test_without_the_client(monkeypatch):
 
 
 def test_shipped_profiles_are_listed():
-    ran = run("profiles")
+    ran = run("list", "profiles")
     assert ran.code == 0
     assert "score profiles: smollm2-135m-instruct; surrogates: smollm2" in ran.err
     measured = load_profile("smollm2-135m-instruct-bits-20").evaluation

@@ -53,14 +53,13 @@ def kvalloc(
 
 
 def test_it_is_listed(installed: dict[str, str]) -> None:
-    rows = json.loads(kvalloc("solvers", "--json", env=installed).stdout)
+    rows = json.loads(kvalloc("list", "solvers", "--json", env=installed).stdout)
     row = next(row for row in rows if row["name"] == "square_root")
     assert row["error"] is None
     assert row["options"] == {"offset": 0.0}
     assert "square root" in row["summary"]
-    names = [
-        row["name"] for row in json.loads(kvalloc("solvers", "--json", env={**os.environ}).stdout)
-    ]
+    listed = json.loads(kvalloc("list", "solvers", "--json", env={**os.environ}).stdout)
+    names = [row["name"] for row in listed]
     assert "square_root" not in names
 
 

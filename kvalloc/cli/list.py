@@ -1,0 +1,188 @@
+"""``kvalloc list``: the plug-ins of each kind, and the budget profiles that are at hand."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvalloc.cli.options import takes
+from kvalloc.cli.output import is_quiet, note, print_json, print_result, print_table, wants_json
+from kvalloc.errors import InputError, KVAllocError, no_such, plain
+from kvalloc.problem.registry import POLICIES, SCORERS, SOLVERS, load, names, plugin_options
+from kvalloc.report.terminal import terminal_width
+
+if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile
+
+EXAMPLES = """\
+  kvalloc list solvers
+  kvalloc list policies --json
+  kvalloc list profiles
+"""
+
+
+@takes()
+def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
+    """List the solvers, scorers or policies that are installed, or the budget profiles at hand.
+
+    Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
+    with kvalloc and those in the hub's local cache, with their share of the bytes of a cache at 16
+    bits, and the KL that was measured with exactly these budgets, nats per token: the median of
+    the tasks, and the worst task.
+
+    Parameters
+    ----------
+    what : str
+        What to list.
+    """
+    listing = _LISTINGS.get(what)
+    if listing is None:
+        raise InputError(no_such("list of", what, _LISTINGS))
+    listing()
+
+
+def _solvers() -> None:
+    from kvalloc.problem.solver import Solver
+
+    hint = "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
+    _show_plugins(SOLVERS, Solver, hint)
+
+
+def _scorers() -> None:
+    from kvalloc.scorers import Scorer
+
+    hint = "use one: kvalloc profile ... --scorer NAME --window N --pool N"
+    _show_plugins(SCORERS, Scorer, hint)
+
+
+def _policies() -> None:
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
+    from kvalloc.runtime.policies import EvictionPolicy
+
+    hint = (
+        "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
+        "stands for score with that scorer"
+    )
+    _show_plugins(POLICIES, EvictionPolicy, hint)
+
+
+def _profiles() -> None:
+    from kvalloc.formats.hub import cached_profiles
+    from kvalloc.formats.shipped_profiles import (
+        load_profile,
+        shipped_profiles,
+        shipped_scores,
+        shipped_surrogates,
+    )
+
+    rows = []
+    for name in [*shipped_profiles(), *cached_profiles()]:
+        try:
+            rows.append(_profile_row(name, load_profile(name)))
+        except KVAllocError as error:  # a damaged one in the cache hides no other
+            note(str(error))
+    print_result(rows, lambda: _show_profiles(rows))
+    named = {"score profiles": shipped_scores(), "surrogates": shipped_surrogates()}
+    shipped = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
+    note(f"also shipped, by name: {shipped}", beside_json=False)
+
+
+def _profile_row(name: str, profile: BudgetProfile) -> dict[str, Any]:
+    share = profile.share_at(profile.context_tokens)
+    measured = [
+        (float(row["kl"]), str(row.get("task", "")))
+        for row in (profile.evaluation or {}).get("rows", ())
+        if isinstance(row, dict) and isinstance(row.get("kl"), int | float)
+    ]
+    losses = sorted(measured)
+    return {
+        "name": name,
+        "model": profile.shape.model_id,
+        "context_tokens": profile.context_tokens,
+        "share_of_16_bits": share,
+        "median_kl": losses[len(losses) // 2][0] if losses else None,
+        "worst_kl": losses[-1][0] if losses else None,
+        "worst_task": losses[-1][1] if losses else None,
+        "digest": profile.digest,
+    }
+
+
+def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
+    print_table(
+        ("profile", "bytes", "KL", "worst at", "model"),
+        [
+            (
+                row["name"],
+                f"{row['share_of_16_bits']:.1%}",
+                "-" if row["median_kl"] is None else f"{row['median_kl']:.4f}",
+                "-" if row["worst_kl"] is None else f"{row['worst_task']} {row['worst_kl']:.4f}",
+                row["model"].rsplit("/", 1)[-1],
+            )
+            for row in rows
+        ],
+        optional=("model",),
+    )
+
+
+def _show_plugins(group: str, base: type[Any], hint: str) -> None:
+    """Print every plug-in of a group: what it is, or why it cannot be used; then the hint."""
+    rows = [_plugin_row(group, name, base) for name in names(group)]
+    if wants_json():
+        print_json(rows)
+        return
+    width = terminal_width()
+    indent = max([len(row["name"]) for row in rows], default=0) + 2
+    for row in rows:
+        lines = [f"cannot be used: {row['error']}"]
+        if row["error"] is None:
+            options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+            lines = [row["summary"], row["reference"], f"options: {options}" if options else ""]
+        wrapped = [part for line in lines for part in textwrap.wrap(plain(line), width - indent)]
+        for name, line in zip([row["name"], *[""] * len(wrapped)], wrapped or [""], strict=False):
+            print(f"{name:<{indent}}{line}".rstrip())
+    if not rows:
+        print("none is registered: kvalloc is on the path, but not installed")
+    elif not is_quiet():
+        print(f"\n{hint}")
+
+
+def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
+    empty = {"name": name, "summary": "", "reference": "", "options": None}
+    try:
+        cls = load(group, name, base)
+    except KVAllocError as error:
+        return {**empty, "error": " ".join(str(error).split())}
+    return {
+        "name": name,
+        "summary": str(getattr(cls, "summary", "")),
+        "reference": str(getattr(cls, "reference", "")),
+        # A policy is given the profile's scorer, which nobody types.
+        "options": {
+            key: _plain(option) for key, option in plugin_options(cls).items() if key != "scorer"
+        },
+        "error": None,
+    }
+
+
+def _plain(option: inspect.Parameter) -> bool | int | float | str | None:
+    default = option.default
+    if default is inspect.Parameter.empty:
+        return "(required)"
+    if isinstance(default, float) and not math.isfinite(default):
+        return str(default)  # JSON has no infinity
+    if default is None or isinstance(default, bool | int | float | str):
+        return default
+    return repr(default)
+
+
+_LISTINGS = {
+    "solvers": _solvers,
+    "scorers": _scorers,
+    "policies": _policies,
+    "profiles": _profiles,
+}
