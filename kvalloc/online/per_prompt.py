@@ -218,10 +218,13 @@ class _PromptDecider(_Measurement):
     def from_states(
         self, decoder: nn.Module, rows: Sequence[IntArray], states: Sequence[States | None]
     ) -> list[BudgetProfile]:
-        found = []
-        for row, seen in zip(rows, states, strict=True):
+        found: dict[bytes, BudgetProfile] = {}
+        keys = [row.tobytes() for row in rows]
+        for key, row, seen in zip(keys, rows, states, strict=True):
+            if key in found:  # as in a beam search
+                continue
             if not self.is_open(int(row.size)):
-                found.append(self.otherwise)
+                found[key] = self.otherwise
                 continue
             scores = prompt_scores(
                 decoder,
@@ -232,8 +235,8 @@ class _PromptDecider(_Measurement):
                 measured_tokens=self.measured_tokens,
                 states=seen,
             )
-            found.append(self.decided(scores, len(rows)))
-        return found
+            found[key] = self.decided(scores, len(rows))
+        return [found[key] for key in keys]
 
 
 def make_prompt_cache(

@@ -116,7 +116,7 @@ def row_decisions(
     otherwise: BudgetProfile,
     states: Callable[[int], Mapping[int, AttentionStates]] | None = None,
 ) -> list[BudgetProfile]:
-    """Ask once for rows that are equal, as those of a beam search are.
+    """Ask for the budgets of all rows that are not padding alone.
 
     Parameters
     ----------
@@ -132,14 +132,12 @@ def row_decisions(
     -------
     list of BudgetProfile, one a row
     """
-    keys = [row.tobytes() for row in rows]
-    places = {key: place for place, key in enumerate(keys) if rows[place].size}
-    asked = [rows[place] for place in places.values()]
-    holding = from_held(decide)
+    places = [place for place, row in enumerate(rows) if row.size]
+    asked, holding = [rows[place] for place in places], from_held(decide)
     answers: Sequence[BudgetProfile] = ()
     if asked and holding is not None and states is not None:
-        answers = holding.from_states(decoder, asked, [states(row) for row in places.values()])
+        answers = holding.from_states(decoder, asked, [states(place) for place in places])
     elif asked:
         answers = decide(decoder, asked)
     decided = dict(zip(places, answers, strict=True))
-    return [decided.get(key, otherwise) for key in keys]
+    return [decided.get(place, otherwise) for place in range(len(rows))]

@@ -293,3 +293,15 @@ def test_a_loaded_cache_decides_for_no_other_prompt(
     with pytest.raises(UnsupportedRequestError, match="make a new cache for another prompt"):
         run(model, tiny.prompt(CONTEXT, seed=1), loaded)
     assert loaded.retained_bytes == 0
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_memory_is_for_all_rows_also_where_they_are_equal(
+    tiny: ModuleType, model: Any, hold: bool
+) -> None:
+    target = PromptTarget.parse(memory="40KiB", hold=hold, **TARGET)
+    for rows in (1, 2, 3):
+        cache = make_prompt_cache(model, target)
+        run(model, tiny.prompt(CONTEXT).repeat(rows, 1), cache)
+        assert 39 * 1024 < cache.retained_bytes <= 40 * 1024
+        assert len(set(map(id, cache.row_profiles))) == 1
