@@ -185,6 +185,9 @@ def test_a_copy_is_a_plain_model_of_its_own(tiny: ModuleType, model: Any, copied
             assert b"kvalloc" not in pickle.dumps(twin)
         assert torch.equal(generate(twin, ids), expected)
         assert applied.last_cache is last
+        with torch.no_grad():
+            made = twin(ids).past_key_values
+        assert (made is applied.last_cache) == (copied is copy.copy)
         if copied is not copy.copy:
             assert not torch.equal(generate(model, ids), expected)
             with kvalloc.apply(twin, profile) as own:
