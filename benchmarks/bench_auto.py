@@ -36,7 +36,7 @@ from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, larger_problem
@@ -142,7 +142,6 @@ def sides(problem: AllocationProblem) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {
         "one budget a layer": (SameBudget(groups=groups),),
         "4 budgets": (MaxDistinct(most=4),),
-        "4 budgets, 4 ranks": (MaxDistinct(most=4), RankBalance(n_ranks=4, tolerance=0.02)),
     }
     if problem.sense is Sense.MAX_VALUE:  # within these caps a retention of 0.9 is out of reach
         found["caps"] = tuple(caps)

@@ -13,7 +13,7 @@ quartiles of the ratio of each round.
 - dp: exact, against the same.
 - ilp to a gap of 1e-6 against `scipy.optimize.milp` called directly on the same model, to the
   same gap; and both with 88 caps more, one for each layer and one for each head's place.
-- few budgets and ranks: pages of 16, at most 4 different budgets, 4 ranks within 2%: the best
+- few budgets: pages of 16, at most 4 different budgets: the best
   rounding of greedy against ilp, on curves of the real model: the demo's, measured on the spot,
   or those of ``--scores``.
 """
@@ -42,7 +42,7 @@ from _real import described, real_scores
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, RankBalance, Sense, Solution
+from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, Sense, Solution
 from kvalloc.problem.registry import get_solver
 
 PAGE_TOKENS = 16
@@ -50,7 +50,7 @@ BYTES_PER_TOKEN = 256
 GAP = 1e-6
 LAGRANGIAN_GAP = 1e-5
 LIBRARY_RATIO = 1.5
-LEVELS, RANKS, TOLERANCE = 4, 4, 0.02
+LEVELS = 4
 
 
 def main() -> int:
@@ -247,8 +247,8 @@ def milp_directly(problem: AllocationProblem) -> float:
 
 
 def few_budgets(path: str | None) -> Iterator[dict[str, Any]]:
-    """Problems of whole pages, at most 4 different budgets and 4 ranks within 2%."""
-    sides = (MaxDistinct(most=LEVELS), RankBalance(n_ranks=RANKS, tolerance=TOLERANCE))
+    """Problems of whole pages, at most 4 different budgets."""
+    sides = (MaxDistinct(most=LEVELS),)
     scores = real_scores(path)
     for share in ("10%", "20%", "40%"):
         request = Request.parse(budget=share, level="head", page=PAGE_TOKENS)
@@ -279,7 +279,7 @@ def rounding_beaten(name: str, problem: AllocationProblem) -> dict[str, Any]:
 
 
 def best_rounding(problem: AllocationProblem, choice: np.ndarray[Any, Any]) -> float:
-    """The best of many ways to round greedy's budgets to 4 levels that can be placed on ranks.
+    """The best of many ways to round greedy's budgets to 4 levels.
 
     Levels: quantiles of the budgets, means of runs of like budgets (the best 1-D clustering), and
     both moved by a page or two. Rounded down, up or to the nearest; what is then too much is taken
@@ -349,9 +349,7 @@ def _rounded(
 def _repaired(
     problem: AllocationProblem, at: np.ndarray[Any, Any], places: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any] | None:
-    """Down to the capacity, up with what is left, and on ranks if that works."""
-    from kvalloc.solvers._ilp_search import spread
-
+    """Down to the capacity, up with what is left; None where the levels start too high."""
     worth = problem.weights[:, None] * problem.values[:, places]
     costs = problem.costs[:, places]
     units = np.arange(problem.n_units)
@@ -374,10 +372,8 @@ def _repaired(
             break
         gain = np.where(able, worth[units, over] - worth[units, at], -np.inf)
         at[int(np.argmax(gain))] += 1
-    choice = places[at]
-    balance = next(c for c in problem.constraints if isinstance(c, RankBalance))
-    fits = balance.fault(problem, choice, spread(problem, choice, balance)) is None
-    return choice if fits else None
+    choice: np.ndarray[Any, Any] = places[at]
+    return choice
 
 
 def verdict_of(met: bool) -> str:

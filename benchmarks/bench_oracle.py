@@ -3,7 +3,7 @@
     python benchmarks/bench_oracle.py [--problems N] [--seed N] [--quick] [--json]
 
 Problems of all curves x all side constraints x sum and worst unit, both senses, units of heads
-and of layers, each so small that every choice (and every placement on ranks) is looked at. Every
+and of layers, each so small that every choice is looked at. Every
 solver of kvalloc that accepts a problem solves it. A miss is
 
 - optimal claimed, and brute force finds better; or a bound that brute force beats,

@@ -25,7 +25,6 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import SolverError
-from kvalloc.problem import AllocationProblem, RankBalance
 from kvalloc.solvers._choices import Choices
 
 VALUE_RANGE = 2**50
@@ -144,21 +143,6 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where units may sit.
-
-    Attributes
-    ----------
-    balance : RankBalance
-    ranks : ndarray of int64, (n_units,), or None
-        A placement to keep; None to choose one.
-    """
-
-    balance: RankBalance
-    ranks: IntArray | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Encoding:
     """A program and how to read its numbers.
 
@@ -173,8 +157,6 @@ class Encoding:
     step : float
     rounded : int
         Whole steps that rounding down may have lost.
-    placed : tuple of ndarray, or None
-        Unit and rank of each variable that places a unit, and the variables.
     """
 
     program: Program
@@ -184,7 +166,6 @@ class Encoding:
     base: float
     step: float
     rounded: int
-    placed: tuple[IntArray, IntArray, IntArray] | None
 
     def picked(self, values: IntArray) -> IntArray:
         """Column of each row in a solution."""
@@ -192,16 +173,6 @@ class Encoding:
         picked = np.zeros(self.choices.n_rows, dtype=np.int64)
         picked[self.rows[on]] = self.columns[on]
         return picked
-
-    def ranks(self, values: IntArray) -> IntArray | None:
-        """Rank of each unit in a solution, where the program places them."""
-        if self.placed is None:
-            return None
-        units, ranks, variables = self.placed
-        on = np.flatnonzero(values[variables])
-        where = np.zeros(self.choices.problem.n_units, dtype=np.int64)
-        where[units[on]] = ranks[on]
-        return where
 
     def bound(self, bound: float | None) -> float:
         """What no pick can beat, by a back end's bound."""
@@ -215,7 +186,6 @@ def encode(
     kept: BoolArray,
     *,
     most: int | None,
-    placement: Placement | None,
     hint: IntArray | None,
     tight_target: bool = False,
     tail: bool = False,
@@ -229,8 +199,6 @@ def encode(
         Options to choose from, at least one in each row.
     most : int or None
         Most different budgets.
-    placement : Placement or None
-        Balance over ranks, with units placed or to be placed.
     hint : ndarray of int64, (n_rows,), or None
         A pick to start from.
     tight_target : bool
@@ -257,9 +225,6 @@ def encode(
         program.add(where, costs, upper=cap.capacity_bytes)
     if most is not None:
         _add_levels(program, choices.tokens[rows, columns], most)
-    placed = None
-    if placement is not None:
-        placed = _add_ranks(program, choices, rows, columns, placement)
     goal, base, step, rounded = (_tail_goal if tail else _sum_goal)(program, choices, rows, columns)
     if choices.target is not None:
         wanted = (choices.target - base) / step
@@ -276,7 +241,6 @@ def encode(
         base=base,
         step=step,
         rounded=rounded,
-        placed=placed,
     )
 
 
@@ -356,95 +320,6 @@ def _add_levels(program: Program, tokens: IntArray, most: int) -> None:
     if program.hint:
         picked = np.flatnonzero(program.hint)
         program.hint += np.isin(np.arange(levels.size), level_of[picked]).astype(int).tolist()
-
-
-def _add_ranks(
-    program: Program, choices: Choices, rows: IntArray, columns: IntArray, placement: Placement
-) -> tuple[IntArray, IntArray, IntArray] | None:
-    """Loads of the ranks; with the units to be placed, one variable per unit, option and rank."""
-    problem, n_ranks = choices.problem, placement.balance.n_ranks
-    picks = [np.flatnonzero(rows == choices.row_of[u]) for u in range(problem.n_units)]
-    costs = [problem.costs[u, choices.option_of[u, columns[p]]] for u, p in enumerate(picks)]
-    unit_of = np.repeat(np.arange(problem.n_units), [own.size for own in picks])
-    pick_of, cost_of = np.concatenate(picks), np.concatenate(costs)
-    if placement.ranks is not None:
-        _balance(program, placement.balance, (pick_of, cost_of, placement.ranks[unit_of]), None)
-        return None
-    free = _free_ranks(problem, n_ranks)
-    repeats = [len(free[unit]) for unit in unit_of.tolist()]
-    rank_of = np.concatenate([free[unit] for unit in unit_of.tolist()])
-    placed = program.new(rank_of.size)
-    for pick, own in zip(pick_of, np.split(placed, np.cumsum(repeats)[:-1]), strict=True):
-        # The option is picked on exactly one rank, or not at all.
-        program.add(np.append(own, pick), np.append(np.ones_like(own), -1), lower=0, upper=0)
-    unit_of, cost_at = np.repeat(unit_of, repeats), np.repeat(cost_of, repeats)
-    for layer, rank, most in _places(problem, n_ranks):
-        here = placed[(problem.layers[unit_of] == layer) & (rank_of == rank)]
-        program.add(here, upper=most)
-    _balance(program, placement.balance, (placed, cost_at, rank_of), (pick_of, cost_of))
-    return unit_of, rank_of, placed
-
-
-def _places(problem: AllocationProblem, n_ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Each layer and rank, and how many of the layer's units the rank may hold."""
-    for layer, size in zip(*np.unique(problem.layers, return_counts=True), strict=True):
-        for rank in range(n_ranks):
-            yield int(layer), rank, -(-int(size) // n_ranks)
-
-
-def _free_ranks(problem: AllocationProblem, n_ranks: int) -> list[list[int]]:
-    """Ranks each unit may take; ranks are alike, so the first layer's units take the first."""
-    free = [list(range(n_ranks)) for _ in range(problem.n_units)]
-    first = np.flatnonzero(problem.layers == problem.layers[0]).tolist()
-    if len(first) <= n_ranks:  # one each: which one does not matter
-        for rank, unit in enumerate(first):
-            free[unit] = [rank]
-    else:
-        free[first[0]] = [0]
-    return free
-
-
-def _balance(
-    program: Program,
-    balance: RankBalance,
-    loads: tuple[IntArray, IntArray, IntArray],
-    total: tuple[IntArray, IntArray] | None,
-) -> None:
-    """``load of a rank <= share * load of all``, in whole numbers.
-
-    ``loads`` are variables, their bytes and ranks; ``total`` the variables and bytes of all
-    loads, where those are others.
-    """
-    variables, costs, ranks = loads
-    picks, bytes_ = total or (variables, costs)
-    share = Fraction(1 + balance.tolerance).limit_denominator(10**6) / balance.n_ranks
-    grain = max(1, int(np.gcd.reduce(costs)))
-    for rank in np.unique(ranks).tolist():
-        row = np.zeros(len(program.most), dtype=np.int64)
-        np.subtract.at(row, picks, bytes_ // grain * share.numerator)
-        on = ranks == rank
-        np.add.at(row, variables[on], costs[on] // grain * share.denominator)
-        used = np.flatnonzero(row)
-        program.add(used, row[used], upper=0)
-
-
-def placement_program(
-    problem: AllocationProblem, choice: IntArray, balance: RankBalance
-) -> Program:
-    """The placement of decided budgets as a program: any solution is a balanced placement.
-
-    Variable ``unit * n_ranks + rank`` says that the unit sits on the rank.
-    """
-    costs = problem.costs[np.arange(problem.n_units), choice]
-    program = Program(maximise=False)
-    placed = program.new(problem.n_units * balance.n_ranks).reshape(problem.n_units, -1)
-    for unit in placed:
-        program.add(unit, lower=1, upper=1)
-    for on_rank in placed.T:
-        program.add(on_rank, costs, upper=balance.largest_allowed(int(costs.sum())))
-    for layer, rank, most in _places(problem, balance.n_ranks):
-        program.add(placed[problem.layers == layer, rank], upper=most)
-    return program
 
 
 def by_cp_sat(program: Program, limits: Limits) -> Answer:

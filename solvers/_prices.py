@@ -97,7 +97,7 @@ def best_prices(choices: Choices) -> Prices:
     Parameters
     ----------
     choices : Choices
-        With or without caps; few distinct budgets and ranks are left out, so the bound holds with
+        With or without caps; few distinct budgets are left out, so the bound holds with
         and without them.
 
     Returns

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 EXACT_TAIL_OPTIONS = 1500
@@ -112,7 +112,7 @@ class Auto(Solver):
     summary: ClassVar[str] = "picks the cheapest solver that is exact for the problem"
     takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
-        {GroupCap, SameBudget, MaxDistinct, RankBalance}
+        {GroupCap, SameBudget, MaxDistinct}
     )
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 

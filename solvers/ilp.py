@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after
 from kvalloc.solvers._ilp_program import BACKENDS
 from kvalloc.solvers._ilp_search import Options, Search
@@ -23,8 +23,8 @@ class ILP(Solver):
     """Multiple-choice integer program, solved to proven optimality.
 
     One 0/1 variable for each option, one option for each unit, one row for the capacity (or the
-    target) and for each cap, one more variable for each budget where few different ones are
-    allowed, and one for each option and rank where units have to be placed.
+    target) and for each cap, and one more variable for each budget where few different ones are
+    allowed.
 
     Units that share a budget are merged first. The Lagrangian dual then says how much each option
     loses at the best prices, and a choice repaired from it which options could be part of something
@@ -38,11 +38,6 @@ class ILP(Solver):
 
     Several workloads, of which the worst share counts: one more row and variable for each of
     them (Rockafellar and Uryasev, 2000), after the same reduction at the dual's weights.
-
-    Ranks: the problem is solved without them; if the budgets found can be placed in balance, they
-    are optimal. Else a good placement is kept and the budgets are solved for it, and then both
-    are decided together; where no time limit is given, for a minute, and what is not proven by
-    then is the gap.
 
     Parameters
     ----------
@@ -72,7 +67,7 @@ class ILP(Solver):
     reference: ClassVar[str] = "Kellerer et al. 2004, ch. 11; OR-Tools CP-SAT"
     takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
-        {GroupCap, MaxDistinct, RankBalance, SameBudget}
+        {GroupCap, MaxDistinct, SameBudget}
     )
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
@@ -97,15 +92,13 @@ class ILP(Solver):
         return Options(gap=self.gap, workers=self.workers, backend=BACKENDS[backend])
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True, unless there are two balances over ranks, or CP-SAT is asked for workloads."""
+        """True, unless CP-SAT is asked for workloads."""
         if problem.aggregate is Aggregate.TAIL and self.backend == "cp_sat":
             # OR-Tools 9.15 spends minutes or all memory on wide variables, with a dozen options.
             return (
                 "ilp cannot use CP-SAT for several workloads, whose values are variables of a wide "
                 "range; use backend=scip"
             )
-        if sum(isinstance(c, RankBalance) for c in problem.constraints) > 1:
-            return "ilp places units on one set of ranks, and two are asked for; give one balance"
         return super().can_solve(problem)
 
     def solve(
@@ -138,7 +131,6 @@ class ILP(Solver):
             bound=found.bound,
             detail=f"{found.status} on {found.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
-            ranks=found.ranks,
             deadline=early,
         )
         missing, asked = abs(found.bound - solution.objective), self.gap * abs(solution.objective)
@@ -154,7 +146,7 @@ class ILP(Solver):
             if problem.target is None
             else f"a target of {problem.target:g}"
         )
-        kinds = (RankBalance, MaxDistinct, SameBudget, GroupCap)
+        kinds = (MaxDistinct, SameBudget, GroupCap)
         asked = [[c for c in problem.constraints if isinstance(c, kind)] for kind in kinds]
         sides = [_describe(mine) for mine in asked if mine]
         if sides:
@@ -182,8 +174,6 @@ class ILP(Solver):
 
 def _describe(constraints: Sequence[SideConstraint]) -> str:
     first = constraints[0]
-    if isinstance(first, RankBalance):
-        return f"balance over {first.n_ranks} ranks within {first.tolerance:.3g}"
     if isinstance(first, MaxDistinct):
         return f"at most {first.most} different budgets"
     if isinstance(first, GroupCap):

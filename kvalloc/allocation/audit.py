@@ -201,10 +201,9 @@ def _side_checks(
     profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
 ) -> list[Check]:
     """One check for each cap and every other constraint that was asked for."""
-    ranks = None if profile.ranks is None else profile.ranks[problem.layers, problem.heads]
     checks = []
     for constraint in problem.constraints:
-        fault = constraint.fault(problem, choice, ranks)
+        fault = constraint.fault(problem, choice)
         name, stated = constraint.stated()
         checks.append(Check(name, stated, fault or "it holds", fault is None))
     return checks

@@ -372,7 +372,6 @@ def to_budget_profile(
         page_tokens=request.page,
         policy=scores.policy,
         share_groups=request.groups,
-        ranks=None if checked.ranks is None else head_table(scores, problem, checked.ranks, -1),
         requested=requested,
         solver=solver_name,
         solver_options=solver_options,
@@ -464,7 +463,7 @@ def _check_average(posed: PosedRequest, average: str) -> None:
         "ask for the mean of the workloads": posed.request.workloads != "mean",
         "budgets averaged over samples cannot share entries between layers; leave out average or "
         "the groups": bool(posed.asked_groups),
-        "the mean of several allocations need not keep caps, ranks or few distinct budgets; use "
+        "the mean of several allocations need not keep caps or few distinct budgets; use "
         f"{alone} with them": bool(problem.constraints),
         "the mean of several allocations is one of tokens, and here options differ in more; use "
         f"{alone}": problem.bits is not None or bool(np.any(counts != counts[0])),

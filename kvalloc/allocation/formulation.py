@@ -19,7 +19,7 @@ from kvalloc.allocation.sharing import choose_groups, grouped
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.shape import ModelShape
 
@@ -260,7 +260,7 @@ def cache_costs(scores: ScoreProfile, request: Request) -> CacheCosts:
 def _constraints(
     request: Request, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
 ) -> tuple[SideConstraint, ...]:
-    """Caps in the order given, then equal heads, distinct budgets, ranks.
+    """Caps in the order given, then equal heads, distinct budgets.
 
     Parameters
     ----------
@@ -279,8 +279,6 @@ def _constraints(
         found.append(SameBudget(groups=tuple(tuple(group) for group in groups)))
     if request.max_distinct is not None:
         found.append(MaxDistinct(most=request.max_distinct))
-    if request.ranks is not None:
-        found.append(RankBalance(n_ranks=request.ranks, tolerance=request.tolerance))
     return tuple(found)
 
 

@@ -18,18 +18,15 @@ import numpy as np
 from kvalloc.allocation.formulation import cache_costs, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
-from kvalloc.errors import InfeasibleError, SolverError, option, several
+from kvalloc.errors import InfeasibleError, SolverError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, RankBalance, Sense
+from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, Sense
 from kvalloc.problem import SideConstraint as Side
 from kvalloc.problem.registry import get_solver
 from kvalloc.units import parse_bytes
 
 PATIENCE_SECONDS = 10.0
 """Longest search for what is nearest; what was found by then is reported as what it is."""
-
-TOLERANCE_GRID = 1000
-"""Rank tolerances are looked for in steps of one part in so many."""
 
 SURE = {True: "", False: " (a smaller change may do)"}
 """What is said of a way out, by whether nothing nearer works."""
@@ -125,10 +122,10 @@ def relax(
         answer = attempt(lambda: problem.replace(constraints=tuple(changed)), deadline)
         if not isinstance(answer, CheckedSolution):
             return answer
-        choice, ranks = answer.choice, answer.ranks
+        choice = answer.choice
 
         def keeps(tighter: int) -> bool:
-            return at(tighter).fault(problem, choice, ranks) is None
+            return at(tighter).fault(problem, choice) is None
 
         return bisect_left(range(number), True, lo=low + 1, key=keeps)
 
@@ -147,12 +144,6 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
         return max(0, low), loosest, lambda n: replace(one, capacity_bytes=floors + (n - 1) * grain)
     if isinstance(one, MaxDistinct):
         return one.most, problem.n_units, lambda n: replace(one, most=n)
-    if isinstance(one, RankBalance):
-        low, loosest = (
-            math.floor(one.tolerance * TOLERANCE_GRID),
-            TOLERANCE_GRID * (one.n_ranks - 1),
-        )
-        return low, loosest, lambda n: replace(one, tolerance=n / TOLERANCE_GRID)
     return 0, 0, lambda _: one
 
 
@@ -232,8 +223,6 @@ def _option(request: Request, index: int, asked: Side, shown: Side) -> str:
         return option("cap", f"{cap.text.partition('=')[0]}={_size(size)}")
     if isinstance(shown, MaxDistinct):
         return option("max_distinct", shown.most)
-    if isinstance(shown, RankBalance):
-        return several(ranks=shown.n_ranks, rank_tolerance=shown.tolerance)
     return option("equal_heads", True)
 
 

@@ -55,9 +55,6 @@ Weights = Sequence[float] | Sequence[Sequence[float]] | FloatArray
 
 WEIGHT_SHAPES = "one number a layer, or one a KV head as a list of lists"
 
-RANK_TOLERANCE = 0.02
-"""The largest rank stores at most this share more than the mean one, by default."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target(ABC):
@@ -421,10 +418,6 @@ class RequestOptions(TypedDict, total=False):
     cap : str or sequence of str
         At most this much for some layers (a device, a pipeline stage), such as 0-15=256MiB; there
         may be several, which may nest.
-    ranks : int
-        Place the KV heads on N tensor-parallel ranks, in balance, at `level` head.
-    rank_tolerance : float
-        How far the largest rank may be above the mean one; 0.02 by default.
     equal_heads : bool
         One budget for all heads of a layer, at `level` head.
     objective : {"mean", "worst", "loss"}
@@ -458,8 +451,6 @@ class RequestOptions(TypedDict, total=False):
     share_groups: Annotated[str | int | Groups | None, Option("GROUPS|N", "Budgets")]
     max_distinct: Annotated[int | None, Option("N", "Limits")]
     cap: Annotated[Sequence[str] | str | None, Option("LAYERS=SIZE", "Limits")]
-    ranks: Annotated[int | None, Option("N", "Limits")]
-    rank_tolerance: Annotated[float | None, Option("SHARE", "Limits")]
     equal_heads: Annotated[bool | None, Option("", "Limits")]
     objective: Annotated[Objective | None, Option("", "Objective")]
     weights: Annotated[str | Path | Weights | None, Option("FILE.json", "Objective")]
@@ -523,8 +514,8 @@ class Request:
     ----------
     target : Target
         What to reach.
-    level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, ranks, \
-    rank_tolerance, equal_heads, cost, weights, loss_policies, workloads, tail
+    level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, \
+    equal_heads, cost, weights, loss_policies, workloads, tail
         See `RequestOptions`; None where it says that there is a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
@@ -549,8 +540,6 @@ class Request:
     share_groups: Groups | int | None = None
     max_distinct: int | None = None
     cap: tuple[LayerCap, ...] = ()
-    ranks: int | None = None
-    rank_tolerance: float | None = None
     equal_heads: bool = False
     objective: Objective | None = None
     weights: tuple[Any, ...] | None = None
@@ -671,11 +660,6 @@ class Request:
             self.objective in (None, "mean") and self.weights is None and self.workloads == "mean"
         )
 
-    @property
-    def tolerance(self) -> float:
-        """The rank tolerance that holds."""
-        return RANK_TOLERANCE if self.rank_tolerance is None else self.rank_tolerance
-
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -694,27 +678,11 @@ class Request:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        least, tolerance = max(1, self.min_tokens or 0), self.rank_tolerance
+        least = max(1, self.min_tokens or 0)
         if self.max_tokens is not None and self.max_tokens < least:
             raise InputError(
                 f"a largest budget of {self.max_tokens} tokens is below the least of {least}; "
                 f"raise {option('max_tokens')} or lower {option('min_tokens')}"
-            )
-        if tolerance is not None and self.ranks is None:
-            raise InputError(
-                f"{option('rank_tolerance')} says nothing without {option('ranks')}; give both or "
-                "neither"
-            )
-        if tolerance is not None and not 0 <= tolerance < math.inf:
-            raise InputError(
-                f"a rank tolerance of {tolerance:g} is no share above the mean; give a number >= "
-                f"0, such as {option('rank_tolerance', 0.02)}"
-            )
-        if self.level == "layer" and self.ranks is not None:
-            raise InputError(
-                f"{option('ranks')} places single KV heads, and at layer level all heads of a "
-                f"layer are one unit; use {option('level', 'head')} (with "
-                f"{option('equal_heads', True)} for one budget a layer)"
             )
         if self.level == "layer" and self.equal_heads:
             raise InputError(
@@ -726,9 +694,9 @@ class Request:
                 f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
                 f"share of the whole cost with {option('budget')}, or {option('cost', 'bytes')}"
             )
-        if self.cost != "bytes" and (self.cap or self.ranks is not None):
+        if self.cost != "bytes" and self.cap:
             raise InputError(
-                f"caps and ranks are about stored bytes and the cost is {self.cost}; leave them "
+                f"caps are about stored bytes and the cost is {self.cost}; leave them "
                 f"out, or take {option('cost', 'bytes')}"
             )
 
@@ -887,7 +855,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cost": get_args(Cost),
     "workloads": get_args(Workloads),
 }
-_LEAST = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1, "ranks": 1}
+_LEAST = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
 _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_bits,
     "cap": _read_caps,

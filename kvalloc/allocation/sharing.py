@@ -74,7 +74,7 @@ def grouped(
         raise InputError(f"layers cannot share entries like that: {fault}; name other layers")
     if problem.constraints or np.any(problem.costs != problem.costs[:1]):
         raise InputError(
-            "layers that share entries cannot be combined with caps, ranks, equal heads, few "
+            "layers that share entries cannot be combined with caps, equal heads, few "
             "distinct budgets or options that differ from unit to unit; leave out one of them"
         )
     segments = segments_of(scores.shape.full_layers, groups)

@@ -45,8 +45,6 @@ class CheckedSolution:
     ----------
     choice : ndarray of int64, (n_units,)
         Chosen option of each unit.
-    ranks : ndarray of int64, (n_units,), or None
-        Tensor-parallel rank of each unit, where the problem asks for a placement.
     objective : float
         Value (MAX_VALUE) or cost in bytes (MIN_COST), recomputed.
     value : float
@@ -70,7 +68,6 @@ class CheckedSolution:
     """
 
     choice: IntArray
-    ranks: IntArray | None = None
     objective: float
     value: float
     cost_bytes: int
@@ -125,7 +122,6 @@ def solve_problem(
         bound = objective
     return CheckedSolution(
         choice=solution.choice,
-        ranks=solution.ranks,
         objective=objective,
         value=problem.objective_value(solution.choice),
         cost_bytes=problem.cost(solution.choice),
@@ -254,7 +250,6 @@ def _check_types(solver: Solver, solution: Any) -> None:
         "objective": Real,
         "bound": (Real, type(None)),
         "termination": Termination,
-        "ranks": (np.ndarray, type(None)),
         "detail": str,
         "decided_by": str,
     }
@@ -263,8 +258,8 @@ def _check_types(solver: Solver, solution: Any) -> None:
         sound = sound and isinstance(getattr(solution, name), kind)
     if not sound:
         raise SolverError(
-            f"the solver {solver.name} returned no sound Solution (arrays as choice and "
-            f"ranks, numbers as objective and bound, a Termination, texts): {str(solution)[:200]!r}"
+            f"the solver {solver.name} returned no sound Solution (an array as choice, "
+            f"numbers as objective and bound, a Termination, texts): {str(solution)[:200]!r}"
         )
 
 
@@ -286,7 +281,7 @@ def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution
         return f"spends {cost:,} bytes of a capacity of {capacity:,}"
     if not problem.meets_target(value):
         return f"reaches {value:.6g}, below the target of {problem.target:g}"
-    if fault := problem.side_fault(choice, solution.ranks):
+    if fault := problem.side_fault(choice):
         return f"breaks a constraint: {fault}"
     true, bound = problem.objective(choice), solution.bound
     slack = PROOF_TOLERANCE * max(1.0, abs(true))

@@ -206,7 +206,7 @@ def _check_output(output: Path | None, scores: Path) -> None:
 
 
 def _decision(decided: BudgetProfile) -> dict[str, Any]:
-    names = "requested context_tokens batch level page_tokens budgets bits ranks unit_policies"
+    names = "requested context_tokens batch level page_tokens budgets bits unit_policies"
     measured = decided.measured_loss
     return {
         **{name: getattr(decided, name) for name in names.split()},

@@ -161,10 +161,6 @@ class BudgetProfile(JsonRecord):
     """Bit width at which each KV head stores its entries (`kvalloc.accounting.costs`), 16
     being the model's own dtype; None where all are at 16. Sliding layers are at 16."""
 
-    ranks: IntArray2D | None = None
-    """Tensor-parallel rank of each KV head, where a placement was asked for; -1 in sliding layers,
-    whose heads all store the same."""
-
     share_groups: Annotated[tuple[Annotated[tuple[int, ...], FailFast()], ...], FailFast()] = ()
     """Groups of adjacent layers that keep the same entries, at one budget for each KV head."""
 
@@ -467,7 +463,7 @@ class BudgetProfile(JsonRecord):
         check_size(self.shape, "bytes", self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
         full, sliding = list(shape.full_layers), list(shape.sliding_layers)
-        in_sliding = {"bits": 16, "ranks": -1, "unit_policies": 0}
+        in_sliding = {"bits": 16, "unit_policies": 0}
         for name in ("budgets", *in_sliding):
             array = getattr(self, name)
             if array is not None:
@@ -483,10 +479,6 @@ class BudgetProfile(JsonRecord):
             for width in found:
                 if fault := bits_fault(width, shape.head_dim):
                     raise InputError(f"budget profile: bits: {fault}")
-        if self.ranks is not None:
-            expected = "a placement of single heads, at head level"
-            require(self.level == "head", "ranks", "given at layer level", expected)
-            require(self.ranks[full].min() >= 0, "ranks", "below 0", "ranks >= 0")
         self._require_policies()
         if self.share_of_16_bits is not None:
             found = self.budgets_for(self.context_tokens)[full]
@@ -541,7 +533,6 @@ class BudgetProfile(JsonRecord):
             "layers that share entries": bool(self.share_groups),
             "bits that differ between heads": self.bits is not None
             and len(np.unique(self.bits[list(self.shape.full_layers)])) > 1,
-            "ranks": self.ranks is not None,
             "pages": self.page_tokens > 1,
         }
         found = next((name for name, there in fixed.items() if there), None)

@@ -34,7 +34,7 @@ class DuoAttention(ExportTarget):
     summary = "DuoAttention's full_attention_heads.tsv with its config.json, a folder"
     says = "of each head whether it keeps everything, or sinks and recent tokens"
     restrictions = (
-        *("length-shares", "no-sharing", "no-placement", "one-width", "engine-policy"),
+        *("length-shares", "no-sharing", "one-width", "engine-policy"),
         "full-or-streaming",
     )
     suffix = ""

@@ -22,7 +22,7 @@ Table = Mapping[str, Sequence[Any]]
 
 
 class CSV(ExportTarget):
-    """A table of budgets: layer, head, tokens, bits, policy, rank.
+    """A table of budgets: layer, head, tokens, bits, policy.
 
     It is for people and their notebooks: model, context and parameters of policies stay in the
     profile, on which a table is read back.
@@ -101,7 +101,7 @@ class Parquet(CSV):
 
 
 def budget_table(profile: BudgetProfile) -> Table:
-    """A row for each KV head: layer, head, tokens, bits, policy, rank.
+    """A row for each KV head: layer, head, tokens, bits, policy.
 
     Parameters
     ----------
@@ -121,8 +121,6 @@ def budget_table(profile: BudgetProfile) -> Table:
         "bits": np.full_like(unit, 16) if profile.bits is None else profile.bits,
         "policy": titles[unit if profile.unit_policies is None else profile.unit_policies],
     }
-    if profile.ranks is not None:
-        columns["rank"] = profile.ranks
     return {name: array.ravel().tolist() for name, array in columns.items()}
 
 

@@ -441,11 +441,6 @@ RESTRICTIONS = (
         lost=lambda profile, _: "layers that share entries" if profile.share_groups else "",
         apply=lambda *_: {"share_groups": ()},
     ),
-    Restriction(
-        name="no-placement",
-        lost=lambda profile, _: "" if profile.ranks is None else "the placement of heads on ranks",
-        apply=lambda *_: {"ranks": None},
-    ),
     Restriction(name="no-eviction", lost=_evicts, apply=_all_entries),
     Restriction(
         name="one-width",

@@ -202,14 +202,14 @@ class _Room:
 
 
 def _classes(profile: BudgetProfile) -> list[tuple[str, IntArray]]:
-    """Units between which entries may move: of one bit width, one rank and the same caps."""
+    """Units between which entries may move: of one bit width and the same caps."""
     full = list(profile.shape.full_layers)
     capped = np.zeros(profile.budgets.shape, dtype=np.int64)
     request = Request.stated(profile)
     for place, cap in enumerate(() if request is None else request.cap):
         layers = [layer for layer in cap.layers if layer in full]
         capped[layers] += 2**place
-    tables = [capped, *(table for table in (profile.bits, profile.ranks) if table is not None)]
+    tables = [capped] if profile.bits is None else [capped, profile.bits]
     marks = np.stack([table[full] for table in tables], axis=-1)
     # of a layer all heads have to be alike
     n_units = len(full) if _unit_level(profile) == "layer" else marks[..., 0].size

@@ -23,7 +23,7 @@ from kvalloc.problem.bounds import (
     steps_above,
     tail_bound,
 )
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "DualBound",
     "GroupCap",
     "MaxDistinct",
-    "RankBalance",
     "SameBudget",
     "Sense",
     "SideConstraint",

@@ -73,9 +73,7 @@ class SideConstraint(ABC):
     """Whether it compares budgets in tokens, which says nothing where bits are chosen too."""
 
     @abstractmethod
-    def fault(
-        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
-    ) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """What a choice violates, as half a sentence, or None.
 
         Parameters
@@ -83,8 +81,6 @@ class SideConstraint(ABC):
         problem : AllocationProblem
         choice : ndarray of int64, (n_units,)
             Option of each unit.
-        ranks : ndarray of int64, (n_units,), or None
-            Tensor-parallel rank of each unit, where the solver placed them.
         """
 
     def floor_fault(self, problem: AllocationProblem) -> str | None:
@@ -527,17 +523,15 @@ class AllocationProblem:
             if fault is not None:
                 raise InfeasibleError(f"no choice can work: {fault}; raise it or lower the floors")
 
-    def side_fault(self, choice: IntArray, ranks: IntArray | None = None) -> str | None:
+    def side_fault(self, choice: IntArray) -> str | None:
         """The first side constraint that a choice violates, as half a sentence, or None.
 
         Parameters
         ----------
         choice : ndarray of int64, (n_units,)
-        ranks : ndarray of int64, (n_units,), optional
-            Tensor-parallel rank of each unit.
         """
         for constraint in self.constraints:
-            if (fault := constraint.fault(self, choice, ranks)) is not None:
+            if (fault := constraint.fault(self, choice)) is not None:
                 return fault
         return None
 

@@ -1,8 +1,7 @@
-"""What engines ask for beyond one capacity: caps, equal budgets, few sizes, balanced ranks."""
+"""What engines ask for beyond one capacity: caps, equal budgets, few sizes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,8 +10,6 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem.arrays import AllocationProblem, SideConstraint
-
-Ranks = IntArray | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class GroupCap(SideConstraint):
         """See the base class."""
         return self.units
 
-    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """See the base class."""
         units = np.asarray(self.units, dtype=np.int64)
         cost = int(problem.costs[units, choice[units]].sum())
@@ -97,7 +94,7 @@ class SameBudget(SideConstraint):
         """See the base class."""
         return tuple(unit for group in self.groups for unit in group)
 
-    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """See the base class."""
         tokens = problem.chosen_tokens(choice)
         for group in self.groups:
@@ -130,68 +127,9 @@ class MaxDistinct(SideConstraint):
         """See the base class."""
         return "different budgets", f"at most {self.most}"
 
-    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
         """See the base class."""
         distinct = np.unique(problem.chosen_tokens(choice)).size
         if distinct > self.most:
             return f"{distinct} different budgets, at most {self.most} are allowed"
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankBalance(SideConstraint):
-    """Units are placed on tensor-parallel ranks so that no rank stores much more than the mean.
-
-    Every layer's units are spread as evenly as they can be: no rank holds more than
-    ``ceil(units of the layer / n_ranks)`` of them. The solver decides which sits where.
-
-    Attributes
-    ----------
-    n_ranks : int
-        Number of ranks, at least 1.
-    tolerance : float
-        The largest rank's bytes are at most ``(1 + tolerance)`` times the mean rank's.
-    """
-
-    keyword: ClassVar[str] = "ranks"
-
-    n_ranks: int
-    tolerance: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.n_ranks < 1 or not 0 <= self.tolerance < math.inf:
-            raise InputError(
-                f"balance over {self.n_ranks} ranks within {self.tolerance:g} is not possible; "
-                "give at least 1 rank and a tolerance >= 0"
-            )
-
-    def stated(self) -> tuple[str, str]:
-        """See the base class."""
-        return "balance of ranks", f"{self.n_ranks} ranks within {self.tolerance:.3g}"
-
-    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
-        """See the base class."""
-        if ranks is None:
-            return "no rank was given for any unit"
-        if ranks.shape != choice.shape or ranks.min() < 0 or ranks.max() >= self.n_ranks:
-            return f"ranks must be one of 0..{self.n_ranks - 1} for each unit"
-        for layer in np.unique(problem.layers):
-            placed = np.bincount(ranks[problem.layers == layer], minlength=self.n_ranks)
-            if placed.max() > -(-int(placed.sum()) // self.n_ranks):
-                return f"the units of layer {int(layer)} are not spread over the ranks"
-        loads = self.loads(problem, choice, ranks)
-        allowed = self.largest_allowed(int(loads.sum()))
-        if int(loads.max()) > allowed:
-            return f"the largest rank stores {int(loads.max()):,} bytes, allowed are {allowed:,}"
-        return None
-
-    def largest_allowed(self, total_bytes: int) -> int:
-        """Most bytes of one rank when all store ``total_bytes`` together."""
-        return int((1 + self.tolerance) * total_bytes / self.n_ranks + 1e-6)
-
-    def loads(self, problem: AllocationProblem, choice: IntArray, ranks: IntArray) -> IntArray:
-        """Bytes of each rank, ``(n_ranks,)``."""
-        costs = problem.costs[np.arange(problem.n_units), choice]
-        loads = np.zeros(self.n_ranks, dtype=np.int64)
-        np.add.at(loads, ranks, costs)
-        return loads

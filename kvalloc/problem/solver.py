@@ -61,8 +61,6 @@ class Solution:
         Why it stopped.
     detail : str
         One line for people: the rule's parameters, the back end's status.
-    ranks : ndarray of int64, (n_units,), or None
-        Tensor-parallel rank of each unit, where the problem asks for a placement.
     decided_by : str
         Name of the solver that really decided, where this one handed the problem on.
 
@@ -77,7 +75,6 @@ class Solution:
     bound: float | None
     termination: Termination
     detail: str = ""
-    ranks: IntArray | None = None
     decided_by: str = ""
 
     def __post_init__(self) -> None:
@@ -94,14 +91,13 @@ class Solution:
         *,
         bound: float | None = None,
         detail: str = "",
-        ranks: IntArray | None = None,
         deadline: float = math.inf,
     ) -> Solution:
         """A choice as a solution: optimal where the bound meets its objective.
 
         Parameters
         ----------
-        problem, choice, bound, detail, ranks
+        problem, choice, bound, detail
             As in the class.
         deadline : float
             ``time.monotonic()`` at which the solver had to stop; past it, time ran out.
@@ -119,7 +115,6 @@ class Solution:
             bound=bound,
             termination=termination,
             detail=detail,
-            ranks=ranks,
         )
 
 

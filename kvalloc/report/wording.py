@@ -56,7 +56,6 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "bytes": f"{size(kept)}{of_granted} of {size(whole)}{share}",
         "bits": bits_text(decided),
         "cost": cost_text(decided),
-        "ranks": ranks_text(decided),
         "chosen": policies_text(decided),
     }
 
@@ -145,8 +144,6 @@ def limit_texts(request: Request) -> list[str]:
         texts.append("equal heads")
     if request.max_distinct is not None:
         texts.append(f"at most {request.max_distinct} different budgets")
-    if request.ranks is not None:
-        texts.append(f"{request.ranks} ranks balanced within {request.tolerance:.3g}")
     return texts
 
 
@@ -266,17 +263,6 @@ def cost_text(decided: BudgetProfile) -> str:
         f"{size(decided.cost_bytes)} of {size(decided.full_cost_bytes)} ({share:.1%}) {name} for "
         "each generated token"
     )
-
-
-def ranks_text(decided: BudgetProfile) -> str:
-    """Bytes on each tensor-parallel rank, decided layers only; empty without ranks."""
-    if decided.ranks is None:
-        return ""
-    placed = decided.ranks >= 0
-    stored = decided.head_bytes_at(decided.context_tokens)
-    each = np.bincount(decided.ranks[placed], weights=stored[placed]) * decided.batch
-    over = float(each.max()) / float(each.mean()) - 1
-    return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
 
 
 def _measured_fields(decided: BudgetProfile) -> dict[str, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, RankBalance
+from kvalloc.problem import AllocationProblem
 
 MOST_CHOICES = 200_000
 """Choices that are looked at before a problem counts as too large."""
@@ -25,17 +24,14 @@ class Optimum:
         The largest value, or the least cost in bytes.
     choice : ndarray of int64, (n_units,)
         A choice that has it.
-    ranks : ndarray of int64, (n_units,), or None
-        Its placement, where the problem asks for one.
     """
 
     objective: float
     choice: IntArray
-    ranks: IntArray | None
 
 
 def brute_force(problem: AllocationProblem) -> Optimum | None:
-    """The optimum of a tiny problem, by looking at every choice and every placement.
+    """The optimum of a tiny problem, by looking at every choice.
 
     Parameters
     ----------
@@ -78,25 +74,6 @@ def brute_force(problem: AllocationProblem) -> Optimum | None:
         objectives = costs[kept].astype(np.float64)
     for index in np.argsort(objectives, kind="stable").tolist():
         choice = choices[kept[index]].astype(np.int64)
-        placed = _placed(problem, choice)
-        if placed is not None:
-            objective = problem.objective(choice)
-            return Optimum(
-                objective=objective, choice=choice, ranks=placed if placed.size else None
-            )
-    return None
-
-
-def _placed(problem: AllocationProblem, choice: IntArray) -> IntArray | None:
-    """Ranks with which a choice keeps every side constraint (empty: none needed), or None."""
-    n_ranks = max((c.n_ranks for c in problem.constraints if isinstance(c, RankBalance)), default=0)
-    if not n_ranks:
-        return None if problem.side_fault(choice) else np.zeros(0, dtype=np.int64)
-    others = (c for c in problem.constraints if not isinstance(c, RankBalance))
-    if any(c.fault(problem, choice, None) for c in others):
-        return None
-    for ranks in itertools.product(range(n_ranks), repeat=problem.n_units):
-        placed = np.array(ranks, dtype=np.int64)
-        if problem.side_fault(choice, placed) is None:
-            return placed
+        if problem.side_fault(choice) is None:
+            return Optimum(objective=problem.objective(choice), choice=choice)
     return None

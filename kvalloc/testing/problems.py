@@ -11,7 +11,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 
 CURVES = {
     "concave": "concave curves, one cost per entry",
@@ -34,7 +34,6 @@ SIDES = {
     "crossing_caps": "two caps that share units",
     "same_budget": "units that share one budget",
     "max_distinct": "few different budgets",
-    "rank_balance": "two tensor-parallel ranks",
     "mixed": "caps, shared budgets and few different budgets at once",
 }
 """What else can be asked: name to description."""
@@ -51,9 +50,9 @@ KINDS: tuple[str, ...] = (
     *(f"worst:concave+{side}" for side in ("same_budget", "max_distinct")),
     *(f"tail:{curves}" for curves in ("concave", "tied", "weighted", "non_concave")),
     *("tail:unequal_costs", "tail:unequal_options", "tail:losses+nested_caps"),
-    *("tail:concave+same_budget", "tail:losses+max_distinct", "tail:concave+rank_balance"),
+    *("tail:concave+same_budget", "tail:losses+max_distinct"),
     *BIT_CURVES,
-    *(f"bits+{side}" for side in ("nested_caps", "crossing_caps", "rank_balance")),
+    *(f"bits+{side}" for side in ("nested_caps", "crossing_caps")),
     "worst:bits",
 )
 """Kinds of tiny problems: curves, curves+side, worst:curves+side for the worst unit, or
@@ -273,9 +272,6 @@ def _sides(
         return (_shared(problem),)
     if side == "max_distinct":
         return (MaxDistinct(most=int(random.integers(1, 3))),)
-    if side == "rank_balance":
-        tolerance = float(random.choice([0.05, 0.2, 0.5]))
-        return (RankBalance(n_ranks=2, tolerance=tolerance),)
     return (_cap(random, problem, "device 0", units[1:]), _shared(problem), MaxDistinct(most=2))
 
 

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from kvalloc.allocation.infeasibility import (
-    TOLERANCE_GRID,
     attempt,
     diagnose,
     least_that_works,
     relax,
 )
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.testing import brute_force, tiny_problem
 
 KINDS = (
@@ -28,8 +27,6 @@ KINDS = (
     *(f"concave+{side}" for side in ("crossing_caps", "same_budget", "max_distinct")),
     "unequal_costs+nested_caps",
     "unequal_costs+same_budget",
-    "losses+rank_balance",
-    "concave+rank_balance",
     "worst:concave+max_distinct",
     "worst:losses+nested_caps",
     "tail:concave+max_distinct",
@@ -52,8 +49,6 @@ def tightened(problem: AllocationProblem, seed: int) -> AllocationProblem:
             )
         if isinstance(one, MaxDistinct):
             return MaxDistinct(most=1)
-        if isinstance(one, RankBalance):
-            return dataclasses.replace(one, tolerance=float(random.choice([0.0, 0.013])))
         return one
 
     changed = dataclasses.replace(
@@ -70,8 +65,6 @@ def infeasible_problems() -> Iterator[tuple[str, AllocationProblem]]:
         for seed in SEEDS:
             for sense in Sense:
                 level = ("head", "layer")[seed % 2]
-                if "rank" in kind:
-                    level = "head"
                 problem = tightened(tiny_problem(kind, seed=seed, sense=sense, level=level), seed)
                 if brute_force(problem) is None:
                     yield f"{kind} {seed} {sense.value}", problem
@@ -101,11 +94,8 @@ def check_nearest(name: str, problem: AllocationProblem, nearest: float | None) 
 def one_tighter(problem: AllocationProblem, one: SideConstraint) -> SideConstraint | None:
     if isinstance(one, GroupCap):
         return dataclasses.replace(one, capacity_bytes=one.capacity_bytes - 1)
-    if isinstance(one, MaxDistinct):
-        return MaxDistinct(most=one.most - 1) if one.most > 1 else None
-    assert isinstance(one, RankBalance)
-    steps = round(one.tolerance * TOLERANCE_GRID)
-    return dataclasses.replace(one, tolerance=(steps - 1) / TOLERANCE_GRID) if steps else None
+    assert isinstance(one, MaxDistinct)
+    return MaxDistinct(most=one.most - 1) if one.most > 1 else None
 
 
 def check_relaxations(name: str, problem: AllocationProblem) -> Counter[str]:
@@ -152,7 +142,7 @@ def test_the_nearest_goal_and_every_relaxation_are_the_best_ones() -> None:
         seen["no goal at all"] += nearest is None
         checked += 1
     assert checked > 80
-    for kind in ("GroupCap", "SameBudget", "MaxDistinct", "RankBalance", "no goal at all"):
+    for kind in ("GroupCap", "SameBudget", "MaxDistinct", "no goal at all"):
         assert seen[kind] > 2, (kind, seen)  # else this test tests nothing about it
 
 

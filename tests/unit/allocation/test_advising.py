@@ -30,48 +30,6 @@ def test_a_rule_that_cannot_where_others_can_keeps_its_word() -> None:
     assert caught.value.nearest == 0.5
 
 
-ONE_LAYER = make_shape(n_layers=1, n_kv_heads=3)
-
-
-@pytest.mark.parametrize(
-    ("target", "nearest", "flag"),
-    [
-        ({"budget": 0.14}, 0.1667, "budget='16.67%'"),
-        ({"budget_tokens": 6}, 7, "budget_tokens=7"),
-        ({"memory": 16 * ENTRY}, 20 * ENTRY, f"memory={20 * ENTRY}"),
-    ],
-)
-def test_the_nearest_is_in_the_unit_that_was_asked(
-    target: dict[str, Any], nearest: float, flag: str
-) -> None:
-    """Three heads on two ranks: two of 5 tokens on one need 10 on the other, 20 in all."""
-    scores = make_scores(0, shape=ONE_LAYER)
-    asked: dict[str, Any] = {"level": "head", "ranks": 2, "rank_tolerance": 0.0}
-    with pytest.raises(InfeasibleError) as caught:
-        solve(scores, **target, **asked)
-    assert f"ranks=2, rank_tolerance=0; the least is {flag}; or use" in str(caught.value)
-    assert caught.value.nearest == nearest
-    assert solve(scores, **{next(iter(target)): nearest}, **asked).retained_tokens == 20
-
-
-def test_ranks_that_cannot_be_balanced() -> None:
-    scores = make_scores(0, shape=ONE_LAYER)
-    asked: dict[str, Any] = {"level": "head", "ranks": 2, "max_tokens": 9}
-    with pytest.raises(InfeasibleError) as caught:
-        solve(scores, target_retention=0.3, **asked)
-    text = str(caught.value)
-    assert "with ranks=2, rank_tolerance=0.02" in text
-    tolerance = float(
-        text.partition("rank_tolerance=")[2]
-        .rpartition("rank_tolerance=")[2]
-        .split()[0]
-        .rstrip(",;")
-    )
-    assert solve(scores, target_retention=0.3, rank_tolerance=tolerance, **asked).ranks is not None
-    with pytest.raises(InfeasibleError):
-        solve(scores, target_retention=0.3, rank_tolerance=tolerance - 0.001, **asked)
-
-
 def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
     shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=9)
     scores = make_scores(1, shape=shape)

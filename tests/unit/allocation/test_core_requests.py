@@ -94,11 +94,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
             ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
             ({"max_distinct": 0}, "max_distinct=1"),
-            ({"ranks": 0}, "ranks=1"),
-            ({"rank_tolerance": 0.1}, "without ranks"),
-            ({"ranks": 2, "rank_tolerance": -0.1}, "rank tolerance of -0.1"),
-            ({"ranks": 2, "rank_tolerance": math.nan}, "rank tolerance of nan"),
-            ({"ranks": 2, "rank_tolerance": math.inf}, "rank tolerance of inf"),
             ({"workloads": "best"}, "workloads is 'best'"),
             ({"workloads": "cvar"}, "tail"),
             ({"workloads": "worst", "tail": 0.5}, "tail"),
@@ -118,7 +113,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"cost": "watts"}, "expected 'bytes', 'decode-bytes' or 'communication'"),
             ({"cost": "communication", "bits": (16, 8)}, "one width"),
             ({"cost": "decode-bytes", "cap": "0-1=1MiB"}, "about stored bytes"),
-            ({"cost": "decode-bytes", "ranks": 2}, "about stored bytes"),
         )
     ),
     *(
@@ -162,7 +156,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"share_groups": "x"}, "cannot be read"),
             ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
             ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
-            ({"share_groups": "2-3", "ranks": 2, "level": "head"}, "leave out one of them"),
             ({"share_groups": "2-3", "average": "allocations"}, "leave out average"),
         )
     ),

@@ -1,4 +1,4 @@
-"""Caps, ranks, few budgets and equal heads: from a user's words to constraints that hold."""
+"""Caps, few budgets and equal heads: from a user's words to constraints that hold."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_budget_profile, make_problem, make_scores, make_shape
+from factories import make_problem, make_scores, make_shape
 from refusals import untrue
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.errors import InputError
-from kvalloc.problem import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem import GroupCap, MaxDistinct, SameBudget
 
 
 def test_a_cap_is_layers_and_a_size() -> None:
@@ -24,15 +24,14 @@ def test_a_cap_is_layers_and_a_size() -> None:
     assert LayerCap.parse("3=1B").name == "layer 3"
 
 
-@pytest.mark.parametrize("fields", [{"ranks": 2}, {"equal_heads": True}])
-def test_what_is_about_single_heads_needs_single_heads(fields: dict[str, Any]) -> None:
+def test_what_is_about_single_heads_needs_single_heads() -> None:
     with pytest.raises(InputError, match="level='head'"):
-        Request.parse(budget=0.5, **fields)
-    Request.parse(budget=0.5, level="head", **fields)
+        Request.parse(budget=0.5, equal_heads=True)
+    Request.parse(budget=0.5, level="head", equal_heads=True)
 
 
 def test_everything_becomes_its_constraint() -> None:
-    limits = {"equal_heads": True, "max_distinct": 3, "ranks": 2, "rank_tolerance": 0.1}
+    limits = {"equal_heads": True, "max_distinct": 3}
     request = Request.parse(budget=0.5, level="head", cap=("0-1=1KiB", "1=300B"), **limits)
     problem = formulate(make_scores(), request)
     assert problem.constraints == (
@@ -40,7 +39,6 @@ def test_everything_becomes_its_constraint() -> None:
         GroupCap(name="layer 1", units=(2, 3), capacity_bytes=300),
         SameBudget(groups=((0, 1), (2, 3), (4, 5))),
         MaxDistinct(most=3),
-        RankBalance(n_ranks=2, tolerance=0.1),
     )
     assert formulate(make_scores(), Request.parse(budget=0.5)).constraints == ()
 
@@ -48,7 +46,7 @@ def test_everything_becomes_its_constraint() -> None:
 def test_what_was_asked_can_be_written_down_and_read_again() -> None:
     plain = solve(make_scores(), budget=0.5, level="head", solver="greedy")
     assert set(plain.requested) == {"target", "value", "objective", "bytes"}
-    limits = {"cap": "0-1=1KiB", "equal_heads": True, "max_distinct": 3, "ranks": 2}
+    limits = {"cap": "0-1=1KiB", "equal_heads": True, "max_distinct": 3}
     request = Request.parse(budget=0.5, level="head", objective="mean", **limits)
     stored = plain.replace(requested=request.record())
     assert Request.read(stored) == dataclasses.replace(request, context=40)
@@ -91,8 +89,7 @@ ASKED: list[dict[str, Any]] = [
     {"cap": ["0=300B", "0-1=900B"]},
     {"cap": "1-2=700B", "max_distinct": 2},
     {"max_distinct": 1, "level": "head"},
-    {"level": "head", "ranks": 2, "rank_tolerance": 0.1},
-    {"level": "head", "ranks": 2, "equal_heads": True, "max_distinct": 2, "page": 4},
+    {"level": "head", "equal_heads": True, "max_distinct": 2, "page": 4},
     {"max_tokens": 15},
     {"max_tokens": 15, "min_tokens": 9, "page": 3, "level": "head"},
 ]
@@ -117,56 +114,20 @@ def test_what_is_asked_holds_and_is_verified(asked: dict[str, Any], target: dict
         assert np.all(profile.budgets == profile.budgets[:, :1])
     assert profile.budgets.max() <= asked.get("max_tokens", 40)
     assert profile.budgets.min() >= asked.get("min_tokens", 5)
-    if "ranks" in asked:
-        assert np.all(np.sort(profile.ranks, axis=1) == [0, 1])  # two heads a layer, two ranks
-        loads = np.bincount(profile.ranks.ravel(), weights=profile.budgets.ravel())
-        assert loads.max() <= loads.mean() * (1 + asked.get("rank_tolerance", 0.02)) + 1e-9
-    else:
-        assert profile.ranks is None
 
 
-def test_sliding_layers_are_on_no_rank() -> None:
-    profile = solve(make_scores(1, shape=SLIDING), budget=0.5, level="head", ranks=2)
-    assert profile.ranks[1:3].tolist() == [[-1, -1], [-1, -1]]
-    with pytest.raises(ValueError, match="read-only"):
-        profile.ranks[0, 0] = 1
-
-
-def test_false_placements_are_found() -> None:
+def test_false_limits_are_found() -> None:
     scores = make_scores(0)
-    profile = solve(
-        scores, budget="40%", level="head", ranks=2, rank_tolerance=0.05, max_distinct=9
-    )
+    profile = solve(scores, budget="40%", level="head", max_distinct=9)
 
     def failed(**changes: Any) -> set[str]:
         return untrue(profile.replace(**changes), scores)
 
     assert failed() == set()
-    swapped = profile.ranks.copy()
-    swapped[0] = 0
-    assert failed(ranks=swapped) == {"balance of ranks"}
-    assert failed(ranks=None) == {"balance of ranks"}
     asked = {**profile.requested, "max_distinct": 1}
     assert failed(requested=asked) == {"different budgets", "problem digest"}
     asked = {**profile.requested, "cap": ["0=200B"]}
     assert failed(requested=asked) == {"cap of layer 0", "problem digest"}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (np.zeros((2, 2)), "float64"),
-        (np.zeros((2, 3), dtype=np.int64), "shaped"),
-        (np.full((2, 2), -1), "ranks >= 0"),
-    ],
-)
-def test_ranks_that_cannot_be(ranks: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        make_budget_profile([[10, 10], [10, 10]], ranks=ranks)
-    with pytest.raises(InputError, match="at head level"):
-        make_budget_profile(
-            [[10, 10], [9, 9]], level="layer", ranks=np.zeros((2, 2), dtype=np.int64)
-        )
 
 
 def test_the_worst_unit_is_measured_against_the_whole_context() -> None:
@@ -181,7 +142,7 @@ def test_caps_on_no_unit_and_on_units_that_are_not_there() -> None:
     empty = GroupCap(name="nothing", units=(), capacity_bytes=5)
     problem = make_problem([[0.0, 1.0]] * 2, capacity=2, constraints=(empty,))
     choice = np.array([1, 1])
-    assert empty.fault(problem, choice, None) is None
+    assert empty.fault(problem, choice) is None
     assert empty.floor_fault(problem) is None
     with pytest.raises(InputError, match="a unit twice"):
         GroupCap(name="device 0", units=(0, 0), capacity_bytes=5)

@@ -36,7 +36,6 @@ def file(tmp_path: Path) -> Path:
         {"budget": "0.1%"},
         {"memory": "64B"},
         {"budget": "40%", "max_distinct": 0},
-        {"budget": "40%", "ranks": 2},
         {"budget": "40%", "bits": (16, 3)},
         {"budget": "40%", "max_distinct": 1, "solver": "greedy"},
         {"target_loss": 0.1},
@@ -78,7 +77,7 @@ def test_options_are_written_in_both_ways() -> None:
             option("target_loss", 0.25),
             option("resume", True),
             option("text", keyword="texts"),
-            several(ranks=2, rank_tolerance=0.5),
+            several(page=2, tail=0.5),
             command("profile", bits=(16, 8), loss_policies=None),
             by_interface(python="cache.save()", flags="--save-cache"),
         ]
@@ -87,7 +86,7 @@ def test_options_are_written_in_both_ways() -> None:
         "target_loss=0.25",
         "resume=True",
         "texts",
-        "ranks=2, rank_tolerance=0.5",
+        "page=2, tail=0.5",
         "kvalloc.profile(bits=(16, 8), loss_policies)",
         "cache.save()",
     ]
@@ -97,7 +96,7 @@ def test_options_are_written_in_both_ways() -> None:
             "--target-loss 0.25",
             "--resume",
             "--text",
-            "--ranks 2 --rank-tolerance 0.5",
+            "--page 2 --tail 0.5",
             "'kvalloc profile --bits 16,8 --loss-policies'",
             "--save-cache",
         ]

@@ -41,7 +41,6 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
             {"budget": 0.5, "objective": "mean", "solver": "pyramid"},
             {"budget": 0.5, "solver": "ilp", "page": 4},
             {"budget": 0.5, "average": "allocations"},
-            {"budget": 0.5, "level": "head", "ranks": 2},
             {"budget": "40%", "solver": "greedy", "weights": [0.0, 1.0, 1.0]},
             {"target_retention": 0.9, "level": "head", "weights": [[0, 1], [2, 1], [1, 1]]},
         )

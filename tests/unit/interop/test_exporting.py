@@ -44,8 +44,6 @@ def wide(**changes):
     ("tensorrt-llm", make_budget_profile([[9, 9], [7, 7], [40, 40]], policy=STREAMING,
                                          length_rule="fixed", level="layer"), []),
     ("tensorrt-llm", wide(), ["one-length", "engine-policy", "heads-to-layers"]),
-    ("tensorrt-llm", make_budget_profile(HEADS, ranks=np.zeros((3, 2), dtype=int)),
-     ["one-length", "no-placement", "engine-policy", "heads-to-layers"]),
     ("openvino", wide(length_rule="fixed"),
      ["engine-policy", "heads-to-layers", "layers-to-uniform", "whole-blocks"]),
     ("openvino", wide(bits=np.array([[16, 8], [8, 8], [8, 5]])),

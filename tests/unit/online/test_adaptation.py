@@ -112,18 +112,15 @@ def test_whole_pages_move_and_partial_ones_stay() -> None:
     assert adapted.retained_bytes == profile.retained_bytes
 
 
-def test_bit_widths_ranks_and_caps_keep_their_totals() -> None:
+def test_bit_widths_and_caps_keep_their_totals() -> None:
     rng = np.random.default_rng(5)
     bits = np.array([[16, 8], [8, 16], [4, 4]])
-    ranks = np.array([[0, 1], [1, 0], [0, 1]])
-    profile = random_profile(rng, "head", 40, bits=bits, ranks=ranks)
+    profile = random_profile(rng, "head", 40, bits=bits)
     scores = make_scores(5, n_samples=1)
     adapted = adapt_budgets(profile, scores, 0.5)
     assert adapted.retained_bytes == profile.retained_bytes
-    for table in (bits, ranks):
-        for value in np.unique(table):
-            place = table == value
-            assert adapted.budgets[place].sum() == profile.budgets[place].sum()
+    for width in np.unique(bits):
+        assert adapted.budgets[bits == width].sum() == profile.budgets[bits == width].sum()
     capped = random_profile(rng, "layer", 40, requested={**ASKED, "cap": ["0-1=1GiB"]})
     moved = adapt_budgets(capped, scores, 0.5).budgets
     assert moved[:2].sum() == capped.budgets[:2].sum()

@@ -28,7 +28,6 @@ AUTO = registry.get_solver("auto")
         ("unequal_costs", "dp"),
         ("losses+nested_caps", "ilp"),
         ("concave+max_distinct", "ilp"),
-        ("concave+rank_balance", "ilp"),
     ],
 )
 def test_it_picks_the_cheapest_exact_solver(kind, picked):

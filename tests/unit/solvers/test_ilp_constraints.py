@@ -10,49 +10,26 @@ import numpy as np
 import pytest
 from exact_cases import (
     answer_or_error,
-    check_all,
     hand_problem,
-    kinds,
     medium_problem,
     put_every_option_in_the_program,
 )
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Sense, SideConstraint, Termination
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem import SideConstraint, Termination
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
-from kvalloc.testing import brute_force, tiny_problem, tiny_problems
 
 HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
 DEVICES = (
     GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=4096 * 60),
     GroupCap(name="device 1", units=tuple(range(6, 18)), capacity_bytes=4096 * 90),
 )
-
-
-def test_presolve_keeps_every_solution() -> None:
-    """OR-Tools 9.15 cut the best answer off here while it looked for rows within rows."""
-    problem = tiny_problem("losses+rank_balance", seed=20885, sense=Sense.MIN_COST, level="head")
-    best = brute_force(problem)
-    answer = ILP(backend="cp_sat").solve(problem)
-    assert answer.objective == best.objective == 112
-    assert answer.bound == 112
-
-
-def test_a_search_for_a_placement_that_is_cut_short_claims_nothing(monkeypatch) -> None:
-    """Budgets and ranks together may never end: without a time limit they get a minute."""
-    monkeypatch.setattr("kvalloc.solvers._ilp_search.JOINT_SECONDS", 0.0)
-    cases = tiny_problems(
-        200, kinds=kinds("rank_balance", curves=("concave", "losses")), seed=70_000
-    )
-    ends = check_all(ILP(), cases, exact=False, may_give_up=True)
-    assert ends["optimal"] > 100
-    assert ends["gave up"] + ends["heuristic"] > 0  # else nothing was cut short
 
 
 @pytest.mark.parametrize("target", [False, True])
@@ -63,9 +40,8 @@ def test_a_search_for_a_placement_that_is_cut_short_claims_nothing(monkeypatch) 
         (MaxDistinct(most=3), HEADS_SHARE),
         (MaxDistinct(most=3), *DEVICES),
         (HEADS_SHARE, *DEVICES),
-        (RankBalance(n_ranks=3, tolerance=0.05), MaxDistinct(most=3)),
     ],
-    ids=["few", "few+shared", "few+caps", "shared+caps", "few+ranks"],
+    ids=["few", "few+shared", "few+caps", "shared+caps"],
 )
 def test_cores_and_sets_of_budgets_lose_nothing(
     constraints: tuple[SideConstraint, ...], target: bool, monkeypatch
@@ -108,47 +84,6 @@ def test_the_bound_over_sets_of_budgets_is_that_of_all_sets() -> None:
             assert all(usable[list(chosen)].all() for chosen in wanted)
 
 
-def test_ranks_that_exchanges_cannot_balance_are_decided_with_the_budgets() -> None:
-    """Two layers of two heads: the best budgets are 3, 1, 1, 1, and no placement balances them."""
-    problem = hand_problem(
-        tokens=np.tile([1, 2, 3], (4, 1)),
-        values=np.array([[0, 4, 9.0], [0, 1, 2.0], [0, 1, 2.0], [0, 1, 2.0]]),
-        costs=np.tile([10, 20, 30], (4, 1)),
-        option_counts=np.full(4, 3),
-        weights=np.ones(4),
-        layers=np.array([0, 0, 1, 1]),
-        heads=np.array([0, 1, 0, 1]),
-        capacity_bytes=80,
-    )
-    free = solve_problem(problem, ILP())
-    assert free.objective == 11.0  # 3, and one more for any other
-    for tolerance, best in ((0.0, 11.0), (0.01, 11.0)):
-        balanced = hand_problem(
-            **{
-                name: getattr(problem, name)
-                for name in ("tokens", "values", "costs", "option_counts", "weights", "layers")
-            },
-            heads=problem.heads,
-            capacity_bytes=70,
-            constraints=(RankBalance(n_ranks=2, tolerance=tolerance),),
-        )
-        answer = solve_problem(balanced, ILP())
-        # 30 + 10 and 10 + 20 cannot be even: of 70 bytes only 60 can be used: 20 10 / 10 20.
-        assert answer.cost_bytes == 60
-        assert answer.objective == pytest.approx(5.0)
-        assert answer.objective < best
-
-
-def test_the_ranks_of_a_solution_are_checked_and_spread() -> None:
-    balance = RankBalance(n_ranks=4, tolerance=0.02)
-    problem = medium_problem(0, n_layers=12, n_heads=8, n_options=32, constraints=(balance,))
-    solution = ILP().solve(problem)
-    assert balance.fault(problem, solution.choice, solution.ranks) is None
-    assert solution.termination is Termination.OPTIMAL
-    free = solve_problem(medium_problem(0, n_layers=12, n_heads=8, n_options=32), ILP())
-    assert solution.objective == pytest.approx(free.objective, abs=1e-12)
-
-
 class TestInfeasible:
     """The error names what is too much together."""
 
@@ -158,14 +93,6 @@ class TestInfeasible:
         with pytest.raises(InfeasibleError, match="device 7") as raised:
             solve_problem(problem, ILP())
         assert raised.value.nearest is not None
-
-    def test_ranks_that_cannot_be_even(self) -> None:
-        problem = medium_problem(0, constraints=(RankBalance(n_ranks=4, tolerance=0.0),))
-        odd = np.tile([1, 3, 5], (3, 1))  # two of them are even, and never as much as one
-        one = hand_problem(costs=odd, constraints=(RankBalance(n_ranks=2, tolerance=0.0),))
-        with pytest.raises(InfeasibleError, match="balance over 2 ranks within 0"):
-            solve_problem(one, ILP())
-        assert solve_problem(problem, ILP()).termination is Termination.OPTIMAL
 
     def test_floors_that_are_too_different_for_few_budgets(self) -> None:
         problem = hand_problem(
@@ -214,17 +141,6 @@ def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time() -> Non
     assert answer.objective <= exact.objective <= (answer.bound or 0.0) + 1e-12
 
 
-def test_page_four_budgets_four_ranks() -> None:
-    """What an engine asks for at once, of the size of a small model, solved to the end."""
-    sides = (MaxDistinct(most=4), RankBalance(n_ranks=4, tolerance=0.02))
-    problem = medium_problem(
-        0, n_layers=30, n_heads=3, n_options=64, concave=True, share=0.2, constraints=sides
-    )
-    answer = solve_problem(problem, ILP(), time_limit_seconds=60)
-    assert answer.termination is Termination.OPTIMAL
-    assert np.unique(problem.chosen_tokens(answer.choice)).size <= 4
-
-
 def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     with stdout_kept_clean():
         os.write(1, b"HighsMipSolverData::...")
@@ -239,7 +155,7 @@ def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
     problem = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
     choices = Choices.of(problem)
-    whole = encode(choices, choices.exists, most=3, placement=None, hint=None)
+    whole = encode(choices, choices.exists, most=3, hint=None)
     limits = Limits(deadline=time.monotonic(), absolute_gap=0.0, workers=1)
     answer = BACKENDS[backend](whole.program, limits)
     best = solve_problem(problem, ILP()).objective
