@@ -162,8 +162,6 @@ def scoring(cell: Cell) -> tuple[str, str]:
 def refused_as(cell: Cell) -> str | None:
     """Why a cell ends in a refusal, what arrivals expect by themselves included."""
     said = refusal(cell)
-    if said is None and "assisted" in cell:
-        return "assisted generation"
     if said is None and {"crop", "gemma3"} <= set(cell):
         return "sliding layers cannot be cropped (the prompt before it is answered)"
     return said

@@ -28,7 +28,7 @@ from kvalloc.online.per_prompt import (
 )
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
-from kvalloc.runtime.refusals import check_generate, setting, warn_of_plain
+from kvalloc.runtime.refusals import check_generate, is_assisted, setting, warn_of_plain
 from kvalloc.units import keywords_of
 
 __all__ = ["Applied", "apply"]
@@ -296,25 +296,28 @@ def _reduced(
 
     @wraps(generate)
     def reduced_generate(*args: Any, **kwargs: Any) -> Any:
-        if not applied.active or kwargs.get("past_key_values") is not None:
+        if not applied.active:
             return generate(*args, **kwargs)
         arguments = _named(generate, args, kwargs)
-        check_generate(model, arguments)
-        ids = _prompt(args, arguments)
-        chunked = setting(model, arguments, "prefill_chunk_size") is not None
-        size: dict[str, Any] = {}
-        if ids is not None:
-            many = ("num_beams", "num_return_sequences")
-            copies = max(setting(model, arguments, name) or 1 for name in many)
-            mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
-            ids = ids.repeat_interleave(copies, dim=0)
-            size = _size(ids, mask)
-        cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
-        if chunked and ids is not None:  # a chunk alone would not show the prompt
-            name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
-            cache.decide({name: ids, "attention_mask": mask})
-        applied.last_cache = cache
-        return generate(*args, **{**kwargs, "past_key_values": cache})
+        cache, ids = kwargs.get("past_key_values"), _prompt(args, arguments)
+        if cache is None and not setting(model, arguments, "is_assistant"):
+            check_generate(model, arguments)
+            chunked = setting(model, arguments, "prefill_chunk_size") is not None
+            size: dict[str, Any] = {}
+            if ids is not None:
+                many = ("num_beams", "num_return_sequences")
+                copies = max(setting(model, arguments, name) or 1 for name in many)
+                mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
+                ids = ids.repeat_interleave(copies, dim=0)
+                size = _size(ids, mask)
+            cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
+            if chunked and ids is not None:  # a chunk alone would not show the prompt
+                name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
+                cache.decide({name: ids, "attention_mask": mask})
+            kwargs["past_key_values"] = applied.last_cache = cache
+        if isinstance(cache, BudgetCache) and ids is not None and is_assisted(model, arguments):
+            cache.activate_past_recording(int(ids.shape[1]))
+        return generate(*args, **kwargs)
 
     setattr(reduced_generate, _APPLIED, applied)
     return reduced_generate

@@ -24,6 +24,7 @@ from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
+from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.prompt import Plan, Prompt, State
@@ -63,6 +64,8 @@ class BudgetCache(Cache):
         self.decoder = plan.decoder
         self._warned = False
         self._first_mask: Tensor | None = None
+        self._ahead = False  # while pieces of a forward run, all but the last
+        self._before: list[BudgetCache] = []  # copies from before what drafts made due
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self._mask_function: MaskFunction | None = None
         if (decoder := self.decoder()) is not None:
@@ -295,6 +298,47 @@ class BudgetCache(Cache):
 
     # What the hooks call
 
+    def ahead(
+        self, decoder: nn.Module, arguments: Mapping[str, Any]
+    ) -> tuple[list[Any], Mapping[str, Any]]:
+        """Run the pieces of a forward with drafts, all but the last.
+
+        Returns
+        -------
+        list
+            The decoder's outputs.
+        mapping
+            Arguments of the last piece.
+        """
+        prompt, outputs = self._prompt, list[Any]()
+        if prompt.given is None or self._ahead:
+            return outputs, arguments
+        seen, (_, new_tokens) = self.get_seq_length(), refusals.new_tokens_shape(arguments)
+        arguments = unread(arguments, seen, new_tokens)
+        end = seen + refusals.new_tokens_shape(arguments)[1]
+        self._take()
+        self._ahead = True
+        try:
+            for column in prompt.cuts(end):
+                new = column - self.get_seq_length()
+                outputs.append(decoder(**part(arguments, slice(new), column)))
+                arguments = part(arguments, slice(new, None))
+                if column > prompt.given:
+                    shared = {id(tensor): tensor for tensor in self._tensors()}
+                    self._before.append(copy.deepcopy(self, {**shared, id(self._before): []}))
+                prompt.catch_up()
+        finally:
+            self._ahead = False
+        return outputs, arguments
+
+    def _take(self) -> None:
+        """Nothing that is there is taken back any more: let go of what was kept for that."""
+        self._before = []
+        self._prompt.catch_up()
+        for layer in self.layers:
+            if getattr(layer, "record_past", False):
+                layer.crop(0)
+
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
@@ -313,6 +357,11 @@ class BudgetCache(Cache):
             raise UnsupportedRequestError(prompt.interrupted)
         mask_function = refusals.check_forward(decoder, arguments, self.batch)
         mask = arguments.get("attention_mask")
+        if prompt.given is not None and self.prompt_complete:
+            self.end_prompt()  # drafts are no more of it
+            for layer in self.layers:
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
         seen = self.get_seq_length()
         taken = self.arrival.took_for_whole(seen)
         if (taken and self._first_mask is not None) or self.arrival.unannounced(seen):
@@ -461,10 +510,15 @@ class BudgetCache(Cache):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
-        remove = self.check_crop(tokens_to_remove)
-        if remove > 0:
+        end = self.get_seq_length() - max(self.check_crop(tokens_to_remove), 0)
+        before = next((one for one in self._before if one.get_seq_length() > end), None)
+        if before is not None:
+            self.__dict__.update(before.__dict__, _ahead=False)
+        if remove := self.get_seq_length() - end:
             super().crop(-remove)  # not every layer of transformers' own knows a number to keep
             self._prompt.crop()
+        if self._prompt.given is not None:
+            self._take()
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would remove; raise as it does, and change nothing."""
@@ -473,9 +527,38 @@ class BudgetCache(Cache):
         for layer in self.layers if remove > 0 else ():
             if isinstance(layer, BudgetLayer):
                 layer.crop_count(-remove)
-            else:
+            elif not getattr(layer, "record_past", False):
                 refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)
         return remove
+
+    def activate_past_recording(self, given: int | None = None) -> None:
+        """From now on each forward may end in drafts, and a `crop` follows that takes some back.
+
+        Assisted generation says so. What is evicted and rounded is then what it would be if the
+        tokens that stay had come one at a time.
+
+        Parameters
+        ----------
+        given : int, optional
+            Columns that are no drafts, where the next forward holds both; by default the prompt
+            that was announced, or what the cache has seen.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the cache is empty and no prompt was announced, or it keeps its budget while
+            decoding, or leaves entries unread at each decoded token.
+        """
+        prompt, seen = self._prompt, self.get_seq_length()
+        sliding = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
+        found = given or max(prompt.given or 0, self.arrival.announced or 0, seen)
+        refusals.refuse(
+            drafts_unannounced=not found,
+            drafts_slide_out=any(not hasattr(one, "record_past") for one in sliding),
+            drafts_while_decoding=self.arrival.decode_every is not None,
+            drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
+        )
+        prompt.given = found
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
@@ -498,10 +581,6 @@ class BudgetCache(Cache):
             self._prompt.select(rows)
 
     # What it cannot do
-
-    def activate_past_recording(self) -> None:
-        """Refuse, always: this is what assisted generation asks for."""
-        refusals.refuse(assisted=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 from kvalloc.runtime import refusals
+from kvalloc.runtime.drafts import joined
 
 __all__ = [
     "HookedCache",
@@ -49,6 +50,11 @@ class HookedCache(Protocol):
     ) -> Mapping[str, Any] | None:
         """Check a forward before anything of it runs; returns the arguments to change, if any."""
 
+    def ahead(
+        self, decoder: nn.Module, arguments: Mapping[str, Any]
+    ) -> tuple[list[Any], Mapping[str, Any]]:
+        """Run what has to come first of a forward; returns outputs, and arguments of the rest."""
+
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention."""
 
@@ -65,6 +71,7 @@ Serve: TypeAlias = Callable[
 @dataclass(slots=True)
 class _OpenForward:
     cache: HookedCache
+    outputs: list[Any] = field(default_factory=list)
     token: Token[Any] | None = None
     attended: int = 0
 
@@ -248,11 +255,12 @@ def _begin(
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Begin a forward with a cache; returns its arguments."""
+    outputs, arguments = cache.ahead(module, arguments)
     with _claimed(entry, cache):
         changed = cache.begin_forward(module, arguments)
         # It has checked that this is the cache's own model, so it carries the hooks.
         entry = _installed[module]
-        forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache)
+        forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache, outputs)
         forward.token = entry.switch.enter(forward.attend)
     return {**arguments, "past_key_values": cache, **(changed or {})}
 
@@ -287,15 +295,16 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
         raise
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if torch.compiler.is_compiling():
-        return
+        return None
     entry = _installed.get(module)
-    if entry is not None:
-        _close(entry, completed=output is not None)
+    outputs = [] if entry is None else _close(entry, completed=output is not None)
+    return joined([*outputs, output]) if outputs and output is not None else None
 
 
-def _close(entry: _Installed, *, completed: bool) -> None:
+def _close(entry: _Installed, *, completed: bool) -> list[Any]:
+    """End this thread's forward, if one is open; returns the outputs of what came first of it."""
     with _lock:  # another thread may be looking through them
         forward = entry.open_forwards.pop(threading.get_ident(), None)
     if forward is not None and forward.token is not None:
@@ -309,6 +318,7 @@ def _close(entry: _Installed, *, completed: bool) -> None:
                 "layers"
             )
         forward.cache.end_forward(completed=completed)
+    return [] if forward is None else forward.outputs
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache | None:

@@ -306,8 +306,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Parameters
         ----------
-        visible : Tensor of bool, (batch, n_dense), or None
-            False marks padding among the dense tokens, which is left out.
+        visible : Tensor of bool, (batch, seen_tokens), or None
+            False marks padding, which is left out.
         latest : int
             So many tokens stay as they are at least.
         """
@@ -319,7 +319,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         first = self.seen_tokens - dense
         columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
         shown = torch.ones(keys.shape[0], count, dtype=torch.bool)
-        shown = shown if visible is None else visible[:, :count]
+        shown = shown if visible is None else visible[:, first : first + count]
         older = (keys[:, :, :count], values[:, :, :count])
         self.entries = self.entries.and_then(*older, columns, shown)
         self.packed_following += count

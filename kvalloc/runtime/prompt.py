@@ -263,6 +263,7 @@ class Prompt:
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._followers: Followers | None = None  # of a prompt that waits for some, or goes on
         self._again = False  # evicted late, and the budget is kept while decoding
+        self.given: int | None = None  # columns behind which drafts may stand; None without any
         self._in_chunks = True  # unless the first forward is known to be the whole prompt
         self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
         self._forget_held()
@@ -385,6 +386,25 @@ class Prompt:
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
 
+    @property
+    def _latest(self) -> int:
+        """Of what followed a prompt at fewer bits, how many tokens at least are not rounded."""
+        return max(LATEST_TOKENS, self.plan.awaited)
+
+    def cuts(self, end: int) -> list[int]:
+        """Columns at which a forward up to `end` is cut, if what is not given may be taken back.
+
+        Behind what is given, and wherever something is then evicted or rounded: each token sees
+        what it would see if it had come alone.
+        """
+        given = self.given or 0
+        prompt = self.arrival.prompt_tokens if self.arrival.complete else given
+        assert prompt is not None
+        found = {given, prompt + self.plan.awaited}
+        if self.plan.bits:
+            found.update(range(prompt + self._latest + LATEST_TOKENS, end, LATEST_TOKENS))
+        return sorted(one for one in found if max(self._n_seen + 1, given) <= one < end)
+
     def crop(self) -> None:
         """The layers have been cropped."""
         end = self._n_seen
@@ -450,10 +470,6 @@ class Prompt:
         if self._holds(step):
             self._note_held(layer, states, step)
             return
-        bits = self.plan.bits
-        if step.follows and states.layer in bits and not layer.awaits_eviction:
-            visible = step.following_visible(layer.dense_tokens)
-            layer.pack_following(visible, max(LATEST_TOKENS, self.plan.awaited))
         if self._following is not None:
             note_queries(layer, self._following[1], states.queries)
             if self._again:
@@ -471,7 +487,7 @@ class Prompt:
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
             remember=step.remember,
-            bits=bits if step.settles and not self.plan.bounded else {},
+            bits=self.plan.bits if step.settles and not self.plan.bounded else {},
             chooser=self.plan.early,
             hand_out=self._handed_out if self.plan.by_layer else None,
         )
@@ -502,7 +518,8 @@ class Prompt:
                 self._end_held(step)
             elif following is not None:
                 self._followers = following[0]
-            self._evict_if_due()
+            if self.given is None:
+                self.catch_up()
             return
         self.checks = Checks()
         for layer in self._budget_layers:
@@ -648,8 +665,10 @@ class Prompt:
         if not awaited_tokens(scorer for each in looks.values() for scorer in each):
             self.evict()
 
-    def _evict_if_due(self) -> None:
-        """Evict late if enough has followed the prompt, or what was kept of it."""
+    def catch_up(self) -> None:
+        """Round what followed, and evict late, where enough has followed the prompt."""
+        for index in self.plan.bits:
+            self._layers[index].pack_following(self.arrival.visible, self._latest)
         followers, every = self._followers, self.arrival.decode_every
         if followers is None:
             return

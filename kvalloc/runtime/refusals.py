@@ -39,6 +39,7 @@ __all__ = [
     "check_model",
     "check_not_chunked",
     "check_profile",
+    "is_assisted",
     "new_tokens_shape",
     "refuse",
     "setting",
@@ -83,9 +84,18 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "{option[bounded]} keeps a part; leave out one of them",
         "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
         # What the model is set to, and what a call asks for
-        "assisted": "assisted generation takes back tokens that were already cached, which a "
-        "reduced cache cannot do; call generate() without assistant_model and "
-        "prompt_lookup_num_tokens",
+        "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
+        "them out, or take prompt_lookup_num_tokens or assistant_model",
+        "drafts_unannounced": "assisted generation sends the prompt and the first drafts in one "
+        "forward; say how long the prompt is: kvalloc.runtime.make_cache(profile, model, "
+        "prompt_tokens=...), or use kvalloc.apply, which does so",
+        "drafts_slide_out": "this version of transformers takes back no drafts from sliding-window "
+        "layers; install a newer one, or call generate() without assistance",
+        "drafts_while_decoding": "assisted generation takes back drafts, which a cache that keeps "
+        "its budget while decoding cannot; leave out assistance or {option[decode_every]}",
+        "drafts_read_all": "the policy {0} leaves entries unread at each decoded token, but drafts "
+        "come several at a time and read all; call generate() without assistance, or choose "
+        "another policy",
         "offloaded": "a reduced cache cannot be offloaded; it is small enough to stay on the "
         "device",
         "other_cache": "the generation config asks for a {0} cache, which does not go with another "
@@ -284,19 +294,26 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For assisted generation, another cache implementation, compilation, attention weights, or
-        no cache at all.
+        For another cache implementation, compilation, attention weights, drafts of the model's
+        own, or no cache at all.
     """
     asked = partial(setting, model, arguments)
     cache = asked("cache_implementation") or "dynamic"
     refuse(
-        assisted=asked("prompt_lookup_num_tokens") or arguments.get("assistant_model") is not None,
+        assisted=asked("use_mtp") or asked("speculation_type"),
         offloaded="offloaded" in cache,
         other_cache=cache != "dynamic" and cache,
         unused=asked("use_cache") is False,
         compiled=asked("compile_config") is not None,
         weights=asked("output_attentions"),
     )
+
+
+def is_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether a ``generate()`` call, by its keyword arguments, tries drafts."""
+    names = ("prompt_lookup_num_tokens", "assistant_early_exit")
+    among = [arguments.get("assistant_model"), *(setting(model, arguments, n) for n in names)]
+    return any(one is not None for one in among)
 
 
 def check_forward(

@@ -189,8 +189,8 @@ def test_apply_reads_a_generation_config_that_comes_by_its_place(tiny: ModuleTyp
         model.generate(ids, chunked)
         assert applied.last_cache is not None
         assert (applied.last_cache.kept_tokens == profile.budgets + NEW - 1).all()
-        with pytest.raises(UnsupportedRequestError, match="assisted generation"):
-            model.generate(ids, GenerationConfig(prompt_lookup_num_tokens=3))
+        with pytest.raises(UnsupportedRequestError, match="cannot be offloaded"):
+            model.generate(ids, GenerationConfig(cache_implementation="offloaded"))
 
 
 def test_apply_refuses_on_entering(tiny: ModuleType) -> None:

@@ -121,12 +121,11 @@ def test_the_product_leaves_nothing_out(product: list[Cell]) -> None:
 
 
 def test_what_is_impossible_is_known() -> None:
-    """Assisted generation; chunks of what merges early; rows of different length with `mpcache`."""
-    policies, modes = FACTORS["policy"], FACTORS["mode"]
-    uneven = ("left_padding", "different_lengths", "padded_chunks")
+    """Chunks of what merges early; with `mpcache` rows of different length, and drafts."""
+    modes = FACTORS["mode"]
+    uneven = ("left_padding", "different_lengths", "padded_chunks", "assisted")
     chunks = ("chunks", "unannounced_chunks", "padded_chunks")
-    expected = set(itertools.product(policies, ["assisted"], modes))
-    expected |= set(itertools.product(["mpcache"], uneven, modes))
+    expected = set(itertools.product(["mpcache"], uneven, modes))
     expected |= set(itertools.product(["merge"], chunks, ["early"]))
     assert set(impossible()) == expected
 

@@ -179,8 +179,7 @@ def test_cropping_into_a_reduced_prompt_or_a_full_window_is_refused(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"prompt_lookup_num_tokens": 3}, "assisted"),
-        ({"assistant_model": "any"}, "assisted"),
+        ({"use_mtp": True}, "use_mtp"),
         ({"cache_implementation": "static"}, "static"),
         ({"cache_implementation": "offloaded"}, "offloaded"),
         ({"use_cache": False}, "use_cache=False"),
@@ -319,6 +318,13 @@ def configured(tiny: ModuleType, model: Any, **settings: Any) -> None:
     profile.cache(model)
 
 
+def of_the_oldest(tiny: ModuleType, model: Any) -> None:
+    cache = made(tiny, own := tiny.tiny_model("gemma3"), tiny.make_profile(own, CONTEXT, 0.3))
+    for layer in cache.layers:
+        vars(layer).pop("record_past", None)
+    cache.activate_past_recording(CONTEXT)
+
+
 def trained(tiny: ModuleType, model: Any) -> None:
     model.gradient_checkpointing_enable()
     forward(tiny, model.train())
@@ -440,9 +446,19 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         lambda tiny, model: shared(tiny, model).cache(model, bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
     ),
-    "assisted": (
-        lambda tiny, model: read(tiny, model).activate_past_recording(),
-        "call generate.. without assistant_model",
+    "assisted": (partial(generated, use_mtp=True), "leave them out, or take prompt_lookup"),
+    "drafts_unannounced": (
+        lambda tiny, model: made(tiny, model).activate_past_recording(),
+        "say how long the prompt is.*prompt_tokens",
+    ),
+    "drafts_slide_out": (of_the_oldest, "takes back no drafts from sliding-window layers"),
+    "drafts_while_decoding": (
+        lambda tiny, model: read(tiny, model, decode_every=4).activate_past_recording(),
+        "leave out assistance or decode_every",
+    ),
+    "drafts_read_all": (
+        lambda tiny, model: read(tiny, model, policy="mpcache").activate_past_recording(),
+        "the policy mpcache leaves entries unread",
     ),
     "offloaded": (lambda tiny, model: read(tiny, model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),

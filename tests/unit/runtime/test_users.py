@@ -252,8 +252,6 @@ def test_compiled_parts_are_refused(tiny: ModuleType, change: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
-        ({"assistant_model": True}, "assisted generation"),
         ({"cache_implementation": "static"}, "static"),
         ({"use_cache": False}, "use_cache"),
         ({"output_attentions": True}, "output_attentions"),
@@ -262,8 +260,6 @@ def test_compiled_parts_are_refused(tiny: ModuleType, change: Any) -> None:
 def test_generate_refuses_in_one_line(tiny: ModuleType, options: Any, said: str) -> None:
     model = tiny.tiny_model("llama", "eager")
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    if "assistant_model" in options:
-        options = {"assistant_model": tiny.tiny_model()}
     with kvalloc.apply(model, profile), pytest.raises(KVAllocError, match=said) as caught:
         generate(model, tiny.prompt(CONTEXT), **options)
     assert "\n" not in str(caught.value)

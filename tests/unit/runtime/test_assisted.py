@@ -1,0 +1,249 @@
+"""Assisted generation: prompt lookup and an assistant give what the cache gives without them."""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+import kvalloc
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime import make_cache
+
+CONTEXT, NEW = 90, 150
+LOOKUP = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
+DRAFTED = 7
+#: The oldest transformers takes nothing back of sliding layers, and its early exit fails alone.
+RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    """Greedy tokens, never the end: what repeats itself is what prompt lookup finds."""
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 10**6, **options}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+
+def same(found: Any, expected: Any, bits: int = 16) -> None:
+    """The same tokens, by logits that differ by no more than two orders of summing do.
+
+    At fewer bits a few numbers that lie between two steps are then rounded the other way; if
+    other tokens were rounded, logits would differ by 1.
+    """
+    assert torch.equal(found.sequences, expected.sequences)
+    pairs = zip(found.logits, expected.logits, strict=True)
+    off = max(float((one - other).abs().max()) for one, other in pairs)
+    assert off < (1e-3 if bits == 16 else 0.03)
+
+
+def profile_of(tiny: ModuleType, model: Any, share: float, bits: int, **options: Any) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, share, **options)
+    profile = tiny.by_head(profile) if share < 1 else profile
+    full = list(profile.shape.full_layers)
+    widths = np.full_like(profile.budgets, 16)
+    widths[full] = bits
+    return profile if bits == 16 else profile.replace(bits=widths)
+
+
+def drafts_of(monkeypatch: pytest.MonkeyPatch, answer: torch.Tensor) -> list[int]:
+    """Let prompt lookup draft what will be said, but for a wrong token here and there.
+
+    Returns
+    -------
+    list of int
+        Drafts of each call.
+    """
+    numbers, counts = torch.Generator().manual_seed(0), []
+
+    def get_candidates(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        first = input_ids.shape[1]
+        drafts = answer[:, first : min(first + DRAFTED, self.max_length - 1)].clone()
+        wrong = torch.rand(drafts.shape, generator=numbers) < 0.15
+        counts.append(drafts.shape[1])
+        return torch.cat([input_ids, torch.where(wrong, (drafts + 1) % 50, drafts)], dim=1), None
+
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", get_candidates)
+    return counts
+
+
+@pytest.mark.parametrize("bits", [16, 5])
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("family", ["llama", "qwen3", *["gemma3"] * RECORDS])
+def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, family: str, share: float, bits: int
+) -> None:
+    """Over a block that is rounded, of drafts that stay and drafts that go."""
+    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
+    with kvalloc.apply(model, profile_of(tiny, model, share, bits)) as applied:
+        expected = generate(model, ids)
+        kept = applied.last_cache.kept_tokens
+        counts = drafts_of(monkeypatch, expected.sequences)
+        same(generate(model, ids, **LOOKUP), expected, bits)
+        assert len(counts) < NEW / 2 < NEW < sum(counts)  # some stay, some go
+        assert (applied.last_cache.kept_tokens == kept).all()
+    if (share, bits) == (1.0, 16):
+        same(expected, generate(model, ids))
+
+
+@pytest.mark.parametrize("bits", [16, 5])
+@pytest.mark.parametrize(
+    ("scorer", "options"),
+    [
+        ("lookahead", {}),
+        ("lookahead", {"bounded": True}),
+        ("reconstruction", {}),
+        ("xkv", {"adapt": 0.3, "hold": True}),
+        ("xkv", {"adapt": 0.3}),
+    ],
+)
+def test_drafts_never_vote(
+    tiny: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    scorer: str,
+    options: dict[str, Any],
+    bits: int,
+) -> None:
+    """What waits for tokens waits for those that stay: the same entries are kept."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = profile_of(tiny, model, 0.4, bits, scorer=scorer)
+    with kvalloc.apply(model, profile, **options) as applied:
+        expected = generate(model, ids, max_new_tokens=40)
+        kept = applied.last_cache
+        drafts_of(monkeypatch, expected.sequences)
+        same(generate(model, ids, max_new_tokens=40, **LOOKUP), expected, bits)
+        assert tiny.same_kept(kept, applied.last_cache)
+
+
+@pytest.mark.parametrize(("budget", "memory"), [("100%", None), ("30%", None), ("30%", "200 kB")])
+def test_assisted_generation_in_the_ways_of_the_default(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, budget: str, memory: str | None
+) -> None:
+    """And over two turns, of which the second goes on with the first's cache."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    question, turns = tiny.prompt(30, seed=5), []
+    with kvalloc.apply(model, budget=budget, memory=memory):
+        for options in ({}, LOOKUP):
+            if options:
+                drafts_of(monkeypatch, turns[1].sequences)
+            first = generate(model, ids, max_new_tokens=90, **options)
+            longer = torch.cat([first.sequences, question], dim=1)
+            cache = first.past_key_values
+            turns += [first, generate(model, longer, past_key_values=cache, **options)]
+            turns.append(cache.kept_tokens)
+    bits = 16 if budget == "100%" else 5
+    same(turns[3], turns[0], bits)
+    same(turns[4], turns[1], bits)
+    assert (turns[5] == turns[2]).all()
+
+
+def test_a_cache_that_was_made_by_hand(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an announced prompt, or of one that was read first; an empty one knows no prompt."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile, short = profile_of(tiny, model, 0.4, 16), {"max_new_tokens": 30}
+
+    def read(cache: Any) -> Any:
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=cache)
+        return cache
+
+    made, announced = make_cache(profile, model), make_cache(profile, model, prompt_tokens=CONTEXT)
+    expected = generate(model, ids, past_key_values=made, **short)
+    after = generate(model, ids, past_key_values=read(profile.cache(model)), **short)
+    with pytest.raises(UnsupportedRequestError, match="say how long the prompt is"):
+        profile.cache(model).activate_past_recording()
+    drafts_of(monkeypatch, expected.sequences)
+    announced.activate_past_recording()  # as transformers does by itself, but for its oldest
+    same(generate(model, ids, past_key_values=announced, **short, **LOOKUP), expected)
+    drafts_of(monkeypatch, after.sequences)
+    cache = read(profile.cache(model))
+    cache.activate_past_recording(CONTEXT)
+    same(generate(model, ids, past_key_values=cache, **short, **LOOKUP), after)
+
+
+@pytest.mark.parametrize("whose", ["other", "under apply", "its own", *["early exit"] * RECORDS])
+def test_an_assistant_model(tiny: ModuleType, whose: str) -> None:
+    """It reads the prompt whole, also where it is under `apply` itself: it goes back into it."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    assistant = model if whose == "its own" else tiny.tiny_model("qwen3")
+    profile, short = profile_of(tiny, model, 0.4, 5), {"max_new_tokens": 30}
+    options = {"assistant_early_exit": 2} if whose == "early exit" else {}
+    options = options or {"assistant_model": assistant}
+    with kvalloc.apply(model, profile) as applied, contextlib.ExitStack() as stack:
+        expected = generate(model, ids, **short)
+        if whose == "under apply":
+            drafting = stack.enter_context(kvalloc.apply(assistant, budget="20%"))
+        same(generate(model, ids, **short, **options), expected, 5)
+        assert applied.last_cache.get_seq_length() == CONTEXT + 29
+        assert whose != "under apply" or drafting.last_cache is None
+
+
+def test_what_assisted_generation_returns(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states, those of the plain model at 100%; a stream; of one token each, a sample."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    told: list[int] = []
+
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            told.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    wanted = {"max_new_tokens": 30, "output_hidden_states": True}
+    answer = generate(model, ids, max_new_tokens=30).sequences
+    drafts_of(monkeypatch, answer)
+    expected = generate(model, ids, **wanted, **LOOKUP)
+    drafts_of(monkeypatch, answer)
+    with kvalloc.apply(model, profile_of(tiny, model, 1.0, 16)):
+        found = generate(model, ids, **wanted, **LOOKUP, streamer=Streamer())
+        assert told == expected.sequences[0].tolist()
+        for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+            for level, its in zip(one, other, strict=True):
+                assert (level - its).abs().max() < 1e-3
+        sampled = generate(model, ids, max_new_tokens=30, **LOOKUP, do_sample=True, top_k=1)
+    assert torch.equal(sampled.sequences, expected.sequences)
+
+
+def test_sliding_layers_stay_small_after_drafts(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold what slid out only until what was drafted is known to stay."""
+    model, ids = tiny.tiny_model("gemma3"), tiny.prompt(CONTEXT)
+    with kvalloc.apply(model, profile_of(tiny, model, 0.4, 16)):
+        expected = generate(model, ids, max_new_tokens=40)
+        drafts_of(monkeypatch, expected.sequences)
+        if not RECORDS:
+            with pytest.raises(UnsupportedRequestError, match="takes back no drafts"):
+                generate(model, ids, **LOOKUP)
+            return
+        cache = generate(model, ids, max_new_tokens=40, **LOOKUP).past_key_values
+    with torch.no_grad():
+        for token in expected.sequences[:, -1:].expand(20, 1):
+            model(token[None], past_key_values=cache)
+    assert (cache.kept_tokens[0] <= model.config.sliding_window).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"decode_every": 4}, "takes back drafts"),
+        ({"policy": "mpcache"}, "drafts come several at a time"),
+    ],
+)
+def test_what_assisted_generation_cannot_do(tiny: ModuleType, options: Any, match: str) -> None:
+    model = tiny.tiny_model()
+    profile, ran = tiny.make_profile(model, CONTEXT, 0.4), []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    refused = pytest.raises(UnsupportedRequestError, match=match)
+    with kvalloc.apply(model, profile, **options), refused:
+        generate(model, tiny.prompt(CONTEXT), **LOOKUP)
+    assert not ran
