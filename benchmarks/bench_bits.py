@@ -192,7 +192,7 @@ def lines_of(
 
 
 def _cache(profile: BudgetProfile, model: Any) -> Any:
-    return profile.cache(model)
+    return kvalloc.make_cache(model, profile)
 
 
 def _kls(outcomes: list[Outcome]) -> Any:

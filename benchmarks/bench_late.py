@@ -24,6 +24,7 @@ from _common import describe_where, ratios, timed_in_turns, where_it_ran
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
+import kvalloc
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.default import AWAITED, PIECE, Default, Way
@@ -89,12 +90,12 @@ def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> tuple[torch.
 @torch.inference_mode()
 def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str, Any]:
     """Times of prefill and answer in turns, of the eviction alone, and stored bytes."""
-    make = {"full": lambda: full(model), "late": lambda: profile.cache(model)}
+    make = {"full": lambda: full(model), "late": lambda: kvalloc.make_cache(model, profile)}
     runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
     seconds = timed_in_turns(runs, repeats=repeats)
     prefills, evictions = [], []
     for _ in range(repeats):
-        cache = profile.cache(model)
+        cache = kvalloc.make_cache(model, profile)
         begun = time.perf_counter()
         out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
         prefills.append(time.perf_counter() - begun)
@@ -146,8 +147,8 @@ def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: 
     _, shipped = default.decided(shape, tokens)
     if way == "decided":
         assert shipped is not None, "no decision ships for this model"
-        return shipped.cache(model)
-    return default.profile(shape, tokens, way).cache(model, bounded=way == "early")
+        return kvalloc.make_cache(model, shipped)
+    return kvalloc.make_cache(model, default.profile(shape, tokens, way), bounded=way == "early")
 
 
 class NothingMeasured(Default):

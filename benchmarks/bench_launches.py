@@ -29,6 +29,8 @@ TESTS = ROOT / "tests"
 sys.path.append(str(TESTS))
 from fake_device import AskedTheDevice, decoded_on_fake_device  # noqa: E402
 
+import kvalloc  # noqa: E402
+
 TOKENS, ROWS = 300, 2
 CASES = ("plain", "by layer", "by head", "by head at 8 bits", "at 16, 8 and 4 bits", "left padding")
 
@@ -105,7 +107,7 @@ def launches(name: str, n_layers: int) -> Any:
         return (
             DynamicCache(config=model.config)
             if name == "plain"
-            else profile(name, model).cache(model)
+            else kvalloc.make_cache(model, profile(name, model))
         )
 
     def fill(model: Any) -> Any:

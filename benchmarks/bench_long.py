@@ -156,7 +156,11 @@ def compared(
     every, profile = arguments.every, kvalloc.load_profile(arguments.profile)
     kept = round(profile.share_at(PROMPT_TOKENS) * PROMPT_TOKENS)
     plain = Run("full cache", DynamicCache(), nullcontext_press)
-    runs = [Run(f"kvalloc {profile.policy.name}", profile.cache(model, decode_every=every))]
+    runs = [
+        Run(
+            f"kvalloc {profile.policy.name}", kvalloc.make_cache(model, profile, decode_every=every)
+        )
+    ]
     runs += [peer(name, kept, every) for name in arguments.press]
     for run in (plain, *runs):
         run.logits(model, ids, 0)

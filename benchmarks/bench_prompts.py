@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.loading import load_model
-from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
 
 ADAPT = 0.25
 
@@ -73,10 +73,12 @@ def measure(
     held = PromptTarget.parse(**options, hold=True)
     make = {
         "plain": lambda: DynamicCache(config=model.config),
-        "stored": lambda: profile.cache(model),
-        "adapted": lambda: profile.cache(model, adapt=ADAPT),
-        "adapted, part": lambda: profile.cache(model, adapt=ADAPT, measured_tokens=part),
-        "adapted, held": lambda: profile.cache(model, adapt=ADAPT, hold=True),
+        "stored": lambda: kvalloc.make_cache(model, profile),
+        "adapted": lambda: make_adapting_cache(model, profile, adapt=ADAPT),
+        "adapted, part": lambda: make_adapting_cache(
+            model, profile, adapt=ADAPT, measured_tokens=part
+        ),
+        "adapted, held": lambda: make_adapting_cache(model, profile, adapt=ADAPT, hold=True),
         "decided": lambda: make_prompt_cache(model, target),
         "decided, part": lambda: make_prompt_cache(model, sampled),
         "decided, held": lambda: make_prompt_cache(model, held),

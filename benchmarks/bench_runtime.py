@@ -224,7 +224,9 @@ def all_rows(
     """The rows of all sections."""
     make: dict[str, Callable[[], Any]] = {
         "plain": lambda: DynamicCache(config=model.config),
-        **{level: lambda one=one: one.cache(model) for level, one in profiles.items()},
+        **{
+            level: lambda one=one: kvalloc.make_cache(model, one) for level, one in profiles.items()
+        },
     }
     wanted = arguments.only or ["prefill", "decode", "kernel", "bits", "peers"]
     if "prefill" in wanted:
@@ -379,7 +381,9 @@ def repeated(
 ) -> dict[Any, Any]:
     """A cache of the prompt for each budget profile, its row repeated."""
     ids = arguments.ids[:, : arguments.tokens]
-    caches = {name: prefill(model, one.cache(model), ids) for name, one in profiles.items()}
+    caches = {
+        name: prefill(model, kvalloc.make_cache(model, one), ids) for name, one in profiles.items()
+    }
     for cache in caches.values():
         cache.batch_repeat_interleave(arguments.batch)
     return caches

@@ -129,7 +129,7 @@ def harm(loaded: LoadedModel, file: str, arguments: argparse.Namespace) -> Itera
             asked, answer, truth = spoken(loaded.model, sample)
             for share, profiles in made.items():
                 for way, profile in profiles.items():
-                    cache = profile.cache(loaded.model)
+                    cache = kvalloc.make_cache(loaded.model, profile)
                     logits = after(loaded.model, cache, sample.token_ids, asked, answer)
                     terms = truth.exp() * (truth - logits)
                     found.setdefault((share, way), []).append(float(terms.sum(-1).mean()))
@@ -201,7 +201,7 @@ def speed(loaded: LoadedModel, file: str, arguments: argparse.Namespace) -> dict
 
     calls = {"plain": lambda: run(lambda: DynamicCache(config=model.config))}
     for name in ("surrogate", "reconstruction"):
-        calls[name] = lambda name=name: run(lambda: found[name].cache(model))
+        calls[name] = lambda name=name: run(lambda: kvalloc.make_cache(model, found[name]))
     seconds = timed_in_turns(calls, repeats=arguments.repeats, warm_up=0)
     return {name: ratios(seconds, name, "plain") for name in calls if name != "plain"}
 

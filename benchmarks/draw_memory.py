@@ -47,7 +47,10 @@ def main() -> None:
     for context in arguments.contexts:
         caches: dict[str, Any] = {
             "full": DynamicCache(config=loaded.model.config),
-            **{level: profile.cache(loaded.model) for level, profile in profiles.items()},
+            **{
+                level: kvalloc.make_cache(loaded.model, profile)
+                for level, profile in profiles.items()
+            },
         }
         for name, cache in caches.items():
             prefill(loaded.model, cache, ids[:, :context])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvalloc.online.solving import solve_measured
     from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
     from kvalloc.report.page import write_report
-    from kvalloc.runtime import load_cache
+    from kvalloc.runtime import load_cache, make_cache
     from kvalloc.shape import ModelShape
 
 __version__ = "0.1.0.dev0"
@@ -45,6 +46,7 @@ _WHERE = {
     "load_model": "kvalloc.models.loading",
     "load_profile": "kvalloc.formats.shipped_profiles",
     "load_scores": "kvalloc.formats.shipped_profiles",
+    "make_cache": "kvalloc.runtime",
     "profile": "kvalloc.measure",
     "shipped_profiles": "kvalloc.formats.shipped_profiles",
     "solve": "kvalloc.allocation.decision",
@@ -69,6 +71,7 @@ __all__ = [
     "load_model",
     "load_profile",
     "load_scores",
+    "make_cache",
     "profile",
     "shipped_profiles",
     "solve",
@@ -89,3 +92,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _show_in_notebook() -> None:
+    """Let a notebook that runs show profiles by `kvalloc.report`, once there is one to show."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        html = shell.display_formatter.formatters["text/html"]
+        for name in ("BudgetProfile", "ScoreProfile"):
+            html.for_type_by_name(
+                _WHERE[name],
+                name,
+                lambda one: importlib.import_module("kvalloc.report.notebook").profile_html(one),
+            )
+
+
+_show_in_notebook()

@@ -29,6 +29,7 @@ import numpy as np
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before a client of the hub is imported
 
+import kvalloc
 from kvalloc.errors import KVAllocError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
@@ -836,7 +837,7 @@ def _model_kinds(folder: Path, saved: Callable[..., tuple[Path, ...]]) -> dict[s
         profile = equal_budgets(model, 12)
         if bits:
             profile = profile.replace(level="head", bits=np.full_like(profile.budgets, bits))
-        cache = profile.cache(model)
+        cache = kvalloc.make_cache(model, profile)
         with torch.no_grad():
             model(torch.arange(40)[None], past_key_values=cache)
         cache.save(folder / f"cache-{place}")

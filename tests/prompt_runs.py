@@ -86,7 +86,7 @@ def chunked_copied_and_loaded(
     profile: Any, model: Any, ids: torch.Tensor, folder: Path
 ) -> tuple[Any, Any, Any, Any]:
     """Caches of one prompt: in one piece, in chunks, a copy of the first, the first loaded."""
-    whole, chunked = profile.cache(model), profile.cache(model)
+    whole, chunked = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     read(model, ids, whole)
     with chunked.prefill():
         for chunk in ids.split(33, dim=1):

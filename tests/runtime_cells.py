@@ -83,8 +83,8 @@ class Setting:
         own = (EARLY_OPTIONS if self.mode == "early" else {}) | OPTIONS
         options, bounded = own.get(self.policy), self.mode == "bounded"
         return make_cache(
-            self.profile,
             self.model,
+            self.profile,
             policy=self.policy,
             policy_options=options,
             bounded=bounded,

@@ -130,7 +130,7 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
         share = half.retained_bytes / half.full_bytes
         near = min(shares, key=lambda one: abs(one - share))
         if abs(near - share) <= 0.02 and fits(profile, model):
-            make = CacheMethod(make_cache=lambda one=profile: one.cache(model))
+            make = CacheMethod(make_cache=lambda one=profile: kvalloc.make_cache(model, one))
             digest = digest_of(profile)
             short = name.removeprefix(f"{profile.shape.model_id.split('/')[-1].lower()}-")
             yield Named(name=f"{short}#{digest}", share=near, method=make)
@@ -161,7 +161,7 @@ def presses(
 def fits(profile: Any, model: Any) -> bool:
     """Whether a shipped profile is of the model."""
     try:
-        profile.cache(model)
+        kvalloc.make_cache(model, profile)
     except KVAllocError:
         return False
     return True

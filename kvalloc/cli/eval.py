@@ -288,12 +288,12 @@ def _methods(
     from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
     from kvalloc.interop.kvpress import peer_methods
     from kvalloc.online.application import apply
-    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+    from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
 
     makers: dict[str, MakeCache] = {}
     allowed = asked.get("allow_other_model", False)
     for name, budgets in profiles.items():
-        makers[name] = own = partial(budgets.cache, model, allow_other_model=allowed)
+        makers[name] = own = partial(make_adapting_cache, model, budgets, allow_other_model=allowed)
         if "adapt" in asked:
             makers[f"{name} --adapt {asked['adapt']:g}"] = partial(own, adapt=asked["adapt"])
     if "target_retention" in asked:

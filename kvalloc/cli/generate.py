@@ -376,6 +376,8 @@ def _cache(
         from transformers import DynamicCache
 
         return DynamicCache(config=loaded.model.config)
+    from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
+
     by_prompt: dict[str, Any] = {"measured_tokens": asked.measured_tokens, "hold": asked.hold}
     picked: dict[str, Any] = {
         "policy": asked.policy,
@@ -385,11 +387,9 @@ def _cache(
     }
     if budgets is not None:
         other = asked.allow_other_model
-        return budgets.cache(
-            loaded.model, allow_other_model=other, adapt=asked.adapt, **by_prompt, **picked
+        return make_adapting_cache(
+            loaded.model, budgets, allow_other_model=other, adapt=asked.adapt, **by_prompt, **picked
         )
-    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
-
     wanted = PromptTarget.parse(**asked.target, solver=asked.solver, **by_prompt)
     return make_prompt_cache(loaded.model, wanted, **picked)
 

@@ -134,7 +134,8 @@ class CacheMethod:
     Attributes
     ----------
     make_cache : callable
-        Gives a new, empty cache, such as ``lambda: profile.cache(model)``.
+        Gives a new, empty cache, such as
+        ``lambda: kvalloc.make_cache(model, profile)``.
     """
 
     make_cache: MakeCache
@@ -210,6 +211,7 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
 
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
     from kvalloc.models.loading import shape_of
+    from kvalloc.runtime import make_cache
 
     shape = shape_of(model)
     budgets = np.full((shape.n_layers, shape.n_kv_heads), ANY_CONTEXT, dtype=np.int64)
@@ -224,7 +226,7 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
         bits=widths,
         policy=Policy(scorer="streaming", scorer_parameters={}, sinks=4, window=8),
     )
-    return CacheMethod(make_cache=lambda: profile.cache(model))
+    return CacheMethod(make_cache=lambda: make_cache(model, profile))
 
 
 def full_cache(model: PreTrainedModel) -> CacheMethod:

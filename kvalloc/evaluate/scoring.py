@@ -239,7 +239,8 @@ def evaluate(
     tokenizer : PreTrainedTokenizerBase
     tasks : sequence of (Task, cases)
     methods : mapping of str to Method, or CaseWork
-        Such as ``CacheMethod(make_cache=lambda: profile.cache(model))``; workers make their own.
+        Such as ``CacheMethod(make_cache=lambda: kvalloc.make_cache(model, profile))``; workers make
+        their own.
     context : int
         For the rows.
     progress : callable

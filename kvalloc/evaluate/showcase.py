@@ -248,7 +248,9 @@ class Questions:
             same_as = None if twin.solver == solver else twin.same_as or twin.solver
             return replace(twin, solver=solver, share=share, profile=profile, same_as=same_as)
         start = time.perf_counter()
-        method = CacheMethod(make_cache=lambda: profile.cache(self._model))
+        from kvalloc.runtime import make_cache
+
+        method = CacheMethod(make_cache=lambda: make_cache(self._model, profile))
         outcomes = tuple(
             measure(self._model, self._tokenizer, method, case, full).outcome
             for case, full in zip(self.cases, self._full, strict=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import FailFast, Field, computed_field, model_validator
@@ -25,9 +24,6 @@ from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, requ
 from kvalloc.formats.sharing_groups import groups_fault
 from kvalloc.shape import ModelShape
 from kvalloc.units import size
-
-if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
 
 __all__ = [
     "BudgetProfile",
@@ -287,11 +283,6 @@ class BudgetProfile(JsonRecord):
 
     __str__ = __repr__
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows; found by name, since this room stands below that of pictures."""
-        html: str = importlib.import_module("kvalloc.report.notebook").budget_html(self)
-        return html
-
     def with_policy(self, policy: Policy) -> BudgetProfile:
         """The same budgets, or the same share of a 16-bit cache, with one policy for all units."""
         changed = {
@@ -385,78 +376,6 @@ class BudgetProfile(JsonRecord):
         counts_bytes = self.bits is not None or self.share_of_16_bits is not None
         text = size(value) if kind == "memory" else _ASKED[kind].format(value)
         return f"{text} of the entries" if kind == "budget" and not counts_bytes else text
-
-    def cache(
-        self,
-        model: PreTrainedModel,
-        *,
-        allow_other_model: bool = False,
-        policy: str | Policy | None = None,
-        policy_options: dict[str, Any] | None = None,
-        decode_every: int | None = None,
-        adapt: float | None = None,
-        measured_tokens: int | None = None,
-        hold: bool = False,
-        bounded: bool = False,
-    ) -> Cache:
-        """A transformers cache that keeps these budgets.
-
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-            The model that will use it.
-        allow_other_model : bool
-            Accept a model of another name with the same sizes.
-        policy : str or Policy, optional
-            Another way to pick the entries within these budgets: the name of a policy, or that
-            of a scorer whose best entries stay; the profile's own by default.
-        policy_options : dict, optional
-            Parameters of the policy or scorer that is named.
-        decode_every : int, optional
-            Keep the budget while decoding, too: go back to it whenever so many tokens have
-            followed the prompt. By default they are never evicted.
-        adapt : float, optional
-            Let the prompt move the budgets: each unit's by at most this share of it, 0..1, with
-            the total as it was; see `kvalloc.online.adaptation.adapt_budgets`. 0 is the stored
-            profile.
-        measured_tokens : int, optional
-            With adapt: of a longer prompt, measure only so many tokens.
-        hold : bool
-            With adapt: measure nothing beforehand, but hold the prompt's full cache and decide
-            from it, then evict.
-        bounded : bool
-            Where the policy looks at what follows the prompt: keep twice the budgets until then
-            instead of the whole prompt. Where each prompt hands the budgets out and nothing is
-            waited for: each layer hands out its own.
-
-        Returns
-        -------
-        kvalloc.runtime.BudgetCache
-            Pass it as ``past_key_values``; the budgets belong to it, not to the model.
-
-        Raises
-        ------
-        ModelMismatchError
-            If the profile was made for another model.
-        UnsupportedRequestError
-            If the profile asks for what the runtime cannot do.
-        InputError
-            If there is no such policy, or it has no such option.
-        """
-        options: dict[str, Any] = {
-            "allow_other_model": allow_other_model,
-            "policy": policy,
-            "policy_options": policy_options,
-            "decode_every": decode_every,
-            "bounded": bounded,
-        }
-        # The core must not depend on torch: the runtime is looked up by name when it is wanted.
-        where, name = "kvalloc.runtime", "make_cache"
-        if adapt is not None or measured_tokens is not None or hold:
-            where, name = "kvalloc.online.per_prompt", "make_adapting_cache"
-            options |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
-        cache: Cache = getattr(importlib.import_module(where), name)(self, model, **options)
-        return cache
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Sequence
 from functools import cached_property, reduce
@@ -260,11 +259,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         )
 
     __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows; found by name, since this room stands below that of pictures."""
-        html: str = importlib.import_module("kvalloc.report.notebook").scores_html(self)
-        return html
 
     @cached_property
     def n_samples(self) -> int:

@@ -27,7 +27,7 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
     Used as kvpress' own are: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
     inside says which entries are the best; sinks and window of the profile stay whatever it says.
     A layer whose heads have one budget frees what it evicts. In the others the press hides entries
-    and frees nothing, as all of kvpress' head-wise presses do; `BudgetProfile.cache` frees them.
+    and frees nothing, as all of kvpress' head-wise presses do; `kvalloc.make_cache` frees them.
 
     Parameters
     ----------

@@ -76,6 +76,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     ) -> None:
         from kvalloc.formats.shipped_profiles import load_profile
         from kvalloc.models.loading import load_model, shape_of
+        from kvalloc.runtime import make_cache
 
         super().__init__()
         if int(after_tokens) < 0:
@@ -88,7 +89,9 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         self._method = full_cache(self._model)
         if profile is not None:
             allowed = str(allow_other_model).lower() == "true"
-            make = partial(load_profile(profile).cache, self._model, allow_other_model=allowed)
+            make = partial(
+                make_cache, self._model, load_profile(profile), allow_other_model=allowed
+            )
             make()  # refuses the profile of another model at once
             self._method = CacheMethod(make_cache=make)
 

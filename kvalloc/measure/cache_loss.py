@@ -84,7 +84,7 @@ class CacheLosses:
                 self._full[index] = following, full
             following, full = self._full[index]
             reduced = make_cache(
-                profile, self._model, allow_other_model=True, prompt_tokens=n_prompt
+                self._model, profile, allow_other_model=True, prompt_tokens=n_prompt
             )
             found = divergence(full, self._predictions(reduced, prompt, following, n_question)).kl
         if not math.isfinite(found):

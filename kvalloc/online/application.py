@@ -91,7 +91,7 @@ def apply(
     allow_other_model : bool
         With a profile: accept that of a model of another name with the same sizes.
     policy, policy_options, decode_every, bounded : optional
-        As for `kvalloc.runtime.make_cache`.
+        As for `kvalloc.make_cache`.
     surrogate : str or Path, optional
         With a budget alone: what ``kvalloc fit-scorer`` wrote for this model. It says what a
         second read of a prompt would look up, so that one read is enough.
@@ -107,7 +107,7 @@ def apply(
     Raises
     ------
     KVAllocError
-        As `kvalloc.runtime.make_cache`, and for a profile and a target at once, or neither.
+        As `kvalloc.make_cache`, and for a profile and a target at once, or neither.
     """
     picked: dict[str, Any] = {
         "policy": policy,
@@ -148,7 +148,7 @@ def apply(
             "the name of a shipped one"
         )
     picked |= {"allow_other_model": allow_other_model, "adapt": adapt, **measured}
-    return Applied(model, _of_any_size(partial(make_adapting_cache, profile, model, **picked)))
+    return Applied(model, _of_any_size(partial(make_adapting_cache, model, profile, **picked)))
 
 
 def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:

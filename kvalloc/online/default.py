@@ -183,19 +183,19 @@ class Default:
         embedded : bool
             Whether the prompt comes as embeddings, which cannot be read again.
         **options
-            As for `kvalloc.runtime.make_cache`.
+            As for `kvalloc.make_cache`.
 
         Raises
         ------
         InputError
             If no way fits the memory.
         KVAllocError
-            As `kvalloc.runtime.make_cache`.
+            As `kvalloc.make_cache`.
         """
         shape, fitted = shape_of(model), rotates_halves(model)
         if tokens is None:
             way, *_ = self._way(model, shape, None, embedded, options)
-            return make_cache(self.profile(shape, None, way, fitted=fitted), model, **options)
+            return make_cache(model, self.profile(shape, None, way, fitted=fitted), **options)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(own, 1) for own in lengths or (tokens,)]
         chunked = options.get("prompt_tokens") is not None
@@ -215,7 +215,7 @@ class Default:
             requested = {**profile.requested, "value": self.share}
             profile = profile.replace(requested=requested, detail=said)
             found.append(
-                (group.rows, make_cache(profile, model, **{**options, "bounded": bounded}))
+                (group.rows, make_cache(model, profile, **{**options, "bounded": bounded}))
             )
         return found[0][1] if len(found) == 1 else GroupedCache(found)
 

@@ -261,7 +261,7 @@ def make_prompt_cache(
     target : PromptTarget
         What is to be reached.
     policy, policy_options, **options
-        As for `kvalloc.runtime.make_cache`.
+        As for `kvalloc.make_cache`.
 
     Returns
     -------
@@ -272,7 +272,7 @@ def make_prompt_cache(
     Raises
     ------
     KVAllocError
-        As `kvalloc.runtime.make_cache`.
+        As `kvalloc.make_cache`.
 
     References
     ----------
@@ -303,12 +303,12 @@ def make_prompt_cache(
         decided=decided,
         **{one.name: getattr(target, one.name) for one in fields(_Measurement)},
     )
-    return make_cache(undecided, model, **options, decide=decider)
+    return make_cache(model, undecided, **options, decide=decider)
 
 
 def make_adapting_cache(
-    profile: BudgetProfile,
     model: Any,
+    profile: BudgetProfile,
     *,
     adapt: float | None = None,
     measured_tokens: int | None = None,
@@ -321,9 +321,9 @@ def make_adapting_cache(
 
     Parameters
     ----------
+    model : transformers.PreTrainedModel
     profile : BudgetProfile
         The stored decision.
-    model : transformers.PreTrainedModel
     adapt : float, optional
         Share of its own budget that a unit may gain or lose, 0..1, at the same total; see
         `kvalloc.online.adaptation.adapt_budgets`. By default, and at 0, nothing is measured, and
@@ -333,7 +333,7 @@ def make_adapting_cache(
     hold : bool
         Run no mini-prefill: hold the prompt's full cache, decide from it, then evict.
     policy, policy_options, **options
-        As for `kvalloc.runtime.make_cache`. The scores are those that the stored budgets were
+        As for `kvalloc.make_cache`. The scores are those that the stored budgets were
         decided from, also where another policy picks the entries.
 
     Returns
@@ -343,7 +343,7 @@ def make_adapting_cache(
     Raises
     ------
     KVAllocError
-        As `kvalloc.runtime.make_cache` and `kvalloc.online.adaptation.check_adapt`.
+        As `kvalloc.make_cache` and `kvalloc.online.adaptation.check_adapt`.
     """
     if adapt is None:
         if measured_tokens is not None or hold:
@@ -353,7 +353,7 @@ def make_adapting_cache(
                 f"{option('adapt')}"
             )
         options |= {"policy": policy, "policy_options": policy_options}
-        return make_cache(profile, model, **options)
+        return make_cache(model, profile, **options)
     check_adapt(profile, adapt)
     limit, own = adapt, profile.policy
     scorer = get_scorer(own.scorer, **own.scorer_parameters)
@@ -372,4 +372,4 @@ def make_adapting_cache(
         measured_tokens=measured_tokens,
         hold=hold,
     )
-    return make_cache(changed, model, **options, decide=decider if adapt else None)
+    return make_cache(model, changed, **options, decide=decider if adapt else None)

@@ -6,17 +6,22 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.report.wording import budget_fields, score_fields, tokens_for
 
 if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
 
 HEIGHT, BAR = 44, 9
 """Pixels of a full bar, and from one bar to the next."""
 
 
-def budget_html(profile: BudgetProfile) -> str:
+def profile_html(profile: BudgetProfile | ScoreProfile) -> str:
+    """Return what a notebook shows of a profile."""
+    return _budget_html(profile) if isinstance(profile, BudgetProfile) else _scores_html(profile)
+
+
+def _budget_html(profile: BudgetProfile) -> str:
     """A budget profile: what it states, and the share of the context that each layer keeps."""
     names = ("model", "asked", "solver", "retention", "predicted loss", "bound", "bytes", "bits")
     shares = profile.budgets.mean(axis=1) / profile.context_tokens
@@ -24,7 +29,7 @@ def budget_html(profile: BudgetProfile) -> str:
     return _html(repr(profile), budget_fields(profile), names, shares.tolist(), what)
 
 
-def scores_html(scores: ScoreProfile) -> str:
+def _scores_html(scores: ScoreProfile) -> str:
     """A score profile: what was measured, and what each layer needs for 90% of its score mass."""
     names = ("model", "scorer", "context", "samples", "loss curves", "text", "made")
     needed = [(tokens or 0) / scores.context_tokens for tokens in tokens_for(scores, 0.9)]

@@ -45,7 +45,7 @@ class BudgetCache(Cache):
     followed (`awaited_tokens`), then all layers evict at once. Tokens that follow, any number at a
     time, are added, and never evicted unless the budget is kept while decoding
     (``decode_every``). Positions stay true: `get_seq_length` is the number of tokens seen. Make
-    one with `BudgetProfile.cache` or `make_cache`; budgets, entries and masks belong to this
+    one with `kvalloc.make_cache`; budgets, entries and masks belong to this
     object and not to the model, so any number of caches can be interleaved.
 
     Notes

@@ -284,7 +284,7 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
         if any(one.cache is cache for one in running.values()):  # this thread's own was closed
             raise UnsupportedRequestError(
                 "another thread runs the model with this cache; give each thread a cache of its "
-                "own: profile.cache(model), or copy.deepcopy(cache) before they start"
+                "own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before they start"
             )
         running[threading.get_ident()] = _OpenForward(cache)
     try:

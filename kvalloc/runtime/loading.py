@@ -63,7 +63,7 @@ def filled_cache(
     """`load_cache` of a file that was read, and so checked, already."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
-    cache = make_cache(header.profile, model, allow_other_model=allow_other_model, decide=decide)
+    cache = make_cache(model, header.profile, allow_other_model=allow_other_model, decide=decide)
     devices = _devices(model, len(cache.layers))
     for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
         own = {

@@ -13,7 +13,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from kvalloc.errors import UnsupportedModelError
+from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import text_config
@@ -65,8 +65,8 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
 
 
 def make_cache(
-    profile: BudgetProfile,
     model: nn.Module,
+    profile: BudgetProfile,
     *,
     allow_other_model: bool = False,
     prompt_tokens: int | None = None,
@@ -80,10 +80,10 @@ def make_cache(
 
     Parameters
     ----------
-    profile : BudgetProfile
-        Budgets at layer or head level. They are scaled to the length of each row of the prompt.
     model : transformers.PreTrainedModel
         The model that will use the cache, on sdpa, eager, flash or flex attention.
+    profile : BudgetProfile
+        Budgets at layer or head level. They are scaled to the length of each row of the prompt.
     allow_other_model : bool
         Accept a model of another name with the same sizes, e.g. a fine-tune.
     prompt_tokens : int, optional
@@ -112,6 +112,7 @@ def make_cache(
     Returns
     -------
     BudgetCache
+        Pass it as ``past_key_values``; the budgets belong to it, not to the model.
 
     Raises
     ------
@@ -125,6 +126,11 @@ def make_cache(
     InputError
         If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """
+    if not isinstance(profile, BudgetProfile):
+        raise InputError(
+            f"the profile is a {type(profile).__name__}, expected a BudgetProfile, such as "
+            "kvalloc.load_profile gives, after the model"
+        )
     profile = with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)

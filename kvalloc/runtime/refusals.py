@@ -105,7 +105,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "the model without torch.compile",
         "chunk_size": "the model prefills in chunks of {0} tokens, and a second chunk cannot be "
         "told from a follow-up; say how long the prompt is: "
-        "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)",
+        "kvalloc.make_cache(model, profile, prompt_tokens=...)",
         "unused": "use_cache=False asks for no cache, so there is nothing to reduce; leave it out",
         "weights": "output_attentions=True is not supported: layers keep different entries, so the "
         "weights' columns would not mean the same tokens",
@@ -118,7 +118,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "other_batch": "the cache holds a batch of {0[0]}, but this input has one of {0[1]}; make "
         "a cache for each batch, or repeat the rows with cache.batch_repeat_interleave(n)",
         "unannounced_chunk": "this generate() prefills in chunks, which a cache cannot tell "
-        "from follow-ups; say how long the prompt is: kvalloc.runtime.make_cache(profile, model, "
+        "from follow-ups; say how long the prompt is: kvalloc.make_cache(model, profile, "
         "prompt_tokens={0}), or use kvalloc.apply, which does so",
         "merges_chunks": "the policy {0} merges entries, for which it has to see the whole prompt; "
         "send it in one piece, or choose another policy",
@@ -182,10 +182,10 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
     },
     ModelMismatchError: {
         "given_to_other": "this cache was made for another {0[0]} object than the {0[1]} that it "
-        "was given to; make one with profile.cache(model) for this model",
+        "was given to; make one with kvalloc.make_cache(model, profile) for this model",
         "outside_forward": "this cache works only inside a forward of the {0} object that it was "
-        "made for, and not after a reset within one; make one with profile.cache(model) for the "
-        "model at hand",
+        "made for, and not after a reset within one; make one with "
+        "kvalloc.make_cache(model, profile) for the model at hand",
         "asked_by_other": "this cache was made for another {0} object than the one that is asked; "
         "load it for this one with kvalloc.load_cache, or read the text again",
         "other_dtype": "{0[0]} holds {0[1]} entries, but the model computes in {0[2]}; load the "
@@ -467,7 +467,7 @@ def warn_of_pieces(profile: BudgetProfile, first: int, step: Step, kept: IntArra
         f"the first {first:,} tokens were taken for the whole prompt, and all of the "
         f"{total - first:,} that followed in one or more forwards are kept: {stored:,} entries, "
         f"where the budgets of a prompt of {total:,} tokens are {granted:,}. If they belong to the "
-        f"prompt, announce its length: kvalloc.runtime.make_cache(profile, model, "
+        f"prompt, announce its length: kvalloc.make_cache(model, profile, "
         f"prompt_tokens={total}); or run all of its chunks inside `with cache.prefill():`; if they "
         "do not, say so with cache.end_prompt()",
         stacklevel=2,

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+import kvalloc
+
 DATA = Path(__file__).parent / "data"
 SCORES = DATA / "scores.safetensors"
 DECISIONS = DATA / "decisions.json"
@@ -350,7 +352,7 @@ def write_file(name: str, path: Path) -> None:
         prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
         fit_scorer(model, None, prompts, output=path, context=60, samples=4)
     else:
-        cache = tiny.make_profile(model, 20, 0.5).cache(model)
+        cache = kvalloc.make_cache(model, tiny.make_profile(model, 20, 0.5))
         model(tiny.prompt(20), past_key_values=cache)
         cache.save(path)
 

@@ -17,6 +17,7 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     test_what_is_kept_stays_where_it_is_while_decoding,
 )
 
+import kvalloc
 from kvalloc.runtime.attention import triton
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ def test_equal_budgets_are_read_in_place(
 ) -> None:
     """In half precision, too, what is kept stays where it is, and the kernel reads it there."""
     own, tolerance = model_of(tiny, family, "sdpa", dtype, "alone")
-    cache = tiny.make_profile(own, TOKENS, 0.4).cache(own)
+    cache = kvalloc.make_cache(own, tiny.make_profile(own, TOKENS, 0.4))
     shadow, ids = tiny.Shadow(own), tiny.prompt(TOKENS, 2)
     run(own, ids, cache)
     shadow.logits(ids)

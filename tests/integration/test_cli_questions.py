@@ -13,6 +13,7 @@ from cli_tools import Stdin, Terminal, prose, refused, run, save_tiny_model
 from factories import make_budget_profile
 from transformers import BloomConfig, BloomForCausalLM
 
+import kvalloc
 from kvalloc.cli.main import main
 from kvalloc.formats.shipped_profiles import load_profile
 
@@ -427,7 +428,7 @@ def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
     from kvalloc.models.loading import load_model
 
     loaded = load_model(folder / "tiny")
-    cache = load_profile(folder / "tiny.json").cache(loaded.model)
+    cache = kvalloc.make_cache(loaded.model, load_profile(folder / "tiny.json"))
     ids = loaded.tokenizer(prose(80), return_tensors="pt")["input_ids"]
     loaded.model(ids, past_key_values=cache)
     cache.save(folder / "py.kv")

@@ -127,7 +127,11 @@ def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
 ) -> None:
     """One prompt, questions, and the same from a file."""
     model, profile = loaded.model, kvalloc.load_profile(str(work / f"{level}.json"))
-    cache, plain, prompt = profile.cache(model), DynamicCache(config=model.config), ids[:, :PROMPT]
+    cache, plain, prompt = (
+        kvalloc.make_cache(model, profile),
+        DynamicCache(config=model.config),
+        ids[:, :PROMPT],
+    )
     with torch.inference_mode():
         last = model(prompt, past_key_values=cache, logits_to_keep=1).logits
         expected = model(prompt, past_key_values=plain, logits_to_keep=1).logits

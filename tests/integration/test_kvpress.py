@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from quality.quantized import BACKENDS, COMPILER, quantized_cache
 
+import kvalloc
 from kvalloc.cli.main import main
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.methods import CacheMethod
@@ -312,7 +313,7 @@ def test_a_cache_evicts_by_a_presses_scores(model, prompt):
     knorm = profile.with_policy(policy.replace(scorer="knorm", scorer_parameters={"window": 8}))
     stored = []
     for each in (profile, knorm):
-        cache = each.cache(model)
+        cache = kvalloc.make_cache(model, each)
         with torch.inference_mode():
             model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
         stored.append(cache.retained_bytes)

@@ -57,7 +57,7 @@ def pyramid(model: Any, share: float) -> BudgetProfile:
 
 def test_a_full_profile_is_bit_identical(loaded: Any, ids: Any) -> None:
     model = loaded.model
-    cache = pyramid(model, 1.0).cache(model)
+    cache = kvalloc.make_cache(model, pyramid(model, 1.0))
     from transformers import DynamicCache
 
     plain = DynamicCache(config=model.config)
@@ -74,7 +74,7 @@ def test_head_level_budgets_free_bytes_and_equal_the_oracle(
     model = loaded.model
     profile = runtime_oracle.by_head(pyramid(model, 0.4), spread=60)
     question = loaded.tokenizer(" How many ships ride at anchor tonight?", return_tensors="pt")
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
         assert cache.retained_bytes == profile.retained_bytes < 0.5 * cache.full_bytes

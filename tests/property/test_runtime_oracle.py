@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import runtime_oracle as tiny  # noqa: E402
 from scorer_oracle import SCORERS  # noqa: E402
 
+import kvalloc  # noqa: E402
 from kvalloc.runtime.policies import policy_names  # noqa: E402
 
 
@@ -46,7 +47,7 @@ def test_any_budgets_and_any_lengths(
     )
     profile = tiny.make_profile(model, reference, budgets)
     follow = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3), label="follow")
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     ids = tiny.prompt(context, batch)
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -75,7 +76,7 @@ def test_the_budget_kept_while_decoding_holds(
         profile = tiny.by_head(profile)
         if policy in ("score", "attention_matching") and data.draw(st.booleans(), label="prompt"):
             profile = profile.replace(by_prompt=True)
-    cache = profile.cache(model, policy=policy, decode_every=every)
+    cache = kvalloc.make_cache(model, profile, policy=policy, decode_every=every)
     full = list(profile.shape.full_layers)
     with torch.no_grad():
         model(tiny.prompt(context), past_key_values=cache)

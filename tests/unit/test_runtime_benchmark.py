@@ -18,13 +18,15 @@ import runtime_bits
 from runtime_fits import ANSWER_TOKENS, fits_rows, stored_bytes
 from runtime_turns import in_turns, ratio_of
 
+import kvalloc
+
 CONTEXT, ROWS = 90, 3
 ENTRY_BYTES = 2 * tiny.HEAD_DIM * 4
 
 
 def prefilled(model: Any, **budgets: Any) -> dict[str, Any]:
     """Caches of one row of the same prompt: a plain one, and one of each budget profile."""
-    caches = {name: one.cache(model) for name, one in budgets.items()}
+    caches = {name: kvalloc.make_cache(model, one) for name, one in budgets.items()}
     caches["plain"] = DynamicCache(config=model.config)
     ids = tiny.prompt(CONTEXT)
     return {name: bench_runtime.prefill(model, cache, ids) for name, cache in caches.items()}

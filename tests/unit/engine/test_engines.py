@@ -285,7 +285,7 @@ def evaluated(model, tokenizer):
 
 def methods_of(model):
     budgets = equal_budgets(model, 30, context_tokens=CONTEXT)
-    return {"half": CacheMethod(make_cache=partial(budgets.cache, model))}
+    return {"half": CacheMethod(make_cache=partial(kvalloc.make_cache, model, budgets))}
 
 
 @on_ray

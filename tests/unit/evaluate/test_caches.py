@@ -63,7 +63,7 @@ def outcomes_of(model, references, make_cache):
 
 def reduced(model, references, kept):
     profile = equal_budgets(model, kept)
-    return outcomes_of(model, references, lambda: profile.cache(model))
+    return outcomes_of(model, references, lambda: kvalloc.make_cache(model, profile))
 
 
 def test_the_reference_is_what_generate_says(model, references):
@@ -114,7 +114,7 @@ def test_kl_equals_one_token_at_a_time(model, references):
     outcomes = reduced(model, references, 10)
     for outcome, (case, full) in zip(outcomes, references, strict=True):
         logits = []
-        for cache in (DynamicCache(config=model.config), profile.cache(model)):
+        for cache in (DynamicCache(config=model.config), kvalloc.make_cache(model, profile)):
             with torch.no_grad():
                 model(torch.tensor([case.input_ids]), past_key_values=cache)
                 steps = [
@@ -196,10 +196,10 @@ def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, waits
     turn = replace(case.turns[0], question_ids=question, max_new_tokens=LONG)
     case = replace(case, turns=(turn,))
     full = measure(model, TOKENIZER, full_cache(model), case)
-    method = CacheMethod(make_cache=lambda: profile.cache(model))
+    method = CacheMethod(make_cache=lambda: kvalloc.make_cache(model, profile))
     outcome = measure(model, TOKENIZER, method, case, full).outcome
     answer, logits = full.turns[0].answer.ids, []
-    for cache in (DynamicCache(config=model.config), profile.cache(model)):
+    for cache in (DynamicCache(config=model.config), kvalloc.make_cache(model, profile)):
         steps = []
         with torch.no_grad():
             output = model(torch.tensor([case.input_ids]), past_key_values=cache)
@@ -226,7 +226,7 @@ def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, waits
 
 def test_an_answer_before_any_eviction_says_nothing_of_it(model, references):
     profile = waiting_profile(model)
-    outcomes = outcomes_of(model, references, lambda: profile.cache(model))
+    outcomes = outcomes_of(model, references, lambda: kvalloc.make_cache(model, profile))
     for outcome in outcomes:
         assert (outcome.kl, outcome.top1_agreement, outcome.exact_tokens) == (None, None, 6)
         assert outcome.answers  # greedy all the same
@@ -242,7 +242,7 @@ def test_what_opens_a_conversation_is_not_measured(model, references):
     for name, one in {"opened": opened, "both": both}.items():
         full = measure(model, TOKENIZER, full_cache(model), one)
         (outcomes[name],) = reduced(model, [(one, full)], 10)
-        quiet = CacheMethod(make_cache=lambda: equal_budgets(model, 10).cache(model))
+        quiet = CacheMethod(make_cache=lambda: kvalloc.make_cache(model, equal_budgets(model, 10)))
         unasked = measure(model, TOKENIZER, quiet, one, full, answers=False).outcome
         assert unasked.kls == outcomes[name].kls
         assert (unasked.score, unasked.decoded_tokens) == (None, 0)

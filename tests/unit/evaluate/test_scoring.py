@@ -9,6 +9,7 @@ import torch
 from tiny_models import VOCABULARY, WordTokenizer, equal_budgets, tiny_model
 from transformers import DynamicCache
 
+import kvalloc
 from kvalloc.errors import InputError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import evaluate, read_turns, row
@@ -42,7 +43,7 @@ def ids(count, seed=3):
 
 def scores_of(model, task, cases, **caches):
     made = {
-        name: CacheMethod(make_cache=lambda p=profile: p.cache(model))
+        name: CacheMethod(make_cache=lambda p=profile: kvalloc.make_cache(model, p))
         for name, profile in caches.items()
     }
     found = evaluate(model, TOKENIZER, [(task, cases)], made, context=40)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree.ElementTree import fromstring
 
@@ -15,6 +17,7 @@ from kvalloc.allocation.frontier import frontier
 from kvalloc.errors import ProfileFileError
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.reading import load_file
+from kvalloc.report.notebook import profile_html
 
 
 @pytest.fixture
@@ -68,6 +71,27 @@ def test_reprs_are_short_and_a_notebook_shows_one_bar_a_layer(paths):
     for one in (scores, profile, evaluation):
         assert len(repr(one)) < 150
     for one in (scores, profile.replace(created="<b>&")):
-        shown = fromstring(one._repr_html_())
+        shown = fromstring(profile_html(one))
         assert len(shown.findall("svg/rect/title")) == 3
-        assert "script" not in one._repr_html_()
+        assert "script" not in profile_html(one)
+
+
+IN_A_NOTEBOOK = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_cell("import kvalloc").raise_error()
+assert not any(name.startswith("kvalloc.report") for name in sys.modules)
+for name, file in zip(("load_scores", "load_profile"), sys.argv[1:], strict=True):
+    shown = shell.run_cell(f"kvalloc.{name}({file!r})")
+    print(shell.display_formatter.format(shown.result)[0]["text/html"].count("<title>layer"))
+"""
+
+
+def test_a_notebook_that_imports_kvalloc_alone_shows_profiles(paths):
+    pytest.importorskip("IPython")
+    files = [str(paths / "s.safetensors"), str(paths / "greedy.json")]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_NOTEBOOK, *files], capture_output=True, text=True, check=True
+    )
+    assert [line for line in done.stdout.split() if line == "3"] == ["3", "3"]

@@ -6,6 +6,7 @@ import torch
 from tiny_models import VOCABULARY, tiny_model, tiny_profile
 from transformers import DynamicCache
 
+import kvalloc
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, UnsupportedRequestError
@@ -147,7 +148,7 @@ def test_a_cache_that_waits_is_measured_after_it_has_evicted():
     late = profile.replace(policy=looking)
     sample = Sample(token_ids=ids.numpy(), answer_ids=ANSWER.numpy())
     found = CacheLosses(model, [sample]).loss(0, late)
-    cache, plain = late.cache(model), DynamicCache(config=model.config)
+    cache, plain = kvalloc.make_cache(model, late), DynamicCache(config=model.config)
     with torch.no_grad():
         for piece in (ids, ANSWER[:3]):
             model(input_ids=piece[None], past_key_values=cache)
@@ -447,7 +448,7 @@ def test_scorers_that_look_beyond_the_prompt_see_what_the_loss_is_measured_on(ki
         reduced = BudgetProfile(
             shape=shape, level="layer", context_tokens=50, budgets=budgets, policy=policy
         )
-        cache = reduced.cache(model)
+        cache = kvalloc.make_cache(model, reduced)
         with torch.no_grad():
             model(input_ids=ids[None], past_key_values=cache)
             model(input_ids=probe.continuation_ids[None], past_key_values=cache)

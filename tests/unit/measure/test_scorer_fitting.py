@@ -291,14 +291,14 @@ def test_another_model_is_refused_before_it_runs(fitted, file):
     model = tiny_model()
     profile = tiny_budgets(model)
     options = {"policy": "surrogate", "policy_options": {"file": str(file)}}
-    assert make_cache(profile, model, **options) is not None
+    assert make_cache(model, profile, **options) is not None
     twin, deeper = tiny_model(seed=1), tiny_model(num_hidden_layers=4)
     said = f"surrogate {file} is for the weights of tests/tiny.*'kvalloc fit-scorer'"
     with pytest.raises(ModelMismatchError, match=said):
-        make_cache(tiny_budgets(twin), twin, **options)
-    assert make_cache(tiny_budgets(twin), twin, allow_other_model=True, **options) is not None
+        make_cache(twin, tiny_budgets(twin), **options)
+    assert make_cache(twin, tiny_budgets(twin), allow_other_model=True, **options) is not None
     with pytest.raises(ModelMismatchError, match="n_layers 3, but the model is .* n_layers 4"):
-        make_cache(tiny_budgets(deeper), deeper, allow_other_model=True, **options)
+        make_cache(deeper, tiny_budgets(deeper), allow_other_model=True, **options)
     with pytest.raises(ModelMismatchError, match="is for the weights of tests/tiny"):
         kvalloc.profile(
             twin, WordTokenizer(), [words(300)], context=CONTEXT, samples=2,

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime.hooks import hooked_models
 
 
@@ -250,7 +251,7 @@ def test_what_does_not_go_with_a_profile_is_refused(
     with pytest.raises(InputError, match=match):
         kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3), **options)
     with pytest.raises(InputError, match="give adapt"):
-        tiny.make_profile(model, CONTEXT, 0.3).cache(model, measured_tokens=40)
+        make_adapting_cache(model, tiny.make_profile(model, CONTEXT, 0.3), measured_tokens=40)
 
 
 def test_apply_takes_the_file_or_the_name_of_a_profile(

@@ -21,6 +21,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, COSTS, Default
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import load_cache
 from kvalloc.runtime.account import kept_bytes
 
@@ -166,7 +167,7 @@ def test_the_profile_is_a_file_and_the_cache_another(
         loaded.replace(budgets=loaded.budgets - 1)
     early = Default(share=0.2).profile(shape_of(model), TOKENS, "early")
     with pytest.raises(kvalloc.KVAllocError, match="as many entries in every head"):
-        early.replace(by_prompt=False).cache(model, adapt=0.2)
+        make_adapting_cache(model, early.replace(by_prompt=False), adapt=0.2)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_a_prompt_too_short_for_its_share_is_kept_whole(
         assert cache.retained_bytes <= cache.full_bytes  # rounded where that saves bytes
         rounded = not options.get("scorer") and (tokens > 1 or dtype is torch.float32)
         assert (cache.retained_bytes < cache.full_bytes) == rounded
-        stored = cache.profile.cache(model)  # the same as a stored profile
+        stored = kvalloc.make_cache(model, cache.profile)  # the same as a stored profile
         generate(model, tiny.prompt(tokens), max_new_tokens=1, past_key_values=stored)
         assert stored.retained_bytes == cache.retained_bytes
 

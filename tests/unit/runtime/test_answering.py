@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import kvalloc
 from kvalloc.errors import InputError, ModelMismatchError
 from kvalloc.runtime import answer
 
@@ -30,7 +31,7 @@ def test_each_question_finds_the_text_as_it_was_read(
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     profile = tiny.by_head(profile) if level == "head" else profile
     ids = tiny.prompt(CONTEXT)
-    cache = read(model, profile.cache(model), ids)
+    cache = read(model, kvalloc.make_cache(model, profile), ids)
     stored, oracle_kept = cache.retained_bytes, tiny.kept_of(cache)
     for tokens in (1, 5, 2, 5):
         question = tiny.prompt(tokens, seed=tokens)
@@ -44,7 +45,11 @@ def test_each_question_finds_the_text_as_it_was_read(
 @pytest.mark.filterwarnings("error")
 def test_a_long_question_is_not_taken_for_more_of_the_text(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = read(model, tiny.make_profile(model, CONTEXT, 0.4).cache(model), tiny.prompt(CONTEXT))
+    cache = read(
+        model,
+        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4)),
+        tiny.prompt(CONTEXT),
+    )
     assert list(answer(model, cache, tiny.prompt(CONTEXT, seed=2), max_new_tokens=1))
 
 
@@ -63,7 +68,11 @@ def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None
 
 def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = read(model, tiny.make_profile(model, CONTEXT, 0.4).cache(model), tiny.prompt(CONTEXT))
+    cache = read(
+        model,
+        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4)),
+        tiny.prompt(CONTEXT),
+    )
     question = tiny.prompt(3, seed=2)[0]
     whole = list(answer(model, cache, question, max_new_tokens=NEW))
     third = whole[: whole.index(whole[2]) + 1]
@@ -76,7 +85,11 @@ def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType) -> None:
 
 def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = read(model, tiny.make_profile(model, CONTEXT, 0.4).cache(model), tiny.prompt(CONTEXT))
+    cache = read(
+        model,
+        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4)),
+        tiny.prompt(CONTEXT),
+    )
     question = tiny.prompt(3, seed=2)[0]
     expected = list(answer(model, cache, question, max_new_tokens=NEW))
     begun = answer(model, cache, question, max_new_tokens=NEW)
@@ -88,8 +101,8 @@ def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType) -> None:
 def test_what_cannot_be_asked_is_refused_before_anything_runs(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = read(model, profile.cache(model), tiny.prompt(CONTEXT))
-    two = read(model, profile.cache(model), tiny.prompt(CONTEXT, 2))
+    cache = read(model, kvalloc.make_cache(model, profile), tiny.prompt(CONTEXT))
+    two = read(model, kvalloc.make_cache(model, profile), tiny.prompt(CONTEXT, 2))
     ran: list[int] = []
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     with pytest.raises(InputError, match="no tokens"):

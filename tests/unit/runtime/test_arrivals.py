@@ -44,11 +44,11 @@ def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
     model = tiny.tiny_model()
     profile = profile_of(tiny, model, level)
     ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding(side)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache, mask)
     together = 0
     for row, tokens in enumerate(LENGTHS):
-        alone = profile.cache(model)
+        alone = make_cache(model, profile)
         run(model, ids[row : row + 1, mask[row].bool()], alone)
         together += alone.retained_bytes
         shift = CONTEXT - tokens if side == "left" else 0
@@ -68,8 +68,8 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(tiny: ModuleType, sco
     profile = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer)
     ids, mask = tiny.prompt(CONTEXT, 2), padding("left", (CONTEXT, tokens))
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = make_cache(profile, model, prompt_tokens=CONTEXT)
-    alone = make_cache(profile, model, prompt_tokens=tokens)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT)
+    alone = make_cache(model, profile, prompt_tokens=tokens)
     first = CONTEXT - tokens
     with torch.no_grad():
         for end in (first, 100, CONTEXT):
@@ -89,7 +89,7 @@ def test_a_full_profile_in_a_padded_batch_drops_the_padding_alone(tiny: ModuleTy
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 1.0)
     ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding("left")
-    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
     run(model, ids, cache, mask)
     assert cache.retained_bytes == cache.full_bytes
     shadow.logits(ids, mask)
@@ -105,14 +105,14 @@ def test_generate_on_a_padded_batch_answers_each_row_as_alone(tiny: ModuleType, 
     profile = profile_of(tiny, model, level)
     ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding("left")
     options = {"max_new_tokens": 8, "do_sample": False}
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     for row in range(len(LENGTHS)):
         own = ids[row : row + 1, mask[row].bool()]
         alone = model.generate(
             own,
             attention_mask=torch.ones_like(own),
-            past_key_values=profile.cache(model),
+            past_key_values=make_cache(model, profile),
             **options,
         )
         assert torch.equal(out[row, CONTEXT:], alone[0, own.shape[1] :])
@@ -126,14 +126,14 @@ def test_generate_on_a_padded_batch_answers_each_row_as_alone(tiny: ModuleType, 
 def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = profile_of(tiny, model, "layer")
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     with pytest.raises(UnsupportedRequestError, match="reset"), cache.prefill():
         pass
-    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
     with pytest.raises(UnsupportedRequestError, match="prompt_tokens"), announced.prefill():
         pass
-    fresh = profile.cache(model)
+    fresh = make_cache(model, profile)
     with fresh.prefill():
         pass
     run(model, tiny.prompt(CONTEXT), fresh)
@@ -142,7 +142,7 @@ def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
 
 def test_masks_that_change_the_past_are_refused(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = profile_of(tiny, model, "layer").cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "layer"))
     run(model, tiny.prompt(CONTEXT, 3), cache, padding("left"))
     mask = torch.ones(3, CONTEXT + 1)
     with pytest.raises(UnsupportedRequestError, match="than it did when they arrived"):
@@ -160,7 +160,7 @@ def test_a_chunk_that_fits_belongs_to_what_is_kept(
     profile = profile_of(tiny, model, level, share=0.9)
     if not announced:  # else every chunk would bring an eviction
         profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)
-    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT if announced else None)
     shadow, ids = tiny.Shadow(model), tiny.prompt(80, 2)
     mask = (torch.arange(80) >= torch.tensor(pads)[:, None]).long()
     with contextlib.nullcontext() if announced else cache.prefill():
@@ -179,7 +179,7 @@ def test_a_chunk_that_fits_belongs_to_what_is_kept(
 
 def test_what_is_kept_ends_where_a_prompt_was_cropped(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = profile_of(tiny, model, "layer", share=1.0).cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "layer", share=1.0))
     run(model, tiny.prompt(20), cache)
     cache.crop(-5)
     assert cache.kept_indices(0)[0, 0].tolist() == list(range(15))

@@ -153,16 +153,16 @@ def test_a_cache_that_was_made_by_hand(tiny: ModuleType, monkeypatch: pytest.Mon
             model(ids[:, :-1], past_key_values=cache)
         return cache
 
-    made, announced = make_cache(profile, model), make_cache(profile, model, prompt_tokens=CONTEXT)
+    made, announced = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)
     expected = generate(model, ids, past_key_values=made, **short)
-    after = generate(model, ids, past_key_values=read(profile.cache(model)), **short)
+    after = generate(model, ids, past_key_values=read(make_cache(model, profile)), **short)
     with pytest.raises(UnsupportedRequestError, match="say how long the prompt is"):
-        profile.cache(model).activate_past_recording()
+        make_cache(model, profile).activate_past_recording()
     drafts_of(monkeypatch, expected.sequences)
     announced.activate_past_recording()  # as transformers does by itself, but for its oldest
     same(generate(model, ids, past_key_values=announced, **short, **LOOKUP), expected)
     drafts_of(monkeypatch, after.sequences)
-    cache = read(profile.cache(model))
+    cache = read(make_cache(model, profile))
     cache.activate_past_recording(CONTEXT)
     same(generate(model, ids, past_key_values=cache, **short, **LOOKUP), after)
 

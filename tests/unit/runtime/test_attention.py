@@ -30,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_choice import WITH, WITHOUT, kernel_choice
 
+import kvalloc
 from kvalloc.runtime.attention import backends, cpu
 from kvalloc.runtime.attention import torch as by_torch
 from kvalloc.runtime.attention import triton as by_triton
@@ -411,7 +412,7 @@ def test_autocast_mixes_types(
 
     def answers() -> torch.Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            cache = profile.cache(model)
+            cache = kvalloc.make_cache(model, profile)
             model(tiny.prompt(60, 2), past_key_values=cache)
             tokens = [tiny.prompt(1, 2, seed=step) for step in range(3)]
             found = [model(token, past_key_values=cache).logits for token in tokens]

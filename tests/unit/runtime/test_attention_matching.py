@@ -17,6 +17,7 @@ from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, read, ru
 from scorer_oracle import make_states
 from transformers import DynamicCache
 
+import kvalloc
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -329,7 +330,7 @@ def test_the_cache_stores_what_plain_forwards_say(
     profile = matching(
         tiny.by_head(profile) if level == "head" else profile, biases=biases, rows=rows
     )
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     read(model, ids, cache)
     kept = tiny.kept_of(cache)
     changed = 0.0
@@ -350,7 +351,7 @@ def test_the_cache_stores_what_plain_forwards_say(
 def test_it_makes_up_for_keys_as_they_are_stored(tiny: ModuleType, bits: int) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)))
-    cache = profile.replace(bits=np.full_like(profile.budgets, bits)).cache(model)
+    cache = kvalloc.make_cache(model, profile.replace(bits=np.full_like(profile.budgets, bits)))
     read(model, ids, cache)
     kept = tiny.kept_of(cache)
     plain = expected_of(model, ids, kept)
@@ -375,7 +376,7 @@ def test_it_answers_as_over_the_entries_it_stores(
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT, 2)
     own = tiny.make_profile(model, CONTEXT, 0.3)
     for profile in (own, tiny.by_head(own)):
-        cache, shadow = matching(profile).cache(model), tiny.Shadow(model)
+        cache, shadow = kvalloc.make_cache(model, matching(profile)), tiny.Shadow(model)
         assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
         for tokens in (AWAITED, 1, 5, 1):
             if not cache.awaited_tokens:
@@ -393,7 +394,7 @@ def test_it_is_nearer_to_the_full_cache_than_dropping_is(tiny: ModuleType) -> No
         wanted = model(torch.cat([ids, following], dim=1)).logits[:, -6:].log_softmax(dim=-1)
     losses = []
     for own in (profile, matching(profile)):
-        cache = own.cache(model)
+        cache = kvalloc.make_cache(model, own)
         run(model, ids, cache)
         run(model, first, cache)
         found = run(model, after, cache).log_softmax(dim=-1)
@@ -407,10 +408,10 @@ def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType, side: str) ->
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, side)
-    cache: Any = profile.cache(model)
+    cache: Any = kvalloc.make_cache(model, profile)
     read(model, ids, cache, mask, position_ids=positions)
     for row, own in enumerate(rows):
-        alone = profile.cache(model)
+        alone = kvalloc.make_cache(model, profile)
         read(model, own, alone)
         for layer, head in np.ndindex(tiny.N_LAYERS, 2):
             found = stored_of(cache, layer, head, row)
@@ -431,7 +432,7 @@ def test_a_prompt_in_one_forward_is_not_held(tiny: ModuleType) -> None:
     """Layer by layer while it is read, what is kept of a whole one: bit for bit."""
     model, ids, asked = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=5)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), following=0)
-    at_once, held = profile.cache(model), profile.cache(model)
+    at_once, held = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     run(model, ids, at_once)
     assert at_once.reduced
     with held.prefill():
@@ -447,7 +448,7 @@ def test_entries_handed_out_by_the_prompt_are_matched_too(tiny: ModuleType) -> N
     parameters = {"tokens": AWAITED, "votes": 0}
     own = tiny.make_profile(model, CONTEXT, 0.4, scorer="lookahead", parameters=parameters)
     among = tiny.by_head(own).replace(by_prompt=True)
-    plain, cache = among.cache(model), matching(among).cache(model)
+    plain, cache = kvalloc.make_cache(model, among), kvalloc.make_cache(model, matching(among))
     read(model, ids, plain)
     read(model, ids, cache)
     kept = tiny.kept_of(cache)
@@ -461,6 +462,6 @@ def test_entries_handed_out_by_the_prompt_are_matched_too(tiny: ModuleType) -> N
 def test_everything_kept_is_bit_identical(tiny: ModuleType) -> None:
     model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
     profile = matching(tiny.make_profile(model, CONTEXT, 1.0))
-    full, cache = DynamicCache(config=model.config), profile.cache(model)
+    full, cache = DynamicCache(config=model.config), kvalloc.make_cache(model, profile)
     assert torch.equal(run(model, ids, cache), run(model, ids, full))
     assert torch.equal(run(model, following, cache), run(model, following, full))

@@ -11,6 +11,7 @@ import torch
 from prompt_runs import padded_rows, run
 
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.prompt import State
 
@@ -60,7 +61,7 @@ def test_twice_the_budget_is_kept_until_enough_has_followed(
 ) -> None:
     model = tiny.tiny_model(family)
     profile, ids = late(tiny, model, level), tiny.prompt(CONTEXT, 2)
-    cache = make_cache(profile, model, bounded=True, prompt_tokens=CONTEXT)
+    cache = make_cache(model, profile, bounded=True, prompt_tokens=CONTEXT)
     shadow, full = tiny.Shadow(model), list(profile.shape.full_layers)
     budgets = profile.budgets_for(CONTEXT)[full]
     for part in ids.split(chunk, dim=1):
@@ -90,7 +91,7 @@ def test_a_bound_that_does_not_bind_keeps_what_late_eviction_keeps(
     profile, ids = kind(tiny, model), tiny.prompt(CONTEXT, 2)
     profile = profile.replace(budgets=profile.budgets.clip(CONTEXT // 2))
     caches = [
-        make_cache(profile, model, bounded=bound, prompt_tokens=CONTEXT) for bound in (False, True)
+        make_cache(model, profile, bounded=bound, prompt_tokens=CONTEXT) for bound in (False, True)
     ]
     for cache in caches:
         for chunk in ids.split(40, dim=1):
@@ -109,14 +110,14 @@ def test_prompts_that_hand_out_their_entries_keep_the_total(tiny: ModuleType, mo
     profile = mixed(tiny, model)
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
-    cache = profile.cache(model, bounded=True)
+    cache = make_cache(model, profile, bounded=True)
     run(model, ids, cache, mask, position_ids=positions)
     asked = tiny.prompt(AWAITED, 2, seed=4)
     places = positions[:, -1:] + 1 + torch.arange(AWAITED)
     whole = torch.cat([mask, torch.ones_like(asked)], dim=1)
     run(model, asked, cache, whole, position_ids=places)
     for row, own in enumerate(rows):
-        alone = profile.cache(model, bounded=True)
+        alone = make_cache(model, profile, bounded=True)
         run(model, own, alone)
         run(model, asked[row : row + 1], alone)
         total = profile.budgets_for(own.shape[1]).sum()
@@ -128,19 +129,19 @@ def test_what_cannot_be_bounded_is_refused(tiny: ModuleType, model: Any) -> None
     profile = late(tiny, model)
     for wrong in (2, 0.5, "on", None):
         with pytest.raises(InputError, match="expected True or False"):
-            profile.cache(model, bounded=wrong)
+            make_cache(model, profile, bounded=wrong)
     with pytest.raises(UnsupportedRequestError, match="waits for none"):
-        profile.cache(model, bounded=True, policy="xkv")
+        make_cache(model, profile, bounded=True, policy="xkv")
     with pytest.raises(UnsupportedRequestError, match="waits for none"):
-        profile.cache(model, bounded=True, policy="reconstruction")
+        make_cache(model, profile, bounded=True, policy="reconstruction")
     with pytest.raises(UnsupportedRequestError, match="decides from the whole prompt"):
-        profile.cache(model, bounded=True, adapt=0.3, hold=True)
+        make_adapting_cache(model, profile, bounded=True, adapt=0.3, hold=True)
     budgets = profile.budgets.copy()
     budgets[3] = budgets[2]
     with pytest.raises(UnsupportedRequestError, match="choose once; leave out bounded"):
-        profile.replace(budgets=budgets, share_groups=((2, 3),)).cache(model, bounded=True)
+        make_cache(model, profile.replace(budgets=budgets, share_groups=((2, 3),)), bounded=True)
     repeats = profile.policy.replace(scorer="reconstruction", scorer_parameters={"window": 4})
     table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 2
     both = profile.replace(other_policies=(repeats,), unit_policies=table)
     with pytest.raises(UnsupportedRequestError, match="reconstruction says nothing before"):
-        both.cache(model, bounded=True)
+        make_cache(model, both, bounded=True)

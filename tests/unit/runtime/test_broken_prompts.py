@@ -28,7 +28,7 @@ def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
         profile = profile.replace(bits=np.full_like(profile.budgets, 8))
     if kind == "head":
         profile = tiny.by_head(profile, spread=9)
-    return profile.cache(model, decode_every=4 if kind == "decode_every" else None)
+    return make_cache(model, profile, decode_every=4 if kind == "decode_every" else None)
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_an_announced_prompt_is_incomplete_until_its_last_chunk(
     """Nothing of it is lost between chunks, so that the rest may still come."""
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache: Any = make_cache(profile, model, prompt_tokens=CONTEXT)
+    cache: Any = make_cache(model, profile, prompt_tokens=CONTEXT)
     ids = tiny.prompt(CONTEXT)
     run(model, ids[:, :CHUNK], cache)
     assert not cache.prompt_complete
@@ -190,7 +190,7 @@ def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: Modu
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     half = CONTEXT // 2
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids[:, :half], cache)
     with pytest.warns(UserWarning, match=rf"prompt_tokens={CONTEXT}\).*cache\.prefill\(\)"):
         run(model, ids[:, half:], cache)
@@ -200,13 +200,13 @@ def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: Modu
         cache.reset()
         for chunk in ids.split(half, dim=1):  # once for each cache
             run(model, chunk, cache)
-        question, short = profile.cache(model), tiny.prompt(5, seed=1)
+        question, short = make_cache(model, profile), tiny.prompt(5, seed=1)
         run(model, ids, question)
         run(model, short, question)  # a question is not warned of
-        announced = make_cache(profile, model, prompt_tokens=half)
+        announced = make_cache(model, profile, prompt_tokens=half)
         run(model, ids[:, :half], announced)
         run(model, ids[:, half:], announced)
-        opened = profile.cache(model)
+        opened = make_cache(model, profile)
         with opened.prefill():
             run(model, ids[:, :half], opened)
         run(model, ids[:, half:], opened)
@@ -225,7 +225,7 @@ def test_pieces_that_are_all_kept_are_warned_of_where_they_pass_the_budgets(
     tiny: ModuleType, pieces: tuple[int, ...], warned: int | None
 ) -> None:
     model, rest = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    cache = tiny.make_profile(model, CONTEXT, 0.5).replace(length_rule="fixed").cache(model)
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.5).replace(length_rule="fixed"))
     found = []
     for tokens in pieces:
         piece, rest = rest[:, :tokens], rest[:, tokens:]

@@ -97,7 +97,7 @@ def test_where_there_is_no_room_or_all_are_equal(
 def test_the_best_of_all_heads_together_stay(tiny: ModuleType, family: str, attention: str) -> None:
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT)
     profile = looking_ahead(tiny, model)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     read(model, ids, cache)
     full = list(profile.shape.full_layers)
     scores = naive_scores(tiny, model, ids, profile)
@@ -124,7 +124,7 @@ def test_in_bounded_memory_the_best_of_each_layers_heads_stay(
 ) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = at_once(tiny, model)
-    cache = profile.cache(model, bounded=True)
+    cache = make_cache(model, profile, bounded=True)
     run(model, ids, cache)
     assert cache.state is State.EVICTED
     scores = naive_scores(tiny, model, ids, profile)
@@ -145,7 +145,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
     ids, mask, positions = padded_rows(rows, "left")
     options: dict[str, Any] = {"bounded": True, "decode_every": decode_every}
     options["prompt_tokens"] = CONTEXT
-    cache = make_cache(profile, model, **options)
+    cache = make_cache(model, profile, **options)
     for first in range(0, CONTEXT, chunk):
         last = first + chunk
         run(model, ids[:, first:last], cache, mask[:, :last],
@@ -154,7 +154,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
         wanted = profile.budgets_for(own.shape[1]).sum(axis=1)
         assert (cache.kept_tokens_by_row[row].sum(axis=1) == wanted).all()
     assert len(np.unique(cache.kept_tokens)) > 2
-    shadow, alone = tiny.Shadow(model), make_cache(profile, model, **options)
+    shadow, alone = tiny.Shadow(model), make_cache(model, profile, **options)
     for part in rows[0].split(chunk, dim=1):
         assert tiny.worst(run(model, part, alone), shadow.logits(part)) < 1e-4
         shadow.follow(alone)
@@ -209,14 +209,14 @@ def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyP
         return scores(self, states, sinks=sinks)
 
     monkeypatch.setattr(Score, "scores", counted)
-    read(model, tiny.prompt(CONTEXT), looking_ahead(tiny, model).cache(model))
+    read(model, tiny.prompt(CONTEXT), make_cache(model, looking_ahead(tiny, model)))
     assert asked == list(range(tiny.N_LAYERS))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_it_answers_as_if_the_rest_were_hidden(tiny: ModuleType, family: str) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    cache, shadow = looking_ahead(tiny, model).cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, looking_ahead(tiny, model)), tiny.Shadow(model)
     run(model, ids, cache)
     shadow.logits(ids)
     for seed in (1, 2, 3):
@@ -232,10 +232,10 @@ def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
     profile = looking_ahead(tiny, model)
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, side)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     read(model, ids, cache, mask, position_ids=positions)
     for row, own in enumerate(rows):
-        alone = profile.cache(model)
+        alone = make_cache(model, profile)
         read(model, own, alone)
         kept = alone.kept_tokens - LOOKAHEAD["tokens"]
         assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()
@@ -255,7 +255,7 @@ def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_pat
 
 def test_a_short_prompt_is_kept_whole(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = looking_ahead(tiny, model).cache(model)
+    cache = make_cache(model, looking_ahead(tiny, model))
     run(model, tiny.prompt(PROTECTED), cache)
     assert (cache.kept_tokens == PROTECTED).all()
 

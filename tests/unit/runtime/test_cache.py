@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 from kvalloc.units import size
@@ -36,7 +37,7 @@ def test_bytes_are_read_from_the_storages_and_equal_the_profiles(
 ) -> None:
     model = tiny.tiny_model(family, "sdpa", dtype)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     assert (cache.retained_bytes, cache.full_bytes) == (0, 0)
     run(model, tiny.prompt(CONTEXT, batch), cache)
     assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, batch)
@@ -55,7 +56,7 @@ def test_bytes_are_read_from_the_storages_and_equal_the_profiles(
 def test_following_tokens_are_added_to_every_layer(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     run(model, tiny.prompt(9), cache)
     run(model, tiny.prompt(1), cache)
@@ -70,7 +71,7 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
     """A decoded token past the window leaves one more entry allocated, until several come."""
     model = tiny.tiny_model("gemma3")
     profile = tiny.make_profile(model, CONTEXT, share)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     window, seen = model.config.sliding_window, CONTEXT
     full = sum(int(profile.budgets[layer, 0]) for layer in profile.shape.full_layers)
@@ -87,7 +88,7 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
 
 def test_positions_and_masks_count_tokens_seen(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, [6, 10, 20, 80]).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [6, 10, 20, 80]))
     run(model, tiny.prompt(CONTEXT), cache)
     positions = []
     handle = model.model.rotary_emb.register_forward_hook(
@@ -105,7 +106,7 @@ def test_positions_and_masks_count_tokens_seen(tiny: ModuleType) -> None:
 
 def test_kept_indices_of_a_whole_layer_and_of_a_sliding_one(tiny: ModuleType) -> None:
     model = tiny.tiny_model("gemma3")
-    cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20]).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20]))
     with pytest.raises(InputError, match="no prompt"):
         cache.kept_indices(1)
     run(model, tiny.prompt(CONTEXT, 2), cache)
@@ -122,7 +123,7 @@ def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType, level: st
     profile = profile_of(tiny, model, level)
     ids, question = tiny.prompt(CONTEXT, 3), tiny.prompt(4, 3, seed=1)
     order = torch.tensor([2, 0, 0])
-    cache, expected = profile.cache(model), profile.cache(model)
+    cache, expected = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     run(model, ids, cache)
     before = cache.kept_indices(1)
     cache.reorder_cache(order)
@@ -161,7 +162,7 @@ def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_a_copy_goes_on_by_itself(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
-    cache = profile_of(tiny, model, level).cache(model)
+    cache = kvalloc.make_cache(model, profile_of(tiny, model, level))
     run(model, tiny.prompt(CONTEXT), cache)
     other = copy.deepcopy(cache)
     question = tiny.prompt(6, seed=1)
@@ -175,7 +176,7 @@ def test_a_copy_goes_on_by_itself(tiny: ModuleType, level: str) -> None:
 
 def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> None:
     model = tiny.tiny_model("gemma3")
-    cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20]).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20]))
     model(tiny.prompt(CONTEXT), past_key_values=cache)
     model(tiny.prompt(1), past_key_values=cache)
     other, question = copy.deepcopy(cache), tiny.prompt(3, seed=1)
@@ -186,7 +187,7 @@ def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> N
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
-    cache = profile_of(tiny, model, level).cache(model)
+    cache = kvalloc.make_cache(model, profile_of(tiny, model, level))
     run(model, tiny.prompt(CONTEXT), cache)
     bytes_before = cache.retained_bytes
     question = tiny.prompt(6, seed=1)
@@ -203,7 +204,7 @@ def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType, lev
 
 def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) -> None:
     model = tiny.tiny_model("gemma3")
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     run(model, tiny.prompt(6), cache)
     expected = run(model, tiny.prompt(3, seed=1), cache)
     cache.crop(6)
@@ -216,21 +217,21 @@ def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) 
 def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     cache.crop(-3)
     assert cache.get_seq_length() == 0
     run(model, tiny.prompt(5), cache)
     cache.crop(-9)
     assert cache.get_seq_length() == cache.retained_bytes == 0
     ids = tiny.prompt(CONTEXT)
-    assert torch.equal(run(model, ids, cache), run(model, ids, profile.cache(model)))
+    assert torch.equal(run(model, ids, cache), run(model, ids, kvalloc.make_cache(model, profile)))
     assert (cache.kept_tokens == profile.budgets).all()
 
 
 def test_reset_forgets_and_frees(tiny: ModuleType) -> None:
     for family in ("llama", "gemma3"):
         model = tiny.tiny_model(family)
-        cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+        cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
         ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
         expected = (run(model, ids, cache), run(model, question, cache))
         cache.reset()
@@ -246,7 +247,7 @@ def test_the_prompt_is_freed_layer_by_layer(tiny: ModuleType) -> None:
     """When a layer runs, the layers before it hold their budgets and no more."""
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     held = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *_: held.append(cache.retained_bytes))
@@ -257,7 +258,7 @@ def test_the_prompt_is_freed_layer_by_layer(tiny: ModuleType) -> None:
 
 def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     assert repr(cache).endswith("rows=0, tokens=0, empty)")
     with torch.no_grad():
         model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
@@ -272,7 +273,7 @@ def test_what_is_kept_are_each_heads_best(tiny: ModuleType) -> None:
 
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     ids = tiny.prompt(CONTEXT, 2)
     scores = {}
     policy = profile.policy

@@ -104,7 +104,7 @@ def test_the_cache_answers_as_over_the_combined_entries(
 ) -> None:
     model = tiny.tiny_model(family, attention)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model, policy="merge")
+    cache = make_cache(model, profile, policy="merge")
     ids = tiny.prompt(CONTEXT, 2)
     sinks, window = profile.policy.sinks, profile.policy.window
     protected = {*range(sinks), *range(CONTEXT - window, CONTEXT)}
@@ -141,7 +141,7 @@ def test_half_precision_is_combined_in_float32(tiny: ModuleType, dtype: torch.dt
     assert torch.equal(found.keys[kept], expected.keys[kept].to(dtype))
     assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
     model = tiny.tiny_model("llama", "sdpa", dtype)
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="merge")
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy="merge")
     run(model, tiny.prompt(CONTEXT), cache)
     for tokens in (1, 5):
         assert torch.isfinite(run(model, tiny.prompt(tokens, seed=tokens), cache)).all()
@@ -149,12 +149,12 @@ def test_half_precision_is_combined_in_float32(tiny: ModuleType, dtype: torch.dt
 
 def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, **AT_ONCE)
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), **AT_ONCE)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(3, 2, seed=1)
     run(model, ids, cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = run(model, question, cache)
-    again = tiny.make_profile(model, CONTEXT, 0.3).cache(model, **AT_ONCE)
+    again = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), **AT_ONCE)
     run(model, ids[[1, 0]], again)
     expected = run(model, question, again)
     torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)
@@ -166,7 +166,7 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: Module
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
     mask = torch.ones_like(ids)
     mask[0, :-5] = 0
-    together, alone = (make_cache(profile, model, **AT_ONCE) for _ in range(2))
+    together, alone = (make_cache(model, profile, **AT_ONCE) for _ in range(2))
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=together)
         model(ids[1:], past_key_values=alone)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import make_cache, repetition
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
 
@@ -59,7 +60,7 @@ def test_how_far_a_pass_goes_is_how_far_it_runs(
         for instruction in ("", "7+8+9", "+".join("7" * 30)):
             found.clear()
             options = {**CHUNK, "instruction": instruction}
-            cache = profile_of(tiny, model, "reconstruction", options).cache(model)
+            cache = make_cache(model, profile_of(tiny, model, "reconstruction", options))
             run(model, tiny.prompt(tokens), cache)
             (scorer,) = cache._prompt.plan.wanted[0]
             assert scorer.later.furthest(tokens) == max(found)
@@ -72,21 +73,21 @@ def with_limit(tiny: ModuleType, limit: int) -> Any:
 def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs(tiny: ModuleType) -> None:
     ids, least = tiny.prompt(CONTEXT), CONTEXT + REPEATED
     model = with_limit(tiny, least)
-    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
     run(model, ids, cache)
     assert cache.reduced
     model = with_limit(tiny, least - 1)
-    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
     said = r"90 tokens and 46 of a repetition are beyond the 135 .*\(chunk=36\)"
     with pytest.raises(InputError, match=said):
         run(model, ids, cache)
     assert cache.get_seq_length() == 0
     run(model, tiny.prompt(CONTEXT - 1), cache)  # the cache is as it was
     assert cache.reduced
-    smaller = profile_of(tiny, model, "reconstruction", {**CHUNK, "chunk": 36}).cache(model)
+    smaller = make_cache(model, profile_of(tiny, model, "reconstruction", {**CHUNK, "chunk": 36}))
     run(model, ids, smaller)  # what the message says fits
     model = with_limit(tiny, CONTEXT + 10)
-    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
     with pytest.raises(InputError, match="made for; shorten the prompt, or choose another"):
         run(model, ids, cache)
 
@@ -95,11 +96,11 @@ def test_chunks_are_refused_as_soon_as_it_is_known(tiny: ModuleType) -> None:
     ids = tiny.prompt(CONTEXT)
     model = with_limit(tiny, CONTEXT + REPEATED - 1)
     profile = profile_of(tiny, model, "reconstruction", CHUNK)
-    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
     with pytest.raises(InputError, match="90 tokens and 46 of a repetition"):
         run(model, ids[:, :20], announced)
     assert announced.get_seq_length() == 0
-    opened, seen = profile.cache(model), 0
+    opened, seen = make_cache(model, profile), 0
     with pytest.raises(InputError, match="90 tokens and 46 of a"), opened.prefill():
         for part in ids.split(30, dim=1):
             run(model, part, opened)
@@ -114,10 +115,10 @@ def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
     columns, count = torch.arange(CONTEXT), torch.tensor([41, 50])[:, None]
     mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
     run(model, tiny.prompt(CONTEXT, 2), cache, attention_mask=mask, position_ids=positions)
     assert cache.reduced
-    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
     with pytest.raises(InputError, match="beyond the 96"):
         run(
             model,
@@ -131,7 +132,7 @@ def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
 def test_nothing_is_refused_where_nothing_has_to_go(tiny: ModuleType) -> None:
     model = with_limit(tiny, CONTEXT)
     for name in ("lookahead", "reconstruction"):
-        cache = tiny.make_profile(model, CONTEXT, 1.0, scorer=name).cache(model)
+        cache = make_cache(model, tiny.make_profile(model, CONTEXT, 1.0, scorer=name))
         run(model, tiny.prompt(CONTEXT), cache)
         assert not cache.reduced
 
@@ -140,15 +141,15 @@ def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens(tiny: ModuleType) -> N
     """One that fills it can: nothing follows, and nothing is evicted."""
     model = with_limit(tiny, CONTEXT)
     profile = profile_of(tiny, model, "lookahead", {"tokens": 8})
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     assert cache.awaited_tokens == 8
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     said = "until 8 tokens have followed it, but its 91 tokens are more than the 90 that the model"
     with pytest.raises(InputError, match=said):
         run(model, tiny.prompt(CONTEXT + 1), cache)
     assert cache.get_seq_length() == 0
-    chunked = make_cache(profile, model, prompt_tokens=CONTEXT + 1)
+    chunked = make_cache(model, profile, prompt_tokens=CONTEXT + 1)
     with pytest.raises(InputError, match=said):
         run(model, tiny.prompt(20), chunked)
 
@@ -157,7 +158,7 @@ def test_a_scorer_that_decides_budgets_is_checked_as_well(tiny: ModuleType) -> N
     """Its pass is made whether entries have to go or not."""
     model = with_limit(tiny, CONTEXT + CONTEXT - 1)
     stored = tiny.make_profile(model, CONTEXT, 0.4, scorer="reconstruction")
-    cache = stored.cache(model, adapt=0.3, hold=True)
+    cache = make_adapting_cache(model, stored, adapt=0.3, hold=True)
     with pytest.raises(InputError, match="90 tokens and 90 of a repetition are beyond the 179"):
         run(model, tiny.prompt(CONTEXT), cache)
     run(model, tiny.prompt(CONTEXT - 1), cache)

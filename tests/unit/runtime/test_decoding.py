@@ -14,9 +14,11 @@ from cli_tools import run as run_command
 from scorer_oracle import SCORERS
 from transformers import DynamicCache
 
+import kvalloc
 from kvalloc import apply
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
@@ -44,7 +46,7 @@ def test_the_budget_is_met_again_every_so_many_tokens(
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, [CONTEXT, 8, 40, 30])
     profile = tiny.by_head(profile) if level == "head" else profile
-    cache = profile.cache(model, decode_every=every)
+    cache = kvalloc.make_cache(model, profile, decode_every=every)
     feed(model, cache, tiny.prompt(CONTEXT, 2), [CONTEXT])
     assert (cache.kept_tokens == profile.budgets).all()
     per_entry = profile.shape.bytes_per_entry
@@ -59,8 +61,8 @@ def test_the_budget_is_met_again_every_so_many_tokens(
 def test_a_long_question_is_read_whole_and_then_reduced(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    capped = profile.cache(model, decode_every=8)
-    free = profile.cache(model)
+    capped = kvalloc.make_cache(model, profile, decode_every=8)
+    free = kvalloc.make_cache(model, profile)
     ids = tiny.prompt(CONTEXT + 30)
     one, other = (feed(model, cache, ids, [CONTEXT, 30]) for cache in (capped, free))
     torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
@@ -80,7 +82,9 @@ def test_every_policy_attends_to_exactly_what_it_kept(tiny: ModuleType, name: st
     (Not one that hides them: decoded tokens were made while less was visible.)
     """
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model, policy=name, decode_every=3)
+    cache = kvalloc.make_cache(
+        model, tiny.make_profile(model, CONTEXT, 0.5), policy=name, decode_every=3
+    )
     ids = tiny.prompt(CONTEXT + 7)
     made: dict[int, list[torch.Tensor]] = {layer: [] for layer in range(tiny.N_LAYERS)}
 
@@ -118,7 +122,7 @@ def test_column_sums_go_on_while_decoding(tiny: ModuleType, name: str) -> None:
     n_decoded = 6
     ids = tiny.prompt(CONTEXT + n_decoded)
     profile = tiny.make_profile(model, CONTEXT, [CONTEXT] * tiny.N_LAYERS, scorer=name)
-    cache = profile.cache(model, decode_every=n_decoded)
+    cache = kvalloc.make_cache(model, profile, decode_every=n_decoded)
     feed(model, cache, ids, [CONTEXT, *[1] * n_decoded])
     scores = {}
     scorer = get_scorer(name, window=tiny.WINDOW)
@@ -142,11 +146,11 @@ def test_the_window_scorers_see_the_latest_rows(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     ids = tiny.prompt(CONTEXT + 6)
     profile = tiny.make_profile(model, CONTEXT, [CONTEXT] * tiny.N_LAYERS)
-    cache = profile.cache(model, decode_every=6)
+    cache = kvalloc.make_cache(model, profile, decode_every=6)
     feed(model, cache, ids, [CONTEXT, 1, 1, 1, 1, 1, 1])
     # of one prompt of the same length and budgets, read at once
     longer = tiny.make_profile(model, CONTEXT + 6, [CONTEXT] * tiny.N_LAYERS)
-    at_once = longer.cache(model)
+    at_once = kvalloc.make_cache(model, longer)
     feed(model, at_once, ids, [CONTEXT + 6])
     assert tiny.same_kept(cache, at_once)
 
@@ -158,12 +162,12 @@ def test_rows_are_independent_and_can_be_reordered(tiny: ModuleType, name: str, 
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     profile = tiny.by_head(profile) if level == "head" else profile
     ids = tiny.prompt(CONTEXT + 9, 2)
-    cache = profile.cache(model, policy=name, decode_every=4)
+    cache = kvalloc.make_cache(model, profile, policy=name, decode_every=4)
     feed(model, cache, ids[:, : CONTEXT + 2], [CONTEXT, 1, 1])
     cache.reorder_cache(torch.tensor([1, 0]))
     swapped = feed(model, cache, ids[[1, 0], CONTEXT + 2 :], [1] * 7)
     for row in range(2):
-        alone = profile.cache(model, policy=name, decode_every=4)
+        alone = kvalloc.make_cache(model, profile, policy=name, decode_every=4)
         expected = feed(model, alone, ids[row : row + 1], [CONTEXT, *[1] * 9])[:, -7:]
         torch.testing.assert_close(swapped[1 - row : 2 - row], expected, atol=1e-4, rtol=0)
 
@@ -188,8 +192,8 @@ def test_left_padded_rows_keep_the_budgets_of_their_own_prompt(tiny: ModuleType)
     ids, pads = tiny.prompt(CONTEXT, 2), 20
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :pads] = 0
-    cache = profile.cache(model, decode_every=2)
-    cache_alone = profile.cache(model, decode_every=2)
+    cache = kvalloc.make_cache(model, profile, decode_every=2)
+    cache_alone = kvalloc.make_cache(model, profile, decode_every=2)
     more = tiny.prompt(4, 2, seed=5)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -218,7 +222,9 @@ def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
     tiny: ModuleType, policy: str
 ) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model, policy=policy, decode_every=4)
+    cache = kvalloc.make_cache(
+        model, tiny.make_profile(model, CONTEXT, 0.5), policy=policy, decode_every=4
+    )
     ids = tiny.prompt(CONTEXT + 36)
     feed(model, cache, ids[:, : CONTEXT + 18], [CONTEXT, *[1] * 18])
     twin = copy.deepcopy(cache)
@@ -239,14 +245,14 @@ def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
 def test_numbers_of_steps_that_cannot_be_are_refused(tiny: ModuleType, every: Any) -> None:
     model = tiny.tiny_model()
     with pytest.raises(InputError, match="decode_every"):
-        tiny.make_profile(model, CONTEXT, 0.5).cache(model, decode_every=every)
+        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.5), decode_every=every)
 
 
 def test_a_scorer_that_repeats_the_prompt_is_refused(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5, scorer="reconstruction")
     with pytest.raises(UnsupportedRequestError, match="reconstruction lets the model repeat"):
-        profile.cache(model, decode_every=4)
+        kvalloc.make_cache(model, profile, decode_every=4)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +275,15 @@ def test_what_is_decoded_is_a_chunk_of_the_prompt(
     # then as now by the queries of the latest tokens alone, or by the last ones of a prompt
     matched = {"rows": 32, "following": 0} if scorer == "knorm" else {"rows": 0}
     options = {"policy": policy, "policy_options": matched if "match" in policy else None}
-    cache = profile.cache(model, **options, decode_every=every)
+    cache = kvalloc.make_cache(model, profile, **options, decode_every=every)
     ids = tiny.prompt(CONTEXT + 40)
     feed(model, cache, ids[:, :CONTEXT], [CONTEXT])
     awaited, longer = cache.awaited_tokens, CONTEXT + max(every - cache.awaited_tokens, 1)
     feed(model, cache, ids[:, CONTEXT : longer + awaited], [1] * (longer + awaited - CONTEXT))
     budgets = [CONTEXT - awaited] * tiny.N_LAYERS
-    at_once = tiny.make_profile(model, longer, budgets, scorer=scorer).cache(model, **options)
+    at_once = kvalloc.make_cache(
+        model, tiny.make_profile(model, longer, budgets, scorer=scorer), **options
+    )
     feed(model, at_once, ids[:, : longer + awaited], [longer, awaited] if awaited else [longer])
     assert tiny.same_kept(cache, at_once)
     for one, other in zip(cache.layers, at_once.layers, strict=True):
@@ -335,7 +343,7 @@ def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str
         options["adapt"], options["hold"] = 0.3, True
 
     def make() -> Any:
-        return profile.cache(model, policy=policy, **options)
+        return make_adapting_cache(model, profile, policy=policy, **options)
 
     cache, rows = make(), []
     with torch.no_grad():
@@ -361,8 +369,12 @@ def test_4096_tokens_stay_within_the_budget_and_the_stated_slack(tiny: ModuleTyp
     model = tiny.tiny_model(num_hidden_layers=2, max_position_embeddings=8192)
     profile = tiny.by_head(tiny.make_profile(model, prompt, 0.2, scorer="lookahead"))
     profile = profile.replace(bits=np.array([[16, 16], [8, 4]]))
-    cache = profile.cache(
-        model, policy="attention_matching", policy_options={"rows": rows}, decode_every=every
+    cache = kvalloc.make_cache(
+        model,
+        profile,
+        policy="attention_matching",
+        policy_options={"rows": rows},
+        decode_every=every,
     )
     token = feed(model, cache, tiny.prompt(prompt), [prompt])[:, -1:].argmax(-1)
     awaited = cache.awaited_tokens
@@ -390,7 +402,7 @@ def test_saving_cropping_and_padding_afterwards_are_refused(
 ) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5, scorer=scorer)
-    cache = profile.cache(model, decode_every=4)
+    cache = kvalloc.make_cache(model, profile, decode_every=4)
     feed(model, cache, tiny.prompt(CONTEXT, 2), [CONTEXT])
     cache.evict()  # where it is held: at once, and nothing votes
     assert (cache.kept_tokens == profile.budgets).all()

@@ -51,7 +51,7 @@ def test_what_is_kept_stays_where_it_is_while_decoding(
     tiny: ModuleType, model: Any, profile: Any
 ) -> None:
     """What followed has up to an eighth of room to spare, which is counted."""
-    cache, ids = profile.cache(model), tiny.prompt(TOKENS, 2)
+    cache, ids = make_cache(model, profile), tiny.prompt(TOKENS, 2)
     run(model, ids, cache)
     oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
     layer, places, copies, room = cache.layers[0], [], 0, 0
@@ -73,7 +73,7 @@ def test_what_is_held_apart_joins_for_everything_else(
     tiny: ModuleType, model: Any, profile: Any
 ) -> None:
     """Questions of several tokens, rows, copies and cuts see one tensor."""
-    cache, ids = profile.cache(model), tiny.prompt(TOKENS, 2)
+    cache, ids = make_cache(model, profile), tiny.prompt(TOKENS, 2)
     run(model, ids, cache)
     oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
     question = tiny.prompt(3, 2, seed=5)
@@ -96,7 +96,7 @@ def test_what_is_held_apart_joins_for_everything_else(
 def test_biased_entries_of_equal_number_stay_where_they_are(
     tiny: ModuleType, model: Any, profile: Any
 ) -> None:
-    cache, ids = make_cache(profile, model, policy="attention_matching"), tiny.prompt(TOKENS, 2)
+    cache, ids = make_cache(model, profile, policy="attention_matching"), tiny.prompt(TOKENS, 2)
     shadow = tiny.Shadow(model)
     shadow.logits(ids)
     run(model, ids, cache)
@@ -128,7 +128,7 @@ def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
     with torch.no_grad():
         plain = model(ids).logits
     allowed = 2 * tiny.worst(plain, exact.logits(ids))
-    cache = make_cache(profile, model, **options)
+    cache = make_cache(model, profile, **options)
     run(model, ids, cache)
     exact.follow(cache, combined=bool(options))
     for step in range(1, 4):
@@ -146,7 +146,7 @@ def test_what_follows_where_its_storage_must_not_change(
     tokens = [tiny.prompt(1, 2, seed=step) for step in range(20)]
 
     def logits(*modes: Any) -> torch.Tensor:
-        cache, found = own.cache(model), []
+        cache, found = make_cache(model, own), []
         with torch.inference_mode():
             model(ids, past_key_values=cache)
         for number, token in enumerate(tokens):
@@ -163,7 +163,7 @@ def test_gradients_through_decoded_tokens(
     tiny: ModuleType, model: Any, profile: Any, level: str
 ) -> None:
     """A later token's loss reaches an earlier one, whose storage is not written to since."""
-    cache = (tiny.by_head(profile) if level == "head" else profile).cache(model)
+    cache = make_cache(model, tiny.by_head(profile) if level == "head" else profile)
     with torch.no_grad():
         model(tiny.prompt(TOKENS), past_key_values=cache)
     embed = model.get_input_embeddings()
@@ -197,7 +197,7 @@ def test_a_models_soft_cap(tiny: ModuleType, options: dict[str, Any]) -> None:
     model = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation="eager")
     model.eval().config._name_or_path = "tiny"
     profile, ids = tiny.make_profile(model, TOKENS, 0.4), tiny.prompt(TOKENS)
-    cache = make_cache(profile, model, **options)
+    cache = make_cache(model, profile, **options)
     shadow = tiny.Shadow(model)
     shadow.logits(ids)
     run(model, ids, cache)
@@ -228,20 +228,20 @@ def test_a_decoded_token_asks_nothing_of_the_device(
     def make_model() -> Any:
         return tiny.tiny_model("llama")
 
-    def make_cache(model: Any) -> Any:
+    def new_cache(model: Any) -> Any:
         profile = tiny.make_profile(model, TOKENS, 0.4)
         profile = tiny.by_head(profile) if level == "head" else profile
         if bits is not None:
             profile = profile.replace(bits=np.tile(bits, (tiny.N_LAYERS, 1)))
-        return profile.cache(model)
+        return make_cache(model, profile)
 
     def fill(model: Any) -> Any:
-        cache, mask = make_cache(model), torch.ones(2, TOKENS, dtype=torch.long)
+        cache, mask = new_cache(model), torch.ones(2, TOKENS, dtype=torch.long)
         mask[1, :padding] = 0
         model(tiny.prompt(TOKENS, 2), attention_mask=mask, past_key_values=cache)
         return cache
 
-    found = decoded_on_fake_device(make_model, fill, make_cache)
+    found = decoded_on_fake_device(make_model, fill, new_cache)
     widths = len(set(bits or (16,)))
     assert found["read_tile"] == found["add_tiles"] == widths * tiny.N_LAYERS
     assert found["index_select"] == 0
@@ -283,7 +283,7 @@ class OnDevice(torch.Tensor):
 def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
     """And again only where a forward brings a mask, which could say something else."""
     model = tiny.tiny_model("llama")
-    arrival = tiny.make_profile(model, TOKENS, 0.4).cache(model).arrival
+    arrival = make_cache(model, tiny.make_profile(model, TOKENS, 0.4)).arrival
     mask = torch.ones(2, TOKENS + 8, dtype=torch.long)
     mask[1, :20] = 0
     OnDevice.read, reads = 0, []
@@ -351,7 +351,7 @@ def test_an_eviction_asks_the_device_once(
         return profile.budgets_for(TOKENS)
 
     monkeypatch.setattr("kvalloc.runtime.prompt.handed_out", handed_out)
-    cache = make_cache(profile, model, **options)
+    cache = make_cache(model, profile, **options)
     read = evicted_on_fake_device(model, cache, mask, following)
     assert (read, len(handed)) == (evictions, rows * profile.by_prompt)
     assert cache.reduced

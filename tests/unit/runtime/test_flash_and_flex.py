@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -56,7 +57,7 @@ def test_questions_after_a_padded_prompt(
     columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
     for mask in (columns >= CONTEXT - count, columns < count)[: 2 if gaps else 1]:
         mask = mask.long()
-        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        cache, shadow = make_cache(model, profile), tiny.Shadow(model)
         assert tiny.worst(run(model, ids, cache, mask), shadow.logits(ids, mask), mask) < 1e-4
         shadow.follow(cache)
         for tokens, pads in ((5, 0), (1, 0), (6, 2), (1, 0), (30, 0)):
@@ -74,7 +75,7 @@ def test_a_budget_of_everything_changes_no_bit(
 ) -> None:
     model = tiny.tiny_model(family, attention)
     profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level="head")
-    cache, plain = profile.cache(model), DynamicCache(config=model.config)
+    cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
     for tokens in (CONTEXT, 5, 1, 1):
         ids = tiny.prompt(tokens, 2, seed=tokens)
         assert torch.equal(run(model, ids, cache), run(model, ids, plain))
@@ -89,7 +90,9 @@ def test_packed_entries_and_generate(tiny: ModuleType, attention: str) -> None:
         bits = torch.full(plain.budgets.shape, 8).numpy()
         for profile in (plain, plain.replace(bits=bits)):
             out = model.generate(
-                tiny.prompt(CONTEXT, 2), past_key_values=profile.cache(model), max_new_tokens=6
+                tiny.prompt(CONTEXT, 2),
+                past_key_values=make_cache(model, profile),
+                max_new_tokens=6,
             )
             found.append(out)
     assert torch.equal(found[0], found[2])
@@ -145,7 +148,7 @@ def test_prompts_that_are_held_whole(
     for name, chunk in (("sdpa", CONTEXT), (attention, CONTEXT), (attention, 30)):
         model = tiny.tiny_model(family, name)
         profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=HELD[scorer])
-        cache = make_cache(tiny.by_head(profile, spread=9), model, prompt_tokens=CONTEXT)
+        cache = make_cache(model, tiny.by_head(profile, spread=9), prompt_tokens=CONTEXT)
         shadow, own = tiny.Shadow(model), mask[:, :0]
         for part in ids.split(chunk, dim=1):
             own = mask[:, : own.shape[1] + part.shape[1]]
@@ -172,7 +175,7 @@ def test_budgets_of_a_held_prompt_s_own(tiny: ModuleType, attention: str, by_pro
         model = tiny.tiny_model("llama", name)
         profile = profile_of(tiny, model, "head").replace(by_prompt=by_prompt)
         options = {} if by_prompt else {"adapt": 0.5, "hold": True}
-        cache, shadow = profile.cache(model, **options), tiny.Shadow(model)
+        cache, shadow = make_adapting_cache(model, profile, **options), tiny.Shadow(model)
         run(model, ids, cache, mask)
         shadow.logits(ids, mask)
         shadow.follow(cache)

@@ -34,7 +34,7 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_greedy_decoding_follows_the_oracle(tiny: ModuleType, family: str, attention: str) -> None:
     model = tiny.tiny_model(family, attention)
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids = tiny.prompt(CONTEXT, 2)
     out = generate(model, ids, past_key_values=cache)
     oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
@@ -46,7 +46,7 @@ def test_greedy_decoding_follows_the_oracle(tiny: ModuleType, family: str, atten
 
 def test_all_entries_kept_generates_the_same_scores(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 1.0).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 1.0))
     ids = tiny.prompt(CONTEXT)
     options = {"output_scores": True, "return_dict_in_generate": True}
     plain = generate(model, ids, **options)
@@ -60,7 +60,7 @@ def test_all_entries_kept_generates_the_same_scores(tiny: ModuleType) -> None:
 def test_beam_search_reorders_what_was_kept(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = (tiny.by_head(profile) if level == "head" else profile).cache(model)
+    cache = kvalloc.make_cache(model, tiny.by_head(profile) if level == "head" else profile)
     ids = tiny.prompt(CONTEXT, 2)
     options = {
         "num_beams": 3,
@@ -92,7 +92,7 @@ def test_beam_search_reorders_what_was_kept(tiny: ModuleType, level: str) -> Non
 def test_a_conversation_goes_on_after_generate(tiny: ModuleType) -> None:
     """The second call gets the whole text, as transformers has it; only the new part runs."""
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     first = generate(model, ids, past_key_values=cache)
     second = generate(model, torch.cat([first, question], dim=1), past_key_values=cache)
@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_after_generate(tiny: ModuleType) -> None:
 def test_every_way_to_call_the_model_reduces_once(tiny: ModuleType, entry: str) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     ids = tiny.prompt(CONTEXT)
     with torch.no_grad():
         if entry == "model":
@@ -125,7 +125,9 @@ def test_apply_gives_each_call_a_fresh_cache(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 20, seed=2)]
-    expected = [generate(model, one, past_key_values=profile.cache(model)) for one in ids]
+    expected = [
+        generate(model, one, past_key_values=kvalloc.make_cache(model, profile)) for one in ids
+    ]
     plain = generate(model, ids[0])
     with kvalloc.apply(model, profile) as applied:
         assert applied.last_cache is None

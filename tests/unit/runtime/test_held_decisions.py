@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +12,7 @@ from prompt_runs import CONTEXT, SINKS, TARGET, generate, read, run
 
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_held_prompt_is_decided_as_by_a_mini_prefill(
 
     def make(hold: bool) -> Any:
         if adapt is not None:
-            return stored.cache(model, adapt=adapt, hold=hold)
+            return make_adapting_cache(model, stored, adapt=adapt, hold=hold)
         target = PromptTarget.parse(target_retention=0.7, hold=hold, **TARGET)
         return make_prompt_cache(model, target)
 
@@ -107,11 +106,14 @@ def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) 
         (InputError, {}, "nothing is measured; leave out hold, or give adapt"),
         (InputError, {"adapt": 0.3, "measured_tokens": 50}, "measured_tokens spares nothing"),
     ):
-        for make in (stored.cache, partial(kvalloc.apply, profile=stored)):
+        for call in (make_adapting_cache, kvalloc.apply):
             with pytest.raises(kind, match=said):
-                make(model, hold=True, **options)
+                call(model, profile=stored, hold=True, **options)
     with pytest.raises(UnsupportedRequestError, match="looks at tokens that come after"):
         PromptTarget.parse(target_retention=0.8, scorer="lookahead", **TARGET)
     embedded = model.get_input_embeddings()(tiny.prompt(CONTEXT)).detach()
     with pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
-        model(inputs_embeds=embedded, past_key_values=stored.cache(model, adapt=0.3, hold=True))
+        model(
+            inputs_embeds=embedded,
+            past_key_values=make_adapting_cache(model, stored, adapt=0.3, hold=True),
+        )

@@ -126,7 +126,7 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
     model = tiny.tiny_model(family, "eager")
     ids = tiny.prompt(CONTEXT)
     profile = profile_of(tiny, model, name)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     read(model, ids, cache)
     naive = {
         "lookahead": lookahead_scores,
@@ -148,10 +148,10 @@ def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
     for family in ("llama", "gemma3"):
         model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT, 2)
         profile = profile_of(tiny, model, "reconstruction")
-        cache, plain = profile.cache(model), DynamicCache(config=model.config)
+        cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
         assert torch.equal(run(model, ids, cache), run(model, ids, plain))
         assert cache.get_seq_length() == CONTEXT
-        other = profile.cache(model, policy="xkv")
+        other = make_cache(model, profile, policy="xkv")
         run(model, ids, other)
         assert cache.retained_bytes == other.retained_bytes
         assert cache.full_bytes == other.full_bytes
@@ -166,9 +166,12 @@ def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
 def test_what_is_kept_does_not_depend_on_the_arrival(tiny: ModuleType, name: str) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
     profile = profile_of(tiny, model, name)
-    whole = profile.cache(model)
+    whole = make_cache(model, profile)
     read(model, ids, whole)
-    announced, opened = make_cache(profile, model, prompt_tokens=CONTEXT), profile.cache(model)
+    announced, opened = (
+        make_cache(model, profile, prompt_tokens=CONTEXT),
+        make_cache(model, profile),
+    )
     for part in ids.split(25, dim=1):
         logits = run(model, part, announced)
     follow(model, announced, logits)
@@ -177,7 +180,7 @@ def test_what_is_kept_does_not_depend_on_the_arrival(tiny: ModuleType, name: str
             logits = run(model, part, opened)
             assert opened.kept_tokens.max() == opened.get_seq_length()  # held whole
     follow(model, opened, logits)
-    generated = profile.cache(model)
+    generated = make_cache(model, profile)
     model.generate(ids, past_key_values=generated, max_new_tokens=8, do_sample=False)
     assert tiny.same_kept(whole, announced, opened, generated)
 
@@ -194,7 +197,7 @@ def test_a_padded_row_keeps_what_it_would_keep_alone(
     mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
     profile = profile_of(tiny, model, name)
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
-    cache, chunked = profile.cache(model), make_cache(profile, model, prompt_tokens=CONTEXT)
+    cache, chunked = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)
     read(model, ids, cache, mask, **places)
     last: list[Any] = []  # of each row, what its last token says
     for first in range(0, CONTEXT, 30):
@@ -204,7 +207,7 @@ def test_a_padded_row_keeps_what_it_would_keep_alone(
     follow(model, chunked, torch.cat(last, dim=1), mask, places.get("position_ids"))
     for row, length in enumerate(lengths):
         first = CONTEXT - length if side == "left" else 0
-        alone = profile.cache(model)
+        alone = make_cache(model, profile)
         read(model, ids[row : row + 1, first : first + length], alone)
         for layer in range(tiny.N_LAYERS):
             for head in range(2):
@@ -239,14 +242,14 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
         return original(self, cache, tokens, *more)
 
     monkeypatch.setattr(repetition.HeldPrompt, "run", counted)
-    cache = mixed.cache(model)
+    cache = make_cache(model, mixed)
     followed = follow(model, cache, run(model, ids, cache))
     # six tokens that followed, one repetition in three pieces of which two lead over
     assert followed.shape[1] == 6
     assert sorted(forwards) == sorted([37, 8 + 37, 8 + CONTEXT - 74])
     for layer, head in np.ndindex(*table.shape):
         policy = mixed.policies[table[layer, head]]
-        own = mixed.replace(policy=policy, other_policies=(), unit_policies=None).cache(model)
+        own = make_cache(model, mixed.replace(policy=policy, other_policies=(), unit_policies=None))
         run(model, ids, own)
         run(model, followed, own)
         assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
@@ -256,7 +259,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
 def test_copies_files_and_new_prompts(tiny: ModuleType, name: str, tmp_path: Path) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = profile_of(tiny, model, name)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     with cache.prefill():
         run(model, ids[:, :50], cache)
         half = copy.deepcopy(cache)
@@ -279,7 +282,7 @@ def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
     monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
-    cache, plain = profile.cache(model), DynamicCache(config=model.config)
+    cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
     for tokens in (ids, tiny.prompt(3, seed=2)):
         assert torch.equal(run(model, tokens, cache), run(model, tokens, plain))
         assert not cache.awaited_tokens
@@ -297,7 +300,7 @@ def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
         ("reconstruction", "repetition.HeldPrompt.run"),
         ("lookahead", "late.LateEviction.evict"),
     ):
-        cache = profile_of(tiny, model, name).cache(model)
+        cache = make_cache(model, profile_of(tiny, model, name))
         with monkeypatch.context() as patch:
             patch.setattr(f"kvalloc.runtime.{patched}", fail)
             with pytest.raises(MemoryError, match="no more"):
@@ -308,7 +311,7 @@ def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
         cache.reset()
         read(model, ids, cache)
         assert cache.reduced
-        opened = profile_of(tiny, model, name).cache(model)
+        opened = make_cache(model, profile_of(tiny, model, name))
         with pytest.raises(KeyboardInterrupt), opened.prefill():
             run(model, ids, opened)
             raise KeyboardInterrupt
@@ -319,11 +322,11 @@ def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
 def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     embedded = model.get_input_embeddings()(ids).detach()
-    repeating = profile_of(tiny, model, "reconstruction").cache(model)
+    repeating = make_cache(model, profile_of(tiny, model, "reconstruction"))
     with pytest.raises(UnsupportedRequestError, match="came as inputs_embeds"):
         model(inputs_embeds=embedded, past_key_values=repeating)
     for name in NAMES:
-        profile_of(tiny, model, name).cache(model.get_decoder())
+        make_cache(model.get_decoder(), profile_of(tiny, model, name))
     with pytest.raises(InputError, match=r"expected token ids such as '198\+198\+52'"):
         get_scorer("reconstruction", instruction="Repeat")
     with pytest.raises(InputError, match="votes is 0"):
@@ -334,7 +337,7 @@ def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once(tiny: Mod
     """Heads that keep different numbers: said before a chunk runs, not when `prefill` ends."""
     model = tiny.tiny_model()
     profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="lookahead"), spread=9)
-    cache = make_cache(profile, model, policy="mpcache")
+    cache = make_cache(model, profile, policy="mpcache")
     said = pytest.raises(UnsupportedRequestError, match="leaves entries unread")
     with torch.no_grad(), said, cache.prefill():
         model(tiny.prompt(60), past_key_values=cache)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+import kvalloc
 from kvalloc.errors import (
     InputError,
     ModelMismatchError,
@@ -55,7 +56,7 @@ def test_hooks_are_counted_and_removed_with_the_last_cache(tiny: ModuleType, mod
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     before = hooks.hooked_models()
     assert hook_counts(model) == (0, 0)
-    first, second = profile.cache(model), profile.cache(model)
+    first, second = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     assert hook_counts(model) == (1, 1)
     del first
     assert hook_counts(model) == (1, 1)
@@ -69,7 +70,7 @@ def test_hooks_go_right_after_use_without_the_garbage_collector(
 ) -> None:
     gc.disable()
     try:
-        cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+        cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
         with torch.no_grad():
             model(tiny.prompt(CONTEXT), past_key_values=cache)
             model(tiny.prompt(3), past_key_values=cache)
@@ -81,7 +82,7 @@ def test_hooks_go_right_after_use_without_the_garbage_collector(
 
 def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -96,7 +97,7 @@ def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> 
 
     before = everything()
     config = model.config.to_dict()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     assert everything() - before == {("model", "__getstate__")}
@@ -121,7 +122,7 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
     with torch.no_grad():
         expected = model(ids).logits
         assert torch.equal(compiled(ids).logits, expected)
-        cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+        cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
         model(ids, past_key_values=cache)
         assert torch.equal(compiled(ids).logits, expected)
         assert len(graphs) == 1
@@ -142,7 +143,7 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
 def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(
     tiny: ModuleType, model: Any
 ) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids = tiny.prompt(CONTEXT)
     with torch.no_grad():
         # Fails before any layer: nothing was stored, so the prompt can simply come again.
@@ -158,7 +159,7 @@ def test_a_half_done_forward_is_noticed(
     tiny: ModuleType, model: Any, failure: type[BaseException]
 ) -> None:
     """torch runs no post-hooks on KeyboardInterrupt."""
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids = tiny.prompt(CONTEXT)
     with torch.no_grad():
         expected = model(ids).logits
@@ -177,7 +178,7 @@ def test_a_half_done_forward_is_noticed(
 def test_an_interrupted_cache_can_be_reset_and_not_copied_on_or_saved(
     tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
     with torch.no_grad():
         expected = model(ids, past_key_values=cache).logits
@@ -194,7 +195,7 @@ def test_an_interrupted_cache_can_be_reset_and_not_copied_on_or_saved(
 
 
 def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with failing_with(KeyboardInterrupt, model):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     del cache
@@ -208,7 +209,7 @@ def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType, mod
 def test_a_scorer_that_fails_is_cleaned_up_after(tiny: ModuleType, model: Any) -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with torch.no_grad(), pytest.raises(InputError, match="not finite"):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     assert model.config._attn_implementation == "sdpa"
@@ -217,14 +218,14 @@ def test_a_scorer_that_fails_is_cleaned_up_after(tiny: ModuleType, model: Any) -
 def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any) -> None:
     other = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     ids = tiny.prompt(CONTEXT)
     with torch.no_grad():
         # Without hooks of its own, and with them.
-        with pytest.raises(ModelMismatchError, match=r"profile\.cache\(model\)"):
+        with pytest.raises(ModelMismatchError, match=r"kvalloc\.make_cache\(model, profile\)"):
             other(ids, past_key_values=cache)
-        others = profile.cache(other)
-        with pytest.raises(ModelMismatchError, match=r"profile\.cache\(model\)"):
+        others = kvalloc.make_cache(other, profile)
+        with pytest.raises(ModelMismatchError, match=r"kvalloc\.make_cache\(model, profile\)"):
             other(ids, past_key_values=cache)
         assert cache.retained_bytes == others.retained_bytes == 0
         model(ids, past_key_values=cache)
@@ -234,14 +235,14 @@ def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any) -> Non
 
 def test_a_copied_model_works_on_its_own(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     twin = copy.deepcopy(model)
     ids = tiny.prompt(CONTEXT)
     assert hook_counts(twin) == (0, 0)
     with torch.no_grad():
         with pytest.raises(ModelMismatchError):
             twin(ids, past_key_values=cache)
-        twins = profile.cache(twin)
+        twins = kvalloc.make_cache(twin, profile)
         assert hook_counts(twin) == (1, 1)
         twin(ids, past_key_values=twins)
     assert twins.retained_bytes == profile.retained_bytes
@@ -253,7 +254,7 @@ def test_a_copied_model_works_on_its_own(tiny: ModuleType, model: Any) -> None:
 def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(tiny: ModuleType, model: Any) -> None:
     """Also while a forward is within it, and where only its decoder is copied."""
     ids, pickles = tiny.prompt(CONTEXT), [pickle.dumps(model)]
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     pickles += map(pickle.dumps, (model, model.model, copy.copy(model.model)))
     handle = model.model.layers[2].mlp.register_forward_pre_hook(
         lambda *_: pickles.extend(
@@ -284,7 +285,7 @@ def test_threads_over_one_model_answer_as_one_after_the_other(
         plain = tiny.prompt(CONTEXT, seed=99)
 
         def answer(number: int) -> list[torch.Tensor]:
-            cache = profiles[number % 2].cache(model)
+            cache = kvalloc.make_cache(model, profiles[number % 2])
             prompt = tiny.prompt(CONTEXT + number, seed=number)
             with attention_on_cpu(attention), torch.no_grad():
                 return [
@@ -313,7 +314,7 @@ def test_threads_over_one_model_answer_as_one_after_the_other(
 
 
 def test_a_cache_of_two_threads_at_once_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, within, go_on = tiny.prompt(CONTEXT), threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
@@ -367,7 +368,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
         assert end.wait(60)
         hooks._close(entry, completed=False)
 
-    own = profile.cache(model)
+    own = kvalloc.make_cache(model, profile)
     entry = entry_of(model.model)
     second = threading.Thread(target=other)
     second.start()

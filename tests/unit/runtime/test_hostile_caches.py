@@ -87,7 +87,7 @@ def saved(
             bits = np.full_like(profile.budgets, 8)
             bits[:, 1], bits[1], bits[2, 0] = 4, 3, 16
             profile = profile.replace(bits=bits)
-        cache = profile.cache(model, **options)
+        cache = kvalloc.make_cache(model, profile, **options)
         mask = torch.ones(batch, CONTEXT, dtype=torch.long)
         mask[-1, :90] = name != "padded"
         with torch.no_grad():

@@ -48,7 +48,7 @@ def test_it_is_the_full_cache_until_enough_has_followed(
 ) -> None:
     model = tiny.tiny_model(family, dtype=dtype)
     profile = late(tiny, model, level)
-    cache, full, ids = profile.cache(model), plain(model), tiny.prompt(CONTEXT, 2)
+    cache, full, ids = make_cache(model, profile), plain(model), tiny.prompt(CONTEXT, 2)
     assert cache.state is State.ARRIVING
     layers = list(profile.shape.full_layers)
     for number in range(AWAITED + 1):
@@ -73,7 +73,7 @@ def test_the_first_tokens_of_any_answer_are_those_of_the_full_cache(
     ids = tiny.prompt(CONTEXT)
     for new, evicted in ((AWAITED + 1, True), (AWAITED, False)):
         answers = []
-        cache = late(tiny, model).cache(model)
+        cache = make_cache(model, late(tiny, model))
         for one in (cache, plain(model)):
             torch.manual_seed(3)
             settings = {"max_new_tokens": new, "do_sample": False, **options}
@@ -86,7 +86,7 @@ def test_the_first_tokens_of_any_answer_are_those_of_the_full_cache(
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_after_that_it_answers_as_the_oracle(tiny: ModuleType, model: Any, level: str) -> None:
     """What is kept of the prompt, and all that has followed it."""
-    cache, shadow = late(tiny, model, level).cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, late(tiny, model, level)), tiny.Shadow(model)
     ids = tiny.prompt(CONTEXT, 2)
     assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
     for tokens in (3, 1, 4, 1, 7):
@@ -101,18 +101,22 @@ def test_a_question_in_one_piece_counts_and_its_end_votes(tiny: ModuleType, mode
     profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
     for tokens in (AWAITED, 31):
         question = tiny.prompt(tokens, seed=1)
-        whole, parts, full = profile.cache(model), late(tiny, model, tokens=tokens), plain(model)
+        whole, parts, full = (
+            make_cache(model, profile),
+            late(tiny, model, tokens=tokens),
+            plain(model),
+        )
         run(model, ids, whole)
         run(model, ids, full)
         assert torch.equal(run(model, question, whole), run(model, question, full))
         assert whole.reduced
-        waits = parts.cache(model)  # for all of it, token by token
+        waits = make_cache(model, parts)  # for all of it, token by token
         run(model, ids, waits)
         for token in question.split(1, dim=1):
             run(model, token, waits)
         assert waits.reduced
         assert tiny.same_kept(whole, waits) == (tokens == AWAITED)
-    asked = profile.cache(model)
+    asked = make_cache(model, profile)
     run(model, ids, asked)
     assert list(answer(model, asked, tiny.prompt(AWAITED), max_new_tokens=2))
     assert asked.state is State.HELD  # the answer was written on a copy
@@ -127,7 +131,7 @@ def test_rows_of_different_questions_vote_as_if_alone(
     contexts = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     questions = [tiny.prompt(n, seed=n) for n in (9, 3)]
     ids, mask, positions = padded_rows(contexts, side)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache, mask, position_ids=positions)
     ends = positions.amax(dim=1, keepdim=True) + 1
     for pieces in (questions, [tiny.prompt(2, seed=4), tiny.prompt(2, seed=5)]):
@@ -138,7 +142,7 @@ def test_rows_of_different_questions_vote_as_if_alone(
         ends = ends + shown.sum(dim=1, keepdim=True)
     assert cache.reduced
     for row, (context, question) in enumerate(zip(contexts, questions, strict=True)):
-        alone = late(tiny, model).cache(model)
+        alone = make_cache(model, late(tiny, model))
         run(model, context, alone)
         after = torch.cat([question, tiny.prompt(2, seed=4 + row)], dim=1)
         run(model, after, alone)
@@ -151,7 +155,7 @@ def test_rows_of_different_questions_vote_as_if_alone(
 def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> None:
     """Beams: each row votes with the tokens of those that it comes from."""
     profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache)
     cache.batch_repeat_interleave(3)
     lineage = [torch.empty(1, 0, dtype=torch.long)] * 3
@@ -162,7 +166,7 @@ def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> N
         run(model, token, cache)
     assert cache.reduced
     for row, followed in enumerate(lineage):
-        alone = profile.cache(model)
+        alone = make_cache(model, profile)
         run(model, ids, alone)
         run(model, followed, alone)
         for layer in range(tiny.N_LAYERS):
@@ -172,7 +176,7 @@ def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> N
 
 def test_what_is_taken_back_has_not_voted(tiny: ModuleType, model: Any) -> None:
     profile, ids = late(tiny, model), tiny.prompt(CONTEXT, 2)
-    cache, other = profile.cache(model), profile.cache(model)
+    cache, other = make_cache(model, profile), make_cache(model, profile)
     for one in (cache, other):
         run(model, ids, one)
     run(model, tiny.prompt(4, 2, seed=1), cache)
@@ -183,7 +187,7 @@ def test_what_is_taken_back_has_not_voted(tiny: ModuleType, model: Any) -> None:
             run(model, tiny.prompt(tokens, 2, seed=tokens), one)
     assert cache.reduced
     assert tiny.same_kept(cache, other)
-    held = profile.cache(model)
+    held = make_cache(model, profile)
     run(model, ids, held)
     run(model, tiny.prompt(2, 2), held)
     with pytest.raises(
@@ -198,7 +202,7 @@ def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
     tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
     profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache)
     run(model, tiny.prompt(2), cache)
     twin = copy.deepcopy(cache)
@@ -235,7 +239,7 @@ def test_entries_at_fewer_bits_shared_layers_and_hard_cases_wait_as_well(
         late(tiny, model).replace(bits=np.full_like(base.budgets, 8)),
         base.replace(budgets=shared, share_groups=((2, 3),)),
     ):
-        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        cache, shadow = make_cache(model, profile), tiny.Shadow(model)
         run(model, ids, cache)
         shadow.logits(ids)
         for tokens in (AWAITED, 3):
@@ -252,8 +256,8 @@ def test_announced_and_open_prompts_wait_behind_their_last_chunk(
     tiny: ModuleType, model: Any
 ) -> None:
     profile, ids, after = late(tiny, model), tiny.prompt(CONTEXT), tiny.prompt(AWAITED, seed=2)
-    whole, announced = profile.cache(model), make_cache(profile, model, prompt_tokens=CONTEXT)
-    opened = profile.cache(model)
+    whole, announced = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)
+    opened = make_cache(model, profile)
     run(model, ids, whole)
     with opened.prefill():
         for part in ids.split(40, dim=1):
@@ -268,7 +272,7 @@ def test_announced_and_open_prompts_wait_behind_their_last_chunk(
 
 def test_a_policy_without_waiting_evicts_as_before(tiny: ModuleType, model: Any) -> None:
     own = Policy(scorer="xkv", scorer_parameters={"window": 4}, sinks=2, window=4)
-    cache = late(tiny, model).replace(policy=own).cache(model)
+    cache = make_cache(model, late(tiny, model).replace(policy=own))
     run(model, tiny.prompt(CONTEXT), cache)
     assert (cache.state, cache.awaited_tokens) == (State.EVICTED, 0)
     run(model, tiny.prompt(1), cache)

@@ -61,7 +61,7 @@ def test_each_query_sees_what_is_left_before_it(
         profile = tiny.by_head(profile, spread=4)
     module, parameters = FILES[policy]
     cache = make_cache(
-        profile, model, prompt_tokens=CONTEXT, policy=policy, policy_options=parameters
+        model, profile, prompt_tokens=CONTEXT, policy=policy, policy_options=parameters
     )
     ids = tiny.prompt(CONTEXT)
     seen: list[tuple[AttentionStates, torch.Tensor]] = []
@@ -107,8 +107,8 @@ def test_rows_with_padding_look_back_over_their_own_tokens(tiny: ModuleType) -> 
     ids = tiny.prompt(CONTEXT, 2)
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
-    together = make_cache(profile, model, prompt_tokens=CONTEXT, **options)
-    alone = make_cache(profile, model, prompt_tokens=CONTEXT, **options)
+    together = make_cache(model, profile, prompt_tokens=CONTEXT, **options)
+    alone = make_cache(model, profile, prompt_tokens=CONTEXT, **options)
     with torch.no_grad():
         for end in range(20, CONTEXT + 1, 10):
             first = together.get_seq_length()

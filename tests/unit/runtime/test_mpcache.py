@@ -13,6 +13,7 @@ import torch
 from prompt_runs import policy, run
 from scorer_oracle import full_attention, make_states
 
+import kvalloc
 from kvalloc.runtime.policies.mpcache import ClusterReader
 
 SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
@@ -113,7 +114,7 @@ def noted_reads(monkeypatch: Any) -> list[int]:
 def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: Any) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = profile.cache(model, policy="mpcache")
+    cache = kvalloc.make_cache(model, profile, policy="mpcache")
     run(model, tiny.prompt(CONTEXT), cache)
     before, read = cache.retained_bytes, noted_reads(monkeypatch)
     run(model, tiny.prompt(1, seed=1), cache)
@@ -134,7 +135,7 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(
 ) -> None:
     model = tiny.tiny_model("llama", attention)
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = profile.cache(model, policy="mpcache")
+    cache = kvalloc.make_cache(model, profile, policy="mpcache")
     ids, token = tiny.prompt(CONTEXT, 2), tiny.prompt(1, 2, seed=1)
     read: dict[int, torch.Tensor] = {}
     function = ClusterReader.read
@@ -159,7 +160,7 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(
 def test_rows_copies_and_new_prompts_have_clusters_of_their_own(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = profile.cache(model, policy="mpcache")
+    cache = kvalloc.make_cache(model, profile, policy="mpcache")
     ids, tokens = tiny.prompt(CONTEXT, 2), tiny.prompt(2, 2, seed=1)
 
     def answers(cache: Any, rows: list[int]) -> torch.Tensor:

@@ -82,7 +82,7 @@ def test_random_models_answer_as_a_float64_oracle(tiny: ModuleType, seed: int) -
     widths[profile.shape.full_layers[0], 0 if profile.level == "head" else slice(None)] = 5
     policy = draw.choice(["score", "score", "attention_matching", "critical", "nacl"])
     every = draw.choice([None, 4, 7])
-    cache = make_cache(profile.replace(bits=widths), model, policy=policy, decode_every=every)
+    cache = make_cache(model, profile.replace(bits=widths), policy=policy, decode_every=every)
     shadow = tiny.Shadow(model, torch.float64)
     turns = [draw.choice([1, 1, draw.randint(2, 140)]) for _ in range(draw.randint(2, 10))]
     for turn, tokens in enumerate([context, *turns]):
@@ -117,7 +117,7 @@ def account(cache: Any) -> int:
 def test_the_prompt_and_questions_of_any_length(tiny: ModuleType, family: str, level: str) -> None:
     model = tiny.tiny_model(family)
     profile = bits_profile(tiny, model, level)
-    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
     ids = tiny.prompt(CONTEXT, 2)
     assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
     assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2) == account(cache)
@@ -145,7 +145,7 @@ def test_what_is_stored_is_what_the_model_computed_rounded_once(
     plain = DynamicCache(config=model.config)
     run(model, ids, plain)
     for chunks, announced in ((CONTEXT, None), (40, CONTEXT), (40, None)):
-        cache = make_cache(profile, model, prompt_tokens=announced)
+        cache = make_cache(model, profile, prompt_tokens=announced)
         if chunks == CONTEXT or announced:
             for part in ids.split(chunks, dim=1):
                 run(model, part, cache)
@@ -178,7 +178,7 @@ def test_a_prompt_in_chunks_and_rows_of_different_lengths(
     profile = bits_profile(tiny, model, level)
     ids = tiny.prompt(CONTEXT, len(LENGTHS))
     mask = torch.ones_like(ids) if side is None else padding(side)
-    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT if announced else None)
     shadow = tiny.Shadow(model)
 
     def feed() -> None:
@@ -218,7 +218,7 @@ def test_a_prompt_in_chunks_and_rows_of_different_lengths(
 def test_a_budget_of_everything_is_rounded_all_the_same(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = bits_profile(tiny, model, "layer", 1.0)
-    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=1)
     assert torch.equal(run(model, ids, cache), run(model, ids, DynamicCache(config=model.config)))
     shadow.logits(ids)
@@ -231,7 +231,7 @@ def test_a_budget_of_everything_is_rounded_all_the_same(tiny: ModuleType) -> Non
 def test_the_budget_kept_while_decoding(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
     profile = bits_profile(tiny, model, level)
-    cache, shadow = profile.cache(model, decode_every=4), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile, decode_every=4), tiny.Shadow(model)
     ids = tiny.prompt(CONTEXT, 2)
     run(model, ids, cache)
     shadow.logits(ids)
@@ -252,7 +252,7 @@ def test_saved_loaded_copied_reordered_and_cropped(
 ) -> None:
     model = tiny.tiny_model()
     profile = bits_profile(tiny, model, level)
-    cache, ids, shadow = profile.cache(model), tiny.prompt(CONTEXT, 2), tiny.Shadow(model)
+    cache, ids, shadow = make_cache(model, profile), tiny.prompt(CONTEXT, 2), tiny.Shadow(model)
     for tokens in (ids, tiny.prompt(130, 2, seed=5)):
         run(model, tokens, cache)
         shadow.logits(tokens)
@@ -276,7 +276,7 @@ def test_saved_loaded_copied_reordered_and_cropped(
     assert cropped.retained_bytes == account(cropped)
     cropped.crop(-30)
     assert (cropped.kept_tokens == profile.budgets).all()
-    fresh = profile.cache(model)
+    fresh = make_cache(model, profile)
     run(model, ids, fresh)
     assert cropped.retained_bytes == fresh.retained_bytes
     # A block of keys that was not full has been rounded twice; all the others are as they were.
@@ -289,7 +289,11 @@ def test_saved_loaded_copied_reordered_and_cropped(
     shadow.follow(cropped)
     assert tiny.worst(run(model, question, cropped), shadow.logits(question)) < 1e-4
     out = model.generate(
-        ids, past_key_values=profile.cache(model), max_new_tokens=6, num_beams=3, do_sample=False
+        ids,
+        past_key_values=make_cache(model, profile),
+        max_new_tokens=6,
+        num_beams=3,
+        do_sample=False,
     )
     assert out.shape == (2, CONTEXT + 6)
 
@@ -302,7 +306,7 @@ def test_policies_decide_and_merge_before_anything_is_rounded(
     profile = bits_profile(tiny, model)
     plain = profile.replace(bits=None)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
-    caches = [each.cache(model, policy=policy) for each in (profile, plain)]
+    caches = [make_cache(model, each, policy=policy) for each in (profile, plain)]
     for cache in caches:
         run(model, ids, cache)
         cache.evict()
@@ -320,7 +324,7 @@ def test_prefill_needs_what_is_kept_and_one_layer_in_full(
     ids = tiny.prompt(tokens)
     layer_bytes = tokens * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
     for level in ("layer", "head"):
-        cache = bits_profile(tiny, model, level, 0.2).cache(model)
+        cache = make_cache(model, bits_profile(tiny, model, level, 0.2))
 
         def prefill(cache: Any = cache) -> None:
             model(ids, past_key_values=cache, logits_to_keep=1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from live_storage import LiveStorage
 
+import kvalloc
 from kvalloc.models.loading import shape_of
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
@@ -70,7 +71,7 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     size = 4 if mode == "matched" else dtype.itemsize  # fitted in float32
     layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * size
     profile = profile_of(tiny, model, mode)
-    cache = profile.cache(model, bounded=BOUNDS[mode] is not None)
+    cache = kvalloc.make_cache(model, profile, bounded=BOUNDS[mode] is not None)
 
     def prefill(cache: Any) -> None:
         model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
@@ -95,7 +96,7 @@ def test_late_eviction_holds_little_more_than_the_full_cache(
         mask[1, :300] = 0
     shape = shape_of(model)
     options = {"scorer": "lookahead", "parameters": {"tokens": AWAITED}, "shape": shape}
-    cache = tiny.make_profile(model, TOKENS, SHARE, **options).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, TOKENS, SHARE, **options))
 
     def answer(**kept: Any) -> None:
         model(ids, attention_mask=mask[:, :TOKENS], logits_to_keep=1, **kept)

@@ -207,7 +207,7 @@ CONTEXT = 120
 
 def check_against_the_oracle(tiny: ModuleType, model: Any, profile: Any, name: str) -> None:
     """The cache answers as a full one with the evicted entries hidden."""
-    cache = profile.cache(model, policy=name)
+    cache = make_cache(model, profile, policy=name)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
     run(model, ids, cache)
     cache.evict()
@@ -235,8 +235,8 @@ def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
     ids = tiny.prompt(CONTEXT, 2)
     for budget, sizes in ((60, [20, 3, 37, CONTEXT - 60]), (CONTEXT - 6, [50, 3, CONTEXT - 60, 7])):
         profile = tiny.make_profile(model, CONTEXT, [budget] * tiny.N_LAYERS)
-        whole = profile.cache(model, policy=name)
-        in_chunks = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
+        whole = make_cache(model, profile, policy=name)
+        in_chunks = make_cache(model, profile, policy=name, prompt_tokens=CONTEXT)
         run(model, ids, whole)
         if merging(name) and not in_chunks._prompt.plan.policy.holds:
             with pytest.raises(UnsupportedRequestError, match="in one piece"):
@@ -255,7 +255,7 @@ def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: 
     model = tiny.tiny_model()
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=1)
-    cache = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
+    cache = make_cache(model, profile, policy=name, prompt_tokens=CONTEXT)
     in_one = merging(name) and not cache._prompt.plan.policy.holds
     sizes = [CONTEXT] if in_one else [50, 3, CONTEXT - 60, 7]
     if cache._prompt.reader is not None:
@@ -283,7 +283,10 @@ def test_half_precision_agrees_with_the_float32_oracle(
 ) -> None:
     """Not further off than twice what the model itself is without any eviction."""
     model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
-    cache, plain = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name), DynamicCache()
+    cache, plain = (
+        make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy=name),
+        DynamicCache(),
+    )
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(9, 2, seed=1)
     for each in (cache, plain):
         run(model, ids, each)
@@ -329,7 +332,10 @@ def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None
     loaded = BudgetProfile.load(tmp_path / "p.json")
     assert loaded.policy == changed.policy
     ids = tiny.prompt(CONTEXT)
-    caches = [loaded.cache(model), profile.cache(model, policy="nacl", policy_options={"seed": 5})]
+    caches = [
+        make_cache(model, loaded),
+        make_cache(model, profile, policy="nacl", policy_options={"seed": 5}),
+    ]
     for cache in caches:
         run(model, ids, cache)
     assert torch.equal(caches[0].kept_indices(1), caches[1].kept_indices(1))
@@ -358,7 +364,9 @@ def test_a_policy_that_cannot_be_is_refused_with_the_choices(
 ) -> None:
     model = tiny.tiny_model()
     with pytest.raises(InputError, match=said):
-        tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name, policy_options=options)
+        make_cache(
+            model, tiny.make_profile(model, CONTEXT, 0.3), policy=name, policy_options=options
+        )
 
 
 def test_a_policy_that_misses_its_budget_is_refused(tiny: ModuleType, monkeypatch: Any) -> None:
@@ -371,7 +379,7 @@ def test_a_policy_that_misses_its_budget_is_refused(tiny: ModuleType, monkeypatc
 
     monkeypatch.setattr(Score, "keep", one_too_many)
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with pytest.raises(SolverError, match="policy score kept .* KV head 0 of row 0"):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
 

@@ -50,7 +50,7 @@ def test_questions_after_the_prompt(
 ) -> None:
     model = tiny.tiny_model(family, attention)
     profile = mixed(tiny, model, level)
-    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
     ids = tiny.prompt(CONTEXT, 2)
     assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
     shadow.follow(cache)
@@ -66,9 +66,9 @@ def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: st
     model = tiny.tiny_model()
     profile = mixed(tiny, model, level)
     ids = tiny.prompt(CONTEXT)
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache)
-    alone = [profile.with_policy(policy).cache(model) for policy in profile.policies]
+    alone = [make_cache(model, profile.with_policy(policy)) for policy in profile.policies]
     for own in alone:
         run(model, ids, own)
     differ = 0
@@ -85,7 +85,7 @@ def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: st
 def test_a_prompt_in_chunks(tiny: ModuleType, announced: bool, level: str) -> None:
     model = tiny.tiny_model()
     profile = mixed(tiny, model, level)
-    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT if announced else None)
     shadow, ids = tiny.Shadow(model), tiny.prompt(CONTEXT, 2)
     with nullcontext() if announced else cache.prefill():
         for chunk in ids.split(7 if announced else 50, dim=1):
@@ -104,14 +104,14 @@ def test_rows_with_padding_keep_what_they_keep_alone(tiny: ModuleType, side: str
     shown = (columns < count) if side == "right" else (columns >= CONTEXT - count)
     mask = shown.long()
     ids = tiny.prompt(CONTEXT, len(LENGTHS)) * mask
-    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
     assert tiny.worst(run(model, ids, cache, mask), shadow.logits(ids, mask), mask) < 1e-4
     shadow.follow(cache)
     more = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], dim=1)
     question = tiny.prompt(4, 3, seed=4)
     assert tiny.worst(run(model, question, cache, more), shadow.logits(question, more)) < 1e-4
     for row, length in enumerate(LENGTHS):
-        own = profile.cache(model)
+        own = make_cache(model, profile)
         run(model, ids[row : row + 1][:, mask[row].bool()], own)
         first = 0 if side == "right" else CONTEXT - length
         for layer, head in np.ndindex(profile.budgets.shape):
@@ -122,7 +122,7 @@ def test_rows_with_padding_keep_what_they_keep_alone(tiny: ModuleType, side: str
 def test_a_saved_cache_goes_on_with_its_policies(tiny: ModuleType, tmp_path: Path) -> None:
     model = tiny.tiny_model()
     profile = mixed(tiny, model, "head")
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     cache.save(tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
@@ -131,7 +131,7 @@ def test_a_saved_cache_goes_on_with_its_policies(tiny: ModuleType, tmp_path: Pat
     assert loaded.profile.other_policies == profile.other_policies
     loaded.reset()
     other = tiny.prompt(CONTEXT, seed=8)
-    fresh = profile.cache(model)
+    fresh = make_cache(model, profile)
     assert torch.equal(run(model, other, loaded), run(model, other, fresh))
     assert (loaded.kept_tokens == fresh.kept_tokens).all()
 
@@ -139,7 +139,7 @@ def test_a_saved_cache_goes_on_with_its_policies(tiny: ModuleType, tmp_path: Pat
 def test_a_policy_that_is_named_counts_for_all_heads(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = mixed(tiny, model, "head")
-    cache = profile.cache(model, policy="streaming")
+    cache = make_cache(model, profile, policy="streaming")
     assert cache.profile.unit_policies is None
     run(model, tiny.prompt(CONTEXT), cache)
     budget = int(profile.budgets[0, 0])
@@ -150,7 +150,7 @@ def test_a_policy_that_is_named_counts_for_all_heads(tiny: ModuleType) -> None:
 def test_the_budget_is_kept_while_decoding(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = mixed(tiny, model, "head")
-    cache, shadow = profile.cache(model, decode_every=1), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile, decode_every=1), tiny.Shadow(model)
     ids = tiny.prompt(CONTEXT)
     run(model, ids, cache)
     shadow.logits(ids)
@@ -165,19 +165,19 @@ def test_the_budget_is_kept_while_decoding(tiny: ModuleType) -> None:
 def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     summing = mixed(tiny, model, "head", ("tova", "h2o"))
-    run(model, tiny.prompt(CONTEXT), summing.cache(model))  # in one piece it is fine
+    run(model, tiny.prompt(CONTEXT), make_cache(model, summing))  # in one piece it is fine
     with pytest.raises(UnsupportedRequestError, match="prompts in one piece only"):
-        run(model, tiny.prompt(60), make_cache(summing, model, prompt_tokens=CONTEXT))
+        run(model, tiny.prompt(60), make_cache(model, summing, prompt_tokens=CONTEXT))
     with pytest.raises(UnsupportedRequestError, match="different policies.*leave out decode_every"):
-        summing.cache(model, decode_every=1)
+        make_cache(model, summing, decode_every=1)
     with pytest.raises(UnsupportedRequestError, match="merge merges entries and cannot be one"):
-        mixed(tiny, model, "head", ("tova", "merge")).cache(model)
+        make_cache(model, mixed(tiny, model, "head", ("tova", "merge")))
     with pytest.raises(UnsupportedRequestError, match="leaves stored entries unread"):
-        mixed(tiny, model, "head", ("tova", "mpcache")).cache(model)
+        make_cache(model, mixed(tiny, model, "head", ("tova", "mpcache")))
     wide = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4, label="wide")
     profile = mixed(tiny, model, "head", ("tova",))
     with pytest.raises(InputError, match="looks at the last 9 tokens"):
-        profile.replace(other_policies=(wide,)).cache(model)
+        make_cache(model, profile.replace(other_policies=(wide,)))
 
 
 def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:
@@ -193,7 +193,7 @@ def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:
             return own[1](states, *args, **kwargs)
 
         object.__setattr__(each, "keep", watched)  # the dataclass is frozen
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     object.__setattr__(cache._prompt.plan, "policy", policy)
     run(model, tiny.prompt(CONTEXT), cache)
     wanted = [

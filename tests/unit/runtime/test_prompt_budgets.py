@@ -16,7 +16,7 @@ import kvalloc
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
-from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
 from kvalloc.runtime import answer, make_cache
 from kvalloc.scorers import get_scorer
 
@@ -46,7 +46,7 @@ def test_a_target_is_what_profile_and_solve_give_the_prompt(
     model = tiny.tiny_model(family)
     ids = tiny.prompt(CONTEXT)
     expected = kvalloc.solve(scores_of(model, ids[0]), target_retention=0.7, level=level)
-    by_hand = expected.cache(model)
+    by_hand = make_cache(model, expected)
     answer = generate(model, ids, past_key_values=by_hand)
     with kvalloc.apply(model, target_retention=0.7, level=level, **TARGET) as applying:
         assert torch.equal(generate(model, ids), answer)
@@ -97,7 +97,7 @@ def test_padded_rows_are_decided_as_if_alone(
     if adapt is None:
         cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.7, **TARGET))
     else:
-        cache = stored.cache(model, adapt=adapt)
+        cache = make_adapting_cache(model, stored, adapt=adapt)
     run(model, ids, cache, mask)
     for row in range(3):
         own = ids[row][mask[row].bool()]
@@ -116,7 +116,9 @@ def test_padded_rows_are_decided_as_if_alone(
 def test_adapt_keeps_the_total_and_zero_is_the_stored_profile(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = tiny.prompt(CONTEXT)
-    plain, none, moved = (profile.cache(model, adapt=limit) for limit in (None, 0, 0.5))
+    plain, none, moved = (
+        make_adapting_cache(model, profile, adapt=limit) for limit in (None, 0, 0.5)
+    )
     logits = [run(model, ids, cache) for cache in (plain, none, moved)]
     after = [run(model, tiny.prompt(1, seed=3), cache) for cache in (plain, none, moved)]
     assert torch.equal(logits[0], logits[1])
@@ -132,7 +134,9 @@ def test_adapt_keeps_the_total_and_zero_is_the_stored_profile(tiny: ModuleType, 
 
 
 def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).cache(model, adapt=0.3)
+    cache = make_adapting_cache(
+        model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), adapt=0.3
+    )
     ids = tiny.prompt(CONTEXT, 2)
     prompt_logits = run(model, ids, cache)
     oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
@@ -146,7 +150,7 @@ def test_bit_widths_stay_with_their_heads(tiny: ModuleType, model: Any) -> None:
     bits = np.array([[8, 4], [16, 8], [4, 8], [8, 16]])
     packed = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(bits=bits)
     ids = tiny.prompt(CONTEXT)
-    plain, moved = packed.cache(model), packed.cache(model, adapt=0.4)
+    plain, moved = make_cache(model, packed), make_adapting_cache(model, packed, adapt=0.4)
     for cache in (plain, moved):
         run(model, ids, cache)
     assert moved.retained_bytes == plain.retained_bytes == packed.retained_bytes
@@ -192,7 +196,7 @@ def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any, adapt: A
 
 def test_short_prompts_keep_everything(tiny: ModuleType, model: Any) -> None:
     assert not applied(model, tiny.prompt(6), target_retention=0.5, **TARGET).reduced
-    cache = tiny.make_profile(model, CONTEXT, 0.4).cache(model, adapt=0.5)
+    cache = make_adapting_cache(model, tiny.make_profile(model, CONTEXT, 0.4), adapt=0.5)
     run(model, tiny.prompt(5), cache)
     assert not cache.reduced
 
@@ -226,7 +230,7 @@ def test_copies_saved_caches_and_caches_side_by_side(
 ) -> None:
     ids = tiny.prompt(CONTEXT)
     stored = tiny.make_profile(model, CONTEXT, 0.4)
-    cache, other = stored.cache(model, adapt=0.4), stored.cache(model)
+    cache, other = make_adapting_cache(model, stored, adapt=0.4), make_cache(model, stored)
     run(model, tiny.prompt(CONTEXT, seed=5), other)
     run(model, ids, cache)
     clone = copy.deepcopy(cache)
@@ -234,7 +238,7 @@ def test_copies_saved_caches_and_caches_side_by_side(
     cache.save(tmp_path / "c")
     loaded = kvalloc.load_cache(tmp_path / "c", model)
     assert (loaded.profile.budgets == cache.profile.budgets).all()
-    rows = stored.cache(model, adapt=0.4)
+    rows = make_adapting_cache(model, stored, adapt=0.4)
     run(model, tiny.prompt(CONTEXT, 2), rows)
     rows.save(tmp_path / "rows")
     again = kvalloc.load_cache(tmp_path / "rows", model)
@@ -254,7 +258,7 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
 ) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = tiny.prompt(CONTEXT)
-    cache = profile.cache(model, adapt=0.3)
+    cache = make_adapting_cache(model, profile, adapt=0.3)
     embeds = model.model.embed_tokens(ids)
     with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
         model(inputs_embeds=embeds, past_key_values=cache)
@@ -267,7 +271,7 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
         run(model, ids, small)
     assert not small.retained_bytes
-    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
     announced.decide({"input_ids": ids})  # nothing to decide
     assert announced.decision_seconds is None
 
@@ -276,7 +280,7 @@ def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model:
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS))
     by_prompt = profile.replace(by_prompt=True)
     with pytest.raises(UnsupportedRequestError, match="hands out the budgets.*leave out adapt"):
-        by_prompt.cache(model, adapt=0.3)
+        make_adapting_cache(model, by_prompt, adapt=0.3)
 
 
 def test_a_loaded_cache_decides_for_no_other_prompt(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvalloc
 from kvalloc.runtime.attention import torch as by_torch
 from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.packed import LayerEntries
@@ -58,7 +59,7 @@ def test_prefill_needs_what_is_kept_and_one_layer_in_full(
     layer_bytes = tokens * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
     base = tiny.make_profile(model, tokens, 0.2)
     for profile in (base, tiny.by_head(base, spread=60)):
-        cache = profile.cache(model)
+        cache = kvalloc.make_cache(model, profile)
 
         def prefill(cache: Any = cache) -> None:
             model(ids, past_key_values=cache, logits_to_keep=1)

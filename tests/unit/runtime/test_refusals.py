@@ -34,6 +34,7 @@ from kvalloc.errors import (
     UnsupportedRequestError,
 )
 from kvalloc.models.loading import shape_of
+from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import answer, loading, make_cache, refusals
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.policies import EvictionPolicy, get_policy
@@ -55,7 +56,7 @@ def bloom() -> Any:
 
 @pytest.fixture
 def cache(tiny: ModuleType, model: Any) -> Any:
-    return tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    return make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
 
 
 def refused(model: Any, cache: Any, match: str, **arguments: Any) -> None:
@@ -70,11 +71,11 @@ def refused(model: Any, cache: Any, match: str, **arguments: Any) -> None:
 def test_profiles_of_other_models_are_refused_by_name(tiny: ModuleType, model: Any) -> None:
     named = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="org/giant"))
     with pytest.raises(ModelMismatchError, match="org/giant.*tiny"):
-        named.cache(model)
-    assert make_cache(named, model, allow_other_model=True).get_seq_length() == 0
+        make_cache(model, named)
+    assert make_cache(model, named, allow_other_model=True).get_seq_length() == 0
     other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, head_dim=64))
     with pytest.raises(ModelMismatchError, match="head_dim 64"):
-        make_cache(other, model, allow_other_model=True)
+        make_cache(model, other, allow_other_model=True)
 
 
 def test_sliding_layers_must_be_where_the_profile_has_them(tiny: ModuleType) -> None:
@@ -82,7 +83,7 @@ def test_sliding_layers_must_be_where_the_profile_has_them(tiny: ModuleType) -> 
     types = ("full",) * 4
     shape = tiny.shape_of(gemma, layer_types=types, sliding_window=None)
     with pytest.raises(ModelMismatchError, match="layer_types"):
-        tiny.make_profile(gemma, CONTEXT, 0.3, shape=shape).cache(gemma)
+        make_cache(gemma, tiny.make_profile(gemma, CONTEXT, 0.3, shape=shape))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_what_does_not_fit_sinks_and_window_is_refused(
     tiny: ModuleType, model: Any, budgets: Any, parameters: dict[str, int], match: str
 ) -> None:
     with pytest.raises(InputError, match=match):
-        tiny.make_profile(model, CONTEXT, budgets, parameters=parameters).cache(model)
+        make_cache(model, tiny.make_profile(model, CONTEXT, budgets, parameters=parameters))
 
 
 def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
@@ -112,9 +113,9 @@ def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any, 
 def test_what_is_no_policy_is_refused(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     with pytest.raises(InputError, match="policy is 3; name"):
-        profile.cache(model, policy=3)
+        make_cache(model, profile, policy=3)
     with pytest.raises(InputError, match="no policy or scorer 'snapvk'; the nearest is 'snapkv'"):
-        profile.cache(model, policy="snapvk")
+        make_cache(model, profile, policy="snapvk")
 
 
 def test_a_model_that_is_compiled_later_is_refused(
@@ -134,7 +135,7 @@ def test_a_profile_with_other_heads_is_refused(tiny: ModuleType, model: Any) -> 
         budgets = np.repeat(profile.budgets[:, :1], shape.n_kv_heads, axis=1)
         wide = profile.replace(shape=shape, budgets=budgets)
         with pytest.raises(ModelMismatchError, match="heads") as caught:
-            wide.cache(model, allow_other_model=True)
+            make_cache(model, wide, allow_other_model=True)
         assert "\n" not in str(caught.value)
 
 
@@ -148,7 +149,7 @@ def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
     options = {"adapted": {"adapt": 0.3}, "target": {"target_retention": 0.9}}.get(how, {})
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel") as caught:
         if how == "cache":
-            profile.cache(bloom)
+            make_cache(bloom, profile)
         kvalloc.apply(bloom, None if how == "target" else profile, **options)
     assert "\n" not in str(caught.value)
     assert not ran
@@ -166,7 +167,7 @@ def test_cropping_into_a_reduced_prompt_or_a_full_window_is_refused(
     tiny: ModuleType, family: str, budgets: Any, tokens: int, match: str
 ) -> None:
     model = tiny.tiny_model(family)
-    cache = tiny.make_profile(model, CONTEXT, budgets).cache(model)
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, budgets))
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
         model(tiny.prompt(2), past_key_values=cache)
@@ -203,12 +204,12 @@ def test_apply_refuses_what_generate_cannot_do(
 
 def test_more_tokens_than_the_announced_prompt_are_refused(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = make_cache(profile, model, prompt_tokens=CONTEXT)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT)
     with torch.no_grad():
         model(tiny.prompt(40), past_key_values=cache)
     refused(model, cache, "prompt of 60 tokens", input_ids=tiny.prompt(21))
     with pytest.raises(InputError, match="prompt_tokens is 0"):
-        make_cache(profile, model, prompt_tokens=0)
+        make_cache(model, profile, prompt_tokens=0)
 
 
 def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
@@ -238,7 +239,7 @@ def test_chunks_of_a_generate_that_has_not_announced_them_are_refused(
     """With padding, too: then it is a view of the mask that tells, with transformers 5.2 always."""
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "do_sample": False}
-    cache, chunks = profile.cache(model), {"prefill_chunk_size": 25}
+    cache, chunks = make_cache(model, profile), {"prefill_chunk_size": 25}
     settings |= {"attention_mask": None if mask is None else mask.long()}
     if how == "config":
         chunks = {"generation_config": GenerationConfig(**chunks)}
@@ -247,7 +248,7 @@ def test_chunks_of_a_generate_that_has_not_announced_them_are_refused(
     with pytest.raises(UnsupportedRequestError, match=f"in chunks.*prompt_tokens={CONTEXT}"):
         model.generate(ids, past_key_values=cache, **chunks, **settings)
     assert cache.get_seq_length() in (0, 25)
-    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
     model.generate(ids, past_key_values=announced, **chunks, **settings)
     with kvalloc.apply(model, profile) as applied:
         model.generate(ids, **chunks, **settings)
@@ -264,13 +265,13 @@ def test_prompts_in_one_piece_and_slices_of_a_text_are_no_chunks(
     mask, chunk = torch.ones_like(ids), {"prefill_chunk_size": CONTEXT}
     part, more = ids[:, :CONTEXT], ids[:, CONTEXT:]
     for options in ({}, chunk):
-        cache = profile.cache(model)
+        cache = make_cache(model, profile)
         own = {"attention_mask": mask[:, :CONTEXT], "past_key_values": cache, **options}
         model.generate(part, max_new_tokens=1, **own)
         with torch.no_grad():
             model(more, attention_mask=mask, past_key_values=cache)
         assert (cache.kept_tokens == profile.budgets + 9).all()
-    inside = profile.cache(model)
+    inside = make_cache(model, profile)
     with inside.prefill():
         model.generate(part, past_key_values=inside, max_new_tokens=1, prefill_chunk_size=25)
     assert (inside.kept_tokens == profile.budgets).all()
@@ -282,14 +283,14 @@ def test_prompts_in_one_piece_and_slices_of_a_text_are_no_chunks(
 def read(tiny: ModuleType, model: Any, rows: int = 1, **changes: Any) -> Any:
     """A cache that has read a prompt."""
     scorer = changes.pop("scorer", "xkv")
-    cache = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer).cache(model, **changes)
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer), **changes)
     with torch.no_grad():
         model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
     return cache
 
 
 def forward(tiny: ModuleType, model: Any, cache: Any = None, **arguments: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model) if cache is None else cache
+    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3)) if cache is None else cache
     arguments = {"input_ids": tiny.prompt(CONTEXT)} | arguments
     with torch.no_grad():
         model(past_key_values=cache, **arguments)
@@ -315,7 +316,7 @@ def configured(tiny: ModuleType, model: Any, **settings: Any) -> None:
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     kvalloc.apply(model, profile := tiny.make_profile(model, CONTEXT, 0.3))
-    profile.cache(model)
+    make_cache(model, profile)
 
 
 def of_the_oldest(tiny: ModuleType, model: Any) -> None:
@@ -333,7 +334,7 @@ def trained(tiny: ModuleType, model: Any) -> None:
 def unranked(tiny: ModuleType, model: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
-        shared(tiny, model).cache(model)
+        make_cache(model, shared(tiny, model))
 
 
 def own_attention(tiny: ModuleType, model: Any) -> None:
@@ -345,7 +346,7 @@ def own_attention(tiny: ModuleType, model: Any) -> None:
 
 def made(tiny: ModuleType, model: Any, profile: Any = None, **options: Any) -> Any:
     profile = tiny.make_profile(model, CONTEXT, 0.3) if profile is None else profile
-    return make_cache(profile, model, **options)
+    return make_cache(model, profile, **options)
 
 
 def of_scorer(tiny: ModuleType, model: Any, scorer: str, **options: Any) -> Any:
@@ -366,7 +367,7 @@ def crop_a_part(tiny: ModuleType, model: Any) -> None:
 
 def uneven(tiny: ModuleType, model: Any) -> None:
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3))
-    forward(tiny, model, profile.cache(model, policy="mpcache"))
+    forward(tiny, model, make_cache(model, profile, policy="mpcache"))
 
 
 def too_few(tiny: ModuleType, model: Any) -> None:
@@ -423,7 +424,9 @@ def asked(tiny: ModuleType, model: Any, ids: Any, rows: int = 1, **options: Any)
 CASES: dict[str, tuple[Callable[..., object], str]] = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
     "shared_by_policies": (
-        lambda tiny, model: shared(tiny, model, **by_head(tiny, model), level="head").cache(model),
+        lambda tiny, model: make_cache(
+            model, shared(tiny, model, **by_head(tiny, model), level="head")
+        ),
         "layers 2-3 keep the same entries, but heads have different policies",
     ),
     "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
@@ -437,13 +440,17 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
     "bounded_decides": (
-        lambda tiny, model: tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead").cache(
-            model, adapt=0.3, hold=True, bounded=True
+        lambda tiny, model: make_adapting_cache(
+            model,
+            tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead"),
+            adapt=0.3,
+            hold=True,
+            bounded=True,
         ),
         "decides from the whole prompt",
     ),
     "bounded_shared": (
-        lambda tiny, model: shared(tiny, model).cache(model, bounded=True),
+        lambda tiny, model: make_cache(model, shared(tiny, model), bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
     ),
     "assisted": (partial(generated, use_mtp=True), "leave them out, or take prompt_lookup"),

@@ -27,7 +27,7 @@ def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Te
 
 def saved(tiny: ModuleType, model: Any, path: Path, level: str = "head") -> Any:
     profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = (tiny.by_head(profile, 40) if level == "head" else profile).cache(model)
+    cache = kvalloc.make_cache(model, tiny.by_head(profile, 40) if level == "head" else profile)
     run(model, tiny.prompt(CONTEXT), cache)
     cache.save(path)
     return cache
@@ -42,7 +42,7 @@ def test_a_loaded_cache_answers_as_the_saved_one(
     model = tiny.tiny_model(family, "sdpa", dtype)
     profile = tiny.make_profile(model, CONTEXT, 1.0 if level == "full" else 0.5)
     profile = tiny.by_head(profile, 40) if level == "head" else profile
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :60] = 0 if level == "head" else 1
     run(model, ids, cache, mask)
@@ -156,7 +156,7 @@ def test_a_header_that_cannot_be_is_refused_by_its_field(tiny: ModuleType, tmp_p
 
 def test_only_a_complete_prompt_is_saved(tiny: ModuleType, tmp_path: Path) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model)
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.5))
     with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
         cache.save(tmp_path / "c")
     with cache.prefill():

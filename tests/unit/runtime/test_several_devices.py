@@ -38,7 +38,7 @@ def answers_alike(
     """The same logits, bytes and entries as where everything is in one place; the cache."""
     profile = tiny.make_profile(plain, CONTEXT, 0.4)
     profile = tiny.by_head(profile, spread=9) if level == "head" else profile
-    found, expected = profile.cache(spread), profile.cache(plain)
+    found, expected = make_cache(spread, profile), make_cache(plain, profile)
     mask = (torch.arange(CONTEXT) >= torch.tensor([0, 49])[:, None]).long()
     for tokens in (CONTEXT, 5, 1, 1):
         if tokens < CONTEXT:
@@ -73,6 +73,6 @@ def test_weights_on_the_disk(tiny: ModuleType, offloaded: Any, level: str) -> No
 
 def test_a_scorer_of_weights_that_are_not_there_says_so(tiny: ModuleType, offloaded: Any) -> None:
     profile = tiny.make_profile(tiny.tiny_model("gemma3"), CONTEXT, 0.4)
-    cache = make_cache(profile, offloaded, policy="criticalkv")
+    cache = make_cache(offloaded, profile, policy="criticalkv")
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match="layer 1, whose weights are"):
         offloaded(tiny.prompt(CONTEXT), past_key_values=cache)

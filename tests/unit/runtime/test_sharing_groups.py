@@ -60,7 +60,7 @@ def test_some_layers_of_a_group_are_packed_while_decoding(tiny: ModuleType, poli
     profile = shared_profile(tiny, model, "layer")
     bits = np.full(profile.budgets.shape, 16)
     bits[3] = bits[4] = 8
-    cache = profile.replace(bits=bits).cache(model, policy=policy, decode_every=3)
+    cache = make_cache(model, profile.replace(bits=bits), policy=policy, decode_every=3)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     for step in range(cache.awaited_tokens + 7):
         run(model, tiny.prompt(1, 2, seed=step), cache)
@@ -92,7 +92,7 @@ def test_a_group_keeps_the_best_by_its_joint_scores(tiny: ModuleType, level: str
     """Each layer's scores over their sum over all heads, added up; written down once more."""
     model = shared_model(tiny)
     profile = shared_profile(tiny, model, level)
-    ids, cache = tiny.prompt(CONTEXT, 2), profile.cache(model)
+    ids, cache = tiny.prompt(CONTEXT, 2), make_cache(model, profile)
     run(model, ids, cache)
     agree(cache)
     policy = profile.policy
@@ -128,7 +128,7 @@ def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
     profile = kvalloc.solve(scores, **asked)
     assert profile.share_groups == GROUPS
     ids = torch.tensor([tokenizer(text)["input_ids"]])
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache)
     agree(cache)
     assert cache.retained_bytes == profile.retained_bytes
@@ -154,10 +154,10 @@ def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
     model = shared_model(tiny)
     profile = shared_profile(tiny, model, level)
     ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), left_padding()
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache, mask)
     for row, tokens in enumerate(LENGTHS):
-        alone = profile.cache(model)
+        alone = make_cache(model, profile)
         run(model, ids[row : row + 1, mask[row].bool()], alone)
         for layer in range(LAYERS):
             mine, theirs = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
@@ -173,7 +173,7 @@ def test_while_decoding_saved_loaded_and_reordered(
     model = shared_model(tiny)
     profile = shared_profile(tiny, model, level)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(6, 2, seed=1)
-    cache, shadow = profile.cache(model, decode_every=3), tiny.Shadow(model)
+    cache, shadow = make_cache(model, profile, decode_every=3), tiny.Shadow(model)
     run(model, ids, cache)
     shadow.logits(ids)
     shadow.follow(cache)
@@ -186,7 +186,7 @@ def test_while_decoding_saved_loaded_and_reordered(
             assert (cache.kept_tokens == profile.budgets).all()
     assert any(int(cache.kept_indices(2).max()) >= CONTEXT for _ in [0])
 
-    cache = profile.cache(model)
+    cache = make_cache(model, profile)
     run(model, ids, cache)
     cache.save(tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
@@ -196,7 +196,7 @@ def test_while_decoding_saved_loaded_and_reordered(
     swapped = run(model, question.flip(0), cache)
     assert torch.equal(run(model, question, loaded), swapped.flip(0))
     options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-    out = model.generate(ids, past_key_values=profile.cache(model), **options)
+    out = model.generate(ids, past_key_values=make_cache(model, profile), **options)
     assert out.shape == (2, CONTEXT + 6)
 
 
@@ -207,7 +207,7 @@ def test_every_policy_chooses_for_a_group(tiny: ModuleType) -> None:
     for name in SHARED:
         level = "layer" if name == "mpcache" else "head"
         profile = shared_profile(tiny, model, level)
-        cache = profile.cache(model, policy=name)
+        cache = make_cache(model, profile, policy=name)
         read(model, ids, cache)
         agree(cache)
         followed = cache.get_seq_length() - CONTEXT
@@ -230,7 +230,7 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
     profile = shared_profile(tiny, model, "layer", share=1.0)
     bits = np.full_like(profile.budgets, 16)
     bits[[GROUPS[0][0], GROUPS[1][1]]] = 8
-    cache = make_cache(profile.replace(bits=bits), model, policy=policy)
+    cache = make_cache(model, profile.replace(bits=bits), policy=policy)
     run(model, tiny.prompt(CONTEXT), cache)
     cache.evict()
     assert (cache.kept_tokens == CONTEXT).all()
@@ -250,7 +250,7 @@ def test_a_group_that_fails_half_way_is_noticed(
 ) -> None:
     model = shared_model(tiny)
     profile = shared_profile(tiny, model)
-    cache, ids = profile.cache(model), tiny.prompt(CONTEXT)
+    cache, ids = make_cache(model, profile), tiny.prompt(CONTEXT)
     scored: list[int] = []
     plain = type(cache._prompt.plan.policy).rankings
 
@@ -281,7 +281,7 @@ def test_peak_is_what_is_kept_and_the_layers_of_one_group(
     ranking_bytes = tokens * tiny.N_KV_HEADS * 8
     for level in ("layer", "head"):
         profile = shared_profile(tiny, model, level, 0.2)
-        cache = profile.cache(model)
+        cache = make_cache(model, profile)
 
         def prefill(cache: Any = cache) -> None:
             model(ids, past_key_values=cache, logits_to_keep=1)

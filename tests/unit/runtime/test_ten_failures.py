@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import kvalloc
+
 CONTEXT = 90
 
 
@@ -39,9 +41,9 @@ def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Te
 def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(
     tiny: ModuleType, model: Any, profile: Any
 ) -> None:
-    first, second = profile.cache(model), profile.cache(model)
+    first, second = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
-    alone = profile.cache(model)
+    alone = kvalloc.make_cache(model, profile)
     run(model, ids, alone)
     expected = run(model, question, alone)
     run(model, ids, first)
@@ -52,7 +54,7 @@ def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(
 
 
 def test_2_heads_free_what_they_evict(tiny: ModuleType, model: Any, profile: Any) -> None:
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     assert (profile.budgets[:, 0] != profile.budgets[:, 1]).all()
     storages = {}
@@ -68,7 +70,7 @@ def test_2_heads_free_what_they_evict(tiny: ModuleType, model: Any, profile: Any
 def test_3_a_prompt_in_chunks_ends_at_the_budget(
     tiny: ModuleType, model: Any, profile: Any
 ) -> None:
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     chunk_bytes = 20 * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
     with cache.prefill():
         for part in tiny.prompt(CONTEXT).split(20, dim=1):
@@ -84,7 +86,7 @@ def test_4_a_question_of_five_tokens_after_compression(tiny: ModuleType, attenti
         tiny.make_profile(model, CONTEXT, [6, 20, 50, CONTEXT]),
         tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5)),
     ):
-        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        cache, shadow = kvalloc.make_cache(model, profile), tiny.Shadow(model)
         ids, question = tiny.prompt(CONTEXT), tiny.prompt(5, seed=1)
         run(model, ids, cache)
         shadow.logits(ids)
@@ -97,7 +99,7 @@ def test_5_padding_is_never_kept_and_never_counted(
 ) -> None:
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :50] = 0
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT, 2), cache, mask)
     for layer in range(tiny.N_LAYERS):
         kept = cache.kept_indices(layer)[1]
@@ -107,7 +109,7 @@ def test_5_padding_is_never_kept_and_never_counted(
 
 
 def test_6_positions_count_the_tokens_seen(tiny: ModuleType, model: Any, profile: Any) -> None:
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     assert [cache.get_seq_length(layer) for layer in range(4)] == [CONTEXT] * 4
     seen = []
@@ -122,7 +124,7 @@ def test_6_positions_count_the_tokens_seen(tiny: ModuleType, model: Any, profile
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_7_half_precision_stays_finite_and_close(tiny: ModuleType, dtype: torch.dtype) -> None:
     model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
-    cache = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5)).cache(model)
+    cache = kvalloc.make_cache(model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5)))
     shadow, ids, question = tiny.Shadow(model), tiny.prompt(CONTEXT), tiny.prompt(9, seed=1)
     own = tiny.worst(run(model, ids, cache), shadow.logits(ids))
     shadow.follow(cache)
@@ -138,7 +140,7 @@ def test_8_ties_and_tiny_budgets_keep_sinks_and_window(tiny: ModuleType, model: 
     budgets = base.budgets.copy()
     budgets[:, 1] += 3
     profile = base.replace(level="head", budgets=budgets)
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     window = list(range(CONTEXT - tiny.WINDOW, CONTEXT))
     for layer in range(4):
@@ -151,7 +153,7 @@ def test_8_ties_and_tiny_budgets_keep_sinks_and_window(tiny: ModuleType, model: 
 def test_9_what_is_stored_is_what_was_granted(
     tiny: ModuleType, model: Any, profile: Any, tokens: int
 ) -> None:
-    cache = profile.cache(model)
+    cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(tokens), cache)
     assert cache.retained_bytes == profile.retained_bytes_at(tokens)
     granted = int(profile.budgets_for(tokens).sum()) * profile.shape.bytes_per_entry
@@ -166,7 +168,7 @@ def test_10_a_budget_of_everything_changes_no_bit(
     model = tiny.tiny_model(family, attention)
     for level in ("layer", "head"):
         profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)
-        cache, plain = profile.cache(model), DynamicCache(config=model.config)
+        cache, plain = kvalloc.make_cache(model, profile), DynamicCache(config=model.config)
         for tokens in (CONTEXT, 1, 5, 1):
             ids = tiny.prompt(tokens, 2, seed=tokens)
             assert torch.equal(run(model, ids, cache), run(model, ids, plain))

@@ -115,7 +115,7 @@ def test_it_works(tiny: ModuleType, tokenizer: Any, use: Any, level: str) -> Non
     caches: list[Any] = []
 
     def cache() -> Any:
-        caches.append(profile.cache(model))
+        caches.append(kvalloc.make_cache(model, profile))
         return caches[-1]
 
     found, expected = use(tiny, tokenizer, model, cache)
@@ -199,7 +199,7 @@ def test_the_model_works(tiny: ModuleType, tmp_path: Path, made: Any) -> None:
     ids = tiny.prompt(CONTEXT)
     expected = generate(model, ids)
     for profile in (plain, tiny.by_head(tiny.make_profile(tiny.tiny_model(), CONTEXT, 0.4), 6)):
-        cache = profile.cache(model, allow_other_model=True)
+        cache = kvalloc.make_cache(model, profile, allow_other_model=True)
         found = generate(model, ids, past_key_values=cache)
         assert found.shape == expected.shape
         assert profile is not plain or torch.equal(found, expected)
@@ -232,12 +232,12 @@ def test_compiled_parts_are_refused(tiny: ModuleType, change: Any) -> None:
     """Before the cache is made, before its prompt comes, and after it."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4), 6)
-    empty, filled = profile.cache(model), profile.cache(model)
+    empty, filled = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     with torch.no_grad():
         model(ids, past_key_values=filled)
     change(tiny, model)
     with pytest.raises(UnsupportedRequestError, match=r"without torch\.compile"):
-        profile.cache(model)
+        kvalloc.make_cache(model, profile)
     if change is compiled_model:  # a plain call compiles it; see test_refusals
         return
     with torch.no_grad():
