@@ -61,8 +61,8 @@ def test_what_is_here_asks_no_network(tmp_path: Path, monkeypatch: pytest.Monkey
         "inspect p.json",
         "verify p.json smollm2-135m-instruct",
         "report p.json smollm2-135m-instruct -o report.html",
-        "profiles",
-        "solvers",
+        "list profiles",
+        "list solvers",
         "doctor",
     )
     for command in commands:
