@@ -87,7 +87,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
         "them out, or take prompt_lookup_num_tokens or assistant_model",
         "drafts_unannounced": "assisted generation sends the prompt and the first drafts in one "
-        "forward; say how long the prompt is: kvalloc.runtime.make_cache(profile, model, "
+        "forward; say how long the prompt is: kvalloc.make_cache(model, profile, "
         "prompt_tokens=...), or use kvalloc.apply, which does so",
         "drafts_slide_out": "this version of transformers takes back no drafts from sliding-window "
         "layers; install a newer one, or call generate() without assistance",
