@@ -140,15 +140,6 @@ def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
     assert np.array_equal(fresh.kept_tokens, profile.budgets)
 
 
-def test_masks_that_change_the_past_are_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = make_cache(model, profile_of(tiny, model, "layer"))
-    run(model, tiny.prompt(CONTEXT, 3), cache, padding("left"))
-    mask = torch.ones(3, CONTEXT + 1)
-    with pytest.raises(UnsupportedRequestError, match="than it did when they arrived"):
-        run(model, tiny.prompt(1, 3), cache, mask)
-
-
 @pytest.mark.parametrize("pads", [(10, 10), (10, 40)])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("announced", [True, False])

@@ -10,8 +10,6 @@ import pytest
 import torch
 from prompt_runs import padded_rows, run
 
-from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.prompt import State
 
@@ -123,25 +121,3 @@ def test_prompts_that_hand_out_their_entries_keep_the_total(tiny: ModuleType, mo
         total = profile.budgets_for(own.shape[1]).sum()
         assert (alone.kept_tokens - AWAITED).sum() == total
         assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()
-
-
-def test_what_cannot_be_bounded_is_refused(tiny: ModuleType, model: Any) -> None:
-    profile = late(tiny, model)
-    for wrong in (2, 0.5, "on", None):
-        with pytest.raises(InputError, match="expected True or False"):
-            make_cache(model, profile, bounded=wrong)
-    with pytest.raises(UnsupportedRequestError, match="waits for none"):
-        make_cache(model, profile, bounded=True, policy="xkv")
-    with pytest.raises(UnsupportedRequestError, match="waits for none"):
-        make_cache(model, profile, bounded=True, policy="reconstruction")
-    with pytest.raises(UnsupportedRequestError, match="decides from the whole prompt"):
-        make_adapting_cache(model, profile, bounded=True, adapt=0.3, hold=True)
-    budgets = profile.budgets.copy()
-    budgets[3] = budgets[2]
-    with pytest.raises(UnsupportedRequestError, match="choose once; leave out bounded"):
-        make_cache(model, profile.replace(budgets=budgets, share_groups=((2, 3),)), bounded=True)
-    repeats = profile.policy.replace(scorer="reconstruction", scorer_parameters={"window": 4})
-    table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 2
-    both = profile.replace(other_policies=(repeats,), unit_policies=table)
-    with pytest.raises(UnsupportedRequestError, match="reconstruction says nothing before"):
-        make_cache(model, both, bounded=True)

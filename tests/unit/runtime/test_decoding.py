@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc import apply
-from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime.policies import policy_names
@@ -241,20 +240,6 @@ def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
     torch.testing.assert_close(pieces, once[:, : sum(sizes)], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("every", [0, -1, True, 2.5])
-def test_numbers_of_steps_that_cannot_be_are_refused(tiny: ModuleType, every: Any) -> None:
-    model = tiny.tiny_model()
-    with pytest.raises(InputError, match="decode_every"):
-        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.5), decode_every=every)
-
-
-def test_a_scorer_that_repeats_the_prompt_is_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.5, scorer="reconstruction")
-    with pytest.raises(UnsupportedRequestError, match="reconstruction lets the model repeat"):
-        kvalloc.make_cache(model, profile, decode_every=4)
-
-
 @pytest.mark.parametrize(
     ("policy", "scorer"),
     [
@@ -394,26 +379,6 @@ def test_4096_tokens_stay_within_the_budget_and_the_stated_slack(tiny: ModuleTyp
             assert sum(own.shape[2] for own in held) <= rows + awaited
             assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
     assert cache.get_seq_length() == prompt + 4096
-
-
-@pytest.mark.parametrize("scorer", ["xkv", "lookahead"])
-def test_saving_cropping_and_padding_afterwards_are_refused(
-    tiny: ModuleType, scorer: str, tmp_path: Any
-) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.5, scorer=scorer)
-    cache = kvalloc.make_cache(model, profile, decode_every=4)
-    feed(model, cache, tiny.prompt(CONTEXT, 2), [CONTEXT])
-    cache.evict()  # where it is held: at once, and nothing votes
-    assert (cache.kept_tokens == profile.budgets).all()
-    with pytest.raises(UnsupportedRequestError, match="decode_every"):
-        cache.save(tmp_path / "c.safetensors")
-    with pytest.raises(UnsupportedRequestError, match="crop"):
-        cache.crop(-1)
-    mask = torch.ones(2, CONTEXT + 3, dtype=torch.long)
-    mask[0, CONTEXT] = 0
-    with pytest.raises(UnsupportedRequestError, match="padding"), torch.no_grad():
-        model(tiny.prompt(3, 2), attention_mask=mask, past_key_values=cache)
 
 
 def test_the_command_line_does_not_take_it_with_the_full_cache(tmp_path: Any) -> None:

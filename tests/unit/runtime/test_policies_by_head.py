@@ -13,8 +13,7 @@ import torch
 from prompt_runs import run
 
 import kvalloc
-from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policies_of, policy_of
 
@@ -160,24 +159,6 @@ def test_the_budget_is_kept_while_decoding(tiny: ModuleType) -> None:
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
         shadow.follow(cache)
     assert (cache.kept_tokens == profile.budgets).all()
-
-
-def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    summing = mixed(tiny, model, "head", ("tova", "h2o"))
-    run(model, tiny.prompt(CONTEXT), make_cache(model, summing))  # in one piece it is fine
-    with pytest.raises(UnsupportedRequestError, match="prompts in one piece only"):
-        run(model, tiny.prompt(60), make_cache(model, summing, prompt_tokens=CONTEXT))
-    with pytest.raises(UnsupportedRequestError, match="different policies.*leave out decode_every"):
-        make_cache(model, summing, decode_every=1)
-    with pytest.raises(UnsupportedRequestError, match="merge merges entries and cannot be one"):
-        make_cache(model, mixed(tiny, model, "head", ("tova", "merge")))
-    with pytest.raises(UnsupportedRequestError, match="leaves stored entries unread"):
-        make_cache(model, mixed(tiny, model, "head", ("tova", "mpcache")))
-    wide = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4, label="wide")
-    profile = mixed(tiny, model, "head", ("tova",))
-    with pytest.raises(InputError, match="looks at the last 9 tokens"):
-        make_cache(model, profile.replace(other_policies=(wide,)))
 
 
 def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:

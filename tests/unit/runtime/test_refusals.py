@@ -33,14 +33,16 @@ from kvalloc.errors import (
     UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kvalloc.formats.budget_profile import Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import answer, loading, make_cache, refusals
 from kvalloc.runtime.grouped import GroupedCache
-from kvalloc.runtime.policies import EvictionPolicy, get_policy
+from kvalloc.runtime.policies import EvictionPolicy, changed_policy, get_policy
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
+WIDE = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4)
 
 
 @pytest.fixture
@@ -52,91 +54,6 @@ def model(tiny: ModuleType) -> Any:
 def bloom() -> Any:
     """A model outside the attention interface."""
     return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
-
-
-@pytest.fixture
-def cache(tiny: ModuleType, model: Any) -> Any:
-    return make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-
-
-def refused(model: Any, cache: Any, match: str, **arguments: Any) -> None:
-    """The forward is refused, and nothing was stored by it."""
-    stored = cache.retained_bytes
-    with torch.no_grad(), pytest.raises(UnsupportedRequestError, match=match) as caught:
-        model(past_key_values=cache, **arguments)
-    assert "\n" not in str(caught.value)
-    assert cache.retained_bytes == stored
-
-
-def test_profiles_of_other_models_are_refused_by_name(tiny: ModuleType, model: Any) -> None:
-    named = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="org/giant"))
-    with pytest.raises(ModelMismatchError, match="org/giant.*tiny"):
-        make_cache(model, named)
-    assert make_cache(model, named, allow_other_model=True).get_seq_length() == 0
-    other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, head_dim=64))
-    with pytest.raises(ModelMismatchError, match="head_dim 64"):
-        make_cache(model, other, allow_other_model=True)
-
-
-def test_sliding_layers_must_be_where_the_profile_has_them(tiny: ModuleType) -> None:
-    gemma = tiny.tiny_model("gemma3")
-    types = ("full",) * 4
-    shape = tiny.shape_of(gemma, layer_types=types, sliding_window=None)
-    with pytest.raises(ModelMismatchError, match="layer_types"):
-        make_cache(gemma, tiny.make_profile(gemma, CONTEXT, 0.3, shape=shape))
-
-
-@pytest.mark.parametrize(
-    ("budgets", "parameters", "match"),
-    [([3] * 4, {}, "sinks and window"), (0.3, {"window": 9}, "last 9 tokens.*window of 4")],
-    ids=["budgets", "scorer"],
-)
-def test_what_does_not_fit_sinks_and_window_is_refused(
-    tiny: ModuleType, model: Any, budgets: Any, parameters: dict[str, int], match: str
-) -> None:
-    with pytest.raises(InputError, match=match):
-        make_cache(model, tiny.make_profile(model, CONTEXT, budgets, parameters=parameters))
-
-
-def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-    follow = tiny.prompt(2)
-    mask = torch.ones(1, CONTEXT + 2)
-    mask[0, 5] = 0
-    refused(model, cache, "when they arrived", input_ids=follow, attention_mask=mask)
-    refused(model, cache, "expected 62", input_ids=follow, attention_mask=torch.ones(1, 2))
-    four = torch.ones(1, 1, 2, CONTEXT + 2, dtype=torch.bool)
-    refused(model, cache, "ready-made", input_ids=follow, attention_mask=four)
-
-
-def test_what_is_no_policy_is_refused(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    with pytest.raises(InputError, match="policy is 3; name"):
-        make_cache(model, profile, policy=3)
-    with pytest.raises(InputError, match="no policy or scorer 'snapvk'; the nearest is 'snapkv'"):
-        make_cache(model, profile, policy="snapvk")
-
-
-def test_a_model_that_is_compiled_later_is_refused(
-    tiny: ModuleType, model: Any, cache: Any
-) -> None:
-    compiled = torch.compile(model, backend="eager")
-    refused(compiled, cache, r"torch\.compile", input_ids=tiny.prompt(CONTEXT))
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-    assert cache.reduced
-
-
-def test_a_profile_with_other_heads_is_refused(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    for more in ({"n_kv_heads": 4}, {"n_kv_heads": 4, "n_query_heads": 8}, {"n_kv_heads": 1}):
-        shape = dataclasses.replace(profile.shape, **more)
-        budgets = np.repeat(profile.budgets[:, :1], shape.n_kv_heads, axis=1)
-        wide = profile.replace(shape=shape, budgets=budgets)
-        with pytest.raises(ModelMismatchError, match="heads") as caught:
-            make_cache(model, wide, allow_other_model=True)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["cache", "stored", "adapted", "target"])
@@ -154,81 +71,6 @@ def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
     assert "\n" not in str(caught.value)
     assert not ran
     assert "generate" not in vars(bloom)
-
-
-@pytest.mark.parametrize(
-    ("family", "budgets", "tokens", "match"),
-    [
-        ("llama", [CONTEXT, 20, 20, 20], -3, "only 2 tokens followed"),
-        ("gemma3", 0.3, -1, "sliding-window"),
-    ],
-)
-def test_cropping_into_a_reduced_prompt_or_a_full_window_is_refused(
-    tiny: ModuleType, family: str, budgets: Any, tokens: int, match: str
-) -> None:
-    model = tiny.tiny_model(family)
-    cache = make_cache(model, tiny.make_profile(model, CONTEXT, budgets))
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-        model(tiny.prompt(2), past_key_values=cache)
-    stored = cache.kept_tokens
-    with pytest.raises(UnsupportedRequestError, match=match):
-        cache.crop(tokens)
-    assert (cache.kept_tokens == stored).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"use_mtp": True}, "use_mtp"),
-        ({"cache_implementation": "static"}, "static"),
-        ({"cache_implementation": "offloaded"}, "offloaded"),
-        ({"use_cache": False}, "use_cache=False"),
-        ({"compile_config": CompileConfig()}, "torch.compile"),
-        ({"output_attentions": True}, "output_attentions"),
-    ],
-)
-def test_apply_refuses_what_generate_cannot_do(
-    tiny: ModuleType, model: Any, options: dict[str, Any], match: str
-) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ran = []
-    model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with (
-        pytest.raises(UnsupportedRequestError, match=match),
-        kvalloc.apply(model, profile),
-    ):
-        model.generate(tiny.prompt(CONTEXT), max_new_tokens=3, **options)
-    assert not ran
-
-
-def test_more_tokens_than_the_announced_prompt_are_refused(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = make_cache(model, profile, prompt_tokens=CONTEXT)
-    with torch.no_grad():
-        model(tiny.prompt(40), past_key_values=cache)
-    refused(model, cache, "prompt of 60 tokens", input_ids=tiny.prompt(21))
-    with pytest.raises(InputError, match="prompt_tokens is 0"):
-        make_cache(model, profile, prompt_tokens=0)
-
-
-def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
-    model.gradient_checkpointing_enable()
-    model.train()
-    refused(model, cache, "gradient checkpointing", input_ids=tiny.prompt(CONTEXT))
-    model.eval()
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-    assert cache.reduced
-
-
-def test_a_copy_in_memory_is_no_pickle(tiny: ModuleType, model: Any, cache: Any) -> None:
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-    for attempt in (pickle.dumps, copy.copy, lambda one: torch.save(one, io.BytesIO())):
-        with pytest.raises(UnsupportedRequestError, match=r"cache\.save"):
-            attempt(cache)
-    assert copy.deepcopy(cache).retained_bytes == cache.retained_bytes
 
 
 @pytest.mark.parametrize("how", ["keyword", "config", "the model's config"])
@@ -290,10 +132,90 @@ def read(tiny: ModuleType, model: Any, rows: int = 1, **changes: Any) -> Any:
 
 
 def forward(tiny: ModuleType, model: Any, cache: Any = None, **arguments: Any) -> None:
-    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3)) if cache is None else cache
-    arguments = {"input_ids": tiny.prompt(CONTEXT)} | arguments
-    with torch.no_grad():
-        model(past_key_values=cache, **arguments)
+    """A forward of which nothing is stored where it is refused."""
+    cache = made(tiny, model) if cache is None else cache
+    arguments, stored = {"input_ids": tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
+    try:
+        with torch.no_grad():
+            model(past_key_values=cache, **arguments)
+    except KVAllocError:
+        assert cache.retained_bytes == stored
+        raise
+
+
+def masked(tiny: ModuleType, model: Any, mask: torch.Tensor) -> None:
+    forward(tiny, model, read(tiny, model), input_ids=tiny.prompt(2), attention_mask=mask)
+
+
+def one_hidden(tiny: ModuleType, model: Any) -> None:
+    mask = torch.ones(1, CONTEXT + 2)
+    mask[0, 5] = 0
+    masked(tiny, model, mask)
+
+
+def made_for(tiny: ModuleType, model: Any, budgets: Any = 0.3, **shape: Any) -> None:
+    """A cache by the profile of a model of another shape."""
+    profile = tiny.make_profile(model, CONTEXT, budgets)
+    other = dataclasses.replace(profile.shape, **shape)
+    table = np.repeat(profile.budgets[:, :1], other.n_kv_heads, axis=1)
+    profile = profile.replace(shape=other, budgets=table)
+    make_cache(model, profile, allow_other_model="model_id" not in shape)
+
+
+def full_layers_for_sliding(tiny: ModuleType, model: Any) -> None:
+    model = tiny.tiny_model("gemma3")
+    shape = tiny.shape_of(model, layer_types=("full",) * 4, sliding_window=None)
+    make_cache(model, tiny.make_profile(model, CONTEXT, 0.3, shape=shape))
+
+
+def unfit(tiny: ModuleType, model: Any, budgets: Any = 0.3, **parameters: int) -> None:
+    make_cache(model, tiny.make_profile(model, CONTEXT, budgets, parameters=parameters))
+
+
+def compiled_later(tiny: ModuleType, model: Any) -> None:
+    """The model itself goes on with the cache that was refused to the compiled one."""
+    cache = made(tiny, model)
+    try:
+        forward(tiny, torch.compile(model, backend="eager"), cache)
+    finally:
+        forward(tiny, model, cache)
+        assert cache.reduced
+
+
+def padded_while_decoding(tiny: ModuleType, model: Any, scorer: str) -> None:
+    """Where the prompt is held it is evicted at once, by no vote of what follows."""
+    cache = read(tiny, model, 2, scorer=scorer, decode_every=4)
+    cache.evict()
+    assert (cache.kept_tokens == cache.profile.budgets).all()
+    mask = torch.ones(2, CONTEXT + 3, dtype=torch.long)
+    mask[0, CONTEXT] = 0
+    forward(tiny, model, cache, input_ids=tiny.prompt(3, 2), attention_mask=mask)
+
+
+def beside(tiny: ModuleType, model: Any, other: Any, scorer: str = "xkv", **options: Any) -> None:
+    """Every second head has another policy."""
+    profile = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer, level="head")
+    table = by_head(tiny, model)["unit_policies"]
+    policy = changed_policy(profile.policy, other) if isinstance(other, str) else other
+    others = (policy.replace(label="other"),)
+    make_cache(model, profile.replace(unit_policies=table, other_policies=others), **options)
+
+
+def cropped_into_prompt(tiny: ModuleType, model: Any) -> None:
+    cache = made(tiny, model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20, 20, 20]))
+    for tokens in (CONTEXT, 2):
+        forward(tiny, model, cache, input_ids=tiny.prompt(tokens))
+    stored = cache.kept_tokens
+    try:
+        cache.crop(-3)
+    finally:
+        assert (cache.kept_tokens == stored).all()
+
+
+def beyond_announced(tiny: ModuleType, model: Any) -> None:
+    cache = made(tiny, model, prompt_tokens=CONTEXT)
+    forward(tiny, model, cache, input_ids=tiny.prompt(40))
+    forward(tiny, model, cache, input_ids=tiny.prompt(21))
 
 
 def shared(tiny: ModuleType, model: Any, **changes: Any) -> Any:
@@ -308,8 +230,14 @@ def by_head(tiny: ModuleType, model: Any, scorer: str = "h2o") -> dict[str, Any]
 
 
 def generated(tiny: ModuleType, model: Any, **options: Any) -> None:
-    with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)):
-        model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+    """Refused before anything runs."""
+    ran: list[int] = []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    try:
+        with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)):
+            model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+    finally:
+        assert not ran
 
 
 def configured(tiny: ModuleType, model: Any, **settings: Any) -> None:
@@ -327,8 +255,14 @@ def of_the_oldest(tiny: ModuleType, model: Any) -> None:
 
 
 def trained(tiny: ModuleType, model: Any) -> None:
+    """In evaluation the same cache is filled."""
     model.gradient_checkpointing_enable()
-    forward(tiny, model.train())
+    cache = made(tiny, model)
+    try:
+        forward(tiny, model.train(), cache)
+    finally:
+        forward(tiny, model.eval(), cache)
+        assert cache.reduced
 
 
 def unranked(tiny: ModuleType, model: Any) -> None:
@@ -381,6 +315,8 @@ def of_heads(tiny: ModuleType, model: Any) -> Any:
 
 
 def adding_up(tiny: ModuleType, model: Any) -> None:
+    """In one piece it works."""
+    forward(tiny, model, made(tiny, model, of_heads(tiny, model)))
     cache = made(tiny, model, of_heads(tiny, model), prompt_tokens=CONTEXT)
     forward(tiny, model, cache, input_ids=tiny.prompt(20))
 
@@ -580,19 +516,77 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_row_of_the_table_is_said_where_it_is_so(
-    tiny: ModuleType, model: Any, name: str
+MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
+    ("assisted", partial(generated, use_mtp=True), "use_mtp"),
+    ("other_cache", partial(generated, cache_implementation="static"), "static"),
+    ("offloaded", partial(generated, cache_implementation="offloaded"), "offloaded"),
+    ("unused", partial(generated, use_cache=False), "use_cache=False"),
+    ("compiled", partial(generated, compile_config=CompileConfig()), "torch.compile"),
+    ("compiled", compiled_later, r"torch\.compile"),
+    ("weights", partial(generated, output_attentions=True), "output_attentions"),
+    ("pickled", lambda tiny, model: copy.copy(read(tiny, model)), r"cache\.save"),
+    ("pickled", lambda tiny, model: torch.save(read(tiny, model), io.BytesIO()), r"cache\.save"),
+    (ModelMismatchError, partial(made_for, model_id="org/giant"), "org/giant.*tiny"),
+    (ModelMismatchError, partial(made_for, head_dim=64), "head_dim 64"),
+    (ModelMismatchError, partial(made_for, n_kv_heads=4), "heads"),
+    (ModelMismatchError, partial(made_for, n_kv_heads=4, n_query_heads=8), "heads"),
+    (ModelMismatchError, partial(made_for, n_kv_heads=1), "heads"),
+    (ModelMismatchError, full_layers_for_sliding, "layer_types"),
+    (InputError, partial(unfit, budgets=[3] * 4), "sinks and window"),
+    (InputError, partial(unfit, window=9), "last 9 tokens.*window of 4"),
+    (InputError, partial(made, policy="snapvk"), "no policy or scorer 'snapvk'.* 'snapkv'"),
+    (UnsupportedRequestError, one_hidden, "when they arrived"),
+    (UnsupportedRequestError, partial(masked, mask=torch.ones(1, 2)), "expected 62"),
+    (
+        UnsupportedRequestError,
+        partial(masked, mask=torch.ones(1, 1, 2, CONTEXT + 2, dtype=torch.bool)),
+        "ready-made",
+    ),
+    *(
+        ("on_or_off", partial(made, bounded=wrong), "expected True or False")
+        for wrong in (2, "on", None)
+    ),
+    ("bounded_awaits_nothing", partial(made, bounded=True, policy="reconstruction"), "for none"),
+    *(
+        ("no_decode_every", partial(made, decode_every=wrong), "decode_every")
+        for wrong in (-1, True, 2.5)
+    ),
+    *(
+        (UnsupportedRequestError, partial(padded_while_decoding, scorer=scorer), "padding")
+        for scorer in ("xkv", "lookahead")
+    ),
+    (
+        UnsupportedRequestError,
+        partial(beside, other="reconstruction", scorer="lookahead", bounded=True),
+        "reconstruction says nothing before",
+    ),
+    (UnsupportedRequestError, partial(beside, other="merge"), "merges entries and cannot be one"),
+    (UnsupportedRequestError, partial(beside, other="mpcache"), "leaves stored entries unread"),
+    (
+        InputError,
+        partial(beside, other=WIDE),
+        "looks at the last 9 tokens",
+    ),
+    (UnsupportedRequestError, cropped_into_prompt, "only 2 tokens followed"),
+    (UnsupportedRequestError, beyond_announced, "prompt of 60 tokens"),
+]
+"""More ways to what the table says, and what is said elsewhere: files, masks, positions."""
+
+
+@pytest.mark.parametrize(
+    ("row", "do", "match"), [*((name, *case) for name, case in CASES.items()), *MORE]
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    tiny: ModuleType, model: Any, row: str | type[KVAllocError], do: Any, match: str
 ) -> None:
-    do, match = CASES[name]
-    error = next(kind for kind, rows in refusals.REFUSALS.items() if name in rows)
+    table = refusals.REFUSALS
+    error = next(kind for kind in table if row in (kind, *table[kind]))
     with pytest.raises(error, match=match) as caught:
         do(tiny, model)
     assert type(caught.value) is error
-    assert isinstance(caught.value, KVAllocError)
-    first = refusals.REFUSALS[error][name].split("{")[0]
-    assert str(caught.value).startswith(first)
     assert "\n" not in str(caught.value)
+    first = "" if row is error else table[error][row].split("{")[0]
+    assert str(caught.value).startswith(first)
 
 
 def test_every_row_of_the_table_has_a_case() -> None:

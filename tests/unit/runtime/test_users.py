@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 import kvalloc
-from kvalloc.errors import KVAllocError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 
 CONTEXT, NEW = 60, 6
 TRIED = ("5.2", "5.23")
@@ -247,22 +247,6 @@ def test_compiled_parts_are_refused(tiny: ModuleType, change: Any) -> None:
             model(tiny.prompt(1), past_key_values=filled)
         with pytest.raises(UnsupportedRequestError, match="half-way"):
             model(tiny.prompt(1), past_key_values=filled)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"cache_implementation": "static"}, "static"),
-        ({"use_cache": False}, "use_cache"),
-        ({"output_attentions": True}, "output_attentions"),
-    ],
-)
-def test_generate_refuses_in_one_line(tiny: ModuleType, options: Any, said: str) -> None:
-    model = tiny.tiny_model("llama", "eager")
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    with kvalloc.apply(model, profile), pytest.raises(KVAllocError, match=said) as caught:
-        generate(model, tiny.prompt(CONTEXT), **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_private_names_of_transformers_are_those_that_were_tried(tiny: ModuleType) -> None:
