@@ -1,6 +1,8 @@
-"""Put a score profile into profiles/, small enough to ship: fewer ranks, everything else as it is.
+r"""Put a score profile into profiles/, small enough to ship: fewer ranks, everything else as it is.
 
-    python benchmarks/ship_scores.py demo-output/losses.safetensors smollm2-135m-instruct
+    kvalloc profile demo --tasks needle,kl --context 1024 --scorer tova --loss \
+        --loss-level layer -o losses.safetensors
+    python benchmarks/ship_scores.py losses.safetensors smollm2-135m-instruct
 
 The first ranks, where curves bend, stay one by one, the rest are spaced geometrically; how far a
 curve is from the lines between them stands in the file.

@@ -1,318 +1,248 @@
-"""``kvalloc demo``: profile, solve and apply on a real model, as measured."""
+"""``kvalloc demo``: profile, compare, eval and report on a real model, one after the other."""
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
 import textwrap
-import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, json_text, wants_json
-from kvalloc.cli.progress import ProgressBar, load, slow
-from kvalloc.cli.values import check_time_limit, make_folder
-from kvalloc.errors import SolverError
+from kvalloc.cli.output import print_table, wants_json
+from kvalloc.cli.progress import slow
+from kvalloc.cli.values import make_folder
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
-    from kvalloc.allocation.decision import Attempt
-    from kvalloc.evaluate.showcase import Asked, Experiment, Ladder, Questions, Rule
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.evaluation import Evaluation
     from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.models.loading import LoadedModel
 
 EXAMPLES = """\
   kvalloc demo
   kvalloc demo --quick
-  kvalloc demo --questions 5 --seed 7 --output-dir seven
+  kvalloc demo --samples 5 --seed 7 --output-dir seven
 """
 
 TARGET_RETENTION = 0.9
-SCORES, LOSSES = "scores.safetensors", "losses.safetensors"
-RESULTS, PICTURE = "results.json", "demo.png"
+MEASURED_LOSSES = "smollm2-135m-instruct"
+"""Ships with kvalloc: losses of the demo's model, on texts that the demo does not ask about."""
 
+BY_LOSS = "least_loss"
 _COLUMNS = 4
-_ASK_UNTIL = 0.5
-"""Share of the time after which no retention-based solver is asked any more."""
+"""Budgets that are drawn side by side in a terminal: more would be too narrow to read."""
 
-_LOSSES_UNTIL = 2.0
-"""The same for the losses: they are what the demo is to show, so they may take as long again."""
+
+class _Amount(NamedTuple):
+    """How much is measured: samples to profile and prompts of each task, and tokens of each."""
+
+    samples: int
+    sample_tokens: int
+    prompts: int
+    prompt_tokens: int
+
+
+FULL, QUICK = _Amount(4, 1500, 2, 1024), _Amount(1, 240, 1, 240)
 
 
 @takes()
 def demo(
     output_dir: Path = Path("demo-output"),
-    questions: Annotated[int | None, Option("N", least=1)] = None,
-    seed: Annotated[int, Option("N")] = 0,
-    time_limit: float = 230.0,
+    samples: Annotated[int | None, Option("N", least=1)] = None,
+    seed: Annotated[int, Option("N", least=0)] = 0,
     quick: bool = False,
 ) -> None:
     """Profile a real model, solve with every solver, and ask through the smaller caches.
 
-    The model is SmolLM2-135M-Instruct. The questions are drawn by rule, and what is printed is
-    what was measured, whether it flatters kvalloc or not.
+    The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs. The
+    prompts are made by rule, and what is printed is what was measured, whether it flatters kvalloc
+    or not.
 
     Parameters
     ----------
     output_dir : Path
-        Folder for profiles, picture and results; made if missing.
-    questions : int
-        Needle questions; 3 by default, 1 with --quick.
+        Folder for profiles, results, page and picture; made if missing.
+    samples : int
+        Prompts of each task; 2 by default, 1 with --quick.
     seed : int
-        Draws the questions; none is picked by hand.
-    time_limit : float
-        Seconds for everything; what does not fit is skipped, and said.
+        Of the prompts.
     quick : bool
-        One short sample and question, to try it out.
+        One short sample and prompt, to try it out.
     """
-    begun = time.monotonic()
-    check_time_limit(time_limit)
     # Before torch is loaded: threads that spin while they wait make everything several times
-    # slower on a machine that is not idle, and a demo seldom has a machine to itself.
+    # slower on a machine that is not idle.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from kvalloc.formats.evaluation import Evaluation
+    from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
     make_folder(output_dir)
-    much = _QUICK if quick else _FULL
-    run = _Demo(
-        much=much,
-        n_questions=questions or much.n_questions,
-        seed=seed,
-        begun=begun,
-        time_limit=time_limit,
-        folder=output_dir,
-    )
-    record = run.all_steps()
-    run.text(f"All of it took {duration(time.monotonic() - begun)}.")
-    if wants_json():
-        print(record)
+    amount = QUICK if quick else FULL
+    files = {name: output_dir / name for name in ("scores.safetensors", "results.json")}
+    scores_file, results_file = files.values()
+
+    _say("1. Measure: where the model looks")
+    texts = ("--samples", amount.samples, "--context", amount.sample_tokens)
+    _run("profile", "demo", *texts, "-o", scores_file)
+    scores = ScoreProfile.load(scores_file)
+
+    _say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
+    _run("compare", scores_file, "--target-retention", TARGET_RETENTION)
+
+    profiles = _equal_budgets(scores)
+    any_profile = next(iter(profiles.values()))
+    kept = f"{size(any_profile.retained_bytes)} of {size(any_profile.full_bytes)}"
+    _say(f"3. Apply: the same {kept} for every solver, needles and KL")
+    profile_words: list[object] = []
+    for name, profile in profiles.items():
+        profile.save(output_dir / f"{_first(name)}.json")
+        profile_words += ["--profile", output_dir / f"{_first(name)}.json"]
+    _draw(profiles)
+    share = f"{any_profile.retained_bytes / any_profile.full_bytes:.1%}"
+    prompts = ("--samples", samples or amount.prompts, "--context", amount.prompt_tokens)
+    _run("eval", "demo", *profile_words, "--budget", share, "--tasks", "needle,kl", *prompts,
+         "--seed", seed, "-o", results_file, results=True)  # fmt: skip
+    results, page = Evaluation.load(results_file), output_dir / "report.html"
+    _print_results(results)
+
+    _say("4. Look at it")
+    shown = [output_dir / f"{_first(name)}.json" for name in profiles]
+    _run("report", scores_file, *shown, results_file, "-o", page)
+    _save_picture(output_dir / "demo.png", scores, profiles, results)
+    _say(*_lessons(profiles, results), f"In {output_dir}: all files above, and demo.png.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Amount:
-    """How much is measured."""
+def _equal_budgets(scores: ScoreProfile) -> dict[str, BudgetProfile]:
+    """Decide budgets of equal size with every solver, and by losses that were measured before.
 
-    samples: int = 4
-    context_tokens: int = 1500
-    n_questions: int = 3
-    shares: tuple[float, ...] = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
-    loss_prompts: int = 4
-    loss_context_tokens: int = 1024
-    loss_plan: dict[str, Any] = field(default_factory=dict)
+    Returns
+    -------
+    dict of BudgetProfile
+        Equal budgets once, under the names of all their solvers: ``"greedy = ilp"``.
+    """
+    from kvalloc.allocation.decision import compare, solve
+    from kvalloc.errors import KVAllocError
+    from kvalloc.report.terminal import merged_names
 
-
-_FULL = _Amount()
-_QUICK = _Amount(
-    samples=1,
-    context_tokens=240,
-    n_questions=1,
-    shares=(0.3, 0.8),
-    loss_prompts=2,
-    loss_context_tokens=128,
-    loss_plan={"shares": (0.0, 0.15, 0.4), "continuation_tokens": 8},
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Demo:
-    """The steps of the demo; each prints what it found as soon as it is known."""
-
-    much: _Amount
-    n_questions: int
-    seed: int
-    begun: float
-    time_limit: float
-    folder: Path
-
-    def all_steps(self) -> str:
-        """One after the other; returns the document of results."""
-        from kvalloc.evaluate.showcase import Experiment
-
-        loaded = load("demo", {})
-        scores = self.measure(loaded)
-        decisions = self.decide(scores)
-        capacity = _greedy_bytes(decisions)
-        questions, granted, asked = self.ask(loaded, scores, capacity)
-        by_loss, rules = self.harm(loaded, questions, asked[0].share)
-        experiment = Experiment(
-            cases=questions.cases,
-            full=questions.full,
-            capacity_bytes=capacity,
-            decisions=tuple(granted),
-            asked=tuple(asked),
-            by_loss=tuple(by_loss),
-            ladder=self.search(questions, scores, asked, rules),
-        )
-        return self.save(scores, decisions, experiment)
-
-    def measure(self, loaded: LoadedModel) -> ScoreProfile:
-        from kvalloc.measure import default_texts, profile
-
-        self.lines("", f"1. Measure: where {loaded.model_id} looks")
-        start, amount = time.perf_counter(), self.much
-        model, tokenizer, texts = loaded.model, loaded.tokenizer, default_texts()
-        samples, context = amount.samples, amount.context_tokens
-        with ProgressBar("profiling", unit="layers") as bar:
-            scores = profile(
-                model, tokenizer, texts, samples=samples, context=context, progress=bar
-            )
-        seconds = time.perf_counter() - start
-        scores.save(self.folder / SCORES)
-        self.text(f"{scores.text_description}.")
-        settings = f"Scorer {scores.scorer}, {scores.sinks} sinks, window {scores.window}"
-        self.text(f"{settings}; {duration(seconds)}.")
-        return scores
-
-    def decide(self, scores: ScoreProfile) -> list[Attempt]:
-        from kvalloc.evaluate.showcase import decide
-        from kvalloc.report.showcase import decision_table
-        from kvalloc.report.terminal import budget_columns, merged_names
-
-        wanted = f"the fewest bytes that retain {TARGET_RETENTION:g} of the attention"
-        self.lines("", f"2. Decide: {wanted}")
-        decisions = decide(scores, target_retention=TARGET_RETENTION)
-        self.lines(*decision_table(decisions))
-        decided = {d.solver: d.profile for d in decisions if d.profile is not None}
-        for name, profile in decided.items():
-            profile.save(self.folder / f"{name}.json")
-        # The first few different ones per layer: more columns would be too narrow to read.
-        by_layer = merged_names({name: p for name, p in decided.items() if p.level == "layer"})
-        drawn = dict(list(by_layer.items())[:_COLUMNS])
-        self.lines("", "Entries that each layer keeps, in % of the prompt:")
-        self.lines(*budget_columns(drawn, width=_width()))
-        if len(drawn) < len(decided):
-            self.text(f"{PICTURE} and the files of budgets have the others.")
-        return decisions
-
-    def ask(
-        self, loaded: LoadedModel, scores: ScoreProfile, capacity: int
-    ) -> tuple[Questions, list[Attempt], list[Asked]]:
-        from kvalloc.evaluate.showcase import Questions, ask_each, decide
-        from kvalloc.prompts.needle import make_needle_cases
-        from kvalloc.report.showcase import question_tables, summary_table
-
-        full = scores.shape.full_bytes(scores.context_tokens)
-        self.lines("", f"3. Apply: the same {size(capacity)} of {size(full)} for every solver")
-        context, tokenizer = self.much.context_tokens, loaded.tokenizer
-        cases = make_needle_cases(tokenizer, self.n_questions, context, seed=self.seed)
-        with slow("asking the full cache"):
-            questions = Questions(loaded.model, tokenizer, cases)
-        granted, share = decide(scores, memory=capacity), capacity / full
-        with ProgressBar("asking", unit="solvers") as bar:
-            asked, missing = ask_each(
-                granted, share, questions, deadline=self.until(_ASK_UNTIL), progress=bar
-            )
-        self.lines(*question_tables(questions, asked), "", *summary_table(asked))
-        for name, reason in missing.items():
-            self.text(f"{name}: not asked: {reason.removeprefix(f'{name} ')}")
-        return questions, granted, asked
-
-    def harm(
-        self, loaded: LoadedModel, questions: Questions, share: float
-    ) -> tuple[list[Asked], dict[str, Rule]]:
-        from kvalloc.evaluate.showcase import LOSS, NO_TIME, loss_rules, profile_losses
-        from kvalloc.files import delete_file
-        from kvalloc.online.default import Default
-        from kvalloc.report.showcase import summary_table
-
-        self.lines("", "4. Harm: decide by what the answers lose, at the same bytes")
-        start, until = time.perf_counter(), self.until(_LOSSES_UNTIL)
-        with ProgressBar("measuring losses", unit="steps") as bar:
-            losses = profile_losses(
-                loaded,
-                self.much.loss_prompts,
-                self.much.loss_context_tokens,
-                deadline=until,
-                progress=bar,
-                **self.much.loss_plan,
-            )
-        if losses is None:
-            delete_file(self.folder / LOSSES)  # of an earlier run
-            self.text(f"Losses are not measured: {NO_TIME}; see --time-limit.")
-            return [], {}
-        losses.save(self.folder / LOSSES)
-        assert losses.loss_tokens is not None  # measured just now
-        self.text(
-            f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, its harm measured "
-            f"('kvalloc profile --loss'), on {losses.n_samples} prompts of up to "
-            f"{losses.context_tokens:,} tokens: needles of other names in other texts, and "
-            f"running text. Scorer {losses.scorer}, window {losses.window}; "
-            f"{duration(time.perf_counter() - start)}."
-        )
-        rules = loss_rules(losses, self.much.context_tokens)
-        rules[LOSS](share).save(self.folder / "least_loss.json")
-        with slow("asking"):
-            asked = [questions.ask(name, share, rule(share)) for name, rule in rules.items()]
-            default = Default(share=share).cache(loaded.model, self.much.context_tokens).profile
-            asked.append(questions.ask("default", share, default))
-        self.lines("", *summary_table(asked))
-        self.text(
-            f"The default is kvalloc.apply(model, budget='{share:.0%}'): nothing is measured, and "
-            "the share is of a cache at 16 bits, half of this one's."
-        )
-        return asked, rules
-
-    def search(
-        self,
-        questions: Questions,
-        scores: ScoreProfile,
-        asked: list[Asked],
-        rules: dict[str, Rule],
-    ) -> Ladder:
-        from kvalloc.evaluate.showcase import NO_TIME, climb, rules_of
-        from kvalloc.report.showcase import ladder_table
-
-        self.lines("", "5. Search: needles found and mean KL at other shares of the entries")
-        rules = rules | rules_of(scores, {one.solver: one.profile.level for one in asked})
-        shares, until = self.much.shares, self.until(1.0)
-        with ProgressBar("searching", unit="seconds at most") as bar:
-            ladder = climb(rules, questions, shares=shares, deadline=until, progress=bar)
-        if len(ladder.asked) < len(rules):  # a table of gaps says nothing
-            self.text(f"Left out: {NO_TIME}; --time-limit 600 leaves enough.")
-        else:
-            self.lines(*ladder_table(ladder, list(rules)))
-        return ladder
-
-    def save(self, scores: ScoreProfile, decisions: list[Attempt], experiment: Experiment) -> str:
-        from kvalloc.files import atomic_write
-        from kvalloc.report.showcase import lessons, save_picture
-
-        record = json_text(experiment.record(decisions))
-        with atomic_write(self.folder / RESULTS, stream=True) as temporary:
-            temporary.write_text(record + "\n", "utf-8")
-        save_picture(self.folder / PICTURE, scores, decisions, experiment)
-        self.lines("", "6. What this shows")
-        for lesson in lessons(experiment):
-            self.text(lesson)
-        losses = f"{LOSSES}, " if experiment.by_loss else ""
-        files = f"{SCORES}, {losses}a budget profile for each solver (*.json), {RESULTS}"
-        self.lines("")
-        self.text(f"In {self.folder}: {files}, {PICTURE}")
-        return record
-
-    def until(self, share: float) -> float:
-        """When this share of the time has gone by, as a reading of ``time.monotonic()``."""
-        return self.begun + share * self.time_limit
-
-    def text(self, text: str) -> None:
-        """A paragraph."""
-        self.lines(*textwrap.wrap(text, _width()))
-
-    def lines(self, *lines: str) -> None:
-        """Lines as they are; nothing where JSON is wanted."""
-        if not wants_json():
-            print("\n".join(lines), flush=True)
+    smallest = solve(scores, target_retention=TARGET_RETENTION, solver="greedy")
+    budget: Any = {"budget_tokens": smallest.retained_tokens // smallest.budgets.size}
+    with slow("solving"):
+        attempts = compare(scores, **budget)
+        try:
+            refused = [one.solver for one in attempts if one.profile is None]
+            attempts += compare(scores, solvers=refused, level="head", **budget)
+        except KVAllocError:  # none refused, or heads do not help
+            pass
+        by_loss = solve(MEASURED_LOSSES, context=scores.context_tokens, objective="loss", **budget)
+    decided = {one.solver: one.profile for one in attempts if one.profile is not None}
+    names = sorted(decided, key=lambda name: name != "greedy")  # otherwise the best come first
+    return {**merged_names({name: decided[name] for name in names}), BY_LOSS: by_loss}
 
 
-def _width() -> int:
+def _draw(profiles: Mapping[str, BudgetProfile]) -> None:
+    """Draw the first few budgets per layer, and name the solvers that decided the same."""
+    from kvalloc.report.terminal import budget_columns, terminal_width
+
+    by_layer = {name: one for name, one in profiles.items() if one.level == "layer"}
+    drawn = dict([*by_layer.items()][: _COLUMNS - 1]) | {BY_LOSS: profiles[BY_LOSS]}
+    if not wants_json():
+        print("\nEntries that each layer keeps, in % of the prompt:")
+        print("\n".join(budget_columns(drawn, width=min(terminal_width(), 100))))
+    _say(*(f"Equal to the entry: {name}." for name in profiles if " = " in name))
+
+
+def _save_picture(
+    path: Path,
+    scores: ScoreProfile,
+    profiles: Mapping[str, BudgetProfile],
+    results: Evaluation,
+) -> None:
+    from kvalloc.report.figure import save_budget_figure
+
+    needles = {row["name"]: row for row in results.rows if row["task"] == "needle"}
+    model = scores.shape.model_id.rsplit("/", 1)[-1]
+    harm = {name: needles[_first(name)] for name in profiles}
+    harm["default"] = next(row for name, row in needles.items() if name.startswith("--budget"))
+    title = f"{model}: budgets of equal size, by solver"
+    save_budget_figure(path, scores, profiles, harm=harm, title=title)
+
+
+def _lessons(profiles: Mapping[str, BudgetProfile], results: Evaluation) -> list[str]:
+    """Say what the measurement shows, whatever it shows."""
+    from kvalloc.evaluate.scoring import ALL_TASKS
+
+    kls = {row["name"]: row["kl"] or 0.0 for row in results.rows if row["task"] == ALL_TASKS}
+    decided = {_first(name): one for name, one in profiles.items() if name != BY_LOSS}
+    most = max(decided, key=lambda name: decided[name].retention or 0.0)
+    least = min(decided, key=kls.__getitem__)
+    return [
+        f"{most} retains most of the attention, with a KL of {kls[most]:.3f}; of the budgets by "
+        f"retention {least} does least harm, {kls[least]:.3f}; those by measured loss do "
+        f"{kls[BY_LOSS]:.3f}. Retained attention is a weak guide to harm.",
+        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --scorer tova "
+        "--loss', then 'kvalloc solve --budget 40%'.",
+    ]
+
+
+def _first(name: str) -> str:
+    """Return the first of the solvers that a name lists."""
+    return name.partition(" = ")[0]
+
+
+def _print_results(results: Evaluation) -> None:
+    """Print a row a cache: what it stores, and needles and KL on each task."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in results.rows:
+        rows.setdefault(row["name"], {})[row["task"]] = row
+    cells = []
+    for name, by_task in rows.items():
+        needle, running = by_task["needle"], by_task["kl"]
+        found = f"{needle['score'] * needle['n']:.0f} of {needle['n']}"
+        kls = (f"{needle['kl']:.4f}", f"{running['kl']:.4f}")
+        cells.append((name, size(needle["retained_bytes"]), found, *kls))
+    headings = ("cache", "bytes", "needles", "KL of needles", "KL of text")
+    if not wants_json():
+        print_table(headings, cells)
+
+
+def _run(*words: object, results: bool = False) -> None:
+    """Show a command and run it.
+
+    Parameters
+    ----------
+    *words
+        The command line.
+    results : bool
+        Whether it measures what the demo is about: of this command alone the demo prints a table
+        of its own, and with ``--json`` the document.
+
+    Raises
+    ------
+    typer.Exit
+        With the command's exit code, where that is not 0: its error has been printed.
+    """
+    from kvalloc.cli.main import run_command
+
+    line = [*map(str, words)]
+    if not wants_json():
+        print(f"\n$ {shlex.join(['kvalloc', *line])}", flush=True)
+    shown = results == wants_json()
+    with nullcontext() if shown else redirect_stdout(io.StringIO()):
+        code = run_command([*line, "--json"] if wants_json() else line)
+    if code:
+        raise typer.Exit(code)
+
+
+def _say(*paragraphs: str) -> None:
+    """Print paragraphs, unless stdout is for JSON."""
     from kvalloc.report.terminal import terminal_width
 
-    return min(terminal_width(), 100)
-
-
-def _greedy_bytes(decisions: list[Attempt]) -> int:
-    """What the optimum at layer level needs: every solver gets as much."""
-    found = {one.solver: one for one in decisions}.get("greedy")
-    if found is None or found.profile is None:
-        reason = "it is not registered" if found is None else found.reason
-        raise SolverError(f"the demo needs the solver greedy: {reason}")
-    return found.profile.retained_bytes
+    for text in () if wants_json() else paragraphs:
+        print("\n" + textwrap.fill(text, min(terminal_width(), 100)), flush=True)

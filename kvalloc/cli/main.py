@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     try:
         with naming_flags():
-            code = _run(_complete(list(sys.argv[1:] if arguments is None else arguments)))
+            code = run_command(_complete(list(sys.argv[1:] if arguments is None else arguments)))
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again when it flushes at exit.
@@ -139,7 +139,8 @@ def _complete(arguments: list[str]) -> list[str]:
     return complete
 
 
-def _run(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
+    """Run a complete command line inside this process; returns its exit code."""
     application = typer.Typer(cls=_LazyGroup, rich_markup_mode=None)
     application.callback(
         help=_HELP,

@@ -20,7 +20,7 @@ from kvalloc.report.terminal import short_name
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint
-    from kvalloc.evaluate.showcase import Asked
+    from kvalloc.formats.evaluation import EvaluationRow
 
 NEAR = 0.02
 """Budgets that differ by less than this share of the context in every layer are drawn once."""
@@ -171,7 +171,7 @@ def save_budget_figure(
     scores: ScoreProfile,
     profiles: Mapping[str, BudgetProfile],
     *,
-    harm: Mapping[str, Asked],
+    harm: Mapping[str, EvaluationRow],
     title: str,
 ) -> None:
     """Draw budgets per layer, the curves they were decided from, and what was measured.
@@ -184,8 +184,8 @@ def save_budget_figure(
         The retention curves.
     profiles : mapping of str to BudgetProfile
         By the name to show; all decided from these curves.
-    harm : mapping of str to Asked
-        Measurements at the same bytes, by the name to show.
+    harm : mapping of str to EvaluationRow
+        What was measured at the same size on a task with right answers, by the name to show.
     title : str
         Stands above everything.
 
@@ -212,23 +212,21 @@ def save_budget_figure(
     half = {"width": WIDTH // 2 - 40, "height": 300}
     said: Spec = {"text": "Layers differ in what they need", "subtitle": "thick: their mean"}
     below = [{**curves, **half, "title": said}]
-    asked = [
+    bars = [
         {
-            **{"who": short_name(name, NAMES), "kl": one.kl},
-            **{"found": one.n_found, "of": len(one.outcomes)},
+            **{"who": short_name(name, NAMES), "kl": row["kl"]},
+            **{"found": round((row["score"] or 0.0) * row["n"]), "of": row["n"]},
         }
-        for name, one in harm.items()
-        if one.kl is not None
+        for name, row in harm.items()
+        if row["kl"] is not None
     ]
-    if asked:
-        said = {
-            "text": f"Harm with {next(iter(harm.values())).share:.0%} of the entries",
-            "subtitle": [
-                "KL and needles found; filled: all of them",
-                *["default: this share of a 16-bit cache's bytes"] * ("default" in harm),
-            ],
-        }
-        below.append({**charts.harm_chart(asked), **half, "title": said})
+    if bars:
+        subtitle = [
+            "KL and right answers; filled: all of them",
+            *["default: this share of a 16-bit cache's bytes"] * ("default" in harm),
+        ]
+        heading = {"text": "Measured harm at this size", "subtitle": subtitle}
+        below.append({**charts.harm_chart(bars), **half, "title": heading})
     apart = {"resolve": {"scale": {"color": "independent"}}}
     lower = {"hconcat": below, "spacing": 30, **apart}
     whole: Spec = {

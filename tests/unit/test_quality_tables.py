@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from bench_quality import CELLS as ALL_CELLS
 from bench_quality import report, shown_in
-from demo_cases import make_outcome
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.picture import spread
@@ -28,6 +27,8 @@ from quality.tables import (
     shared_kl,
     where_peers_are_better,
 )
+
+from kvalloc.evaluate.scoring import Outcome
 
 CELLS = ("text", "facts-after")
 
@@ -166,7 +167,10 @@ def test_it_says_at_which_positions_a_peer_is_surely_better():
 
 def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
     kls = (None,) * 17 + (0.5,) * 47 + (0.25,) * 10
-    found = row_of(replace(make_outcome(), kls=(kls,)))
+    unused = dict.fromkeys(field.name for field in fields(Outcome))
+    sizes = {"bytes_at_16_bits": 10_291_200, "full_bytes_at_16_bits": 34_560_000}
+    sizes |= {"prefill_seconds": 3.2}
+    found = row_of(Outcome(**{**unused, **sizes, "kls": (kls,), "answers": ("",)}))
     assert found["kl"] == {"0-15": [None, 0], "16-63": [0.5, 47], "64-255": [0.25, 10]}
     assert (found["exact"], found["bytes"]) == (17, round(10_291_200 / 34_560_000, 5))
     assert mean_kl(found) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)

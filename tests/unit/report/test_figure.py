@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import xml.etree.ElementTree as ElementTree
-from types import SimpleNamespace
 
 import pytest
 from cli_tools import refused, run
@@ -39,12 +38,12 @@ def profiles(scores):
     return {name: solve(scores, target_retention=0.9, solver=name) for name in names}
 
 
-def asked(kl, found):
-    return SimpleNamespace(share=0.2, kl=kl, n_found=found, outcomes=(None,) * 3)
+def row(kl, right):
+    return {"kl": kl, "score": right / 3, "n": 3}
 
 
-HARM = {"uniform": asked(0.8, 3), "greedy = ilp": asked(0.125, 2), "default": asked(0.0013, 3)}
-HARM["pyramid"] = asked(None, 0)
+HARM = {"uniform": row(0.8, 3), "greedy = ilp": row(0.125, 2), "default": row(0.0013, 3)}
+HARM["pyramid"] = row(None, 0)
 MADE_UP = {"harm": HARM, "title": "made up"}
 
 
@@ -53,7 +52,7 @@ def test_the_demos_picture_has_a_panel_for_each_thing_that_it_says(tmp_path, sco
     words = words_of(tmp_path / "b.svg")
     assert {"made up", "greedy = ilp", "Layers differ in what they need"} <= {*words}
     assert "default: this share of a 16-bit cache's bytes" in words
-    assert {"Harm with 20% of the entries", "0.8; 3/3", "0.13; 2/3"} <= {*words}
+    assert {"Measured harm at this size", "0.8; 3/3", "0.13; 2/3"} <= {*words}
     assert sum("% of the bytes" in word for word in words) == 3  # equal budgets once
     assert [file.name for file in tmp_path.iterdir()] == ["b.svg"]
 

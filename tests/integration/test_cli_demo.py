@@ -1,0 +1,87 @@
+"""``kvalloc demo --quick`` from end to end, with the real model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import cli_tools
+import pytest
+
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.prompts.splits import split_texts
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+SOLVERS = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head")
+KEPT_APART = {"greedy", "uniform", "pyramid", "adaptive_head", "least_loss"}
+"""Whose budgets differ: ilp's are greedy's."""
+
+
+def run(*arguments, folder, solvers=SOLVERS):
+    """Run the demo as if these were all solvers: any other one costs two more answers."""
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvalloc.allocation.decision.solver_names", lambda: solvers)
+        return cli_tools.run("demo", "--quick", *arguments)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    done = run(folder=folder)
+    assert done.code == 0, done.err
+    return folder / "demo-output", done.out
+
+
+def test_every_file_is_there_and_sound(demo):
+    folder, _ = demo
+    scores = ScoreProfile.load(folder / "scores.safetensors")
+    assert not any(name in scores.text_description for name in split_texts("development"))
+    assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    page = (folder / "report.html").read_text("utf-8")
+    profiles = {file.stem: BudgetProfile.load(file) for file in folder.glob("*.json")
+                if file.stem != "results"}  # fmt: skip
+    assert {*profiles} == KEPT_APART
+    for name, profile in profiles.items():
+        assert name in page
+        assert name == "least_loss" or profile.score_digest == scores.digest
+    assert profiles["least_loss"].predicted_loss is not None
+
+
+def test_budgets_of_equal_size_are_measured_and_shown(demo):
+    folder, output = demo
+    results = Evaluation.load(folder / "results.json")
+    (default,) = {row["name"] for row in results.rows} - KEPT_APART - {"full"}
+    assert default.startswith("--budget ")
+    needles = {row["name"]: row for row in results.rows if row["task"] == "needle"}
+    sizes = [needles[name]["retained_bytes"] for name in KEPT_APART]
+    entry_of_every_head = 2 * needles["full"]["full_bytes"] / 240
+    assert max(sizes) - min(sizes) <= entry_of_every_head
+    for row in results.rows:
+        if row["task"] == "kl":
+            (shown,) = [line for line in output.splitlines() if line.startswith(f"{row['name']} ")
+                        and line.endswith(f" {row['kl']:.4f}")]  # fmt: skip
+            assert f"{needles[row['name']]['score']:.0f} of 1" in shown
+    for words in ("Equal to the entry: greedy = ilp.", "weak guide to harm"):
+        assert words in " ".join(output.split())
+
+
+def test_every_command_that_is_shown_can_be_typed(demo):
+    _, output = demo
+    shown = [line.split()[2] for line in output.splitlines() if line.startswith("$ kvalloc ")]
+    assert shown == ["profile", "compare", "eval", "report"]
+
+
+def test_json_has_stdout_to_itself(tmp_path):
+    done = run("--json", "--output-dir", "o", folder=tmp_path, solvers=("greedy",))
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)
+    assert rows == [*map(dict, Evaluation.load(tmp_path / "o" / "results.json").rows)]
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "taken").write_text("x")
+    line = cli_tools.refused(tmp_path, "demo", "--output-dir", tmp_path / "taken")
+    assert "taken is a file" in line
