@@ -35,7 +35,7 @@ from kvalloc.units import share_text, size
 __all__ = ["BudgetCache"]
 
 
-class BudgetCache(Cache):
+class BudgetCache(Cache, hooks.HookedCache):
     """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the

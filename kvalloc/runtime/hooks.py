@@ -12,12 +12,13 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -39,25 +40,31 @@ __all__ = [
 ]
 
 
-@runtime_checkable
-class HookedCache(Protocol):
-    """What the hooks ask of a cache."""
+class HookedCache(ABC):
+    """What the hooks ask of a cache.
+
+    A base class and no protocol: whether an argument is one is asked while Dynamo traces, too.
+    """
 
     layers: list[Any]
 
+    @abstractmethod
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         """Check a forward before anything of it runs; returns the arguments to change, if any."""
 
+    @abstractmethod
     def ahead(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> tuple[list[Any], Mapping[str, Any]]:
         """Run what has to come first of a forward; returns outputs, and arguments of the rest."""
 
+    @abstractmethod
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention."""
 
+    @abstractmethod
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward, also one that failed."""
 

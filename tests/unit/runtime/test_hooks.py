@@ -128,6 +128,8 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
         assert len(graphs) == 1
         torch.compiler.reset()
         assert torch.equal(compiled(ids).logits, expected)
+        decoder = torch.compile(model.model, fullgraph=True, backend=backend)
+        assert torch.equal(decoder(ids)[0], model.model(ids)[0])
         static = StaticCache(config=model.config, max_cache_len=CONTEXT)
         assert torch.allclose(compiled(ids, past_key_values=static).logits, expected, atol=1e-5)
         with failing_with(KeyboardInterrupt, model):
