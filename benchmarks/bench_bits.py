@@ -27,7 +27,8 @@ import numpy as np
 from _common import describe_where, where_it_ran
 
 import kvalloc
-from kvalloc.allocation.curves import predicted_loss
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.request import Request
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache
 from kvalloc.evaluate.scoring import Outcome, measure
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -127,8 +128,8 @@ def predicted(scores: ScoreProfile, share: float, asked: argparse.Namespace) -> 
         for mine, rest in (halves, halves[::-1]):
             found = decided(mine, share, bits, policy)
             own.append(found.predicted_loss)
-            told = predicted_loss(rest, found.budgets, found.context_tokens, bits=found.bits)
-            other.append(told)
+            curves = RequestCurves(scores=rest, request=Request.read(found))
+            other.append(curves.predicted_loss(found.budgets, found.bits))
         yield f"  {name:<24}{every:10.5f}{np.mean(own):10.5f}{np.mean(other):12.5f}"
     mixed = decided(scores, share, WIDTHS, policy).bits
     each = {bits: int((mixed == bits).sum()) for bits in np.unique(mixed).tolist()}

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
@@ -101,6 +103,12 @@ def make_scores(
         "created": "2024-01-01",
     }
     return ScoreProfile(**{**values, **changes})
+
+
+def make_curves(scores: ScoreProfile, sample: int | None = None, **request: Any) -> RequestCurves:
+    """The curves of a score profile as a request reads them; of everything by default."""
+    parsed = Request.parse(**(request or {"budget": 1.0}))
+    return RequestCurves(scores=scores, request=parsed, sample=sample)
 
 
 def make_losses(

@@ -318,6 +318,11 @@ class CacheCosts:
         Cost of one entry of all rows; 1 where the cost is no multiple of it.
     sliding_layer_bytes, sliding_bytes : int
         Bytes of one sliding layer in whole pages, which no budget changes, and of all of them.
+
+    Raises
+    ------
+    InputError
+        If keeping everything costs more than can be counted.
     """
 
     shape: ModelShape
@@ -335,6 +340,7 @@ class CacheCosts:
 
     def __post_init__(self) -> None:
         shape, page = self.shape, self.page_tokens
+        check_size(shape, self.cost, self.context_tokens, page, self.batch)
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
         whole = replace(shape, dtype_bytes=2) if self.rounded else shape
         full = heads * int(head_cost(self.cost, self.context_tokens, 16, whole, page))

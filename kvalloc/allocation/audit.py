@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.request import Request
@@ -113,22 +113,22 @@ def _prediction_checks(
     choice: IntArray,
 ) -> list[Check]:
     """Retention, cost and loss, each told again by the score profile."""
-    context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
-    budgets, retention, loss = profile.budgets, None, None
+    curves, retention, loss = RequestCurves(scores=scores, request=request), None, None
+    budgets, bits = profile.budgets, profile.bits
     policies, checks = _policies_of(profile, scores, problem, choice)
     if policies is None:
-        retention = mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
+        retention = curves.retention(budgets, bits)
     checks.append(_close("retention", profile.retention, retention))
     if request.cost != "bytes":
         checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
-    if not groups:
-        loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
+    if not profile.share_groups:
+        loss = curves.predicted_loss(budgets, bits, policies)
     checks.append(_close("predicted loss", profile.predicted_loss, loss))
     if (measured := profile.measured_loss) is not None and measured.target is not None:
         met, stated = measured.loss <= measured.target, f"{measured.target:.9g}"
         checks.append(Check("measured target met", stated, f"{measured.loss:.9g}", met))
     if request.workloads != "mean":
-        worst = worst_sample_retention(scores, budgets, context, share_groups=groups)
+        worst = curves.worst_sample_retention(budgets)
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, request, scores))
@@ -146,7 +146,7 @@ def _policies_of(
     found = None
     if problem.policies is not None:
         chosen = problem.policies[np.arange(problem.n_units), choice]
-        found = head_table(scores, problem, chosen, 0) if chosen.any() else None
+        found = head_table(scores.shape, problem, chosen, 0) if chosen.any() else None
     if found is None and profile.unit_policies is None:
         return None, []
     if unknown := [policy.title for policy in profile.policies if policy not in scores.policies]:

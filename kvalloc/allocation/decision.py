@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -14,14 +14,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
-from kvalloc.allocation.formulation import (
-    PosedRequest,
-    cache_costs,
-    choose_objective,
-    formulate,
-    pose,
-)
+from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose, problem_of
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.verification import (
@@ -37,6 +30,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of, solver_names
+from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text, keywords_of
 
 Average = Literal["curves", "allocations"]
@@ -100,7 +94,6 @@ def solve(
     request, problem, note = choose_objective(scores, request, chosen)
     try:
         decided = decide(
-            scores,
             pose(scores, request, problem),
             chosen,
             time_limit=time_limit,
@@ -130,7 +123,6 @@ def solver_of(solver: str | Solver, options: Mapping[str, Any] | None = None) ->
 
 
 def decide(
-    scores: ScoreProfile,
     posed: PosedRequest,
     solver: Solver,
     *,
@@ -143,7 +135,6 @@ def decide(
 
     Parameters
     ----------
-    scores : ScoreProfile
     posed : PosedRequest
     solver : Solver
     time_limit, average
@@ -166,10 +157,9 @@ def decide(
     if average == "curves":
         checked = solve_problem(posed.problem, solver, time_limit_seconds=time_limit)
     else:
-        checked = _average_allocations(scores, posed, solver, time_limit, average)
+        checked = _average_allocations(posed, solver, time_limit, average)
         options["average"] = average
     return to_budget_profile(
-        scores,
         posed,
         checked,
         solver_name=solver.name,
@@ -311,7 +301,7 @@ def compare(
         try:
             with watch(name):
                 profile = decide(
-                    scores, posed, solver, time_limit=time_limit, average=average, priced=False
+                    posed, solver, time_limit=time_limit, average=average, priced=False
                 )
         except KVAllocError as error:
             # The problem itself is sound, so this is about what this solver can do or reach.
@@ -328,7 +318,6 @@ def compare(
 
 
 def to_budget_profile(
-    scores: ScoreProfile,
     posed: PosedRequest,
     checked: CheckedSolution,
     *,
@@ -336,27 +325,24 @@ def to_budget_profile(
     solver_options: dict[str, Any],
     price: ShadowPrice | None = None,
 ) -> BudgetProfile:
-    """Write a checked solution down as a budget profile.
+    """Return the budget profile of a checked solution.
 
     Parameters
     ----------
-    scores : ScoreProfile
-        What was measured.
     posed : PosedRequest
-        What was asked, and the problem that was solved.
+        The request, and the problem that was solved.
     checked : CheckedSolution
-        What came out.
     solver_name : str
     solver_options : dict
     price : ShadowPrice, optional
-        Where it is known.
+        If it is known.
 
     Returns
     -------
     BudgetProfile
     """
-    request, problem, costs = posed.request, posed.problem, cache_costs(scores, posed.request)
-    requested = {**request.record(), **posed.asked_groups}
+    scores, request, problem = posed.curves.scores, posed.curves.request, posed.problem
+    requested, costs = {**request.record(), **posed.requested_groups}, posed.curves.costs
     other_cost: dict[str, Any] = {}
     if request.cost != "bytes":
         requested["capacity_bytes"] = problem.capacity_bytes
@@ -384,18 +370,15 @@ def to_budget_profile(
         **provenance("python", "numpy"),
         **checked.stated(),
         **other_cost,
-        **outcome(scores, posed, checked.choice, checked.value),
+        **outcome(posed, checked.choice, checked.value),
     )
 
 
-def outcome(
-    scores: ScoreProfile, posed: PosedRequest, choice: IntArray, value: float
-) -> dict[str, Any]:
-    """What a choice means for every head, and what the measured curves say about it.
+def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, Any]:
+    """Return the budgets of a choice, and the predictions of the measured curves for them.
 
     Parameters
     ----------
-    scores : ScoreProfile
     posed : PosedRequest
     choice : ndarray of int64, (n_units,)
         Option of each unit of its problem.
@@ -407,45 +390,39 @@ def outcome(
     dict
         Fields of a `BudgetProfile`: budgets, bits and policies, retention and predicted loss.
     """
-    problem, request = posed.problem, posed.request
-    groups, context = request.groups, problem.context_tokens
-    chosen = np.arange(problem.n_units), choice
-    stored = scores.shape.sliding_entries(context)
-    budgets = head_table(scores, problem, problem.tokens[chosen], stored)
+    curves, problem = posed.curves, posed.problem
+    shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
+    stored = shape.sliding_entries(problem.context_tokens)
+    budgets = head_table(shape, problem, problem.tokens[chosen], stored)
     for group in groups:
         budgets[list(group)] = budgets[group[0]]
-    found: dict[str, Any] = {"budgets": budgets}
+    fields: dict[str, Any] = {"budgets": budgets}
     bits = policies = None
     if problem.bits is not None:
-        found["bits"] = bits = head_table(scores, problem, problem.bits[chosen], 16)
+        fields["bits"] = bits = head_table(shape, problem, problem.bits[chosen], 16)
     if problem.policies is not None and problem.policies[chosen].any():
-        policies = head_table(scores, problem, problem.policies[chosen], 0)
+        policies = head_table(shape, problem, problem.policies[chosen], 0)
         used = np.union1d(policies, 0)  # the profile's own is always there
-        found["other_policies"] = tuple(scores.policies[place] for place in used[1:].tolist())
-        found["unit_policies"] = np.searchsorted(used, policies).astype(np.int64)
-    elif request.is_plain_mean:
-        found["retention"] = value
+        others = used[1:].tolist()
+        fields["other_policies"] = tuple(curves.scores.policies[place] for place in others)
+        fields["unit_policies"] = np.searchsorted(used, policies).astype(np.int64)
+    elif curves.request.is_plain_mean:
+        fields["retention"] = value
     else:
-        found["retention"] = mean_retention(
-            scores, budgets, context, bits=bits, share_groups=groups
-        )
+        fields["retention"] = curves.retention(budgets, bits)
     # Losses are measured with entries that each layer chooses for itself.
-    if scores.has_losses and not groups:
-        found["predicted_loss"] = predicted_loss(
-            scores, budgets, context, bits=bits, policies=policies
-        )
-    if request.workloads != "mean":
-        found["worst_sample_retention"] = worst_sample_retention(
-            scores, budgets, context, share_groups=groups
-        )
-    return found
+    if curves.scores.has_losses and not groups:
+        fields["predicted_loss"] = curves.predicted_loss(budgets, bits, policies)
+    if curves.request.workloads != "mean":
+        fields["worst_sample_retention"] = curves.worst_sample_retention(budgets)
+    return fields
 
 
 def head_table(
-    scores: ScoreProfile, problem: AllocationProblem, numbers: IntArray, elsewhere: int
+    shape: ModelShape, problem: AllocationProblem, numbers: IntArray, elsewhere: int
 ) -> IntArray:
-    """Each unit's number in the row and the columns of its heads, ``(n_layers, n_kv_heads)``."""
-    table = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), elsewhere, dtype=np.int64)
+    """Return each unit's number in the places of its heads, ``(n_layers, n_kv_heads)``."""
+    table = np.full((shape.n_layers, shape.n_kv_heads), elsewhere, dtype=np.int64)
     if np.any(problem.heads < 0):
         table[problem.layers] = numbers[:, None]
     else:
@@ -462,7 +439,7 @@ def _check_average(posed: PosedRequest, average: str) -> None:
         "budgets averaged over samples know nothing of the worst of them; leave out average, or "
         "ask for the mean of the workloads": posed.request.workloads != "mean",
         "budgets averaged over samples cannot share entries between layers; leave out average or "
-        "the groups": bool(posed.asked_groups),
+        "the groups": bool(posed.requested_groups),
         "the mean of several allocations need not keep caps or few distinct budgets; use "
         f"{alone} with them": bool(problem.constraints),
         "the mean of several allocations is one of tokens, and here options differ in more; use "
@@ -474,7 +451,6 @@ def _check_average(posed: PosedRequest, average: str) -> None:
 
 
 def _average_allocations(
-    scores: ScoreProfile,
     posed: PosedRequest,
     solver: Solver,
     time_limit: float | None,
@@ -482,14 +458,15 @@ def _average_allocations(
 ) -> CheckedSolution:
     """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
     _check_average(posed, average)
-    scores.require_samples(option("average", average))
-    problem = posed.problem
+    curves, problem = posed.curves, posed.problem
+    curves.scores.require_samples(option("average", average))
     start = time.perf_counter()
     wanted = np.zeros(problem.n_units)
-    for sample in range(scores.n_samples):
-        single = formulate(scores, posed.request, sample=sample)
+    n_samples = curves.scores.n_samples
+    for sample in range(n_samples):
+        single = problem_of(replace(curves, sample=sample))
         answer = solve_problem(single, solver, time_limit_seconds=time_limit)
-        wanted += answer.choice / scores.n_samples
+        wanted += answer.choice / n_samples
 
     def averaged(total: int) -> IntArray:
         return apportion(wanted, total, maximum=problem.last_options)
@@ -513,7 +490,7 @@ def _average_allocations(
         bound=dual,
         bound_source="dual",
         termination=Termination.HEURISTIC,
-        detail=f"mean of the budgets of {scores.n_samples} samples, each by {answer.decided_by}",
+        detail=f"mean of the budgets of {n_samples} samples, each by {answer.decided_by}",
         decided_by=answer.decided_by,
         seconds=time.perf_counter() - start,
     )

@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import CacheCosts, check_size
-from kvalloc.allocation.curves import (
-    UnitCurves,
-    check_losses,
-    least_loss_tokens,
-)
+from kvalloc.allocation.curves import RequestCurves, check_losses
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.sharing import choose_groups, grouped
 from kvalloc.errors import InfeasibleError, InputError, option
@@ -34,40 +29,45 @@ MOST_OPTIONS = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class PosedRequest:
-    """A request with all that the scores decide about it, and the problem that it poses.
+    """A request with everything that the scores decide about it, and its problem.
 
     Attributes
     ----------
-    request : Request
-        With its objective and its groups of layers.
+    curves : RequestCurves
+        The scores, and the request with its objective and its groups of layers.
     problem : AllocationProblem
-    asked_groups : dict
-        ``share_groups`` as it was asked for, groups or their number; empty where it was not.
+    requested_groups : dict
+        ``share_groups`` as the user gave it, groups or their number; empty without it.
     grouping_bound : float or None
-        No budgets of any grouping are better, where groups were chosen.
+        No budgets of any grouping are better; None where no groups were chosen.
     """
 
-    request: Request
+    curves: RequestCurves
     problem: AllocationProblem
-    asked_groups: dict[str, Any] = field(default_factory=dict)
+    requested_groups: dict[str, Any] = field(default_factory=dict)
     grouping_bound: float | None = None
+
+    @property
+    def request(self) -> Request:
+        """The request with its objective and its groups of layers."""
+        return self.curves.request
 
 
 def choose_objective(
     scores: ScoreProfile, request: Request, solver: Solver
 ) -> tuple[Request, AllocationProblem | None, str]:
-    """What is optimised where nobody said so: the loss where loss curves were measured.
+    """Choose the objective of a request that names none: the loss where it was measured.
 
-    Retention says little of harm, so a size is spent by loss curves where the score profile holds
-    some for such units and bits, the request asks for nothing that they do not know (shared
-    entries, the worst of several workloads), and the solver takes them.
+    Retention is a weak measure of harm. A size is therefore spent by loss curves if the score
+    profile has them for such units and bits, the request contains nothing that they do not cover
+    (shared entries, the worst of several workloads), and the solver takes them.
 
     Parameters
     ----------
     scores : ScoreProfile
     request : Request
     solver : Solver
-        Who is to solve the problem.
+        The solver that gets the problem.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def choose_objective(
         able = solver.can_solve(problem)
         refusal = "" if able is True else f"{solver.name}: {able}"
     except InfeasibleError:
-        pass  # solving tells what is in the way
+        pass  # solving says what is in the way
     except InputError as error:
         refusal = str(error)
     if refusal:
@@ -101,14 +101,14 @@ def choose_objective(
 def pose(
     scores: ScoreProfile, request: Request, problem: AllocationProblem | None = None
 ) -> PosedRequest:
-    """Choose the groups of layers that a request asks for, and formulate its problem.
+    """Choose the groups of layers of a request and formulate its problem.
 
     Parameters
     ----------
     scores : ScoreProfile
     request : Request
     problem : AllocationProblem, optional
-        Its problem, where it is known already.
+        Its problem, if it is known already.
 
     Returns
     -------
@@ -119,59 +119,58 @@ def pose(
     InputError, InfeasibleError
         As `formulate` and `kvalloc.allocation.sharing.choose_groups`.
     """
-    if request.share_groups is None:
-        return PosedRequest(request=request, problem=problem or formulate(scores, request))
-    asked, bound = request.record()["share_groups"], None
+    curves, bound, requested = RequestCurves(scores=scores, request=request), None, {}
+    if request.share_groups is not None:
+        requested["share_groups"] = request.record()["share_groups"]
     if isinstance(request.share_groups, int):
-        request, bound = _with_groups(scores, request, request.share_groups)
+        curves, bound = _with_groups(curves, request.share_groups)
     return PosedRequest(
-        request=request,
-        problem=formulate(scores, request),
-        asked_groups={"share_groups": asked},
+        curves=curves,
+        problem=problem or problem_of(curves),
+        requested_groups=requested,
         grouping_bound=bound,
     )
 
 
-def _with_groups(scores: ScoreProfile, request: Request, most: int) -> tuple[Request, float | None]:
-    """The request with at most so many groups of layers, and the bound over all groupings."""
-    alone = replace(request, share_groups=None)
-    if most >= len(scores.shape.full_layers):
+def _with_groups(curves: RequestCurves, max_groups: int) -> tuple[RequestCurves, float | None]:
+    """Return the request with chosen groups of layers, and the bound over all groupings."""
+    alone = replace(curves, request=replace(curves.request, share_groups=None))
+    if max_groups >= len(curves.scores.shape.full_layers):
         return alone, None
-    mean = formulate(scores, replace(alone, workloads="mean", tail=None))
-    grouping = choose_groups(scores, mean, most)
-    return replace(request, share_groups=grouping.groups or None), grouping.bound
+    mean = replace(alone, request=replace(alone.request, workloads="mean", tail=None))
+    grouping = choose_groups(mean, problem_of(mean), max_groups)
+    groups = grouping.groups or None
+    return replace(alone, request=replace(alone.request, share_groups=groups)), grouping.bound
 
 
-def formulate(
-    scores: ScoreProfile, request: Request, *, sample: int | None = None
-) -> AllocationProblem:
-    """The multiple-choice problem that a request poses on measured curves.
+def formulate(scores: ScoreProfile, request: Request) -> AllocationProblem:
+    """Return the multiple-choice problem of a request on measured curves; see `problem_of`."""
+    return problem_of(RequestCurves(scores=scores, request=request))
+
+
+def problem_of(curves: RequestCurves) -> AllocationProblem:
+    """Return the multiple-choice problem of a request.
 
     Every number of tokens from the floor to the context is an option (every page with
-    ``page_tokens``); its value is the retention it adds, its cost the bytes it stores. At layer
+    ``page_tokens``). Its value is the retention it adds, its cost the bytes it stores. At layer
     level an option keeps that many entries in each KV head of the layer, each head its own best.
 
     With weights the retention is the weighted mean, scaled so that keeping everything is 1.
 
-    With several bit widths every budget is an option at each of them, worth the retention times
-    the fidelity that was measured, or less the loss that was measured of both together; options
-    that cost as much as another or more for no more value are left out, unit by unit.
+    With several bit widths every budget is an option at each of them. Its value is the retention
+    times the measured fidelity, or less the loss measured at both together. Options that cost no
+    less than another one for no more value are left out, unit by unit.
 
-    With the objective ``"loss"`` an option's value is less the loss that was measured there, linear
-    between the measured levels, and the value of a choice the sum over units. Where losses of
-    several policies were measured, it is that of the policy that loses least there, which the
-    problem notes. Options are the pages down from the context, every n-th one where there are more
-    than `EVEN_OPTIONS`, down to the floor or the lowest measured
-    level, whichever is higher.
+    With the objective ``"loss"`` an option's value is less the loss measured there, linear between
+    the measured levels, and the value of a choice is the sum over units. Where losses of several
+    policies were measured, it is that of the policy with the smallest loss, which the problem
+    records. Options are the pages down from the context, every n-th one where there are more than
+    `EVEN_OPTIONS`, down to the floor or the lowest measured level, whichever is higher.
 
     Parameters
     ----------
-    scores : ScoreProfile
-        Measured curves.
-    request : Request
-        Target and limits.
-    sample : int, optional
-        Pose it on one sample instead of the mean curves.
+    curves : RequestCurves
+        Measured curves, target and limits; of one sample or the mean of all.
 
     Returns
     -------
@@ -185,17 +184,11 @@ def formulate(
     InfeasibleError
         If memory is below what floors and sliding layers alone store.
     """
-    shape, context = scores.shape, request.context
-    if context is None:
-        context = scores.context_tokens
-    _check_context(scores, context, request)
-    check_size(shape, request.cost, context, request.page, request.batch)
-    costs = cache_costs(scores, request)
-    tokens = _option_tokens(scores, request, context)
-    units = UnitCurves(
-        scores=scores, request=request, context=context, tokens=tokens, sample=sample
-    )
-    options, weights = _options(units, costs)
+    request, shape = curves.request, curves.scores.shape
+    _check_context(curves)
+    costs = curves.costs
+    tokens = _option_tokens(curves)
+    options, weights = _options(curves, tokens)
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
@@ -205,18 +198,18 @@ def formulate(
     values, scenarios, tail = options.values, None, 1.0
     aggregate = Aggregate.WORST if request.objective == "worst" else Aggregate.SUM
     if request.workloads != "mean":
-        scores.require_samples(option("workloads", request.workloads))
-    # Of a single sample the worst one is the mean.
-    if request.workloads != "mean" and scores.n_samples > 1 and sample is None:
-        tail = 1.0 / scores.n_samples if request.tail is None else request.tail
+        curves.scores.require_samples(option("workloads", request.workloads))
+    # The worst of a single sample is the mean.
+    if request.workloads != "mean" and curves.scores.n_samples > 1 and curves.sample is None:
+        tail = 1.0 / curves.scores.n_samples if request.tail is None else request.tail
     if tail < 1.0:
         aggregate = Aggregate.TAIL
-        scenarios = _workload_values(units, options)
+        scenarios = _workload_values(curves, tokens, options)
         values, weights = scenarios.mean(axis=0), np.ones(layers.size)
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
-        policies=units.best_policies(options.tokens, options.bits)
+        policies=curves.best_policies(tokens, options.tokens, options.bits)
         if request.objective == "loss"
         else None,
         values=values,
@@ -231,8 +224,8 @@ def formulate(
         aggregate=aggregate,
         capacity_bytes=capacity,
         target=target,
-        context_tokens=context,
-        protected_tokens=scores.protected_tokens,
+        context_tokens=curves.context_tokens,
+        protected_tokens=curves.scores.protected_tokens,
         constraints=_constraints(request, shape, layers, costs.sliding_layer_bytes),
     )
     if isinstance(request.share_groups, int):
@@ -240,21 +233,7 @@ def formulate(
             "which layers share entries has to be chosen first; call "
             "kvalloc.allocation.formulation.pose"
         )
-    if request.share_groups is None:
-        return problem
-    return grouped(problem, scores, request.groups, sample=sample)
-
-
-def cache_costs(scores: ScoreProfile, request: Request) -> CacheCosts:
-    """What the whole cache of a request costs."""
-    return CacheCosts(
-        shape=scores.shape,
-        cost=request.cost,
-        context_tokens=scores.context_tokens if request.context is None else request.context,
-        batch=request.batch,
-        page_tokens=request.page,
-        rounded=request.bits is not None and request.cost == "bytes",
-    )
+    return problem if request.share_groups is None else grouped(problem, curves)
 
 
 def _constraints(
@@ -304,14 +283,14 @@ def _group_cap(
     )
 
 
-def _options(units: UnitCurves, every_cost: CacheCosts) -> tuple[Undominated, FloatArray]:
-    """Options of all units, and the units' weights."""
-    shape, request, tokens = units.scores.shape, units.request, units.tokens
+def _options(curves: RequestCurves, tokens: IntArray) -> tuple[Undominated, FloatArray]:
+    """Return the options of all units, and the units' weights."""
+    shape, request = curves.scores.shape, curves.request
     widths = tuple(request.bits or (16,))
-    valued = [units.values(bits) for bits in widths]
+    valued = [curves.values(tokens, bits) for bits in widths]
     heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
     costs = heads * np.concatenate(
-        [every_cost.of_head(tokens, bits, request.page) for bits in widths]
+        [curves.costs.of_head(tokens, bits, request.page) for bits in widths]
     )
     values, weights = valued[0]
     every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
@@ -328,20 +307,22 @@ def _options(units: UnitCurves, every_cost: CacheCosts) -> tuple[Undominated, Fl
     return options, weights
 
 
-def _workload_values(units: UnitCurves, options: Undominated) -> FloatArray:
-    """Weighted value of each option in each sample, ``(n_samples, n_units, n_options)``."""
-    if units.request.bits is not None or options.values.shape[1] != units.tokens.size:
+def _workload_values(curves: RequestCurves, tokens: IntArray, options: Undominated) -> FloatArray:
+    """Return each option's weighted value in each sample, ``(n_samples, n_units, n_options)``."""
+    if curves.request.bits is not None or options.values.shape[1] != tokens.size:
         # Options are left out that the mean of the samples does not need: another sample might.
         raise InputError(
             "the worst of several samples is decided for tokens and stored bytes only; leave out "
             "bits and the other cost, or ask for the mean of the workloads"
         )
-    samples = range(units.scores.n_samples)
-    each = (replace(units, sample=sample).values(16) for sample in samples)
+    samples = range(curves.scores.n_samples)
+    each = (replace(curves, sample=sample).values(tokens, 16) for sample in samples)
     return np.stack([weights[:, None] * values for values, weights in each])
 
 
-def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
+def _check_context(curves: RequestCurves) -> None:
+    """Raise an `InputError` for a context, or limits of budgets, that leave no options."""
+    scores, request, context = curves.scores, curves.request, curves.context_tokens
     limit = scores.shape.max_context_tokens
     if limit is not None and context > limit:
         raise InputError(
@@ -365,16 +346,17 @@ def _check_context(scores: ScoreProfile, context: int, request: Request) -> None
         )
 
 
-def _option_tokens(scores: ScoreProfile, request: Request, context: int) -> IntArray:
-    """Budgets on offer, rising: whole pages, or all of the context.
+def _option_tokens(curves: RequestCurves) -> IntArray:
+    """Return the budgets on offer, rising: whole pages, or all of the context.
 
-    Where values are not concave they are at most `EVEN_OPTIONS`, in equal steps down from the
-    largest: that keeps the grain of the costs coarse, which is what exact solvers pay for.
+    Where values are not concave there are at most `EVEN_OPTIONS`, in equal steps down from the
+    largest. That keeps the grain of the costs coarse, which exact solvers need.
     """
+    scores, request, context = curves.scores, curves.request, curves.context_tokens
     page, floor = request.page, max(scores.protected_tokens, request.min_tokens or 0)
     if request.objective == "loss":
         check_losses(scores, request.bits or (16,))
-        floor = max(floor, least_loss_tokens(scores, context))
+        floor = max(floor, curves.min_loss_tokens)
     most = context if request.max_tokens is None else min(context, request.max_tokens)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
     first, last = -(-floor // page), -(-context // page) if most == context else most // page

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import outcome
-from kvalloc.allocation.formulation import cache_costs, choose_objective, pose
+from kvalloc.allocation.formulation import choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.allocation.verification import bound_at_choice, checked_answer, price_at
@@ -194,7 +194,7 @@ def trace_request(
             f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
         )
     posed = pose(scores, request, problem)
-    whole_bytes = cache_costs(scores, request).full
+    whole_bytes = posed.curves.costs.full
     try:
         traced = trace_frontier(
             posed.problem,
@@ -206,7 +206,7 @@ def trace_request(
         )
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
-    found = [outcome(scores, posed, point.choice, point.value) for point in traced]
+    found = [outcome(posed, point.choice, point.value) for point in traced]
     return [
         replace(point, retention=said.get("retention"), predicted_loss=said.get("predicted_loss"))
         for point, said in zip(traced, found, strict=True)

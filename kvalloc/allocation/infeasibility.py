@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvalloc.allocation.formulation import cache_costs, formulate
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError, option
@@ -203,7 +204,8 @@ def advise(
     text += f" with {' and '.join(ways or every)}" if ways or every else ""
     text += " together; to change one of them is not enough" if every[1:] and not ways else ""
     if found[0] is not None:
-        nearest, target = request.target.nearest(found[0], cache_costs(scores, request))
+        costs = RequestCurves(scores=scores, request=request).costs
+        nearest, target = request.target.nearest(found[0], costs)
         text += f"; {request.target.limit} {target}"
         text += "" if found[1] else f" as far as {limit:g} s of search can tell"
     elif found[1]:
@@ -240,7 +242,7 @@ def _other_limit(scores: ScoreProfile, request: Request, name: str, deadline: fl
     asked = getattr(request, name) or 0
     step, last = -1, scores.protected_tokens
     if name == "max_tokens":
-        step, last = 1, cache_costs(scores, request).context_tokens
+        step, last = 1, RequestCurves(scores=scores, request=request).context_tokens
 
     def works(moved: int) -> int | None:
         changed: dict[str, Any] = {name: asked + step * moved}

@@ -13,14 +13,13 @@ the best cut nets bounds every cut, whatever its budgets (Lagrangian relaxation 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.allocation.curves import group_values
+from kvalloc.allocation.curves import RequestCurves
 from kvalloc.errors import InfeasibleError, InputError, command, option
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups, groups_fault, segments_of
 from kvalloc.problem import AllocationProblem, Sense, dual_bound
 
@@ -34,27 +33,18 @@ TRIED_GROUPINGS = 8
 """Groupings whose own bounds are compared: those that were best at the last prices."""
 
 
-def grouped(
-    problem: AllocationProblem,
-    scores: ScoreProfile,
-    groups: Groups,
-    *,
-    sample: int | None = None,
-) -> AllocationProblem:
-    """The problem in which the layers of each group keep the same entries.
+def grouped(problem: AllocationProblem, curves: RequestCurves) -> AllocationProblem:
+    """Return the problem in which the layers of each group keep the same entries.
 
-    A group is one unit (at head level, one for each KV head): its value is what its layers retain
+    A group is one unit (at head level, one for each KV head). Its value is what its layers retain
     together, its cost what they cost together, and it stands where its first layer stood.
 
     Parameters
     ----------
     problem : AllocationProblem
         Of single layers, without side constraints, with the same options for every unit.
-    scores : ScoreProfile
-        With the groups' joint curves.
-    groups : tuple of tuple of int
-    sample : int, optional
-        The sample that the problem was posed on.
+    curves : RequestCurves
+        Those of the problem, with the groups' joint curves; its request names the groups.
 
     Returns
     -------
@@ -63,42 +53,32 @@ def grouped(
     Raises
     ------
     InputError
-        If the groups cannot be, were not measured, or the problem is not of that kind.
+        If there can be no such groups, they were not measured, or the problem is not of that kind.
 
     References
     ----------
     MPCache, Sec. 4.4.
     """
-    fault = groups_fault(groups, scores.shape.full_layers)
-    if fault is not None:
-        raise InputError(f"layers cannot share entries like that: {fault}; name other layers")
-    if problem.constraints or np.any(problem.costs != problem.costs[:1]):
-        raise InputError(
-            "layers that share entries cannot be combined with caps, equal heads, few "
-            "distinct budgets or options that differ from unit to unit; leave out one of them"
-        )
+    scores, groups = curves.scores, curves.request.groups
+    _check_groups(problem, groups, scores.shape.full_layers)
     segments = segments_of(scores.shape.full_layers, groups)
-    own = [np.flatnonzero(problem.layers == segment[0]) for segment in segments]
-    kept = np.concatenate(own)
+    units = [np.flatnonzero(problem.layers == segment[0]) for segment in segments]
+    kept = np.concatenate(units)
     lengths = np.concatenate(
-        [np.full(rows.size, len(segment)) for rows, segment in zip(own, segments, strict=True)]
+        [np.full(rows.size, len(segment)) for rows, segment in zip(units, segments, strict=True)]
     )
-    tokens, by_head = problem.tokens[0], bool(problem.heads[0] >= 0)
-    n_layers = len(scores.shape.full_layers)
+    tokens, n_layers = problem.tokens[0], len(scores.shape.full_layers)
 
-    def replaced(rows: FloatArray, one: int | None, scale: float) -> FloatArray:
-        values = rows[kept]
+    def replaced(rows: FloatArray, sample: int | None, scale: float) -> FloatArray:
+        values, measured = rows[kept], replace(curves, sample=sample)
         for group in groups:
-            mine = problem.layers[kept] == group[0]
-            joint = group_values(
-                scores, group, tokens, problem.context_tokens, by_head=by_head, sample=one
-            )
-            values[mine] = scale * joint
+            rows_of_group = problem.layers[kept] == group[0]
+            values[rows_of_group] = scale * measured.group_values(group, tokens)
         return values
 
     values, scenarios, weights = problem.values, problem.scenarios, problem.weights[kept]
     if scenarios is None:
-        values = replaced(values, sample, 1.0)
+        values = replaced(values, curves.sample, 1.0)
         # Joint curves are shares of the layers' mass; a head's weight is its own share of one.
         joined = [layer for group in groups for layer in group]
         weights[np.isin(problem.layers[kept], joined)] = 1.0 / n_layers
@@ -119,6 +99,17 @@ def grouped(
     )
 
 
+def _check_groups(problem: AllocationProblem, groups: Groups, full_layers: tuple[int, ...]) -> None:
+    """Raise an `InputError` for groups of layers that a problem cannot have."""
+    if (fault := groups_fault(groups, full_layers)) is not None:
+        raise InputError(f"layers cannot share entries like that: {fault}; name other layers")
+    if problem.constraints or np.any(problem.costs != problem.costs[:1]):
+        raise InputError(
+            "layers that share entries cannot be combined with caps, equal heads, few "
+            "distinct budgets or options that differ from unit to unit; leave out one of them"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
     """Groups of layers, and a bound over all groupings.
@@ -136,16 +127,16 @@ class Grouping:
     bound: float
 
 
-def choose_groups(scores: ScoreProfile, problem: AllocationProblem, most: int) -> Grouping:
-    """Which adjacent layers share entries, such that there are at most so many groups.
+def choose_groups(curves: RequestCurves, problem: AllocationProblem, max_groups: int) -> Grouping:
+    """Choose which adjacent layers share entries, in at most ``max_groups`` groups.
 
     Parameters
     ----------
-    scores : ScoreProfile
+    curves : RequestCurves
         With joint curves.
     problem : AllocationProblem
         Of single layers and the mean of the samples, with the target.
-    most : int
+    max_groups : int
         Groups of full-attention layers in all; a layer alone counts as one.
 
     Returns
@@ -161,12 +152,14 @@ def choose_groups(scores: ScoreProfile, problem: AllocationProblem, most: int) -
     InfeasibleError
         If so few groups are not possible, or no grouping meets the target.
     """
-    grouped(problem, scores, ())  # refuses what cannot be combined
+    _check_groups(problem, (), curves.scores.shape.full_layers)
     problem.check_feasible()
-    search = _Search(scores, problem, most)
+    search = _Search(curves, problem, max_groups)
     bound = search.run()
     tried = search.groupings[-TRIED_GROUPINGS:]
-    bounds = [dual_bound(grouped(problem, scores, groups)).bound for groups in tried]
+    requests = (replace(curves.request, share_groups=groups) for groups in tried)
+    variants = (grouped(problem, replace(curves, request=request)) for request in requests)
+    bounds = [dual_bound(variant).bound for variant in variants]
     best = max if problem.sense is Sense.MAX_VALUE else min
     return Grouping(groups=tried[bounds.index(best(bounds))], bound=bound)
 
@@ -174,14 +167,15 @@ def choose_groups(scores: ScoreProfile, problem: AllocationProblem, most: int) -
 class _Search:
     """Best cuts of the layers at prices of a byte."""
 
-    def __init__(self, scores: ScoreProfile, problem: AllocationProblem, most: int) -> None:
+    def __init__(self, curves: RequestCurves, problem: AllocationProblem, max_groups: int) -> None:
+        scores = curves.scores
         if scores.shared_runs is None:
             raise InputError(
                 "the score profile has no curves of layers that share entries; measure again with "
                 f"{command('profile', share_length=2)}"
             )
         self.problem, self.layers = problem, scores.shape.full_layers
-        self.most = min(most, len(self.layers))
+        self.max_groups = min(max_groups, len(self.layers))
         runs = [(first, 1) for first in self.layers] + scores.shared_runs.tolist()
         every = (tuple(range(first, first + length)) for first, length in runs)
         self.segments: list[tuple[int, ...]] = sorted(every, key=lambda segment: segment[-1])
@@ -191,22 +185,20 @@ class _Search:
             for place, segment in zip(places, self.segments, strict=True)
         ]
         fewest = len(self._best_path(np.full(len(self.spans), -1.0), len(self.layers)))
-        if fewest > most:
+        if fewest > max_groups:
             raise InfeasibleError(
-                f"{most} groups cannot hold the {len(self.layers)} layers: the first two stand "
-                f"alone and the longest measured runs leave at least {fewest}; ask for at least "
-                f"{option('share_groups', fewest)}",
+                f"{max_groups} groups cannot hold the {len(self.layers)} layers: the first two "
+                f"stand alone and the longest measured runs leave at least "
+                f"{fewest}; ask for at least {option('share_groups', fewest)}",
                 nearest=fewest,
             )
-        by_head = bool(problem.heads[0] >= 0)
-        tokens, context = problem.tokens[0], problem.context_tokens
+        tokens = problem.tokens[0]
         alone = problem.weights[:, None] * problem.values
         self.values: FloatArray = np.stack(
             [
                 alone[problem.layers == segment[0]]
                 if len(segment) == 1
-                else group_values(scores, segment, tokens, context, by_head=by_head)
-                / len(self.layers)
+                else curves.group_values(segment, tokens) / len(self.layers)
                 for segment in self.segments
             ]
         )
@@ -260,17 +252,19 @@ class _Search:
         grains = max(0, math.ceil(short / grain - 1e-6))
         return float(problem.min_cost_bytes + grains * grain), enough
 
-    def _best_path(self, worth: FloatArray, most: int | None = None) -> list[int]:
-        """Segments of the cut that nets most, by a longest path."""
-        n_layers, most = len(self.layers), self.most if most is None else most
-        # The most that so many segments net that hold so many first layers, and the last of them.
-        net = np.full((n_layers + 1, most + 1), -np.inf)
+    def _best_path(self, worth: FloatArray, max_groups: int | None = None) -> list[int]:
+        """Return the segments of the cut with the largest net worth, by a longest path."""
+        n_layers = len(self.layers)
+        columns = 1 + (self.max_groups if max_groups is None else max_groups)
+        # net[i, j]: the largest worth of j segments that hold the first i layers; last[i, j]: the
+        # last of those segments.
+        net = np.full((n_layers + 1, columns), -np.inf)
         net[0, 0] = 0.0
         last = np.zeros(net.shape, dtype=np.int64)
         for number, (first, end) in enumerate(self.spans):  # by rising end
-            found = net[first, :-1] + worth[number]
-            better = found > net[end, 1:]
-            net[end, 1:][better] = found[better]
+            total = net[first, :-1] + worth[number]
+            better = total > net[end, 1:]
+            net[end, 1:][better] = total[better]
             last[end, 1:][better] = number
         place, count, path = n_layers, int(net[-1].argmax()), []
         while place > 0:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.allocation.curves import mean_retention
+from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
+from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
@@ -96,7 +97,8 @@ class BudgetsSettled:
     def _retention(self, decided_on: ScoreProfile, judged_by: ScoreProfile) -> float:
         """What budgets that were decided on some samples retain on others."""
         decided: BudgetProfile = solve(decided_on, **self._request)
-        return mean_retention(judged_by, decided.budgets, decided.context_tokens)
+        curves = RequestCurves(scores=judged_by, request=Request.read(decided))
+        return curves.retention(decided.budgets)
 
 
 def _mean_of(scores: ScoreProfile, weights: FloatArray) -> ScoreProfile:

@@ -176,7 +176,8 @@ def _loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float,
     """How sure a predicted loss is on such text; None where it is unknown."""
     import numpy as np
 
-    from kvalloc.allocation.curves import predicted_loss_interval
+    from kvalloc.allocation.curves import RequestCurves
+    from kvalloc.allocation.request import Request
 
     if decided.predicted_loss is None:
         return None
@@ -185,9 +186,8 @@ def _loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float,
         titles = [policy.title for policy in scores.policies]
         places = np.array([titles.index(policy.title) for policy in decided.policies])
         policies = places[decided.unit_policies]
-    return predicted_loss_interval(
-        scores, decided.budgets, decided.context_tokens, bits=decided.bits, policies=policies
-    )
+    curves = RequestCurves(scores=scores, request=Request.read(decided))
+    return curves.predicted_loss_interval(decided.budgets, decided.bits, policies)
 
 
 def _check_output(output: Path | None, scores: Path) -> None:

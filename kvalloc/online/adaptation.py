@@ -9,8 +9,8 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.allocation.curves import mean_retention
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.formulation import problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, UnsupportedRequestError, option
@@ -105,8 +105,9 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
     if not may_move(profile, limit, context):
         return profile
     room = _Room.of(profile, limit, context)
-    whole = formulate(scores, Request.parse(budget=1.0, level=_unit_level(profile)))
-    problem = room.problem(whole, profile)
+    request = Request.parse(budget=1.0, level=_unit_level(profile))
+    curves = RequestCurves(scores=scores, request=request)
+    problem = room.problem(problem_of(curves), profile)
     checked = solve_problem(problem, get_solver("auto"))
     steps = checked.choice.copy()
     for _, units in _classes(profile):  # a solver leaves over what adds nothing
@@ -127,7 +128,7 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
         "sense": problem.sense.value,
         "objective": problem.objective(steps),
         "requested": {**profile.requested, "adapt": float(limit)},
-        "retention": mean_retention(scores, budgets, context),
+        "retention": curves.retention(budgets),
         "score_digest": scores.digest,
         "problem_digest": problem.digest(),
     }

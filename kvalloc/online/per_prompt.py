@@ -289,7 +289,6 @@ def make_prompt_cache(
                 raise
             return whole  # of a longer prompt the same share would hold sinks and window
         found = decide(
-            scores,
             problem,
             get_solver(target.solver, **target.solver_options),
             solver_options=target.solver_options,

@@ -11,6 +11,7 @@ import pytest
 from factories import (
     make_bits,
     make_budget_profile,
+    make_curves,
     make_loss_bits,
     make_losses,
     make_problem,
@@ -23,7 +24,6 @@ from refusals import untrue
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.allocation.comparison import compare_profiles
-from kvalloc.allocation.curves import mean_retention, predicted_loss_interval
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier
@@ -190,7 +190,7 @@ def test_a_decision_with_bits() -> None:
     plain = solve(scores, budget="25%", level="head")
     assert plain.bits is None
     assert decided.objective >= plain.objective
-    expected = mean_retention(scores, decided.budgets, 40, bits=decided.bits)
+    expected = make_curves(scores).retention(decided.budgets, decided.bits)
     assert decided.retention == pytest.approx(expected)
     assert decided.requested["bits"] == [16, 8, 4]
     widths = decided.bits.copy()
@@ -372,8 +372,8 @@ def test_losses_at_bits_decide_and_are_verified() -> None:
     retained = solve(scores, objective="mean", **asked)
     assert retained.retention > (decided.retention or 0.0)  # type: ignore[operator]
     assert retained.predicted_loss > decided.predicted_loss  # type: ignore[operator]
-    low, high = predicted_loss_interval(  # type: ignore[misc]
-        scores, retained.budgets, 40, bits=retained.bits
+    low, high = make_curves(scores).predicted_loss_interval(  # type: ignore[misc]
+        retained.budgets, retained.bits
     )
     assert low <= retained.predicted_loss <= high  # type: ignore[operator]
     points = frontier(scores, shares=[0.2, 0.5], level="head", bits=BITS)

@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_bits, make_choices, make_scores, make_shape, make_shared_scores
+from factories import (
+    make_bits,
+    make_choices,
+    make_curves,
+    make_scores,
+    make_shape,
+    make_shared_scores,
+)
 
+from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import cache_costs, formulate
+from kvalloc.allocation.formulation import formulate, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.sharing_groups import parse_groups
@@ -282,9 +290,9 @@ def test_sliding_layers_are_paid_for_but_not_decided() -> None:
     assert problem.weights.tolist() == [0.5, 0.5]
     constant = 2 * 2 * 19 * SLIDING.bytes_per_entry
     for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
-        asked = Request.parse(budget=0.5, context=context, batch=batch)
+        costs = make_curves(scores, budget=0.5, context=context, batch=batch).costs
         stored = 2 * 2 * entries * SLIDING.bytes_per_entry * batch
-        assert cache_costs(scores, asked).sliding_bytes == stored
+        assert costs.sliding_bytes == stored
     assert problem.capacity_bytes == SLIDING.full_bytes(100) - constant
     profile = solve(scores, memory=SLIDING.full_bytes(100))
     assert profile.budgets.tolist() == [[100, 100], [19, 19], [19, 19], [100, 100]]
@@ -384,5 +392,5 @@ def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem() -> None:
         single, mean = formulate(one, request), formulate(three, request)
         expected = mean.weights[:, None] * mean.values
         assert single.weights[:, None] * single.values == pytest.approx(expected, abs=1e-14)
-        sample = formulate(three, request, sample=1)
+        sample = problem_of(RequestCurves(scores=three, request=request, sample=1))
         assert sample.weights[:, None] * sample.values == pytest.approx(expected, abs=1e-14)

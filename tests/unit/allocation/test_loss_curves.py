@@ -7,16 +7,11 @@ import re
 
 import numpy as np
 import pytest
-from factories import make_losses, make_scores, make_shape
+from factories import make_curves, make_losses, make_scores, make_shape
 from refusals import untrue
 
-from kvalloc.allocation.curves import (
-    mean_retention,
-    predicted_loss,
-    predicted_loss_interval,
-)
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate
+from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
@@ -33,7 +28,7 @@ def test_the_problem_is_less_the_measured_loss() -> None:
         np.testing.assert_allclose(problem.values[unit], -expected, atol=1e-15)
     assert problem.target == -0.05
     assert problem.weights.tolist() == [1.0] * problem.n_units
-    single = formulate(scores, Request.parse(target_loss=0.05, level="head"), sample=1)
+    single = problem_of(make_curves(scores, 1, target_loss=0.05, level="head"))
     at_first = -scores.losses[1].reshape(problem.n_units, -1)[:, 0]
     np.testing.assert_allclose(single.values[:, 0], at_first, atol=1e-15)
 
@@ -45,8 +40,8 @@ def test_options_start_where_a_loss_was_measured() -> None:
     longer = formulate(scores, Request.parse(budget=0.6, objective="loss", context=75))
     # The same share of the evictable entries: 5 + 6 * 70 / 35.
     assert int(longer.tokens.min()) == 17
-    assert predicted_loss(scores, np.full((3, 2), 10), 40) is None
-    assert predicted_loss(scores, np.full((3, 2), 11), 40) is not None
+    assert make_curves(scores).predicted_loss(np.full((3, 2), 10)) is None
+    assert make_curves(scores).predicted_loss(np.full((3, 2), 11)) is not None
 
 
 @pytest.mark.parametrize(("context", "page"), [(40, 1), (2000, 1), (4096, 16), (5000, 7)])
@@ -70,9 +65,9 @@ def test_whole_layers_only_where_whole_layers_were_measured() -> None:
     with pytest.raises(InputError, match="whole layers.*level='layer'"):
         formulate(scores, Request.parse(target_loss=0.1, level="head"))
     different = np.full((3, 2), 20)
-    assert predicted_loss(scores, different, 40) is not None
+    assert make_curves(scores).predicted_loss(different) is not None
     different[1, 0] = 19
-    assert predicted_loss(scores, different, 40) is None
+    assert make_curves(scores).predicted_loss(different) is None
 
 
 def test_heads_add_up_at_layer_level() -> None:
@@ -88,7 +83,7 @@ def test_no_loss_without_loss_curves() -> None:
         formulate(make_scores(), Request.parse(target_loss=0.1))
     with pytest.raises(InputError, match="no loss curves"):
         solve(make_scores(), budget=0.5, objective="loss", solver="dp")
-    assert predicted_loss(make_scores(), np.full((3, 2), 20), 40) is None
+    assert make_curves(make_scores()).predicted_loss(np.full((3, 2), 20)) is None
 
 
 def test_a_target_loss_scales_with_the_prompt_and_is_recorded() -> None:
@@ -99,7 +94,7 @@ def test_a_target_loss_scales_with_the_prompt_and_is_recorded() -> None:
     assert decided.requested["objective"] == "loss"
     assert decided.length_rule == "proportional"
     assert decided.predicted_loss <= 0.05 + 1e-12
-    assert decided.retention == pytest.approx(mean_retention(scores, decided.budgets, 40))
+    assert decided.retention == pytest.approx(make_curves(scores).retention(decided.budgets))
     lied = decided.replace(predicted_loss=decided.predicted_loss / 2)
     assert untrue(lied, scores) == {"predicted loss"}
 
@@ -167,14 +162,13 @@ def test_no_page_between_the_least_measured_and_the_largest_allowed() -> None:
 def test_the_interval_of_a_predicted_loss_is_over_samples() -> None:
     scores = make_losses(n_samples=40)
     decided = solve(scores, budget="40%", objective="loss")
-    context = decided.context_tokens
     each = np.array(
-        [predicted_loss(scores, decided.budgets, context, sample=s) for s in range(40)], dtype=float
+        [make_curves(scores, s).predicted_loss(decided.budgets) for s in range(40)], dtype=float
     )
-    found = predicted_loss_interval(scores, decided.budgets, context)
+    found = make_curves(scores).predicted_loss_interval(decided.budgets)
     assert found is not None
     half = 1.96 * each.std() / 40**0.5
     assert decided.predicted_loss == pytest.approx(each.mean())
     assert found == pytest.approx((each.mean() - half, each.mean() + half), abs=0.25 * half)
     one = make_losses(n_samples=1)
-    assert predicted_loss_interval(one, solve(one, budget="40%").budgets, context) is None
+    assert make_curves(one).predicted_loss_interval(solve(one, budget="40%").budgets) is None

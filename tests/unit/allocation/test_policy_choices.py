@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_choices, make_shape
+from factories import make_choices, make_curves, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import untrue
 
 from kvalloc.allocation.comparison import compare_profiles
-from kvalloc.allocation.curves import predicted_loss
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier
@@ -51,8 +50,8 @@ def test_budget_profiles_state_the_policies_in_use() -> None:
     assert found.retention is None
     assert set(np.unique(found.unit_policies)) | {0} == set(range(len(found.policies)))
     places = [scores.policies.index(policy) for policy in found.policies]
-    again = predicted_loss(
-        scores, found.budgets, 40, policies=np.array(places)[found.unit_policies]
+    again = make_curves(scores).predicted_loss(
+        found.budgets, policies=np.array(places)[found.unit_policies]
     )
     assert again == found.predicted_loss == pytest.approx(-found.objective, abs=1e-12)
     one = found.with_policy(found.policy)

@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 import pytest
-from factories import make_scores, make_shape, make_shared_scores
+from factories import make_curves, make_scores, make_shape, make_shared_scores
 from refusals import untrue
 
-from kvalloc.allocation.curves import mean_retention
+from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import formulate, pose
+from kvalloc.allocation.formulation import formulate, pose, problem_of
 from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sharing import choose_groups
@@ -85,10 +85,10 @@ def test_the_bound_holds_for_every_grouping_and_the_choice_is_near_the_best(goal
             values = best_of(scores, goal, level, groupings)
             assert len(values) > 2
             request = Request.parse(**goal, level=level)
-            found = choose_groups(scores, formulate(scores, request), most)
+            curves = RequestCurves(scores=scores, request=request)
+            found = choose_groups(curves, problem_of(curves), most)
             assert found.groups in groupings
-            sense = formulate(scores, request).sense
-            sign = 1.0 if sense is Sense.MAX_VALUE else -1.0
+            sign = 1.0 if problem_of(curves).sense is Sense.MAX_VALUE else -1.0
             best = max(sign * value for value in values.values())
             assert sign * found.bound >= best - 1e-9
             spread = best - min(sign * value for value in values.values())
@@ -102,9 +102,9 @@ def test_at_a_price_the_path_is_the_best_of_all_groupings():
     scores = make_shared_scores(7, longest=4, n_layers=7)
     from kvalloc.allocation.sharing import _Search
 
-    problem = formulate(scores, Request.parse(budget="40%"))
+    curves = make_curves(scores, budget="40%")
     for most in (4, 5, 6):
-        search = _Search(scores, problem, most)
+        search = _Search(curves, problem_of(curves), most)
         rng = np.random.default_rng(most)
         for _ in range(5):
             worth = rng.normal(size=len(search.segments))
@@ -137,8 +137,8 @@ def test_layers_that_rank_alike_are_grouped_first():
         shared_runs=runs,
         shared_curves=joint_curves(raw, runs),
     )
-    problem = formulate(scores, Request.parse(budget="30%"))
-    assert choose_groups(scores, problem, 5).groups == ((4, 5),)
+    curves = make_curves(scores, budget="30%")
+    assert choose_groups(curves, problem_of(curves), 5).groups == ((4, 5),)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -231,9 +231,8 @@ def test_heads_of_one_sample_weigh_by_their_mass(groups):
     """With one sample and all ranks a head's weight is its own share of its layer's mass."""
     scores = make_shared_scores(2, n_samples=1)
     profile = solve(scores, budget="35%", share_groups=groups, level="head")
-    kept = mean_retention(
-        scores, profile.budgets, scores.context_tokens, share_groups=profile.share_groups
-    )
+    curves = make_curves(scores, budget="35%", share_groups=profile.share_groups)
+    kept = curves.retention(profile.budgets)
     assert profile.retention == pytest.approx(kept, abs=1e-12)
     again = solve(scores, budget="35%", share_groups=groups, level="head", solver="dp")
     assert again.objective == pytest.approx(profile.objective, abs=1e-9)

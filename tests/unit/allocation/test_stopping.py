@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from factories import make_losses, make_scores
+from factories import make_curves, make_losses, make_scores
 from tiny_models import tiny_profile, words
 
-from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.stopping import DRAWS, BudgetsSettled
 from kvalloc.errors import InputError
@@ -19,7 +18,7 @@ def test_it_is_the_bootstrap_of_the_retention(make):
     assert settled(scores)
     plain = make_scores(2, n_samples=9)
     budgets = solve(plain, budget="40%", level="head").budgets
-    reached = mean_retention(plain, budgets, 40)
+    reached = make_curves(plain).retention(budgets)
     draws = np.random.default_rng(0).multinomial(9, np.full(9, 1 / 9), size=DRAWS)
     found = []
     for draw in draws:
@@ -28,7 +27,7 @@ def test_it_is_the_bootstrap_of_the_retention(make):
             curves=plain.curves[rows], masses=plain.masses[rows], sample_tokens=plain.sample_tokens
         )
         other = solve(drawn, budget="40%", level="head").budgets
-        found.append(reached - mean_retention(plain, other, 40))
+        found.append(reached - make_curves(plain).retention(other))
     assert settled.difference == pytest.approx(sorted(found)[-2], abs=1e-9)
     assert settled.n_samples == 9
     assert "after 9 samples" in settled.text

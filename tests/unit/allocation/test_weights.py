@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_losses, make_scores, make_shape
+from factories import make_curves, make_losses, make_scores, make_shape
 
-from kvalloc.allocation.curves import head_weights, mean_retention
+from kvalloc.allocation.curves import head_weights
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request, read_weights
@@ -46,7 +46,7 @@ def test_a_layer_without_weight_gets_its_floor_and_is_still_reported() -> None:
     scores = make_scores(1)
     decided = solve(scores, budget="40%", solver="greedy", weights=[0.0, 1.0, 1.0])
     assert decided.budgets[0].tolist() == [5, 5]
-    assert decided.retention == pytest.approx(mean_retention(scores, decided.budgets, 40))
+    assert decided.retention == pytest.approx(make_curves(scores).retention(decided.budgets))
     assert decided.objective > decided.retention  # the weighted mean knows nothing of layer 0
     assert decided.requested["weights"] == [0.0, 1.0, 1.0]
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from factories import make_problem, make_scores
+from factories import make_curves, make_problem, make_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -12,7 +12,7 @@ from refusals import untrue
 from scipy.optimize import linprog
 
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import formulate, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import Aggregate, AllocationProblem, dual_bound, tail_bound, tail_value
@@ -137,7 +137,7 @@ def test_every_sample_is_a_workload():
     assert worst.tail_share == 0.25
     assert np.allclose(worst.values, mean.weights[:, None] * mean.values, atol=1e-12)
     for sample in range(4):
-        alone = formulate(scores, Request.parse(budget="40%", level="head"), sample=sample)
+        alone = problem_of(make_curves(scores, sample, budget="40%", level="head"))
         assert np.array_equal(worst.scenarios[sample], alone.weights[:, None] * alone.values)
     for request in (
         Request.parse(budget="40%", workloads="cvar", tail=1.0, level="head"),

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_budget_profile, make_scores, make_shape
+from factories import make_budget_profile, make_curves, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -48,7 +47,7 @@ def test_total_and_limits_hold_at_every_length(
     assert (np.abs(moved - base) <= limit * base + 1e-9).all()
     assert moved.min() >= 5
     assert moved.max() <= context
-    before, after = (mean_retention(scores, table, context) for table in (base, moved))
+    before, after = (make_curves(scores).retention(table) for table in (base, moved))
     assert after >= before - 1e-12
     if adapted is not profile:
         assert adapted.retention == pytest.approx(after)
@@ -62,7 +61,8 @@ def test_no_choice_within_the_limits_is_better(seed: int, limit: float) -> None:
     table = np.repeat(rng.integers(5, 15, (3, 1)), 2, axis=1)
     profile = make_budget_profile(table, level="layer", context_tokens=16)
     scores = make_scores(seed, context_tokens=16, n_samples=1)
-    found = mean_retention(scores, adapt_budgets(profile, scores, limit).budgets, 16)
+    curves = make_curves(scores)
+    found = curves.retention(adapt_budgets(profile, scores, limit).budgets)
     ranges = [
         range(
             max(5, math.ceil(b - limit * b - 1e-9)), min(16, math.floor(b + limit * b + 1e-9)) + 1
@@ -70,7 +70,7 @@ def test_no_choice_within_the_limits_is_better(seed: int, limit: float) -> None:
         for b in table[:, 0].tolist()
     ]
     best = max(
-        mean_retention(scores, np.repeat(np.array(n)[:, None], 2, axis=1), 16)
+        curves.retention(np.repeat(np.array(n)[:, None], 2, axis=1))
         for n in itertools.product(*ranges)
         if sum(n) == table[:, 0].sum()
     )
