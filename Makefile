@@ -37,7 +37,6 @@ QWEN_FILE := $(QWEN)/Qwen2.5-Coder-0.5B-Instruct.gguf
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 EXECUTED := $(NOTEBOOKS:%=build/%)
-BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
 # Every target that `make help` lists, and two more: none is a file.
 .PHONY: bench-quality-gemma bench-quality-qwen $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' Makefile)
@@ -123,10 +122,10 @@ fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answere
 		tests/unit/runtime/test_hostile_caches.py
 
 fuzz: $(READY) ## hostile files of every kind for SECONDS=3600 with SEED=0: refused or read, never a crash
-	$(BIN)/python benchmarks/bench_fuzz.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),0)
+	$(BIN)/python tests/fuzz_runs.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),0)
 
 test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 crafted files included
-	$(BIN)/python benchmarks/bench_sanitized.py
+	$(BIN)/python .ci/sanitized.py
 
 test-threads: $(READY) ## threads over one model, 200 rounds on each attention implementation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thread-rounds 200 tests/unit/runtime/test_hooks.py
@@ -134,16 +133,16 @@ test-threads: $(READY) ## threads over one model, 200 rounds on each attention i
 test-report: $(READY) ## the HTML report in headless Chromium; skipped where there is none
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/report/test_page.py
 
-# Short forms; the long ones are targets or benchmarks of their own, as `make soak`.
+# Short forms; the long ones are targets of their own, as `make soak`.
 check-trust: $(READY) kernel ## what breaks must lose nothing: kill, fuzz, soak and Ray tests, short
 	$(TESTS) -m 'kill or fuzz or soak or ray' --ray --soak-calls 300 --kills 14 --hostile-files 1000 \
 		--durations=5
 
 test-kills: $(READY) ## long commands killed KILLS=200 times, by SEED=0, and run again: nothing lost or left
-	$(BIN)/python benchmarks/bench_kills.py --kills $(or $(KILLS),200) --seed $(or $(SEED),0)
+	$(BIN)/python tests/kill_runs.py --kills $(or $(KILLS),200) --seed $(or $(SEED),0)
 
 soak: $(READY) kernel ## generate() CALLS=2000 times over one model: nothing stays, nothing changes
-	$(BIN)/python benchmarks/bench_soak.py --calls $(or $(CALLS),2000) --seed $(or $(SEED),0)
+	$(BIN)/python tests/soak_runs.py --calls $(or $(CALLS),2000) --seed $(or $(SEED),0)
 
 test-gpu: $(READY) ## the tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu
@@ -153,7 +152,7 @@ HAS_GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_avail
 check-gpu: $(READY) ## everything that needs a GPU: tests, and the runtime at 8B's shape
 	@if $(HAS_GPU); then \
 		$(MAKE) --no-print-directory kernel test-gpu; \
-		$(BIN)/python benchmarks/record.py "runtime --device cuda --shape 8b --context 32768"; \
+		$(BIN)/python benchmarks/record.py "runtime cache --device cuda --shape 8b --context 32768"; \
 	else echo "check-gpu: torch finds no CUDA device here, so nothing was run"; fi
 
 $(OLDEST)/.installed: $(READY) Makefile
@@ -231,26 +230,20 @@ docs-blocks: $(READY) ## run every block of README.md and docs/ that can run her
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --durations=5 \
 		tests/integration/test_docs_blocks.py
 
-bench: $(READY) ## run every benchmark and write benchmarks/RESULTS.md
+bench: $(READY) ## run every benchmark; what each prints, and the tables of benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/record.py
 
 bench-solvers: $(READY) ## the same, solvers only
-	$(BIN)/python benchmarks/record.py $(filter exact solvers scale auto oracle,$(BENCHMARKS))
+	$(BIN)/python benchmarks/record.py solvers
 
 bench-profile: $(READY) ## the same, profiling only
-	$(BIN)/python benchmarks/record.py profile
+	$(BIN)/python benchmarks/record.py "measuring profile"
 
-bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, batch that fits
+bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, rows that fit, long answers
 	$(BIN)/python benchmarks/record.py runtime
 
 bench-loss: $(READY) ## the same, measuring losses only
-	$(BIN)/python benchmarks/record.py loss
-
-bench-prompts: $(READY) ## the same, budgets of each prompt's own beside a plain prefill
-	$(BIN)/python benchmarks/record.py prompts
-
-bench-transfer: $(READY) ## the same, how budgets carry over; only what is missing is measured
-	$(BIN)/python benchmarks/record.py transfer
+	$(BIN)/python benchmarks/record.py "measuring loss"
 
 # Hours; QUALITY="--samples 2 --context 600 --shares 20" is a quick form. It can be stopped, and goes on.
 bench-quality: $(READY) $(PEERS_READY) ## long answers at equal bytes: kvalloc, kvpress, rounding

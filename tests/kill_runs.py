@@ -3,10 +3,15 @@
 A parent process imports everything and stays at one thread; each command is a copy of it, killed
 for real. Half of the kills come after a time by chance, the other half before one of the calls,
 chosen by chance, that open, rename or delete a file: the moments that matter are microseconds long.
+
+    python tests/kill_runs.py [--kills 200] [--seed 0] [--jobs profile,merge]
+
+Each command is also run by two processes at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -15,12 +20,18 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process is copied while it has one thread
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 TIMES = ("prefill_seconds", "decode_tokens_per_second", "digest")
 """What legitimately differs in the file of an evaluation: how long it took, and the digest of that.
@@ -407,3 +418,40 @@ def kill_all(runs: Runs, kills: int, seed: int) -> Iterator[str]:
             done += 1
             yield f"seed {seed}, case {case}: {broken}"
         case += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", help="names with commas; all by default")
+    parser.add_argument("--keep", type=Path, help="an empty folder, left as it is in the end")
+    asked = parser.parse_args()
+    names = tuple(asked.jobs.split(",")) if asked.jobs else tuple(JOBS)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as made:
+        runs = Runs.prepared(asked.keep or Path(made), names)
+        broken = []
+        for name in names:
+            try:
+                runs.two_at_once(name)
+            except Broken as error:
+                broken.append(str(error))
+        broken += kill_all(runs, asked.kills, asked.seed)
+    print(f"seed {asked.seed}, {time.monotonic() - start:,.0f} s")
+    print(f"{'command':16} {'killed':>7} {'by time':>8} {'at a file':>10} {'unbroken':>9}")
+    for name in names:
+        by_time, at_a_file = (runs.kills[name, how] for how in ("by time", "at a file"))
+        seconds = f"{runs.unbroken[name].seconds:.1f} s"
+        print(f"{name:16} {by_time + at_a_file:7} {by_time:8} {at_a_file:10} {seconds:>9}")
+    total = runs.kills.total()
+    well = total - len(broken)
+    print(f"kills: {total}; outputs equal and nothing left after {well} of {total}")
+    print("of an evaluation, these may differ: its times, and the digest over them")
+    for one in broken:
+        print(one)
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.kill
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_kills.py"
+RUNS = Path(__file__).parents[1] / "kill_runs.py"
 
 
 def test_nothing_is_lost_or_left_by_kills(request: pytest.FixtureRequest) -> None:
     kills, jobs = request.config.getoption("--kills"), "fit-scorer,merge"
     few = ("--jobs", jobs) if kills < 10 else ()
     ran = subprocess.run(
-        [sys.executable, BENCHMARK, "--kills", str(kills), *few], capture_output=True, text=True
+        [sys.executable, RUNS, "--kills", str(kills), *few], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"outputs equal and nothing left after {kills} of {kills}" in ran.stdout

@@ -1,16 +1,12 @@
-"""Many calls over one model, the short form of benchmarks/bench_soak.py (`make soak`)."""
+"""Many calls over one model, the short form of `make soak`; see `soak_runs`."""
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-from bench_soak import SHAPES, Memory, Soak, wrong_answers
+from soak_runs import SHAPES, Memory, Soak, wrong_answers
 
 pytestmark = pytest.mark.soak
 

@@ -1,6 +1,6 @@
 """Hostile files of every kind, by seed: each is refused in one line or read, and nothing crashes.
 
-    python benchmarks/bench_fuzz.py [--seconds 3600] [--executions N] [--seed 0] [--processes 2]
+    python tests/fuzz_runs.py [--seconds 3600] [--executions N] [--seed 0] [--processes 2]
 
 `tests/hostile_files.py` says what is done to files and what counts as a crash. A worker process may
 take 1 GiB more than it begins with; one that ends by itself is a crash, too. An execution is made
@@ -25,7 +25,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process is copied while it has one thread
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import hostile_files
 

@@ -1,6 +1,6 @@
 """Long soak: `generate()` thousands of times over one model; nothing stays behind, nothing changes.
 
-    python benchmarks/bench_soak.py [--calls 2000] [--seed 0]
+    python tests/soak_runs.py [--calls 2000] [--seed 0]
 
 Every way to reduce a cache (policies, scorers, widths, early, late and bounded eviction, budgets
 for each prompt, the default) with every shape of a call (a batch, padding, chunks, beams, one that
@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import runtime_oracle as oracle
 import torch
+from scorer_oracle import SCORERS
 from transformers import AttentionInterface
 from transformers.utils import logging
 
@@ -44,11 +46,6 @@ from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import hooks
 from kvalloc.runtime.policies import policy_names
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-import runtime_oracle as oracle
-from scorer_oracle import SCORERS
 
 ROUNDS, FLAT, NEW = 10, 0.02, 20
 CONTEXT = {"tiny": 60, "demo": 128}

@@ -1,6 +1,6 @@
 """The kernel for the CPU under AddressSanitizer: its tests, and crafted files of saved caches.
 
-    python benchmarks/bench_sanitized.py [--files 10000]
+    python .ci/sanitized.py [--files 10000]
 
 A read or write of one byte beyond a tensor, which is memory of its own there, ends the process.
 Leaks are not looked for: torch and Python keep what they have until the end.
