@@ -45,11 +45,11 @@ class ILP(Solver):
         Stop at this relative gap; 0 proves the optimum.
     workers : int
         Threads of the back end; with 1 the answer is reproducible.
-    backend : {"auto", "cp_sat", "highs", "scip"}
-        OR-Tools CP-SAT, HiGHS through SciPy, or SCIP through OR-Tools MathOpt. CP-SAT counts in
-        whole numbers; the others in floating point, to about 1e-12 of the range of the values. By
-        default HiGHS where there are caps, whose rows its cuts are made for, SCIP for several
-        workloads, which CP-SAT cannot do, else CP-SAT.
+    backend : {"auto", "cp_sat", "highs"}
+        OR-Tools CP-SAT, or HiGHS through SciPy. CP-SAT counts in whole numbers; HiGHS in floating
+        point, to about 1e-11 of the range of the values. By default HiGHS where there are caps,
+        whose rows its cuts are made for, and for several workloads, which CP-SAT cannot do, else
+        CP-SAT.
 
     Raises
     ------
@@ -59,11 +59,11 @@ class ILP(Solver):
     References
     ----------
     Kellerer, Pferschy, Pisinger: Knapsack Problems (2004), chapter 11 (multiple-choice knapsack,
-    core, reduction by upper bounds). OR-Tools CP-SAT and MathOpt; HiGHS.
+    core, reduction by upper bounds). OR-Tools CP-SAT; HiGHS.
     """
 
     name: ClassVar[str] = "ilp"
-    summary: ClassVar[str] = "integer program (CP-SAT, SCIP or HiGHS) after dual reduction; exact"
+    summary: ClassVar[str] = "integer program (CP-SAT or HiGHS) after dual reduction; exact"
     reference: ClassVar[str] = "Kellerer et al. 2004, ch. 11; OR-Tools CP-SAT"
     takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
@@ -86,9 +86,8 @@ class ILP(Solver):
         backend = self.backend
         if backend == "auto":
             caps = any(isinstance(c, GroupCap) for c in problem.constraints)
-            backend = "highs" if caps else "cp_sat"
-            if problem.aggregate is Aggregate.TAIL:
-                backend = "scip"
+            wide = problem.aggregate is Aggregate.TAIL
+            backend = "highs" if caps or wide else "cp_sat"
         return Options(gap=self.gap, workers=self.workers, backend=BACKENDS[backend])
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
@@ -97,7 +96,7 @@ class ILP(Solver):
             # OR-Tools 9.15 spends minutes or all memory on wide variables, with a dozen options.
             return (
                 "ilp cannot use CP-SAT for several workloads, whose values are variables of a wide "
-                "range; use backend=scip"
+                "range; use backend=highs"
             )
         return super().can_solve(problem)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -191,20 +192,13 @@ class Attempt:
     seconds: float
 
     @property
-    def over_bytes(self) -> int:
-        """Bytes beyond the request: some published rules overspend."""
-        if self.profile is None or self.profile.requested.get("bytes") is None:
-            return 0
-        return max(0, self.profile.retained_bytes - int(self.profile.requested["bytes"]))
-
-    @property
     def rank(self) -> tuple[float, ...]:
-        """Sorts the best objective within the request first, then what is proven and quick."""
+        """Sorts the best objective first, then what is proven and quick."""
         if self.profile is None:
-            return (2,)
+            return (math.inf,)
         better = -1.0 if self.profile.sense == "max_value" else 1.0
         proven = self.profile.termination == Termination.OPTIMAL.value
-        return self.over_bytes > 0, better * self.profile.objective, not proven, self.seconds
+        return better * self.profile.objective, not proven, self.seconds
 
 
 class Attempts(list[Attempt]):

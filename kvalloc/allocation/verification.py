@@ -277,7 +277,7 @@ def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution
         options = int(problem.option_counts[unit])
         return f"chose option {int(choice[unit])} of unit {unit}, which has {options}"
     cost, value = problem.cost(choice), problem.objective_value(choice)
-    if capacity is not None and cost > capacity and not solver.may_exceed_capacity:
+    if capacity is not None and cost > capacity:
         return f"spends {cost:,} bytes of a capacity of {capacity:,}"
     if not problem.meets_target(value):
         return f"reaches {value:.6g}, below the target of {problem.target:g}"
@@ -300,9 +300,6 @@ def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution
 def _tightest_bound(
     problem: AllocationProblem, solver: Solver, solution: Solution
 ) -> tuple[float | None, str, float]:
-    cost = problem.cost(solution.choice)
-    if problem.capacity_bytes is not None and cost > problem.capacity_bytes:
-        problem = problem.with_capacity(cost)  # a rule that overspends: bound what it did spend
     response = dual_bound(problem)
     dual = response.bound
     if solution.bound is None:

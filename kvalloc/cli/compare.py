@@ -125,7 +125,7 @@ def _print_table(attempts: list[Attempt]) -> None:
 
 def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
     """What is shown of a solver, by column."""
-    over, own = attempt.over_bytes, value_heading(Request.stated(decided))
+    own = value_heading(Request.stated(decided))
     return {
         "solver": solver_text(decided),
         "retention": number_text(decided.retention, ".4f", "?"),
@@ -137,7 +137,7 @@ def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
         "bound": _bound(decided),
         "gap": gap_text(decided.gap),
         "seconds": f"{attempt.seconds:.3f}",
-        "ended": f"over by {size(over)}" if over else ended_text(decided),
+        "ended": ended_text(decided),
     }
 
 

@@ -153,9 +153,6 @@ class Solver(ABC):
     needs_concave: ClassVar[bool] = False
     """Whether every entry may gain no more than the one before it."""
 
-    may_exceed_capacity: bool = False
-    """Set by a reproduction of a published rule that overspends; refused otherwise."""
-
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Whether this solver can solve the problem.
 

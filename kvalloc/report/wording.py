@@ -39,9 +39,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     """What a budget profile states of its decision, for people; empty where it does not apply."""
     kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
     granted = requested_bytes(decided)
-    of_granted = ""
-    if granted is not None:
-        of_granted = f" ({'MORE than the' if kept > granted else 'of'} {size(granted)} granted)"
+    of_granted = "" if granted is None else f" (of {size(granted)} granted)"
     share = f" ({kept / whole:.1%})" if decided.bits is None else ""  # with bits, theirs has one
     return {
         "asked": request_text(decided),

@@ -113,7 +113,6 @@ CASES: dict[str, dict[str, Any]] = {
         ("ilp", "", {}),
         ("uniform", "", {}),
         ("pyramid", "", {}),
-        ("pyramid", " reference", {"exact": False}),
         ("adaptive_head", "", {}),
         ("adaptive_head", " floor", {"safeguard": "floor", "alpha": 0.5}),
     )

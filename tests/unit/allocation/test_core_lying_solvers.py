@@ -175,16 +175,6 @@ def test_interrupting_is_not_failing() -> None:
         solve_problem(PROBLEM, Scripted(interrupted))
 
 
-def test_overspending_is_for_reproductions_only_and_bounded_at_what_was_spent() -> None:
-    class Overspender(Scripted):
-        may_exceed_capacity = True
-
-    answer = solve_problem(PROBLEM, Overspender(says(np.array([2, 1]))))
-    assert answer.cost_bytes == 3
-    assert answer.objective == 1.0
-    assert answer.bound == 1.0  # the optimum of three bytes, not of the two that were granted
-
-
 def test_a_constraint_that_a_solver_breaks_or_does_not_know() -> None:
     cap = GroupCap(name="device 0", units=(0,), capacity_bytes=1)
     capped = dataclasses.replace(PROBLEM, constraints=(cap,))

@@ -115,8 +115,8 @@ def test_its_claims_against_every_choice(name, which, count, seed, optimal, gave
 @pytest.mark.parametrize(
     ("backend", "which", "count", "seed", "solved"),
     [
-        *((backend, ONE_WORKLOAD, 112, 3000, 91) for backend in ("cp_sat", "highs", "scip")),
-        *((backend, TAILS, 48, 4000, 41) for backend in ("highs", "scip")),
+        *((backend, ONE_WORKLOAD, 112, 3000, 91) for backend in ("cp_sat", "highs")),
+        ("highs", TAILS, 48, 4000, 41),
     ],
 )
 def test_every_back_end_with_and_without_reduction(
@@ -124,12 +124,10 @@ def test_every_back_end_with_and_without_reduction(
 ):
     if whole:
         put_every_option_in_the_program(monkeypatch)
-    # HiGHS may call a target of workloads infeasible that is met by a digit.
-    exact = which is ONE_WORKLOAD or backend == "scip"
     solver = registry.get_solver("ilp", backend=backend)
     cases = tiny_problems(count, kinds=which, seed=seed)
-    ends = check_all(solver, cases, exact=exact, may_give_up=not exact)
-    assert ends["optimal"] + (0 if which is ONE_WORKLOAD else ends["heuristic"]) >= solved
+    ends = check_all(solver, cases, exact=True)
+    assert ends["optimal"] >= solved
 
 
 @pytest.mark.slow
@@ -249,7 +247,7 @@ def test_it_stops_in_time_with_an_honest_answer(name, seconds, problem):
     assert answer.objective <= answer.bound
 
 
-@pytest.mark.parametrize("backend", ["cp_sat", "highs", "scip"])
+@pytest.mark.parametrize("backend", ["cp_sat", "highs"])
 def test_a_time_limit_is_kept_and_said(backend, monkeypatch):
     """Without reduction this takes longer than the limit on nearly every machine and back end.
 
