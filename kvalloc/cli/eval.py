@@ -28,7 +28,7 @@ EXAMPLES = """\
   kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
   kvalloc eval demo --profile p.json --tasks pairs --samples 12 --context 2048 --json
   kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
-  kvalloc eval demo --profile p.json --adapt 0.25 --target-retention 0.9
+  kvalloc eval demo --profile p.json --target-retention 0.9
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
   kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
   kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
@@ -60,9 +60,6 @@ class EvalOptions(TypedDict, total=False):
         A press of kvpress on the same prompts, at the profiles' share of entries or at one of its
         own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, and rounded by kvalloc's way
         of storing: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
-    adapt : float
-        Every profile also with budgets that each prompt moves by at most this share, at the same
-        total.
     target_retention : float
         Also budgets that are decided for each prompt, to retain this share of its attention mass.
     allow_other_model : bool
@@ -104,7 +101,6 @@ class EvalOptions(TypedDict, total=False):
     level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
     plain_bits: Annotated[str | None, Option("8,4", CACHES)]
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
-    adapt: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
     target_retention: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
     allow_other_model: Annotated[bool | None, Option("", CACHES)]
     tasks: Annotated[str | None, Option("NAMES", PROMPTS)]
@@ -130,7 +126,7 @@ DEFAULT_CONTEXT = 1024
 BUDGET_BY = ("scorer", "solver", "level")
 """How a budget is decided; by `kvalloc.online.default` without any of them."""
 SETTINGS = (
-    *("dtype", *STANDING, "samples", "seed", "metric", "adapt", "target_retention"),
+    *("dtype", *STANDING, "samples", "seed", "metric", "target_retention"),
     *("budget", *BUDGET_BY, "plain_bits"),
 )
 """Options that the evaluation's record holds, where they were given."""
@@ -199,7 +195,6 @@ def eval(model: str, **given: Any) -> None:
 def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     """What is compared, by short names; refuses what no prompt could be asked with."""
     from kvalloc.formats.shipped_profiles import load_profile
-    from kvalloc.online.adaptation import check_adapt
     from kvalloc.online.per_prompt import PromptTarget
 
     if "plain_bits" in asked:
@@ -219,10 +214,6 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
         if short in profiles:
             raise InputError(f"two profiles are called {short}; rename one of the files")
         profiles[short] = load_profile(name)
-    if "adapt" in asked and not profiles:
-        raise InputError("--adapt moves the budgets of a --profile; give one")
-    for profile in profiles.values() if "adapt" in asked else ():
-        check_adapt(profile, asked["adapt"])
     return profiles
 
 
@@ -288,14 +279,13 @@ def _methods(
     from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
     from kvalloc.interop.kvpress import peer_methods
     from kvalloc.online.application import apply
-    from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
+    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+    from kvalloc.runtime import make_cache
 
     makers: dict[str, MakeCache] = {}
     allowed = asked.get("allow_other_model", False)
     for name, budgets in profiles.items():
-        makers[name] = own = partial(make_adapting_cache, model, budgets, allow_other_model=allowed)
-        if "adapt" in asked:
-            makers[f"{name} --adapt {asked['adapt']:g}"] = partial(own, adapt=asked["adapt"])
+        makers[name] = partial(make_cache, model, budgets, allow_other_model=allowed)
     if "target_retention" in asked:
         target = PromptTarget.parse(target_retention=asked["target_retention"])
         name = f"--target-retention {asked['target_retention']:g}"

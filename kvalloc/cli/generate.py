@@ -28,7 +28,7 @@ from kvalloc.files import near_file
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
-from kvalloc.units import Option, check_temperature, parse_fraction, share_text, size
+from kvalloc.units import Option, check_temperature, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -59,7 +59,7 @@ OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_los
 
 _REDUCING = (
     *OF_A_PROMPT,
-    *("profile", "full", "solver", "adapt", "measured_tokens", "hold"),
+    *("profile", "full", "solver"),
     *("policy", "policy_option", "decode_every", "bounded", "surrogate"),
 )
 """Options that say how a prompt is reduced: a saved cache was reduced when it was saved."""
@@ -75,14 +75,6 @@ class Asked:
         A budget profile, or the name of a shipped one.
     solver : str
         Who decides a target for the prompt.
-    adapt : float
-        Let the prompt move the profile's budgets by at most this share, such as 0.25, at the same
-        total.
-    measured_tokens : int
-        With `adapt` or a target: measure only N tokens of a longer prompt, from both of its ends.
-    hold : bool
-        With `adapt` or a target: hold the prompt's full cache and decide from it, instead of
-        reading the prompt twice.
     full : bool
         Use the full cache, to compare with.
     prompt : str
@@ -138,9 +130,6 @@ class Asked:
 
     profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
     solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
-    adapt: Annotated[float | None, Option("SHARE", BUDGETS, parser=parse_fraction)] = None
-    measured_tokens: Annotated[int | None, Option("N", BUDGETS)] = None
-    hold: Annotated[bool, Option("", BUDGETS)] = False
     full: Annotated[bool, Option("", BUDGETS)] = False
     prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None
     prompt_file: Annotated[Path | None, Option("FILE", PROMPT)] = None
@@ -222,7 +211,7 @@ def _check_reduction(asked: Asked) -> None:
     if reached and asked.profile is not None:
         raise InputError(
             f"{reached[0]} decides for each prompt and --profile was decided before; give one of "
-            "them (--adapt moves a profile by the prompt)"
+            "them"
         )
     if reached and asked.allow_other_model:
         raise InputError(
@@ -245,13 +234,6 @@ def _check_reduction(asked: Asked) -> None:
         raise InputError("--policy-option belongs to a policy; name it with --policy")
     if asked.full and (keeping := asked.given("policy", "decode_every", "bounded")):
         raise InputError(f"{keeping[0]} keeps to budgets; it does not go with --full")
-    if asked.adapt is not None and (asked.profile is None or asked.full):
-        raise InputError("--adapt moves the budgets of a --profile; give one")
-    of_prompt = asked.given("hold", "measured_tokens")
-    if of_prompt and asked.adapt is None and not reached:
-        raise InputError(
-            f"{of_prompt[0]} is about budgets for each prompt; give it with --adapt or a target"
-        )
 
 
 def _check_documents(asked: Asked) -> None:
@@ -376,9 +358,6 @@ def _cache(
         from transformers import DynamicCache
 
         return DynamicCache(config=loaded.model.config)
-    from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
-
-    by_prompt: dict[str, Any] = {"measured_tokens": asked.measured_tokens, "hold": asked.hold}
     picked: dict[str, Any] = {
         "policy": asked.policy,
         "policy_options": options,
@@ -387,10 +366,12 @@ def _cache(
     }
     if budgets is not None:
         other = asked.allow_other_model
-        return make_adapting_cache(
-            loaded.model, budgets, allow_other_model=other, adapt=asked.adapt, **by_prompt, **picked
-        )
-    wanted = PromptTarget.parse(**asked.target, solver=asked.solver, **by_prompt)
+        from kvalloc.runtime import make_cache
+
+        return make_cache(loaded.model, budgets, allow_other_model=other, **picked)
+    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+
+    wanted = PromptTarget.parse(**asked.target, solver=asked.solver)
     return make_prompt_cache(loaded.model, wanted, **picked)
 
 
@@ -400,12 +381,8 @@ def _budgets(asked: Asked) -> BudgetProfile | None:
         return None
     from kvalloc.formats.shipped_profiles import load_profile
 
-    found = load_profile(asked.profile)
-    if asked.adapt is not None:
-        from kvalloc.online.adaptation import check_adapt
-
-        check_adapt(found, asked.adapt)
-    return None if asked.full else found
+    profile = load_profile(asked.profile)
+    return None if asked.full else profile
 
 
 def _policy_options(asked: Asked, budgets: BudgetProfile | None) -> dict[str, Any]:
@@ -486,7 +463,7 @@ def _cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[st
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     decided = _decided_here(cache)
     requested = {} if decided is None else decided.requested
-    known = {name: requested[name] for name in ("target", "value", "adapt") if name in requested}
+    known = {name: requested[name] for name in ("target", "value") if name in requested}
     return {
         "policy": None if profile is None else profile.policy.name,
         "scorer": None if profile is None else profile.policy.scorer,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
-
-if TYPE_CHECKING:
-    from kvalloc.models.attention import AttentionStates
 
 CHUNK_TOKENS = 1024
 """Tokens of a long sample that run at once."""
@@ -75,9 +72,6 @@ class Job:
         Bit widths whose fidelity is measured, and whose losses are where losses are.
     share_length : int
         Longest run of layers whose joint curves are measured; 1 for none.
-    states : mapping of int to AttentionStates, or None
-        What each full-attention layer saw of the one sample, where that is known; then no
-        mini-prefill is run.
     shard : Shard or None
         Which of the samples are measured, where not all are.
     chunk : int or None
@@ -95,7 +89,6 @@ class Job:
     losses: LossPlan | None = None
     bits: tuple[int, ...] = ()
     share_length: int = 1
-    states: Mapping[int, AttentionStates] | None = None
     shard: Shard | None = None
     chunk: int | None = None
     statistics: bool = False

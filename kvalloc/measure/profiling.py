@@ -461,13 +461,9 @@ def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> 
                 store("shared", row, run, curves)
         advance(len(group))
 
-    if job.states is None:
-        inputs = torch.from_numpy(ids).to(input_device(model))
-        chunk = job.chunk_of(ids.shape[1])
-        mini_prefill(model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
-    else:
-        for layer in job.shape.full_layers:
-            look(job.states[layer])
+    inputs = torch.from_numpy(ids).to(input_device(model))
+    chunk = job.chunk_of(ids.shape[1])
+    mini_prefill(model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
     samples = [{name: array[row] for name, array in found.items()} for row in range(len(group))]
     if job.losses is None:
         return samples

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvalloc.accounting import IntArray
 from kvalloc.engine.contract import LocalEngine
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.job import Job
 from kvalloc.measure.profiling import measure_job
-from kvalloc.measure.sampling import Sample, SampleSet, cut_middle
+from kvalloc.measure.sampling import Sample, SampleSet
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
-if TYPE_CHECKING:
-    from kvalloc.models.attention import AttentionStates
-
-__all__ = ["check_measured_tokens", "prompt_scores"]
-
-
-def check_measured_tokens(measured_tokens: object, protected_tokens: int) -> None:
-    """Refuse a length to measure on that leaves nothing but sinks and window.
-
-    Raises
-    ------
-    InputError
-    """
-    if measured_tokens is None:
-        return
-    whole = isinstance(measured_tokens, int) and not isinstance(measured_tokens, bool)
-    if not whole or int(measured_tokens) <= protected_tokens:  # type: ignore[call-overload]
-        raise InputError(
-            f"{option('measured_tokens')} is {measured_tokens!r}, but sinks and window alone are "
-            f"{protected_tokens} tokens; measure on more, such as 1024, or on the whole prompt"
-        )
+__all__ = ["prompt_scores"]
 
 
 def prompt_scores(
@@ -45,8 +24,6 @@ def prompt_scores(
     scorer: Scorer,
     sinks: int,
     shape: ModelShape,
-    measured_tokens: int | None = None,
-    states: Mapping[int, AttentionStates] | None = None,
 ) -> ScoreProfile:
     """Retention curves of one prompt.
 
@@ -62,13 +39,6 @@ def prompt_scores(
         First tokens, never evicted.
     shape : ModelShape
         The model's sizes, under the name that the profile is to bear.
-    measured_tokens : int, optional
-        Of a longer prompt, run only so many tokens, the first half and the last half of them, and
-        stretch the curves by the share kept. That bounds what the mini-prefill takes; by default
-        the whole prompt runs, as in XKV.
-    states : mapping of int to AttentionStates, optional
-        What each full-attention layer saw of the whole prompt, where that is known already: no
-        mini-prefill is run.
 
     Returns
     -------
@@ -87,23 +57,19 @@ def prompt_scores(
     XKV, Section IV-A.
     """
     protected, n_tokens = sinks + scorer.window, int(token_ids.size)
-    check_measured_tokens(measured_tokens, protected)
     if n_tokens <= protected:
         raise InputError(
             f"a prompt of {n_tokens} tokens leaves nothing to decide beside {sinks} sinks and a "
             f"window of {scorer.window}"
         )
-    measured = cut_middle(token_ids, n_tokens if measured_tokens is None else measured_tokens)
-    part = "" if measured.size == n_tokens else f", {measured.size} of them measured"
     job = Job(
         shape=shape,
         scorer=scorer,
         sinks=sinks,
         context_tokens=n_tokens,
         samples=SampleSet(
-            samples=(Sample(token_ids=measured),),
-            description=f"one prompt of {n_tokens} tokens{part}",
+            samples=(Sample(token_ids=token_ids),),
+            description=f"one prompt of {n_tokens} tokens",
         ),
-        states=states,
     )
     return measure_job(job, LocalEngine(model))

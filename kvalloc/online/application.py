@@ -23,11 +23,11 @@ from kvalloc.online.per_prompt import (
     NOT_OF_A_PROMPT,
     PromptOptions,
     PromptTarget,
-    make_adapting_cache,
     make_prompt_cache,
 )
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
+from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.refusals import check_generate, is_assisted, setting, warn_of_plain
 from kvalloc.units import keywords_of
 
@@ -41,9 +41,6 @@ def apply(
     model: Any,
     profile: BudgetProfile | str | Path | None = None,
     *,
-    adapt: float | None = None,
-    measured_tokens: int | None = None,
-    hold: bool = False,
     allow_other_model: bool = False,
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
@@ -59,7 +56,6 @@ def apply(
 
         with kvalloc.apply(model, budget="20%"):         # any model, nothing measured
         with kvalloc.apply(model, profile):              # a stored decision
-        with kvalloc.apply(model, profile, adapt=0.25):  # the same, moved by each prompt
         with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
             model.generate(**inputs)
 
@@ -80,14 +76,6 @@ def apply(
     profile : BudgetProfile, str or Path, optional
         Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
         one target is given.
-    adapt : float, optional
-        Let each prompt move the profile's budgets by at most this share; see
-        `kvalloc.online.per_prompt.make_adapting_cache`.
-    measured_tokens : int, optional
-        With a target or adapt: longest mini-prefill, tokens; the whole prompt by default.
-    hold : bool
-        With a target or adapt: run no mini-prefill, but hold each prompt's full cache, decide from
-        it, and then evict. Nearly as fast as a stored profile, at the peak memory of a full cache.
     allow_other_model : bool
         With a profile: accept that of a model of another name with the same sizes.
     policy, policy_options, decode_every, bounded : optional
@@ -115,30 +103,25 @@ def apply(
         "decode_every": decode_every,
         "bounded": bounded,
     }
-    measured: dict[str, Any] = {"measured_tokens": measured_tokens, "hold": hold}
     if profile is None:
-        if adapt is not None:
-            raise InputError(
-                f"{option('adapt')} moves the budgets of a stored profile; give one, too"
-            )
         if allow_other_model:
             raise InputError(
                 f"{option('allow_other_model')} accepts the stored profile of another model, and "
                 "here the budgets are decided from each prompt; leave it out, or give a profile"
             )
-        if Default.is_asked(policy=policy, policy_options=policy_options, **measured, **asked):
+        if Default.is_asked(policy=policy, policy_options=policy_options, **asked):
             default = Default.parse(surrogate=surrogate, **asked)
             keeping: dict[str, Any] = {"decode_every": decode_every, "bounded": bounded}
             return Applied(model, partial(default.cache, model, **keeping))
         _refuse_surrogate(surrogate)
-        target = PromptTarget.parse(**measured, **asked)
+        target = PromptTarget.parse(**asked)
         return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, **picked)))
     _refuse_surrogate(surrogate)
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise InputError(
-            f"a profile and {option(given[0])} are two decisions at once; give the profile, with "
-            f"{option('adapt')} if each prompt is to move it, or a target alone"
+            f"a profile and {option(given[0])} are two decisions at once; give the profile, or a "
+            "target alone"
         )
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
@@ -147,8 +130,8 @@ def apply(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-    picked |= {"allow_other_model": allow_other_model, "adapt": adapt, **measured}
-    return Applied(model, _of_any_size(partial(make_adapting_cache, model, profile, **picked)))
+    picked["allow_other_model"] = allow_other_model
+    return Applied(model, _of_any_size(partial(make_cache, model, profile, **picked)))
 
 
 def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:

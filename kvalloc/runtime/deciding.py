@@ -1,9 +1,9 @@
-"""Budgets that are decided when a prompt has come, and from it: what the cache asks for."""
+"""Budgets decided from a prompt before anything of it is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -11,16 +11,8 @@ from torch import Tensor, nn
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers import Scorer
 
-__all__ = [
-    "Decide",
-    "DecideHeld",
-    "from_held",
-    "prompt_rows",
-    "row_decisions",
-]
+__all__ = ["Decide", "prompt_rows", "row_decisions"]
 
 
 class Decide(Protocol):
@@ -43,45 +35,6 @@ class Decide(Protocol):
         """
 
 
-class DecideHeld(Decide, Protocol):
-    """Decides budgets from a prompt that the cache holds whole, without running it again."""
-
-    @property
-    def hold(self) -> bool:
-        """Whether it does; otherwise it is a `Decide` like any other."""
-
-    @property
-    def scorer(self) -> Scorer:
-        """Whose scores it measures."""
-
-    def from_states(
-        self,
-        decoder: nn.Module,
-        rows: Sequence[IntArray],
-        states: Sequence[Mapping[int, AttentionStates]],
-    ) -> Sequence[BudgetProfile]:
-        """The budgets of each row.
-
-        Parameters
-        ----------
-        decoder, rows
-            As for `Decide`.
-        states : sequence of mapping of int to AttentionStates, each with one row
-            What each full-attention layer saw of it, with the last queries that the scorer looks
-            at, and without padding.
-
-        Returns
-        -------
-        sequence of BudgetProfile
-            As from `Decide`.
-        """
-
-
-def from_held(decide: Decide | None) -> DecideHeld | None:
-    """The decider, if it wants the cache to hold the prompt."""
-    return cast(DecideHeld, decide) if getattr(decide, "hold", False) else None
-
-
 def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[IntArray]:
     """Token ids of each row of a prompt, without padding.
 
@@ -101,7 +54,7 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[In
     if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
         raise UnsupportedRequestError(
             "budgets of a prompt's own are decided from its token ids, but this prompt came as "
-            "inputs_embeds; pass input_ids, or use a stored profile without adapt"
+            "inputs_embeds; pass input_ids, or use a stored profile"
         )
     rows = ids.cpu().numpy().astype(np.int64)
     if visible is None:
@@ -110,13 +63,9 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[In
 
 
 def row_decisions(
-    decide: Decide,
-    decoder: nn.Module,
-    rows: Sequence[IntArray],
-    otherwise: BudgetProfile,
-    states: Callable[[int], Mapping[int, AttentionStates]] | None = None,
+    decide: Decide, decoder: nn.Module, rows: Sequence[IntArray], otherwise: BudgetProfile
 ) -> list[BudgetProfile]:
-    """Ask for the budgets of all rows that are not padding alone.
+    """Decide the budgets of all rows that are not padding alone.
 
     Parameters
     ----------
@@ -125,19 +74,12 @@ def row_decisions(
     rows : sequence of ndarray of int64, (n_tokens,)
     otherwise : BudgetProfile
         For rows that are padding only.
-    states : callable, optional
-        For a `DecideHeld`: what the layers saw of a row.
 
     Returns
     -------
     list of BudgetProfile, one a row
     """
     places = [place for place, row in enumerate(rows) if row.size]
-    asked, holding = [rows[place] for place in places], from_held(decide)
-    answers: Sequence[BudgetProfile] = ()
-    if asked and holding is not None and states is not None:
-        answers = holding.from_states(decoder, asked, [states(place) for place in places])
-    elif asked:
-        answers = decide(decoder, asked)
-    decided = dict(zip(places, answers, strict=True))
+    profiles = decide(decoder, [rows[place] for place in places]) if places else ()
+    decided = dict(zip(places, profiles, strict=True))
     return [decided.get(place, otherwise) for place in range(len(rows))]

@@ -111,8 +111,6 @@ class LateEviction(Eviction):
     ----------
     scorers : mapping of int to sequence of Scorer
         For each layer, those that look at tokens after the prompt.
-    deciding : Scorer or None
-        Looks at the prompt, too: its scores decide the budgets.
     following_visible : Tensor of bool, (batch, following), or None
         False marks padding among them.
     followers : Followers, optional
@@ -122,7 +120,6 @@ class LateEviction(Eviction):
     """
 
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
-    deciding: Scorer | None = None
     following_visible: Tensor | None = None
     followers: Followers | None = None
     again: bool = False
@@ -136,12 +133,6 @@ class LateEviction(Eviction):
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             self._note_queries(layer, layer.unfinished, part, states)
 
-    def row_states(
-        self, layer: BudgetLayer, states: AttentionStates, row: int | None
-    ) -> AttentionStates:
-        """What a layer saw of one row of a held prompt, without its padding."""
-        return self._candidates(layer, states, (row, None))[0]
-
     def _grain(self, layer: BudgetLayer) -> int:
         padded = self.visible is not None or self.following_visible is not None
         return max(Eviction._grain(self, layer), int(padded))
@@ -151,8 +142,7 @@ class LateEviction(Eviction):
     ) -> tuple[AttentionStates, Tensor]:
         # slots: super() finds no class
         found, positions = Eviction._candidates(self, layer, states, part)
-        scorers = [*self.scorers.get(states.layer, ())]
-        scorers += [] if self.deciding is None else [self.deciding]
+        scorers = self.scorers.get(states.layer, ())
         if self.followers is None or not scorers:
             return found, positions
         _, notes = self.scored.get((states.layer, part), (None, None))
@@ -194,9 +184,6 @@ class LateEviction(Eviction):
         """Of the prompt's last queries, all where somebody adds up what each chunk brings."""
         policy, n_tokens = self.policy, self.prompt_tokens
         sums, rows = policy.observes or policy.needs_whole_prompt, policy.query_rows(n_tokens)
-        if self.deciding is not None:
-            sums |= type(self.deciding).observe is not Scorer.observe
-            rows = max(rows, self.deciding.query_rows(n_tokens))
         if not sums:
             return rows
         return 0 if self.again else n_tokens  # what earlier ones brought has been noted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,7 +24,7 @@ from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
 from kvalloc.runtime.checks import Checks
-from kvalloc.runtime.deciding import Decide, from_held, prompt_rows, row_decisions
+from kvalloc.runtime.deciding import Decide, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
 from kvalloc.runtime.layer import LATEST_TOKENS, BudgetLayer
@@ -79,7 +79,7 @@ class Plan:
     policy : EvictionPolicy
         Who chooses.
     decide : Decide or None
-        Decides budgets when a prompt has come.
+        Decides budgets before anything of a prompt is stored.
     decoder : weakref of nn.Module
         The model without its head.
     name : str
@@ -143,8 +143,7 @@ class Plan:
         policy = policies_of(profile)
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
-        deciding = from_held(decide) is not None
-        holds = bool(wanted) or deciding or profile.by_prompt
+        holds = bool(wanted) or profile.by_prompt
         # a group evicts after its last layer, when the queries of its others have gone
         holds |= policy.holds and (decode_every is not None or bool(profile.share_groups))
         holds_chunks = holds or policy.holds
@@ -164,7 +163,6 @@ class Plan:
             at_once = profile.by_prompt and not scorers
             refusals.refuse(
                 bounded_awaits_nothing=not (awaited_tokens(scorers) or at_once),
-                bounded_decides=deciding,
                 bounded_shared=refusals.shared_layers(profile),
             )
             early, by_layer, holds, holds_chunks = policy.early, profile.by_prompt, False, False
@@ -187,21 +185,9 @@ class Plan:
         )
 
     @property
-    def deciding(self) -> Scorer | None:
-        """Whose scores of a held prompt decide its budgets."""
-        decide = from_held(self.decide)
-        return None if decide is None else decide.scorer
-
-    @property
-    def decides_on_arrival(self) -> bool:
-        """Whether budgets are decided before anything of a prompt is stored."""
-        return self.decide is not None and self.deciding is None
-
-    @property
     def scorers(self) -> list[Scorer]:
-        """All that look beyond the prompt, or decide."""
-        looks = [scorer for each in self.wanted.values() for scorer in each]
-        return looks if self.deciding is None else [*looks, self.deciding]
+        """All scorers that look beyond the prompt."""
+        return [scorer for scorers in self.wanted.values() for scorer in scorers]
 
     @property
     def awaited(self) -> int:
@@ -358,7 +344,7 @@ class Prompt:
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
         self.arrival.shown_rows = row_tokens(visible, batch, tokens)
-        if self.plan.decides_on_arrival:
+        if self.plan.decide is not None:
             self._decide_rows(prompt_rows(inputs, visible))
             self._decided_ahead = True
 
@@ -550,25 +536,20 @@ class Prompt:
             ids = None
         if repetitions(self.plan.scorers):
             check_repeat(ids)
-        if self.plan.deciding is not None:
-            prompt_rows(arguments, None)  # refuses where there are no ids
         positions = arguments.get("position_ids")
         self._new = ids, self._positions_after(step, positions)
-        # any chunk may be the last one inside `prefill`; budgets still to be decided are not known
-        layers: Collection[int] = self.plan.wanted
-        if self.plan.deciding is None:
-            visible = step.visible
-            if visible is not None and visible.shape[1] < step.prompt_tokens:
-                more = step.prompt_tokens - int(visible.shape[1])
-                visible = nn.functional.pad(visible, (0, more), value=True)
-            layers = self._final_targets(step.batch, step.prompt_tokens, visible)
-            self._check_read(layers)
+        # any chunk may be the last one inside `prefill`
+        visible = step.visible
+        if visible is not None and visible.shape[1] < step.prompt_tokens:
+            more = step.prompt_tokens - int(visible.shape[1])
+            visible = nn.functional.pad(visible, (0, more), value=True)
+        layers = self._final_targets(step.batch, step.prompt_tokens, visible)
+        self._check_read(layers)
         self._check_room(step, layers)
 
     def _check_room(self, step: Step, layers: Collection[int]) -> None:
         """Refuse a prompt that does not fit the model's limit with what scorers want after it."""
         scorers = [one for layer in layers for one in self.plan.wanted.get(layer, ())]
-        scorers += [] if self.plan.deciding is None else [self.plan.deciding]
         asked = repetitions(scorers)
         if awaited := awaited_tokens(scorers):
             asked.append(Later(kind="following", tokens=awaited))
@@ -612,7 +593,6 @@ class Prompt:
             remember=self.arrival.decode_every is not None,
             bits=self.plan.bits,
             scorers=self.plan.wanted,
-            deciding=None if self._again else self.plan.deciding,
             **more,
         )
 
@@ -646,16 +626,11 @@ class Prompt:
         decoder = self.plan.decoder()
         if decoder is None:  # the model is gone, and nobody can ask the cache any more
             return
-        looks = dict(self.plan.wanted)
-        if self.plan.deciding is None:
-            targets = self._final_targets()
-            looks = {layer: each for layer, each in looks.items() if layer in targets}
-            if not targets:
-                self._settle()
-                return
-        else:
-            for layer in self.plan.profile.shape.full_layers:
-                looks[layer] = (*looks.get(layer, ()), self.plan.deciding)
+        targets = self._final_targets()
+        if not targets:
+            self._settle()
+            return
+        looks = {layer: each for layer, each in self.plan.wanted.items() if layer in targets}
         if repetitions(scorer for each in looks.values() for scorer in each):
             with self._half_way():
                 notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
@@ -704,7 +679,7 @@ class Prompt:
         """
         if self._followers is None or self._again:
             return
-        decoder, columns = self.plan.decoder(), self.arrival.prompt_tokens
+        columns = self.arrival.prompt_tokens
         assert columns is not None
         visible, following_visible = self.arrival.visible, None
         if visible is not None:
@@ -720,9 +695,6 @@ class Prompt:
             followers=self._followers,
         )
         with self._half_way():
-            if self.plan.deciding is not None and decoder is not None:
-                rows = prompt_rows({"input_ids": self._ids}, visible)
-                self._decide_rows(rows, lambda row: self._row_states(eviction, row))
             self._evict_layers(eviction, self._final_targets())
         self._settle()
 
@@ -852,36 +824,23 @@ class Prompt:
         keys, values = layer.all_but(eviction.following)
         return replace(seen, queries=queries, keys=keys, values=values)
 
-    def _row_states(self, eviction: LateEviction, row: int) -> dict[int, AttentionStates]:
-        """What each layer saw of one row, without padding."""
-        return {
-            index: eviction.row_states(
-                self._layers[index], self._layer_states(index, eviction), row
-            )
-            for index in self.profile.shape.full_layers
-        }
+    # Budgets that are decided from the prompt
 
-    # Budgets that are decided when the prompt has come
-
-    def _decide_rows(
-        self,
-        rows: Sequence[IntArray],
-        states: Callable[[int], Mapping[int, AttentionStates]] | None = None,
-    ) -> None:
-        """Decide for rows without padding, from what the layers saw of them where that is known."""
+    def _decide_rows(self, rows: Sequence[IntArray]) -> None:
+        """Decide the budgets of rows without padding."""
         decoder = self.plan.decoder()
         if self.plan.decide is None or decoder is None:
             return
         begun = time.perf_counter()
-        decided = row_decisions(self.plan.decide, decoder, rows, self.plan.profile, states)
+        decided = row_decisions(self.plan.decide, decoder, rows, self.plan.profile)
         self.arrival.row_profiles = tuple(decided)
         if all(one is decided[0] for one in decided):
             self.profile = decided[0]
         self.decision_seconds = time.perf_counter() - begun
 
     def _decide_on_arrival(self, batch: int, arguments: Mapping[str, Any], mask: object) -> None:
-        """Decide in the first forward, unless that was done before, or is done from a held one."""
-        if not self.plan.decides_on_arrival or self._n_seen or self._decided_ahead:
+        """Decide the budgets in the first forward, unless that was done before."""
+        if self.plan.decide is None or self._n_seen or self._decided_ahead:
             return
         _, tokens = refusals.new_tokens_shape(arguments)
         chunk = self.arrival.open or self.arrival.announced not in (None, tokens)

@@ -80,8 +80,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "leave out {option[decode_every]}, or choose another scorer",
         "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
         "followed the prompt, and this profile waits for none; leave it out",
-        "bounded_decides": "{option[hold]} decides from the whole prompt, of which "
-        "{option[bounded]} keeps a part; leave out one of them",
         "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
         # What the model is set to, and what a call asks for
         "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
@@ -141,7 +139,7 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "holds one already; call cache.reset(), or make a new cache",
         "decides_from_chunk": "budgets of a prompt's own are decided from the whole prompt, but "
         "only a chunk of it has come; send it in one piece, show all of it first with "
-        "cache.decide(), or use a stored profile without adapt",
+        "cache.decide(), or use a stored profile",
         "crop_slid_out": "cannot crop: a sliding-window layer has already dropped the tokens that "
         "would come back into its window; make a new cache",
         "saved_incomplete": "this cache holds no complete prompt, so there is nothing to save; run "

@@ -17,7 +17,6 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError
-from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime.hooks import hooked_models
 
 
@@ -215,9 +214,8 @@ def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny: ModuleType, model: An
         ({"target_retention": 0.9, "solver": "none"}, "no solver 'none'"),
         ({"target_retention": 0.9, "scorer": "none"}, "no scorer 'none'"),
         ({"target_retention": 0.9, "sinks": -1}, "sinks is -1"),
-        ({"target_retention": 0.9, "measured_tokens": 12}, "measured_tokens is 12"),
+        ({"target_retention": 0.9, "scorer": "lookahead"}, "looks at tokens that come after"),
         ({"target_retention": 0.9, "level": "model"}, "level is 'model'"),
-        ({"target_retention": 0.9, "adapt": 0.2}, "stored profile"),
         ({"target_retention": 0.9, "decode_every": 0}, "decode_every is 0"),
         ({"target_retention": 0.9, "policy": "none"}, "no policy or scorer 'none'"),
         ({"target_retention": 0.9, "allow_other_model": True}, "allow_other_model accepts the st"),
@@ -240,9 +238,6 @@ def test_targets_that_cannot_be_are_refused_on_entering(
     [
         ({"target_retention": 0.9}, "two decisions at once"),
         ({"solver": "greedy"}, "solver are two decisions"),
-        ({"adapt": 2}, "adapt is 2"),
-        ({"measured_tokens": 40}, "leave out measured_tokens"),
-        ({"adapt": 0.2, "measured_tokens": 6}, "measured_tokens is 6"),
     ],
 )
 def test_what_does_not_go_with_a_profile_is_refused(
@@ -250,8 +245,6 @@ def test_what_does_not_go_with_a_profile_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=match):
         kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3), **options)
-    with pytest.raises(InputError, match="give adapt"):
-        make_adapting_cache(model, tiny.make_profile(model, CONTEXT, 0.3), measured_tokens=40)
 
 
 def test_apply_takes_the_file_or_the_name_of_a_profile(

@@ -21,7 +21,6 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, COSTS, Default
-from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import load_cache
 from kvalloc.runtime.account import kept_bytes
 
@@ -165,9 +164,6 @@ def test_the_profile_is_a_file_and_the_cache_another(
         assert loaded.retained_bytes_at(tokens) <= granted
     with pytest.raises(InputError, match="share_of_16_bits is given beside other budgets"):
         loaded.replace(budgets=loaded.budgets - 1)
-    early = Default(share=0.2).profile(shape_of(model), TOKENS, "early")
-    with pytest.raises(kvalloc.KVAllocError, match="as many entries in every head"):
-        make_adapting_cache(model, early.replace(by_prompt=False), adapt=0.2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
-from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import make_cache, repetition
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
 
@@ -152,14 +151,3 @@ def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens(tiny: ModuleType) -> N
     chunked = make_cache(model, profile, prompt_tokens=CONTEXT + 1)
     with pytest.raises(InputError, match=said):
         run(model, tiny.prompt(20), chunked)
-
-
-def test_a_scorer_that_decides_budgets_is_checked_as_well(tiny: ModuleType) -> None:
-    """Its pass is made whether entries have to go or not."""
-    model = with_limit(tiny, CONTEXT + CONTEXT - 1)
-    stored = tiny.make_profile(model, CONTEXT, 0.4, scorer="reconstruction")
-    cache = make_adapting_cache(model, stored, adapt=0.3, hold=True)
-    with pytest.raises(InputError, match="90 tokens and 90 of a repetition are beyond the 179"):
-        run(model, tiny.prompt(CONTEXT), cache)
-    run(model, tiny.prompt(CONTEXT - 1), cache)
-    assert cache.reduced

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc import apply
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.online.per_prompt import make_adapting_cache
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
@@ -310,7 +310,7 @@ def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, n
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["loss", "late_by_head", "bounded", "held_decision"])
+@pytest.mark.parametrize("name", ["loss", "late_by_head", "bounded"])
 def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str) -> None:
     model = tiny.tiny_model()
     share = 0.4 if name == "bounded" else 0.7
@@ -323,12 +323,9 @@ def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str
     later = tiny.prompt(more, 2, seed=5)
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :pads] = 0
-    policy = "score" if name == "held_decision" else "attention_matching"
-    if name == "held_decision":
-        options["adapt"], options["hold"] = 0.3, True
 
     def make() -> Any:
-        return make_adapting_cache(model, profile, policy=policy, **options)
+        return make_cache(model, profile, policy="attention_matching", **options)
 
     cache, rows = make(), []
     with torch.no_grad():

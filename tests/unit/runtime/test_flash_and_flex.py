@@ -17,7 +17,6 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -165,17 +164,15 @@ def test_prompts_that_are_held_whole(
     assert tiny.same_kept(*kept)
 
 
-@pytest.mark.parametrize("by_prompt", [True, False])
-def test_budgets_of_a_held_prompt_s_own(tiny: ModuleType, attention: str, by_prompt: bool) -> None:
-    """Handed out among all heads, or moved by what its layers saw: the budgets of sdpa."""
+def test_budgets_that_a_prompt_hands_out(tiny: ModuleType, attention: str) -> None:
+    """The budgets of all heads are those of sdpa."""
     ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :49] = 0
     found = []
     for name in (attention, "sdpa"):
         model = tiny.tiny_model("llama", name)
-        profile = profile_of(tiny, model, "head").replace(by_prompt=by_prompt)
-        options = {} if by_prompt else {"adapt": 0.5, "hold": True}
-        cache, shadow = make_adapting_cache(model, profile, **options), tiny.Shadow(model)
+        profile = profile_of(tiny, model, "head").replace(by_prompt=True)
+        cache, shadow = make_cache(model, profile), tiny.Shadow(model)
         run(model, ids, cache, mask)
         shadow.logits(ids, mask)
         shadow.follow(cache)

@@ -1,4 +1,4 @@
-"""Budgets decided from the prompt itself, and stored ones that follow it."""
+"""Budgets decided from the prompt itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import kvalloc
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
-from kvalloc.online.per_prompt import PromptTarget, make_adapting_cache, make_prompt_cache
-from kvalloc.runtime import answer, make_cache
+from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
 
@@ -26,7 +26,7 @@ def model(tiny: ModuleType) -> Any:
     return tiny.tiny_model()
 
 
-def scores_of(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+def scores_of(model: Any, ids: torch.Tensor) -> Any:
     """What the mini-prefill is to measure, by the parts it is made of."""
     return prompt_scores(
         model,
@@ -34,8 +34,12 @@ def scores_of(model: Any, ids: torch.Tensor, **options: Any) -> Any:
         scorer=get_scorer("xkv", **WINDOW),
         sinks=SINKS,
         shape=shape_of(model),
-        **options,
     )
+
+
+def decided(model: Any, **options: Any) -> Any:
+    """A cache that keeps 0.7 of each prompt's retention."""
+    return make_prompt_cache(model, PromptTarget.parse(target_retention=0.7, **TARGET, **options))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -86,57 +90,23 @@ def test_every_target_of_a_size_is_met(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("adapt", [None, 0.4])
-def test_padded_rows_are_decided_as_if_alone(
-    tiny: ModuleType, model: Any, side: str, adapt: float | None
-) -> None:
+def test_padded_rows_are_decided_as_if_alone(tiny: ModuleType, model: Any, side: str) -> None:
     ids, mask = tiny.prompt(CONTEXT, 3), torch.ones(3, CONTEXT, dtype=torch.long)
     hidden = slice(0, 25) if side == "left" else slice(CONTEXT - 25, CONTEXT)
     mask[1, hidden] = 0
-    stored = tiny.make_profile(model, CONTEXT, 0.4)
-    if adapt is None:
-        cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.7, **TARGET))
-    else:
-        cache = make_adapting_cache(model, stored, adapt=adapt)
+    cache = decided(model)
     run(model, ids, cache, mask)
     for row in range(3):
         own = ids[row][mask[row].bool()]
-        scores = scores_of(model, own)
-        if adapt is None:
-            expected = kvalloc.solve(scores, target_retention=0.7).budgets
-        else:
-            expected = kvalloc.online.adaptation.adapt_budgets(stored, scores, adapt).budgets
-            assert expected.sum() == stored.budgets_for(own.numel()).sum()
+        expected = kvalloc.solve(scores_of(model, own), target_retention=0.7).budgets
         assert (cache.kept_tokens_by_row[row] == expected).all()
         assert (cache.row_profiles[row].budgets == expected).all()
     logits = run(model, tiny.prompt(3, 3, seed=9), cache)
     assert torch.isfinite(logits).all()
 
 
-def test_adapt_keeps_the_total_and_zero_is_the_stored_profile(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ids = tiny.prompt(CONTEXT)
-    plain, none, moved = (
-        make_adapting_cache(model, profile, adapt=limit) for limit in (None, 0, 0.5)
-    )
-    logits = [run(model, ids, cache) for cache in (plain, none, moved)]
-    after = [run(model, tiny.prompt(1, seed=3), cache) for cache in (plain, none, moved)]
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(after[0], after[1])
-    assert not torch.equal(after[0], after[2])
-    assert (none.kept_tokens == plain.kept_tokens).all()
-    assert none.decision_seconds is None
-    assert moved.retained_bytes == plain.retained_bytes
-    base = profile.budgets
-    assert (moved.profile.budgets != base).any()
-    assert (np.abs(moved.profile.budgets - base) <= 0.5 * base).all()
-    assert (applied(model, ids, profile, adapt=0.5).kept_tokens == moved.profile.budgets).all()
-
-
-def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
-    cache = make_adapting_cache(
-        model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), adapt=0.3
-    )
+def test_decided_budgets_agree_with_the_oracle(tiny: ModuleType, model: Any) -> None:
+    cache = decided(model, level="head")
     ids = tiny.prompt(CONTEXT, 2)
     prompt_logits = run(model, ids, cache)
     oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
@@ -146,40 +116,9 @@ def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
         assert tiny.worst(run(model, follow, cache), oracle.logits(follow)) < 1e-4
 
 
-def test_bit_widths_stay_with_their_heads(tiny: ModuleType, model: Any) -> None:
-    bits = np.array([[8, 4], [16, 8], [4, 8], [8, 16]])
-    packed = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(bits=bits)
-    ids = tiny.prompt(CONTEXT)
-    plain, moved = make_cache(model, packed), make_adapting_cache(model, packed, adapt=0.4)
-    for cache in (plain, moved):
-        run(model, ids, cache)
-    assert moved.retained_bytes == plain.retained_bytes == packed.retained_bytes
-    assert (moved.profile.budgets != packed.budgets).any()
-    for width in (4, 8, 16):
-        assert moved.kept_tokens[bits == width].sum() == packed.budgets[bits == width].sum()
-    question = tiny.prompt(3, seed=7)
-    first, second = (list(answer(model, moved, question, max_new_tokens=3)) for _ in range(2))
-    assert first == second
-
-
-def test_a_shorter_measurement_is_the_ends_of_the_prompt(tiny: ModuleType, model: Any) -> None:
-    ids = tiny.prompt(CONTEXT)
-    cut = torch.cat([ids[0, :20], ids[0, -20:]])
-    part, short = scores_of(model, ids[0], measured_tokens=40), scores_of(model, cut)
-    assert part.context_tokens == CONTEXT
-    assert part.sample_tokens.tolist() == [40]
-    assert np.allclose(part.masses, short.masses)
-    cache = applied(model, ids, target_retention=0.7, measured_tokens=40, **TARGET)
-    assert (cache.kept_tokens == kvalloc.solve(part, target_retention=0.7).budgets).all()
-
-
-@pytest.mark.parametrize("adapt", [None, 0.4])
-def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any, adapt: Any) -> None:
+def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any) -> None:
     ids = tiny.prompt(CONTEXT, 2)
-    stored = tiny.make_profile(model, CONTEXT, 0.4)
-    how = {"target_retention": 0.7, **TARGET} if adapt is None else {"adapt": adapt}
-    profile = stored if adapt else None
-    with kvalloc.apply(model, profile, **how) as applying:
+    with kvalloc.apply(model, target_retention=0.7, **TARGET) as applying:
 
         def kept(**options: Any) -> Any:
             generate(model, ids, **options)
@@ -196,14 +135,10 @@ def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any, adapt: A
 
 def test_short_prompts_keep_everything(tiny: ModuleType, model: Any) -> None:
     assert not applied(model, tiny.prompt(6), target_retention=0.5, **TARGET).reduced
-    cache = make_adapting_cache(model, tiny.make_profile(model, CONTEXT, 0.4), adapt=0.5)
-    run(model, tiny.prompt(5), cache)
-    assert not cache.reduced
 
 
 def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, model: Any) -> None:
-    target = PromptTarget.parse(target_retention=0.7, **TARGET)
-    cache = make_prompt_cache(model, target)
+    cache, other = decided(model), decided(model)
     first, second = tiny.prompt(CONTEXT, seed=1), tiny.prompt(50, seed=2)
     run(model, first, cache)
     cache.reset()
@@ -211,7 +146,6 @@ def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, 
     run(model, second, cache)
     expected = kvalloc.solve(scores_of(model, second[0]), target_retention=0.7)
     assert (cache.kept_tokens == expected.budgets).all()
-    other = make_prompt_cache(model, target)
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
@@ -229,16 +163,16 @@ def test_copies_saved_caches_and_caches_side_by_side(
     tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
     ids = tiny.prompt(CONTEXT)
-    stored = tiny.make_profile(model, CONTEXT, 0.4)
-    cache, other = make_adapting_cache(model, stored, adapt=0.4), make_cache(model, stored)
+    cache, other = decided(model), decided(model)
     run(model, tiny.prompt(CONTEXT, seed=5), other)
+    apart = other.profile.budgets.copy()
     run(model, ids, cache)
     clone = copy.deepcopy(cache)
     assert clone.profile is cache.profile
     cache.save(tmp_path / "c")
     loaded = kvalloc.load_cache(tmp_path / "c", model)
     assert (loaded.profile.budgets == cache.profile.budgets).all()
-    rows = make_adapting_cache(model, stored, adapt=0.4)
+    rows = decided(model)
     run(model, tiny.prompt(CONTEXT, 2), rows)
     rows.save(tmp_path / "rows")
     again = kvalloc.load_cache(tmp_path / "rows", model)
@@ -250,15 +184,13 @@ def test_copies_saved_caches_and_caches_side_by_side(
     answers = [run(model, question, one) for one in (cache, clone, loaded)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
-    assert (other.profile.budgets == stored.budgets).all()
+    assert (other.profile.budgets == apart).all()
 
 
 def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     tiny: ModuleType, model: Any
 ) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ids = tiny.prompt(CONTEXT)
-    cache = make_adapting_cache(model, profile, adapt=0.3)
+    ids, cache = tiny.prompt(CONTEXT), decided(model)
     embeds = model.model.embed_tokens(ids)
     with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
         model(inputs_embeds=embeds, past_key_values=cache)
@@ -271,23 +203,16 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
         run(model, ids, small)
     assert not small.retained_bytes
-    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
+    stored = tiny.make_profile(model, CONTEXT, 0.3)
+    announced = make_cache(model, stored, prompt_tokens=CONTEXT)
     announced.decide({"input_ids": ids})  # nothing to decide
     assert announced.decision_seconds is None
-
-
-def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS))
-    by_prompt = profile.replace(by_prompt=True)
-    with pytest.raises(UnsupportedRequestError, match="hands out the budgets.*leave out adapt"):
-        make_adapting_cache(model, by_prompt, adapt=0.3)
 
 
 def test_a_loaded_cache_decides_for_no_other_prompt(
     tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
-    target = PromptTarget.parse(target_retention=0.6, **TARGET)
-    cache = make_prompt_cache(model, target)
+    cache = decided(model)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     cache.save(tmp_path / "saved")
     loaded = kvalloc.load_cache(tmp_path / "saved", model)
@@ -299,11 +224,8 @@ def test_a_loaded_cache_decides_for_no_other_prompt(
     assert loaded.retained_bytes == 0
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_memory_is_for_all_rows_also_where_they_are_equal(
-    tiny: ModuleType, model: Any, hold: bool
-) -> None:
-    target = PromptTarget.parse(memory="40KiB", hold=hold, **TARGET)
+def test_memory_is_for_all_rows_also_where_they_are_equal(tiny: ModuleType, model: Any) -> None:
+    target = PromptTarget.parse(memory="40KiB", **TARGET)
     for rows in (1, 2, 3):
         cache = make_prompt_cache(model, target)
         run(model, tiny.prompt(CONTEXT).repeat(rows, 1), cache)

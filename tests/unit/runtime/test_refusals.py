@@ -35,7 +35,6 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.models.loading import shape_of
-from kvalloc.online.per_prompt import make_adapting_cache
 from kvalloc.runtime import answer, loading, make_cache, refusals
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.policies import EvictionPolicy, changed_policy, get_policy
@@ -56,14 +55,14 @@ def bloom() -> Any:
     return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
 
 
-@pytest.mark.parametrize("how", ["cache", "stored", "adapted", "target"])
+@pytest.mark.parametrize("how", ["cache", "stored", "target"])
 def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
     tiny: ModuleType, bloom: Any, how: str
 ) -> None:
     ran: list[int] = []
     bloom.register_forward_pre_hook(lambda *_: ran.append(1))
     profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
-    options = {"adapted": {"adapt": 0.3}, "target": {"target_retention": 0.9}}.get(how, {})
+    options = {"target_retention": 0.9} if how == "target" else {}
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel") as caught:
         if how == "cache":
             make_cache(bloom, profile)
@@ -375,16 +374,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "heads have different policies, of which one adds up",
     ),
     "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
-    "bounded_decides": (
-        lambda tiny, model: make_adapting_cache(
-            model,
-            tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead"),
-            adapt=0.3,
-            hold=True,
-            bounded=True,
-        ),
-        "decides from the whole prompt",
-    ),
     "bounded_shared": (
         lambda tiny, model: make_cache(model, shared(tiny, model), bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
