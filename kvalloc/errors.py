@@ -246,6 +246,20 @@ def option(name: str, value: object = None, *, keyword: str | None = None) -> st
     return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
 
 
+class OptionNames:
+    """Options for the templates of messages: ``{option[bits]}``, ``{option[level=head]}``.
+
+    Examples
+    --------
+    >>> "give {option[level=head]} or {option[equal_heads=True]}".format(option=OptionNames())
+    "give level='head' or equal_heads=True"
+    """
+
+    def __getitem__(self, written: str) -> str:
+        name, _, value = written.partition("=")
+        return option(name, True if value == "True" else value or None)
+
+
 def several(**options: object) -> str:
     """Several options one behind the other, each as `option` writes it."""
     between = " " if _flags.get() else ", "

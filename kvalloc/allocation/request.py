@@ -30,7 +30,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import BIT_WIDTHS, Cost
-from kvalloc.errors import InfeasibleError, InputError, one_line, option
+from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
@@ -654,6 +654,16 @@ class Request:
         return self.share_groups if isinstance(self.share_groups, tuple) else ()
 
     @property
+    def asks_retention(self) -> bool:
+        """Whether the target is a retention."""
+        return isinstance(self.target, _Retention)
+
+    @property
+    def asks_loss(self) -> bool:
+        """Whether the target is a loss."""
+        return isinstance(self.target, _Loss)
+
+    @property
     def is_plain_mean(self) -> bool:
         """Whether the value of the problem is the mean retention over layers and samples."""
         return (
@@ -664,118 +674,28 @@ class Request:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices and not (name == "objective" and value is None):
-                *most, last = map(repr, choices)
-                raise InputError(f"the {name} is {value!r}, expected {', '.join(most)} or {last}")
-        for name, least in _LEAST.items():
+                *others, last = map(repr, choices)
+                raise InputError(f"the {name} is {value!r}, expected {', '.join(others)} or {last}")
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and value < minimum:
                 raise InputError(
-                    f"{option(name, value)} is not possible; give {option(name, least)} or more"
+                    f"{option(name, value)} is not possible; give {option(name, minimum)} or more"
                 )
         if self.bits is not None:
-            self._check_bits(self.bits)
-        self._check_objective()
-        self._check_limits()
-
-    def _check_limits(self) -> None:
-        least = max(1, self.min_tokens or 0)
-        if self.max_tokens is not None and self.max_tokens < least:
-            raise InputError(
-                f"a largest budget of {self.max_tokens} tokens is below the least of {least}; "
-                f"raise {option('max_tokens')} or lower {option('min_tokens')}"
-            )
-        if self.level == "layer" and self.equal_heads:
-            raise InputError(
-                f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
-                f"leave it out, or use {option('level', 'head')}"
-            )
-        if self.cost != "bytes" and isinstance(self.target, _Memory):
-            raise InputError(
-                f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
-                f"share of the whole cost with {option('budget')}, or {option('cost', 'bytes')}"
-            )
-        if self.cost != "bytes" and self.cap:
-            raise InputError(
-                f"caps are about stored bytes and the cost is {self.cost}; leave them "
-                f"out, or take {option('cost', 'bytes')}"
-            )
-
-    def _check_objective(self) -> None:
-        by_retention, by_loss = isinstance(self.target, _Retention), isinstance(self.target, _Loss)
-        if self.loss_policies is not None and (
-            by_retention or self.objective not in (None, "loss")
-        ):
-            how = "" if by_retention else f" with the objective {self.objective!r}"
-            raise InputError(
-                f"policies are chosen by what they lose, and retention is asked for{how}; give "
-                f"{option('target_loss')} or {option('objective', 'loss')}, or leave the policies "
-                "out"
-            )
-        if by_loss and self.objective == "worst":
-            raise InputError(
-                "a target loss is about the loss summed over all units, not the worst one; leave "
-                "the objective out"
-            )
-        if by_loss or self.loss_policies is not None:
+            widths = tuple(sorted(set(self.bits), reverse=True))
+            if not widths or any(width not in BIT_WIDTHS for width in widths):
+                raise InputError(
+                    f"the bits are {list(self.bits)}, expected some of "
+                    f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
+                )
+            object.__setattr__(self, "bits", None if widths == (16,) else widths)
+        implied = self.objective is None and self.loss_policies is not None
+        if (implied and not self.asks_retention) or (self.asks_loss and self.objective != "worst"):
             object.__setattr__(self, "objective", "loss")
-        if self.weights is not None and self.objective == "worst":
-            raise InputError(
-                "weights are for a sum over units; the worst unit is the worst whatever it weighs: "
-                "leave the weights out, or take the objective 'mean'"
-            )
-        if self.weights is not None and by_loss:
-            raise InputError(
-                "a target loss is in nats per token, and a weighted sum of losses is not: leave "
-                "the weights out, or give a size and the objective 'loss'"
-            )
-        if self.objective == "loss" and by_retention:
-            raise InputError(
-                "a target retention does not go with the objective 'loss'; give "
-                f"{option('target_loss')}, or leave the objective out"
-            )
-        if (self.tail is not None) != (self.workloads == "cvar"):
-            raise InputError(
-                "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
-            )
-        if self.tail is not None and not 0 < self.tail <= 1:
-            raise InputError(
-                f"a tail of {self.tail:g} is not a share of the samples; give a number above 0 and "
-                "up to 1, such as 0.25"
-            )
-        if self.objective not in (None, "mean") and self.workloads != "mean":
-            raise InputError(
-                "the worst samples are told by their mean retention over layers; leave the "
-                "objective out, or ask for the mean of the workloads"
-            )
-        if self.share_groups is not None and (
-            self.objective not in (None, "mean") or self.weights or self.bits
-        ):
-            raise InputError(
-                "layers that share entries are decided by their mean retention at the model's own "
-                "precision; leave out the objective, weights and bits, or the groups"
-            )
-
-    def _check_bits(self, bits: tuple[int, ...]) -> None:
-        widths = tuple(sorted(set(bits), reverse=True))
-        if not widths or any(width not in BIT_WIDTHS for width in widths):
-            raise InputError(
-                f"the bits are {list(bits)}, expected some of "
-                f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
-            )
-        object.__setattr__(self, "bits", None if widths == (16,) else widths)
-        if self.bits is None:
-            return
-        if self.max_distinct is not None or self.equal_heads:
-            raise InputError(
-                f"with {option('bits')} two budgets differ in tokens or in bits, and "
-                f"{option('max_distinct')} and {option('equal_heads')} count tokens alone; leave "
-                f"them out ({option('level', 'layer')} gives all heads of a layer the same)"
-            )
-        if self.cost == "communication":
-            raise InputError(
-                f"secret shares have one width, so {option('bits')} does not go with "
-                f"{option('cost', 'communication')}"
-            )
+        for message, conflict in _CONFLICTS.items():
+            if conflict(self):
+                raise InputError(message.format(r=self, option=OptionNames()))
 
 
 def read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
@@ -855,7 +775,56 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cost": get_args(Cost),
     "workloads": get_args(Workloads),
 }
-_LEAST = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
+_MINIMA = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
+_CONFLICTS: dict[str, Callable[[Request], object]] = {
+    "with {option[bits]} two budgets differ in tokens or in bits, and {option[max_distinct]} and "
+    "{option[equal_heads]} count tokens alone; leave them out ({option[level=layer]} gives all "
+    "heads of a layer the same)": lambda r: r.bits and (r.max_distinct or r.equal_heads),
+    "secret shares have one width, so {option[bits]} does not go with "
+    "{option[cost=communication]}": lambda r: r.bits and r.cost == "communication",
+    "policies are chosen by what they lose, and retention is asked for; give "
+    "{option[target_loss]}, or leave the policies out": lambda r: (
+        r.loss_policies is not None and r.asks_retention
+    ),
+    "policies are chosen by what they lose, and retention is asked for with the objective "
+    "{r.objective!r}; give {option[objective=loss]}, or leave the policies out": lambda r: (
+        r.loss_policies is not None and r.objective != "loss"
+    ),
+    "a target loss is about the loss summed over all units, not the worst one; leave the "
+    "objective out": lambda r: r.asks_loss and r.objective == "worst",
+    "weights are for a sum over units; the worst unit is the worst whatever it weighs: leave the "
+    "weights out, or take the objective 'mean'": lambda r: r.weights and r.objective == "worst",
+    "a target loss is in nats per token, and a weighted sum of losses is not: leave the weights "
+    "out, or give a size and the objective 'loss'": lambda r: r.weights and r.asks_loss,
+    "a target retention does not go with the objective 'loss'; give {option[target_loss]}, or "
+    "leave the objective out": lambda r: r.objective == "loss" and r.asks_retention,
+    "the worst share of the samples needs both: workloads cvar and a tail, such as "
+    "0.25": lambda r: (r.tail is None) == (r.workloads == "cvar"),
+    "a tail of {r.tail:g} is not a share of the samples; give a number above 0 and up to 1, such "
+    "as 0.25": lambda r: r.tail is not None and not 0 < r.tail <= 1,
+    "the worst samples are those with the smallest mean retention over layers; leave the objective "
+    "out, or ask for the mean of the workloads": lambda r: (
+        r.workloads != "mean" and r.objective not in (None, "mean")
+    ),
+    "layers that share entries are decided by their mean retention at the model's own precision; "
+    "leave out the objective, weights and bits, or the groups": lambda r: (
+        r.share_groups is not None and (r.objective not in (None, "mean") or r.weights or r.bits)
+    ),
+    "a largest budget of {r.max_tokens} tokens is below the smallest of {r.min_tokens}; raise "
+    "{option[max_tokens]} or lower {option[min_tokens]}": lambda r: (
+        r.max_tokens is not None and r.max_tokens < (r.min_tokens or 0)
+    ),
+    "{option[equal_heads]} is what {option[level=layer]} does in any case; leave it out, or use "
+    "{option[level=head]}": lambda r: r.equal_heads and r.level == "layer",
+    "{option[memory]} is a size of stored bytes and the cost is {r.cost}; give a share of the "
+    "whole cost with {option[budget]}, or {option[cost=bytes]}": lambda r: (
+        r.cost != "bytes" and isinstance(r.target, _Memory)
+    ),
+    "caps are about stored bytes and the cost is {r.cost}; leave them out, or take "
+    "{option[cost=bytes]}": lambda r: r.cost != "bytes" and r.cap,
+}
+"""The line that refuses options of a request, `r`, that exclude each other, and when it does."""
+
 _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_bits,
     "cap": _read_caps,

@@ -15,9 +15,9 @@ from kvalloc.errors import (
     InputError,
     KVAllocError,
     ModelMismatchError,
+    OptionNames,
     SolverError,
     UnsupportedRequestError,
-    option,
 )
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
@@ -201,13 +201,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
 _TABLE = {name: (error, line) for error, rows in REFUSALS.items() for name, line in rows.items()}
 
 
-class _Options:
-    """Options as the reader of a message writes them, by name."""
-
-    def __getitem__(self, name: str) -> str:
-        return option(name.removesuffix("=True"), True if name.endswith("=True") else None)
-
-
 def refuse(**conditions: object) -> None:
     """Raise what the table says of the first condition that is met, if any is.
 
@@ -224,7 +217,7 @@ def refuse(**conditions: object) -> None:
     for name, found in conditions.items():
         if found:
             error, message = _TABLE[name]
-            raise error(message.format(found, option=_Options()))
+            raise error(message.format(found, option=OptionNames()))
 
 
 def at_least_1(value: Any) -> bool:
