@@ -37,7 +37,6 @@ from kvalloc.formats.merging import merge
 from kvalloc.formats.record import ArrayRecord, FileRecord, digest_of, digest_over, kind_of
 from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.statistics import mean_sample
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 
 MOST_SECONDS, MOST_WAITING = 20.0, 900.0
@@ -690,8 +689,6 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
         return paths
 
     scores = make_scores(context_tokens=24, sinks=2, window=3)
-    sums = scores.sums()
-    statistics = scores.replace(**sums, **mean_sample(sums, scores.shape.full_layers))
     parts = [
         scores.replace(
             **{
@@ -735,9 +732,7 @@ def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
     PARTIAL[:] = [(partial / name).read_bytes() for name in ("manifest.json", "piece.safetensors")]
     kinds = {
         "score profile": Kind(
-            files=saved(
-                "scores", scores, statistics, make_losses(), make_bits(), make_shared_scores()
-            ),
+            files=saved("scores", scores, make_losses(), make_bits(), make_shared_scores()),
             read=read_scores,
             change=arrays,
         ),

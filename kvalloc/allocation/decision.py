@@ -453,7 +453,6 @@ def _average_allocations(
     """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
     _check_average(posed, average)
     curves, problem = posed.curves, posed.problem
-    curves.scores.require_samples(option("average", average))
     start = time.perf_counter()
     wanted = np.zeros(problem.n_units)
     n_samples = curves.scores.n_samples

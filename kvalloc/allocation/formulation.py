@@ -197,8 +197,6 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
     values, scenarios, tail = options.values, None, 1.0
     aggregate = Aggregate.WORST if request.objective == "worst" else Aggregate.SUM
-    if request.workloads != "mean":
-        curves.scores.require_samples(option("workloads", request.workloads))
     # The worst of a single sample is the mean.
     if request.workloads != "mean" and curves.scores.n_samples > 1 and curves.sample is None:
         tail = 1.0 / curves.scores.n_samples if request.tail is None else request.tail

@@ -238,7 +238,7 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
     policies = [policy.title for policy in profile.policies]
     return {
         **{name: getattr(profile, name) for name in stated.split()},
-        "n_samples": profile.n_measured,
+        "n_samples": profile.n_samples,
         "n_ranks": profile.ranks.size,
         "losses_per": losses_per(profile),
         "loss_method": profile.loss_method or None,

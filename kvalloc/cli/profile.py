@@ -12,11 +12,10 @@ from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import duration, print_fields, print_result
 from kvalloc.cli.progress import ProgressBar, note_set_aside, running
 from kvalloc.errors import InputError
-from kvalloc.measure.profiling import SCORES, ProfileOptions, read_options
-from kvalloc.units import Option, parse_share, size
+from kvalloc.measure.profiling import ProfileOptions, read_options
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
-    from kvalloc.allocation.stopping import BudgetsSettled
     from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
@@ -41,8 +40,6 @@ def profile(
     *,
     output: Annotated[Path, Option("OUT.safetensors")],
     resume: bool = False,
-    until_budget: Annotated[str | None, Option("SHARE", SCORES)] = None,
-    tolerance: Annotated[float, Option("RETENTION", SCORES)] = 0.002,
     **given: Any,
 ) -> None:
     """Measure on text what each layer and KV head can do without.
@@ -56,19 +53,12 @@ def profile(
     ----------
     output : Path
         The score profile to write.
-    until_budget : str
-        Stop as soon as budgets of this share of the cache, such as 20%, would be as good had other
-        samples been measured; asked after each sixteenth of the samples.
-    tolerance : float, default 0.002
-        What that means: 95% of draws of other samples give budgets whose retention differs by no
-        more than this.
     """
     from kvalloc.measure import default_texts
     from kvalloc.measure import profile as measured_profile
 
     # Everything that can be refused without the model is refused before it is loaded.
     wanted = _wanted(given, output, resume=resume)
-    settled = _settled(until_budget, tolerance)
     default = DEFAULT_KINDS if "loss" in given else ()
     prompts, made = read_prompt_options(given, each=EACH_TASK, default=default)
     if made and "sampling_ratio" in given:
@@ -92,21 +82,11 @@ def profile(
                 resume=resume,
                 progress=progress,
                 model_id=loaded.model_id,
-                enough=settled,
                 **wanted,
             )
     note_set_aside(measured.set_aside)
     told = measured, output, time.perf_counter() - start
-    print_result(_facts(*told, settled), lambda: _show(*told, settled))
-
-
-def _settled(until_budget: str | None, tolerance: float) -> BudgetsSettled | None:
-    """What is asked while samples are measured, if anything is."""
-    if until_budget is None:
-        return None
-    from kvalloc.allocation.stopping import BudgetsSettled
-
-    return BudgetsSettled(tolerance, budget=parse_share(until_budget))
+    print_result(_facts(*told), lambda: _show(*told))
 
 
 def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileOptions:
@@ -124,32 +104,26 @@ def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileO
     return wanted
 
 
-def _facts(
-    measured: ScoreProfile, output: Path, seconds: float, settled: BudgetsSettled | None
-) -> dict[str, Any]:
+def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, Any]:
     """What was measured, as plain values."""
     stated = (
         "scorer scorer_parameters context_tokens sinks window interpolation_error "
         "text_description loss_tokens loss_widths set_aside"
     )
-    policies, probed = [policy.title for policy in measured.policies], measured.loss_probed
+    policies = [policy.title for policy in measured.policies]
     return {
         "output": output,
         "model": measured.shape.model_id,
-        "samples": measured.n_measured,
+        "samples": measured.n_samples,
         **{name: getattr(measured, name) for name in stated.split()},
         "loss_policies": policies if measured.has_losses else None,
-        "loss_probes": None if probed is None else int(probed.sum()),
-        "budgets_differ_by": None if settled is None else settled.difference,
         "shards": None if measured.shards is None else measured.shards.tolist(),
         "seconds": seconds,
         "file_bytes": output.stat().st_size,
     }
 
 
-def _show(
-    measured: ScoreProfile, output: Path, seconds: float, settled: BudgetsSettled | None
-) -> None:
+def _show(measured: ScoreProfile, output: Path, seconds: float) -> None:
     from kvalloc.report.wording import losses_text
 
     print_fields(
@@ -159,7 +133,6 @@ def _show(
             f"{measured.scorer}, {measured.sinks} sinks, window {measured.window}",
             "losses": losses_text(measured) if measured.has_losses else "",
             "text": measured.text_description,
-            "budgets": "" if settled is None else settled.text,
             "part": measured.part_text.removesuffix(", "),
             "time": f"{duration(seconds)}, loading included",
             "written": f"{output} ({size(output.stat().st_size)})",

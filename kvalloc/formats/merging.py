@@ -17,7 +17,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, one_line, option
 from kvalloc.files import atomic_write, check_writable
 from kvalloc.formats.score_profile import ScoreHeader, ScoreProfile, shards_text
-from kvalloc.formats.statistics import added, mean_sample
 from kvalloc.formats.tensors import NAMES, Blocks, Digest, tensor_places, write_tensors
 
 _BLOCK_BYTES = 1 << 24
@@ -68,8 +67,7 @@ class _Part:
             for name in self.names
             if name not in ScoreProfile.PER_SAMPLE or name == "sample_places"
         }
-        self.summed = "summed" in self.names
-        self.places: IntArray = self.shared.get("sample_places", np.zeros(1, dtype=np.int64))
+        self.places: IntArray = self.shared["sample_places"]
         for name in {*ScoreProfile.PER_SAMPLE} & {*self.names}:
             if (n_rows := self.tensors[name][1][0]) != self.places.size:
                 expected = f"{self.places.size}, as there are sample_places"
@@ -92,7 +90,7 @@ class _Part:
                 ):
                     continue
             raise ScoreHeader.file_error(self.path, name, found, expected)
-        if "shards" not in names or not {"sample_places", "summed"} & names:
+        if not names.issuperset(_OF_PARTS):
             raise InputError(
                 f"{self.path} is a whole measurement and no part of one, so there is nothing to "
                 f"merge; parts are made with {option('shard', '1/8')}"
@@ -172,11 +170,6 @@ def merge(
     held = held_shards(parts, shards, accept_missing=accept_missing)
     whole = bool(held.all())
     missing = "" if whole else shards_text(held, held=0)
-    if found[0].summed:
-        summed = _summed(parts, None if whole else held)
-        summed.save(output)
-        samples, digest = summed.n_measured, summed.digest
-        return Merged(output=Path(output), samples=samples, missing=missing, digest=digest)
     places, order = _all_places(found, whole=whole)
     last = {name: max(part.content[name] for part in found) for name in _MAY_DIFFER}
     if aside := _set_aside(found):
@@ -210,26 +203,11 @@ def _check_together(one: _Part, other: _Part) -> None:
             continue
         if sizes[0][per_sample:] != sizes[1][per_sample:]:
             raise apart((one.path, other.path), f"the shape of {name}", *sizes)
-        if per_sample or name in ScoreProfile.SUMMED:
+        if per_sample:
             continue
         before, now = (part.shared[name] for part in (one, other))
         if not np.array_equal(before, now):
             raise apart((one.path, other.path), name, before.tolist(), now.tolist())
-
-
-def _summed(parts: Sequence[str | Path], shards: IntArray | None) -> ScoreProfile:
-    """The statistics of all parts, one of them in memory at a time."""
-    total = ScoreProfile.load(parts[0])
-    sums, last = total.sums(), {name: getattr(total, name) for name in _MAY_DIFFER}
-    aside = dict(total.set_aside)
-    for path in parts[1:]:
-        part = ScoreProfile.load(path)
-        sums = added(sums, part.sums())
-        last = {name: max(value, getattr(part, name)) for name, value in last.items()}
-        aside |= part.set_aside
-    means = mean_sample(sums, total.shape.full_layers)
-    aside = dict(sorted(aside.items()))
-    return total.replace(**sums, **means, **last, shards=shards, set_aside=aside)
 
 
 def check_given(parts: Sequence[str | Path], output: str | Path) -> None:

@@ -51,7 +51,6 @@ __all__ = [
     "FloatArray5D",
     "IntArray1D",
     "IntArray2D",
-    "IntArray4D",
     "IntArray5D",
     "JsonRecord",
     "Record",
@@ -146,7 +145,6 @@ class ArrayOf:
 
 IntArray1D = Annotated[IntArray, ArrayOf(np.int64, 1)]
 IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
-IntArray4D = Annotated[IntArray, ArrayOf(np.int64, 4)]
 IntArray5D = Annotated[IntArray, ArrayOf(np.int64, 5)]
 FloatArray1D = Annotated[FloatArray, ArrayOf(np.float64, 1)]
 FloatArray3D = Annotated[FloatArray, ArrayOf(np.float64, 3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -22,23 +22,11 @@ from kvalloc.formats.record import (
     FloatArray5D,
     IntArray1D,
     IntArray2D,
-    IntArray4D,
-    IntArray5D,
     require,
     require_none,
     require_shape,
 )
 from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
-from kvalloc.formats.statistics import (
-    CURVE_BINS,
-    CurveStatistics,
-    Sums,
-    added,
-    curve_marks,
-    head_shares,
-    mean_sample,
-    sample_sums,
-)
 from kvalloc.shape import ModelShape
 
 EXACT_CONTEXT_TOKENS = 4096
@@ -95,8 +83,8 @@ class ScoreHeader(FileRecord):
     name of its own and the same sinks and window."""
 
     loss_method: Literal["", "measured", "fast"] = ""
-    """Whether losses were measured or estimated (``--loss fast``); ``fast`` with ``loss_probed``
-    says which were measured as well. Empty where the file has none."""
+    """Whether losses were measured or estimated (``--loss fast``). Empty where the file has
+    none."""
 
     interpolation_error: float = Field(default=0.0, ge=0, lt=1)
     """Largest measured difference between a curve and its interpolation on the grid; 0 when
@@ -149,15 +137,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     )
     """Arrays whose first axis is that of the samples."""
 
-    SUMMED: ClassVar[tuple[str, ...]] = (
-        "summed",
-        "summed_contributions",
-        "summed_curves",
-        "curve_counts",
-        "summed_losses",
-    )
-    """Arrays of a profile that holds statistics of its samples; see `formats.statistics`."""
-
     ranks: IntArray1D
     """Numbers of kept evictable entries, from 0 to ``evictable_tokens``, ``(n_points,)``."""
 
@@ -200,11 +179,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     other_loss_stderr: FloatArray5D | None = None
     """Standard error of each."""
 
-    loss_probed: IntArray4D | None = None
-    """1 where a loss was measured and 0 where it is an estimate scaled to those (``kvalloc profile
-    --probes``), ``losses`` first and then ``other_losses``, ``(n_layers, n_kv_heads or 1, n_widths
-    * (1 + n_policies), n_levels)``; None where all are of one kind."""
-
     bit_widths: IntArray1D | None = None
     """Bit widths whose fidelity was measured, ``(n_bits,)``."""
 
@@ -223,26 +197,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     layer's score mass, when all keep the same ``ranks[k]`` entries: those with the largest sum of
     shares (MPCache, Sec. 4.4); ``(n_samples, n_runs, n_kv_heads, n_points)``. At most the sum of
     the layers' contributions."""
-
-    summed: IntArray1D | None = None
-    """Of a profile that holds statistics in place of samples: how many there were, tokens of the
-    shortest and of the longest, ``(3,)``. All that is given by sample is then of one, the mean."""
-
-    summed_contributions: IntArray4D | None = None
-    """Sums of what each head adds to its layer's retention, in two digits, ``(2, n_layers,
-    n_kv_heads, n_points)``."""
-
-    summed_curves: IntArray4D | None = None
-    """Sums of R and of its square at some ranks, by digit, ``(4, n_layers, n_kv_heads,
-    n_marks)``."""
-
-    curve_counts: IntArray4D | None = None
-    """How many samples have R in each of 100 bins there, ``(n_layers, n_kv_heads, n_marks,
-    100)``."""
-
-    summed_losses: IntArray5D | None = None
-    """Sums of the losses, those of the scorer's entries first, in three digits, ``(3, n_layers,
-    n_kv_heads or 1, n_widths * (1 + n_policies), n_levels)``."""
 
     shards: IntArray1D | None = None
     """Of a part of a measurement (``kvalloc profile --shard``): 1 for each shard that is in here
@@ -266,63 +220,9 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return int(self.curves.shape[0])
 
     @property
-    def n_measured(self) -> int:
-        """Number of measured samples, also where only their statistics are held."""
-        return self.n_samples if self.summed is None else int(self.summed[0])
-
-    @property
     def samples_text(self) -> str:
         """How many samples there are, for people."""
-        many = "1 sample" if self.n_measured == 1 else f"{self.n_measured:,} samples"
-        return many if self.summed is None else f"statistics of {many}"
-
-    @property
-    def curve_statistics(self) -> CurveStatistics:
-        """Mean, variance and quantiles of the curves over the samples."""
-        return CurveStatistics.of(self.sums(), self.ranks)
-
-    def sums(self) -> Sums:
-        """The sums over the samples: those that are held, else of the samples that are."""
-        if self.summed is not None:
-            held = {name: getattr(self, name) for name in self.SUMMED}
-            return {name: array for name, array in held.items() if array is not None}
-        every = self.losses_of_kinds
-        return reduce(
-            added,
-            (
-                sample_sums(
-                    self.curves[one],
-                    self.head_shares[one],
-                    int(self.sample_tokens[one]),
-                    None if every is None else every[one],
-                )
-                for one in range(self.n_samples)
-            ),
-        )
-
-    @property
-    def losses_of_kinds(self) -> FloatArray | None:
-        """``losses`` and then ``other_losses``; None where there are none.
-
-        Its axes are those of ``other_losses``.
-        """
-        if self.losses is None:
-            return None
-        own = self.losses[:, :, :, None]
-        return own if self.other_losses is None else np.concatenate([own, self.other_losses], 3)
-
-    def require_samples(self, what: str) -> None:
-        """Refuse what needs samples of a profile that holds statistics of them.
-
-        Raises
-        ------
-        InputError
-        """
-        if self.summed is not None:
-            raise InputError(
-                f"{what} needs single samples, and this score profile holds statistics of "
-                f"{self.n_measured:,} samples; measure it with {option('keep', 'samples')}"
-            )
+        return "1 sample" if self.n_samples == 1 else f"{self.n_samples:,} samples"
 
     @cached_property
     def protected_tokens(self) -> int:
@@ -380,7 +280,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         ndarray, (n_samples, n_layers, n_kv_heads)
             Sums to 1 over the heads; equal shares where a layer has no mass at all.
         """
-        return head_shares(self.masses)
+        totals = self.masses.sum(axis=-1, keepdims=True)
+        even = np.full_like(self.masses, 1.0 / self.masses.shape[-1])
+        shares: FloatArray = np.divide(self.masses, totals, out=even, where=totals > 0)
+        return shares
 
     def fidelity(self, bits: int) -> FloatArray:
         """Measured fidelity of a bit width, per sample: 1 at 16.
@@ -496,7 +399,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         self._require_fidelity()
         self._require_shared()
         self._require_part()
-        self._require_statistics()
         return self
 
     def _require_losses(self) -> None:
@@ -507,7 +409,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         """
         levels, losses, others = self.loss_tokens, self.losses, self.other_losses
         if levels is None or losses is None:
-            names = ("loss_tokens", "losses", "loss_stderr", "loss_probed", "loss_bits")
+            names = ("loss_tokens", "losses", "loss_stderr", "loss_bits")
             alone = ", ".join(name for name in names if getattr(self, name) is not None)
             expected = "both losses and loss_tokens, or none of them"
             require(not alone, "loss_tokens, losses", f"one without the other: {alone}", expected)
@@ -538,10 +440,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             require_policies("loss_policies", self.policy, self.loss_policies)
             kinds = (n_kinds - 1,)
             self._require_nats("other_losses", "other_loss_stderr", {losses.shape[2]}, kinds)
-        if (probed := self.loss_probed) is not None:
-            size = (*losses.shape[1:3], n_kinds, levels.size)
-            require_shape("loss_probed", probed, size)
-            require(np.isin(probed, (0, 1)).all(), "loss_probed", "another number", "0 or 1 each")
 
     def _require_nats(
         self, name: str, errors: str, heads: set[int], middle: tuple[int, ...]
@@ -590,38 +488,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         whole = (decided[..., widths == 16] == 1).all()
         require(whole, name, "not 1 at 16 bits", "1 where nothing is changed")
 
-    def _require_statistics(self) -> None:
-        given = {name: getattr(self, name) for name in self.SUMMED}
-        needed = [*self.SUMMED[:-1], *self.SUMMED[-1:][: int(self.has_losses)]]
-        found = [name for name, array in given.items() if array is not None]
-        if self.summed is None or found != needed:
-            expected = f"all of {', '.join(needed)}, or none of them"
-            require(not found, ", ".join(self.SUMMED), ", ".join(found), expected)
-            return
-        sums, (layers, heads, n_points) = self.sums(), self.curves.shape[1:]
-        n_marks = curve_marks(n_points).size
-        require_shape("summed", self.summed, (3,))
-        sound = 1 <= self.summed[0] < 2**31 and 1 <= self.summed[1] <= self.summed[2]
-        expected = "how many samples, the shortest and the longest"
-        require(sound, "summed", self.summed.tolist(), expected)
-        size = (2, *self.curves.shape[1:])
-        require_shape("summed_contributions", sums["summed_contributions"], size)
-        require_shape("summed_curves", sums["summed_curves"], (4, layers, heads, n_marks))
-        require_shape("curve_counts", sums["curve_counts"], (layers, heads, n_marks, CURVE_BINS))
-        if (losses := self.losses_of_kinds) is not None:
-            require_shape("summed_losses", sums["summed_losses"], (3, *losses.shape[1:]))
-        counts = sums["curve_counts"]
-        sound = (counts >= 0).all() and (counts.sum(axis=-1) == self.summed[0]).all()
-        require(sound, "curve_counts", "another number of samples", f"{self.summed[0]} a rank")
-        for name, array in mean_sample(sums, self.shape.full_layers).items():
-            same = np.array_equal(getattr(self, name), array)
-            require(same, name, "another mean", "what the sums give")
-
     def _require_part(self) -> None:
         shards, places = self.shards, self.sample_places
         if shards is None or places is None:
-            alone = shards if self.summed is None else None  # of statistics no place is known
-            require_none("shards", "sample_places", values=(alone, places))
+            require_none("shards", "sample_places", values=(shards, places))
             return
         sound = np.isin(shards, (0, 1)).all() and 0 < shards.sum() < shards.size
         require(sound, "shards", shards.tolist(), "0 or 1 each, some of both")

@@ -76,8 +76,6 @@ class Job:
         Which of the samples are measured, where not all are.
     chunk : int or None
         Tokens of a sample that run at once; see `chunk_of`.
-    statistics : bool
-        Whether the result holds statistics of the samples in place of them.
     """
 
     shape: ModelShape
@@ -91,7 +89,6 @@ class Job:
     share_length: int = 1
     shard: Shard | None = None
     chunk: int | None = None
-    statistics: bool = False
 
     @cached_property
     def ranks(self) -> IntArray:
@@ -126,8 +123,8 @@ class Job:
         """What measuring the losses of one layer takes, in layers of a mini-prefill."""
         if self.losses is None:
             return 0
-        every = self.losses.method == "measured" and self.losses.probes is None
-        return (MEASURED_LAYERS if every else 1) * len(self.loss_kinds)
+        each = MEASURED_LAYERS if self.losses.method == "measured" else 1
+        return each * len(self.loss_kinds)
 
     @property
     def sample_steps(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, SampleError
 from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
@@ -44,7 +44,6 @@ def sample_losses(
     index: int,
     *,
     layer_done: Callable[[], None],
-    only: BoolArray | None = None,
 ) -> Measured:
     """Loss curves of one sample of a job, as its plan says.
 
@@ -56,9 +55,6 @@ def sample_losses(
         Of the sample.
     layer_done : callable
         Called after each layer.
-    only : ndarray of bool, optional
-        Which figures to measure; see `measure_losses`. Where the plan has `probes` and it is not
-        given, all are estimated.
 
     Returns
     -------
@@ -83,8 +79,8 @@ def sample_losses(
             continuation_tokens=plan.continuation_tokens,
             policies=[policy_of(policy) for policy in job.policies[1:]],
         )
-        if only is not None or (plan.method == "measured" and plan.probes is None):
-            found = measure_losses(probe, job, only=only, layer_done=layer_done)
+        if plan.method == "measured":
+            found = measure_losses(probe, job, layer_done=layer_done)
         else:
             found = estimate_losses(probe, job, layer_done=layer_done)
     except InputError as error:
@@ -101,7 +97,6 @@ def measure_losses(
     probe: LossProbe,
     job: Job,
     *,
-    only: BoolArray | None = None,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Reduce every unit alone to every level, and measure.
@@ -113,8 +108,6 @@ def measure_losses(
     job : Job
         What the figures are for. Its `loss_levels` are budgets at the reference context; a prompt
         of another length is reduced to the same shares of its evictable entries.
-    only : ndarray of bool, (n_layers, n_kv_heads or 1, n_kinds, n_levels), optional
-        Which figures to measure; the others are 0. All by default.
     layer_done : callable
         Called after each measured layer.
 
@@ -129,9 +122,6 @@ def measure_losses(
     batch = job.loss_plan.batch
     for layer in sorted(probe.scores):
         variants = _variants(_figures(probe, layer, job), job)
-        if only is not None:
-            here = only[layer]
-            variants = [one for one in variants if any(here[place] for place in one.places)]
         for begin in range(0, len(variants), batch):
             some = variants[begin : begin + batch]
             found = probe.losses(layer, **_together(some)).cpu().numpy()

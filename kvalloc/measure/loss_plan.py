@@ -40,9 +40,6 @@ class LossPlan:
         Tokens after the prompt on which the distributions are compared, at most.
     batch : int
         Variants that run together.
-    probes : int or None
-        Measure so many figures a sample, where the solution is undecided, after a pass of estimates
-        over all samples (`kvalloc.measure.probing`); all figures by default.
     policies : tuple of str
         Policies whose losses are measured beside those of the scorer's best entries, as
         `named_policies` reads them.
@@ -58,7 +55,6 @@ class LossPlan:
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
     batch: int = 8
-    probes: int | None = None
     policies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,11 +66,6 @@ class LossPlan:
                 )
         if self.continuation_tokens < 1 or self.batch < 1:
             raise InputError("a loss needs a continuation and a batch of at least 1")
-        if self.probes is not None and (self.probes < 1 or self.method != "measured"):
-            raise InputError(
-                f"{self.probes} probes of {self.method} losses cannot be measured; ask for 1 or "
-                f"more with {option('loss', 'measured')}"
-            )
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
             raise InputError(
                 f"the loss levels {self.shares} are not shares within 0..1; give some such"

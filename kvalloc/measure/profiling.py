@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from kvalloc.engine.contract import MEASURED_WITH, Advance, Engine, Failed, engi
 from kvalloc.errors import InputError, SampleError, option
 from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.statistics import Sums, added, head_shares, mean_sample, sample_sums
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import (
     SharedRuns,
@@ -29,7 +28,6 @@ from kvalloc.measure.curves import (
 from kvalloc.measure.job import Job, Measured, Steps
 from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies, read_named
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.probing import probed_samples
 from kvalloc.measure.sampling import Shard, choose_samples
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
@@ -43,9 +41,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
-
-ROUNDS = 16
-"""How often it is asked at most whether samples are enough."""
 
 SCORES, LOSSES, MORE = "What is measured", "Losses", "Other measurements"
 """Headings in the command's help."""
@@ -85,10 +80,6 @@ class ProfileOptions(TypedDict, total=False):
         measured on the prompts' answers, or on what the model itself writes next.
     loss_level : {"layer", "head"}, default "layer"
         What is reduced alone for `loss`.
-    probes : int
-        With `loss` measured: estimate everything first, then measure only the N figures a sample
-        whose measurement may change the solution, and scale the other estimates to them; all by
-        default.
     loss_policies : str or sequence of str
         Policies or scorers whose losses are measured beside the scorer's, so that 'kvalloc solve'
         chooses one for each unit with its budget; options after a colon, such as
@@ -96,9 +87,6 @@ class ProfileOptions(TypedDict, total=False):
     bits : str or sequence of int
         Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits';
         with `loss` also what is lost at each of them and each budget together, of every policy.
-    keep : {"samples", "statistics"}, default "samples"
-        What the file holds: every sample, or sums over them, mean, variance and quantiles of the
-        curves, in a size that does not grow with the samples.
     chunk : int
         Tokens of a sample that run through a layer at once; memory grows with it. All of them by
         default up to 4,096, and 1,024 of longer samples. Losses take the whole sample.
@@ -123,11 +111,9 @@ class ProfileOptions(TypedDict, total=False):
     batch: int
     loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
     loss_level: Annotated[LossLevel, Option("", LOSSES)]
-    probes: Annotated[int | None, Option("N", LOSSES)]
     loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
     share_length: Annotated[int, Option("N", MORE)]
-    keep: Annotated[Literal["samples", "statistics"], Option("", SCORES)]
     chunk: Annotated[int | None, Option("TOKENS", MORE, least=1)]
     shard: Annotated[str | None, Option("I/N", SCORES)]
 
@@ -142,7 +128,6 @@ def profile(
     resume: bool = False,
     progress: Progress | None = None,
     model_id: str | None = None,
-    enough: Callable[[ScoreProfile], bool] | None = None,
     **options: Unpack[ProfileOptions],
 ) -> ScoreProfile:
     """Measure how concentrated the attention of every layer and KV head is.
@@ -173,10 +158,6 @@ def profile(
         Called with (layers done, layers in all); measuring a layer's losses counts as several.
     model_id : str, optional
         Instead of what the model's config says.
-    enough : callable, optional
-        Asked after each sixteenth of the samples, spread evenly over the text, whether those so far
-        are enough, such as `kvalloc.allocation.stopping.BudgetsSettled`; the result is then that of
-        these shards.
     **options
         See `ProfileOptions`.
 
@@ -206,10 +187,8 @@ def profile(
     engine = engine_of(model)
     facts = engine.facts(model_id)
     job = _job(tokenizer, texts, facts.shape, options)
-    if enough is not None:
-        _check_rounds(options)
     with kept_work(output, partial(job.record, facts), resume=resume) as kept:
-        result = measure_job(job, engine, kept, progress, enough)
+        result = measure_job(job, engine, kept, progress)
         if kept is not None:
             result.save(kept.output)
             kept.finish()
@@ -232,25 +211,9 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     if (chunk := options.get("chunk")) is not None and chunk < 1:
         raise InputError(f"the chunk is {chunk} tokens, expected at least 1")
     shard = None if (text := options.get("shard")) is None else Shard.read(text)
-    if shard is not None and losses is not None and losses.probes is not None:
-        raise InputError(
-            f"{option('probes')} are chosen from the estimates of all samples, which a shard has "
-            f"not; leave out {option('probes')} or {option('shard')}"
-        )
-    keep = options.get("keep", "samples")
-    if keep not in ("samples", "statistics"):
-        raise InputError(f"keep is {keep!r}, expected 'samples' or 'statistics'")
-    statistics = keep == "statistics"
-    for name in ("bits", "share_length", "probes") if statistics else ():
-        if options.get(name) not in (None, 1):
-            raise InputError(
-                f"{option(name)} needs single samples, and {option('keep', keep)} keeps none; "
-                "leave out one of them"
-            )
     return {
         "shard": shard,
         "chunk": chunk,
-        "statistics": statistics,
         "scorer": scorer,
         "sinks": sinks,
         "context_tokens": options.get("context", 1024),
@@ -259,17 +222,6 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
         "bits": checked_widths(options.get("bits")),
         "share_length": options.get("share_length", 1),
     }
-
-
-def _check_rounds(options: ProfileOptions) -> None:
-    """Refuse what cannot be measured until it is enough."""
-    for name, otherwise in {"shard": None, "probes": None, "keep": "samples"}.items():
-        if options.get(name, otherwise) != otherwise:
-            until = option("until_budget", keyword="enough")
-            raise InputError(
-                f"{option(name)} cannot go together with {until}, which looks at all samples so "
-                "far; leave out one of them"
-            )
 
 
 def _job(
@@ -305,83 +257,15 @@ def measure_job(
     engine: Engine,
     kept: Checkpoint | None = None,
     progress: Progress | None = None,
-    enough: Callable[[ScoreProfile], bool] | None = None,
 ) -> ScoreProfile:
-    """Measure all samples of a job and put them together, or so many that they are enough."""
-    probes = job.losses is not None and job.losses.probes is not None
-    # With probes twice over the samples: estimates, then what they leave undecided, about as long.
-    n_samples = len(job.places)
-    steps = Steps((2 if probes else 1) * n_samples * job.sample_steps, progress)
-    n_rounds = 1 if enough is None else min(ROUNDS, len(job.groups))
-    found, failed = _Collected(job), dict[int, Failed]()
-    for number in range(1, n_rounds + 1):
-        shard = job.shard if n_rounds == 1 else Shard(number=number, of=n_rounds)
-        failed |= _measure_all(replace(job, shard=shard), engine, kept, steps, found.take)
-        if enough is None or number == n_rounds or not found.n_samples:
-            continue
-        so_far = _assemble(job, found, number, n_rounds).replace(
-            set_aside=job.samples.set_aside(failed)
-        )
-        if enough(so_far):
-            steps.advance(steps.total)
-            return so_far
-    if not found.n_samples:
+    """Measure all samples of a job and put them together."""
+    steps = Steps(len(job.places) * job.sample_steps, progress)
+    found, failed = _measure_all(job, engine, kept, steps)
+    if not found:
         raise failed[min(failed)].error
-    probed = None
-    if probes:
-        samples = dict(sorted(found.samples.items()))
-        found.samples, where = probed_samples(job, engine, samples, kept, steps)
-        probed = where.astype(np.int64)
     if failed:
         steps.advance(steps.total)  # what those had left
-    aside = job.samples.set_aside(failed)
-    return _assemble(job, found).replace(loss_probed=probed, set_aside=aside)
-
-
-class _Collected:
-    """The samples that were measured, or the sums over them."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self.n_samples = job, 0
-        self.samples: dict[int, Measured] = {}
-        self._sums: Sums = {}
-        self._error = 0.0
-
-    def take(self, place: int, sample: Measured) -> None:
-        """Add a sample; in whatever order, the result is the same."""
-        self.n_samples += 1
-        if not self._job.statistics:
-            self.samples[place] = sample
-            return
-        tokens = self._job.samples.samples[place].token_ids.size
-        shares = head_shares(sample["masses"])
-        own = sample_sums(sample["curves"], shares, tokens, sample.get("losses"))
-        self._sums = added(self._sums, own) if self._sums else own
-        self._error = max(self._error, float(sample["interpolation_error"][0]))
-
-    def arrays(self) -> dict[str, Any]:
-        """Arrays of the score profile that samples decide, and what of its header they do."""
-        job = self._job
-        if job.statistics:
-            means = mean_sample(self._sums, job.shape.full_layers)
-            return {**self._sums, **means, "interpolation_error": self._error}
-        samples = [self.samples[place] for place in sorted(self.samples)]
-        stacked = {name: np.stack([one[name] for one in samples]) for name in job.sizes()}
-        n_tokens = [job.samples.samples[place].token_ids.size for place in sorted(self.samples)]
-        losses: dict[str, Any] = {}
-        for name in ("losses", "loss_stderr") if job.losses is not None else ():
-            losses[name] = stacked[name][:, :, :, 0]
-            if len(job.loss_kinds) > 1:
-                losses[f"other_{name}"] = stacked[name][:, :, :, 1:]
-        return {
-            **losses,
-            "curves": stacked["curves"],
-            "masses": stacked["masses"],
-            "sample_tokens": np.array(n_tokens, dtype=np.int64),
-            "bit_fidelity": stacked.get("fidelity"),
-            "shared_curves": stacked.get("shared"),
-            "interpolation_error": float(stacked["interpolation_error"].max()),
-        }
+    return _assemble(job, found).replace(set_aside=job.samples.set_aside(failed))
 
 
 def _measure_all(
@@ -389,12 +273,12 @@ def _measure_all(
     engine: Engine,
     kept: Checkpoint | None,
     steps: Steps,
-    take: Callable[[int, Measured], None],
-) -> dict[int, Failed]:
-    """All samples with their numbers, those from the checkpoint without running them again.
+) -> tuple[dict[int, Measured], dict[int, Failed]]:
+    """All samples by their numbers, those from the checkpoint without running them again.
 
-    Those that failed by themselves are returned. Of a group that failed each sample runs alone.
+    Beside them those that failed by themselves. Of a group that failed each sample runs alone.
     """
+    measured: dict[int, Measured] = {}
     failed: dict[int, Failed] = {}
     groups: dict[int, list[int]] = {}
     for group in job.groups:
@@ -402,8 +286,7 @@ def _measure_all(
         known = {index: sample for index, sample in finished.items() if sample is not None}
         if len(known) == len(group):
             steps.advance(len(group) * job.sample_steps)
-            for index, sample in known.items():
-                take(index, sample)
+            measured |= known
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
             groups[group[0]] = group
     while groups:
@@ -412,13 +295,13 @@ def _measure_all(
             if not isinstance(result, Failed):
                 for index, sample in zip(groups[number], result, strict=True):
                     job.keep(kept, index, sample)
-                    take(index, sample)
+                    measured[index] = sample
             elif len(groups[number]) > 1:
                 alone |= {index: [index] for index in groups[number]}
             else:
                 failed[number] = result
         groups = alone
-    return dict(sorted(failed.items()))
+    return dict(sorted(measured.items())), dict(sorted(failed.items()))
 
 
 def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> list[Measured]:
@@ -479,43 +362,52 @@ def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> 
 
 
 def _loss_plan(options: ProfileOptions) -> LossPlan | None:
-    loss, probes = options.get("loss"), options.get("probes")
+    loss = options.get("loss")
     policies = options.get("loss_policies", ())
     if isinstance(policies, str):
         policies = policies.split(",")
     if loss is not None and not isinstance(loss, LossPlan):
         level = options.get("loss_level", "layer")
-        return LossPlan(method=loss, level=level, probes=probes, policies=tuple(policies))
-    name = "probes" if probes is not None else "loss_policies" if policies else ""
-    if name and loss is None:
-        fast = "" if name == "probes" else f" or {option('loss', 'fast')}"
-        raise InputError(f"{option(name)} needs losses: add {option('loss', 'measured')}{fast}")
-    if name:
-        raise InputError(f"{option(name)} belongs into the LossPlan that is given; set it there")
+        return LossPlan(method=loss, level=level, policies=tuple(policies))
+    if policies and loss is None:
+        raise InputError(
+            f"{option('loss_policies')} needs losses: add {option('loss', 'measured')} or "
+            f"{option('loss', 'fast')}"
+        )
+    if policies:
+        raise InputError("loss_policies belongs into the LossPlan that is given; set it there")
     return loss
 
 
-def _assemble(job: Job, found: _Collected, rounds: int = 0, n_rounds: int = 0) -> ScoreProfile:
-    """The profile of the samples that could be measured, in all rounds or the first ones."""
+def _assemble(job: Job, found: Mapping[int, Measured]) -> ScoreProfile:
+    """The profile of the samples that could be measured."""
+    stacked = {name: np.stack([one[name] for one in found.values()]) for name in job.sizes()}
     losses: dict[str, Any] = {}
     if job.losses is not None:
         losses = {
             "loss_tokens": job.loss_levels,
-            "loss_method": job.losses.method if job.losses.probes is None else "fast",
+            "loss_method": job.losses.method,
             "loss_policies": job.policies[1:],
             "loss_bits": np.array(job.loss_bits) if len(job.loss_bits) > 1 else None,
         }
+        for name in ("losses", "loss_stderr"):
+            losses[name] = stacked[name][:, :, :, 0]
+            if len(job.loss_kinds) > 1:
+                losses[f"other_{name}"] = stacked[name][:, :, :, 1:]
     held: dict[str, Any] = {}
     if job.shard is not None:
         held["shards"] = (np.arange(job.shard.of) == job.shard.number - 1).astype(np.int64)
-    elif n_rounds:
-        held["shards"] = (np.arange(n_rounds) < rounds).astype(np.int64)
-    if held and not job.statistics:
-        held["sample_places"] = np.array(sorted(found.samples), dtype=np.int64)
+        held["sample_places"] = np.array([*found], dtype=np.int64)
+    n_tokens = [job.samples.samples[place].token_ids.size for place in found]
     return ScoreProfile(
         **losses,
         **held,
-        **found.arrays(),
+        curves=stacked["curves"],
+        masses=stacked["masses"],
+        sample_tokens=np.array(n_tokens, dtype=np.int64),
+        bit_fidelity=stacked.get("fidelity"),
+        shared_curves=stacked.get("shared"),
+        interpolation_error=float(stacked["interpolation_error"].max()),
         shape=job.shape,
         scorer=job.scorer.name,
         scorer_parameters=job.scorer.parameters(),

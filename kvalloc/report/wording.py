@@ -287,8 +287,7 @@ def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
 
 def score_fields(profile: ScoreProfile) -> dict[str, str]:
     """What a score profile holds, for people."""
-    tokens = profile.sample_tokens if profile.summed is None else profile.summed[1:]
-    shortest, longest = int(tokens.min()), int(tokens.max())
+    shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -299,25 +298,12 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
         "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
         f"evictable; {'every rank' if profile.is_exact else grid}",
         "samples": f"{profile.part_text}{profile.samples_text} of {lengths} tokens",
-        "spread": "" if profile.summed is None else _spread_text(profile),
         "loss curves": losses_text(profile),
         "bits": _bits_text(profile),
         "text": profile.text_description or "not recorded",
         "set aside": "; ".join(profile.set_aside.values()),
         "made": f"{profile.created} with {versions}",
     }
-
-
-def _spread_text(profile: ScoreProfile) -> str:
-    """How far samples differ, from the counts of a profile of statistics."""
-    found, full = profile.curve_statistics, list(profile.shape.full_layers)
-    place = int(np.abs(found.ranks - 0.2 * profile.evictable_tokens).argmin())
-    low, high = (found.quantile(share)[full, :, place].mean() for share in (0.1, 0.9))
-    share = found.ranks[place] / profile.evictable_tokens
-    return (
-        f"{share:.0%} of a head's entries keep {low:.0%} to {high:.0%} of its score mass in 80% of "
-        "the samples, mean over the heads"
-    )
 
 
 def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
@@ -367,9 +353,6 @@ def losses_per(profile: ScoreProfile) -> str | None:
 
 def _loss_origin(profile: ScoreProfile) -> str:
     """Whether losses were measured or estimated, as far as the file tells."""
-    if profile.loss_probed is not None:
-        probed = int(profile.loss_probed.sum())
-        return f"estimated, {probed:,} of {profile.loss_probed.size:,} figures measured,"
     known = {"measured": "measured", "fast": "estimated to second order (--loss fast)"}
     return known.get(profile.loss_method, "measured or estimated (this older file does not say)")
 

@@ -220,18 +220,3 @@ def test_shards_of_both_commands_are_merged_to_what_one_call_writes(models, fold
         assert (folder / "merged").read_bytes() == (folder / "whole").read_bytes()
         told = refused(folder, "merge", folder / "part2", "-o", folder / "merged")
         assert "shard 1 of 2 is missing" in told
-
-
-def test_statistics_and_when_samples_are_enough(models, folder):
-    text = (*profile_arguments(models, folder), "--samples", 10)
-    ran = run(*text, "--keep", "statistics", "--chunk", 30)
-    assert "statistics of 10 samples of up to 64 tokens" in ran.out
-    told = run("inspect", folder / "s.safetensors").out
-    assert "statistics of 10 samples" in told
-    assert "in 80% of the samples" in " ".join(told.split())
-    ran = run(*text, "--until-budget", "30%", "--tolerance", 0.9)
-    assert "after 8 samples, 95% of draws of others give budgets within" in ran.out
-    assert "part" in ran.out
-    assert ScoreProfile.load(folder / "s.safetensors").shards.sum() == 8
-    assert "tolerance is 2" in refused(folder, *text, "--until-budget", "30%", "--tolerance", 2)
-    assert "not a share" in refused(folder, *text, "--until-budget", "much")

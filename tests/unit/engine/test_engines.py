@@ -124,7 +124,6 @@ JOBS = {
     "profile": measured,
     "batch": partial(measured, batch=4),
     "losses": partial(measured, loss="fast", loss_level="head", batch=2),
-    "probes": partial(measured, loss="measured", probes=3, samples=3),
     "fit-scorer": fitted,
 }
 every_job = pytest.mark.parametrize("job", JOBS)

@@ -119,7 +119,7 @@ def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.Mo
 MANY = 1000
 
 
-@pytest.mark.parametrize("field", ["budgets", "bits", "ranks", "unit_policies"])
+@pytest.mark.parametrize("field", ["budgets", "bits", "unit_policies"])
 @pytest.mark.parametrize(
     "table",
     [

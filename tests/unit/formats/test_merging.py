@@ -219,7 +219,6 @@ def test_a_broken_part_is_refused_and_nothing_is_written(tmp_path, files, spoil,
         ({"shard": "3/2"}, "the shard is '3/2', expected"),
         ({"shard": "1"}, "the shard is '1', expected"),
         ({"shard": "1/4"}, "4 shards were asked for, and the samples make only 2 groups"),
-        ({"shard": "1/2", "loss": "measured", "probes": 3}, "leave out probes or shard"),
     ],
 )
 def test_shards_that_cannot_be_are_refused(options, said):

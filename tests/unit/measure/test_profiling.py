@@ -148,10 +148,6 @@ def test_a_broken_model_is_named_with_layer_and_sample():
         ({"resume": True}, "name the output"),
         ({"loss": "exact"}, "loss method is 'exact'"),
         ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
-        ({"loss": "fast", "probes": 3}, "3 probes of fast losses"),
-        ({"loss": "measured", "probes": 0}, "0 probes of measured"),
-        ({"loss": LossPlan(), "probes": 3}, "probes belongs into the LossPlan"),
-        ({"probes": 3}, "probes needs losses: add loss='measured'"),
         ({"loss_policies": ("tova",)}, "add loss='measured' or loss='fast'"),
         ({"share_length": 0}, "the share length is 0"),
         ({"share_length": 5}, "the share length is 5"),
@@ -189,7 +185,7 @@ LOSSES = {"shares": (0.0, 0.2, 0.6), "continuation_tokens": 5}
         ({"share_length": 2}, 5),
         ({"loss": LossPlan(**LOSSES)}, 3),
         ({"loss": LossPlan(method="fast", level="head", policies=("tova",), **LOSSES)}, 3),
-        ({"loss": LossPlan(level="head", probes=5, policies=("tova",), **LOSSES)}, 3),
+        ({"loss": LossPlan(level="head", policies=("tova",), **LOSSES)}, 3),
     ],
 )
 def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers):
