@@ -621,6 +621,7 @@ class Request:
                     value = _READ[one](value)
                 strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
                 values[one] = TypeAdapter(hints[one], config=strict).validate_python(value)
+            parse_groups(stored.get("share_groups", ()))  # those that were decided hold
             return cls(
                 target=Target.read(stored),
                 level=profile.level,

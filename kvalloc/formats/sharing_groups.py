@@ -89,9 +89,11 @@ def parse_groups(given: object) -> int | Groups:
         return _at_least_one(given)
     if isinstance(given, Iterable):
         try:
-            return tuple(tuple(int(layer) for layer in group) for group in given)
-        except (TypeError, ValueError):
-            pass
+            groups = tuple(tuple(int(layer) for layer in group) for group in given)
+        except (TypeError, ValueError, OverflowError):
+            groups = ((),)
+        if all(groups):
+            return groups
     raise InputError(f"groups of layers {given!r} cannot be read; {way_out}")
 
 

@@ -230,6 +230,8 @@ def test_a_window_below_one_token() -> None:
         {"max_distinct": True},
         {"objective": ["loss"]},
         {"cost": {}},
+        {"share_groups": [[]]},
+        {"share_groups": "x"},
         {"bytes": "x", "value": -1},
     ],
     ids=str,
