@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.errors import InputError, ModelMismatchError
 from kvalloc.runtime import answer
 
 CONTEXT, NEW = 90, 6
@@ -96,25 +95,3 @@ def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType) -> None:
     assert next(begun) == expected[0]
     del begun
     assert list(answer(model, cache, question, max_new_tokens=NEW)) == expected
-
-
-def test_what_cannot_be_asked_is_refused_before_anything_runs(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = read(model, kvalloc.make_cache(model, profile), tiny.prompt(CONTEXT))
-    two = read(model, kvalloc.make_cache(model, profile), tiny.prompt(CONTEXT, 2))
-    ran: list[int] = []
-    model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(InputError, match="no tokens"):
-        answer(model, cache, [])
-    with pytest.raises(InputError, match="at least 1"):
-        answer(model, cache, [5], max_new_tokens=0)
-    with pytest.raises(InputError, match="90 tokens in the cache.*1024"):
-        answer(model, cache, [5], max_new_tokens=1000)
-    with pytest.raises(InputError, match="holds 2 rows"):
-        answer(model, two, [5])
-    with pytest.raises(InputError, match="this one has 2"):
-        answer(model, cache, tiny.prompt(3, 2))
-    with pytest.raises(ModelMismatchError, match="another LlamaForCausalLM"):
-        answer(tiny.tiny_model(), cache, [5])
-    assert not ran

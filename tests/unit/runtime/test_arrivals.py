@@ -36,31 +36,6 @@ def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
     return ((columns < count) if side == "right" else (columns >= max(lengths) - count)).long()
 
 
-@pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
-    tiny: ModuleType, side: str, level: str
-) -> None:
-    model = tiny.tiny_model()
-    profile = profile_of(tiny, model, level)
-    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding(side)
-    cache = make_cache(model, profile)
-    run(model, ids, cache, mask)
-    together = 0
-    for row, tokens in enumerate(LENGTHS):
-        alone = make_cache(model, profile)
-        run(model, ids[row : row + 1, mask[row].bool()], alone)
-        together += alone.retained_bytes
-        shift = CONTEXT - tokens if side == "left" else 0
-        for layer in range(tiny.N_LAYERS):
-            mine, theirs = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
-            for head in range(tiny.N_KV_HEADS):
-                expected = theirs[head][theirs[head] >= 0] + shift
-                assert torch.equal(mine[head][mine[head] >= 0], expected)
-    assert cache.retained_bytes == together
-    assert cache.full_bytes == sum(profile.full_bytes_at(tokens) for tokens in LENGTHS)
-
-
 @pytest.mark.parametrize("scorer", ["h2o", "expected_attention"])
 def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(tiny: ModuleType, scorer: str) -> None:
     """Also where the scorer adds up what each chunk brings, of which the first one is nothing."""

@@ -147,19 +147,6 @@ def test_half_precision_is_combined_in_float32(tiny: ModuleType, dtype: torch.dt
         assert torch.isfinite(run(model, tiny.prompt(tokens, seed=tokens), cache)).all()
 
 
-def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), **AT_ONCE)
-    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(3, 2, seed=1)
-    run(model, ids, cache)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = run(model, question, cache)
-    again = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), **AT_ONCE)
-    run(model, ids[[1, 0]], again)
-    expected = run(model, question, again)
-    torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)
-
-
 def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: ModuleType) -> None:
     """Its own entries have none; each row is as it would be alone."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)

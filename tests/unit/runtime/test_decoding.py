@@ -185,37 +185,6 @@ def test_generate_keeps_the_budget(tiny: ModuleType) -> None:
     assert (applied.last_cache.kept_tokens == profile.budgets).all()
 
 
-def test_left_padded_rows_keep_the_budgets_of_their_own_prompt(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.5)
-    ids, pads = tiny.prompt(CONTEXT, 2), 20
-    mask = torch.ones(2, CONTEXT, dtype=torch.long)
-    mask[1, :pads] = 0
-    cache = kvalloc.make_cache(model, profile, decode_every=2)
-    cache_alone = kvalloc.make_cache(model, profile, decode_every=2)
-    more = tiny.prompt(4, 2, seed=5)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        for step in range(4):
-            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-            positions = mask.sum(-1, keepdim=True) - 1
-            logits = model(
-                more[:, step : step + 1],
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-            ).logits
-    expected = feed(
-        model,
-        cache_alone,
-        torch.cat([ids[1:, pads:], more[1:]], dim=1),
-        [CONTEXT - pads, 1, 1, 1, 1],
-    )
-    torch.testing.assert_close(logits[1:], expected[:, -1:], atol=1e-4, rtol=0)
-    assert (cache.kept_tokens_by_row[1] == profile.budgets_for(CONTEXT - pads)).all()
-
-
 @pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
 def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
     tiny: ModuleType, policy: str
@@ -310,11 +279,12 @@ def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, n
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["loss", "late_by_head", "bounded"])
+@pytest.mark.parametrize("name", ["early", "loss", "late_by_head", "bounded"])
 def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str) -> None:
     model = tiny.tiny_model()
     share = 0.4 if name == "bounded" else 0.7
-    profile = tiny.make_profile(model, CONTEXT, share, scorer="lookahead")
+    scorer = "xkv" if name == "early" else "lookahead"
+    profile = tiny.make_profile(model, CONTEXT, share, scorer=scorer)
     options: dict[str, Any] = {"decode_every": 4, "bounded": name == "bounded"}
     if name == "loss":
         profile = profile.replace(level="head", by_prompt=True)
@@ -323,9 +293,10 @@ def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str
     later = tiny.prompt(more, 2, seed=5)
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :pads] = 0
+    policy = "score" if name == "early" else "attention_matching"
 
     def make() -> Any:
-        return make_cache(model, profile, policy="attention_matching", **options)
+        return make_cache(model, profile, policy=policy, **options)
 
     cache, rows = make(), []
     with torch.no_grad():

@@ -116,26 +116,6 @@ def test_biased_entries_of_equal_number_stay_where_they_are(
             assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
 
-@pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("options", [{}, AT_ONCE])
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
-    tiny: ModuleType, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    model = tiny.tiny_model("llama", dtype=dtype, initializer_range=0.08)
-    profile, ids = tiny.make_profile(model, TOKENS, 0.4), tiny.prompt(TOKENS, 2)
-    exact = tiny.Shadow(model)
-    with torch.no_grad():
-        plain = model(ids).logits
-    allowed = 2 * tiny.worst(plain, exact.logits(ids))
-    cache = make_cache(model, profile, **options)
-    run(model, ids, cache)
-    exact.follow(cache, combined=bool(options))
-    for step in range(1, 4):
-        token = tiny.prompt(1, 2, seed=step)
-        assert tiny.worst(run(model, token, cache), exact.logits(token)) <= allowed
-
-
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_what_follows_where_its_storage_must_not_change(
     tiny: ModuleType, model: Any, profile: Any, level: str

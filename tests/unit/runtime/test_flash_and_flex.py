@@ -80,24 +80,6 @@ def test_a_budget_of_everything_changes_no_bit(
         assert torch.equal(run(model, ids, cache), run(model, ids, plain))
 
 
-def test_packed_entries_and_generate(tiny: ModuleType, attention: str) -> None:
-    """Tokens of `generate` are those of sdpa, with entries at 8 bits as well."""
-    found = []
-    for name in (attention, "sdpa"):
-        model = tiny.tiny_model("llama", name)
-        plain = profile_of(tiny, model, "head")
-        bits = torch.full(plain.budgets.shape, 8).numpy()
-        for profile in (plain, plain.replace(bits=bits)):
-            out = model.generate(
-                tiny.prompt(CONTEXT, 2),
-                past_key_values=make_cache(model, profile),
-                max_new_tokens=6,
-            )
-            found.append(out)
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
-
-
 @pytest.mark.parametrize("scorer", [name for name in SCORERS if get_scorer(name).later is None])
 def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, scorer: str) -> None:
     """Padding and causal attention, as the model shows them: the same scores as on sdpa."""

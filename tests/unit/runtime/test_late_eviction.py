@@ -83,19 +83,6 @@ def test_the_first_tokens_of_any_answer_are_those_of_the_full_cache(
         assert (cache.retained_bytes < cache.full_bytes) == evicted
 
 
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_after_that_it_answers_as_the_oracle(tiny: ModuleType, model: Any, level: str) -> None:
-    """What is kept of the prompt, and all that has followed it."""
-    cache, shadow = make_cache(model, late(tiny, model, level)), tiny.Shadow(model)
-    ids = tiny.prompt(CONTEXT, 2)
-    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
-    for tokens in (3, 1, 4, 1, 7):
-        ids = tiny.prompt(tokens, 2, seed=tokens)
-        assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
-        shadow.follow(cache)
-    assert cache.reduced
-
-
 def test_a_question_in_one_piece_counts_and_its_end_votes(tiny: ModuleType, model: Any) -> None:
     """A long one as well as its last tokens alone, which see the rest of it."""
     profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
@@ -226,30 +213,6 @@ def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
     kept = twin.kept_tokens
     assert twin.state is State.EVICTED
     assert (kept == profile.budgets_for(CONTEXT)).all()
-
-
-def test_entries_at_fewer_bits_shared_layers_and_hard_cases_wait_as_well(
-    tiny: ModuleType, model: Any
-) -> None:
-    ids = tiny.prompt(CONTEXT, 2)
-    base = late(tiny, model, "layer")
-    shared = base.budgets.copy()
-    shared[3] = shared[2]
-    for profile in (
-        late(tiny, model).replace(bits=np.full_like(base.budgets, 8)),
-        base.replace(budgets=shared, share_groups=((2, 3),)),
-    ):
-        cache, shadow = make_cache(model, profile), tiny.Shadow(model)
-        run(model, ids, cache)
-        shadow.logits(ids)
-        for tokens in (AWAITED, 3):
-            asked = tiny.prompt(tokens, 2, seed=tokens)
-            found, wanted = run(model, asked, cache), shadow.logits(asked)
-            assert tiny.worst(found, wanted) < (1e-4 if profile.bits is None else 0.5)
-            shadow.follow(cache)
-        assert cache.reduced
-        if profile.share_groups:
-            assert torch.equal(cache.kept_indices(2), cache.kept_indices(3))
 
 
 def test_announced_and_open_prompts_wait_behind_their_last_chunk(

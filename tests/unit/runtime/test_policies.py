@@ -217,13 +217,6 @@ def check_against_the_oracle(tiny: ModuleType, model: Any, profile: Any, name: s
     assert (run(model, question, cache) - oracle.logits(question)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
-@pytest.mark.parametrize("name", [*DROPPING, *SCORERS])
-def test_the_cache_answers_as_with_hidden_entries(tiny: ModuleType, name: str, family: str) -> None:
-    model = tiny.tiny_model(family)
-    check_against_the_oracle(tiny, model, tiny.make_profile(model, CONTEXT, 0.3), name)
-
-
 def merging(name: str) -> bool:
     return name in policy_names() and policy_class(name).combine is not EvictionPolicy.combine
 

@@ -353,7 +353,13 @@ def given_to_other(tiny: ModuleType, model: Any) -> None:
 
 
 def asked(tiny: ModuleType, model: Any, ids: Any, rows: int = 1, **options: Any) -> None:
-    answer(model, read(tiny, model, rows), ids, **options)
+    """Refused before anything runs."""
+    cache, ran = read(tiny, model, rows), list[int]()
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    try:
+        answer(model, cache, ids, **options)
+    finally:
+        assert not ran
 
 
 CASES: dict[str, tuple[Callable[..., object], str]] = {

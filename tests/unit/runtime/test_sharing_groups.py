@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
 CONTEXT, LAYERS = 120, 7
-LENGTHS = (CONTEXT, 71, 30)
 GROUPS = ((2, 3), (4, 5, 6))
 SHARED = (*("score", "critical", "nacl", "merge", "attention_matching", "mpcache"),)
 
@@ -67,11 +65,6 @@ def test_some_layers_of_a_group_are_packed_while_decoding(tiny: ModuleType, poli
         if cache.reduced:
             agree(cache)
     assert int(cache.kept_indices(3).max()) >= CONTEXT
-
-
-def left_padding() -> torch.Tensor:
-    columns = torch.arange(CONTEXT)
-    return (columns >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
 
 
 def layer_scores(model: Any, ids: torch.Tensor, scorer: Any, sinks: int) -> list[np.ndarray]:
@@ -145,59 +138,6 @@ def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
             mass += own[head, here[(here >= 0) & (here < own.shape[1])]].sum()
         kept_share.append(mass / own.sum())
     assert np.mean(kept_share) == pytest.approx(profile.retention, abs=1e-9)
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
-    tiny: ModuleType, level: str
-) -> None:
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model, level)
-    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), left_padding()
-    cache = make_cache(model, profile)
-    run(model, ids, cache, mask)
-    for row, tokens in enumerate(LENGTHS):
-        alone = make_cache(model, profile)
-        run(model, ids[row : row + 1, mask[row].bool()], alone)
-        for layer in range(LAYERS):
-            mine, theirs = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
-            for head in range(tiny.N_KV_HEADS):
-                expected = theirs[head][theirs[head] >= 0] + CONTEXT - tokens
-                assert torch.equal(mine[head][mine[head] >= 0], expected)
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_while_decoding_saved_loaded_and_reordered(
-    tiny: ModuleType, level: str, tmp_path: Path
-) -> None:
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model, level)
-    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(6, 2, seed=1)
-    cache, shadow = make_cache(model, profile, decode_every=3), tiny.Shadow(model)
-    run(model, ids, cache)
-    shadow.logits(ids)
-    shadow.follow(cache)
-    for step in range(10):
-        token = tiny.prompt(1, 2, seed=step)
-        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
-        if step % 3 == 2:
-            shadow.follow(cache)
-            agree(cache)
-            assert (cache.kept_tokens == profile.budgets).all()
-    assert any(int(cache.kept_indices(2).max()) >= CONTEXT for _ in [0])
-
-    cache = make_cache(model, profile)
-    run(model, ids, cache)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
-    agree(loaded)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    agree(cache)
-    swapped = run(model, question.flip(0), cache)
-    assert torch.equal(run(model, question, loaded), swapped.flip(0))
-    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-    out = model.generate(ids, past_key_values=make_cache(model, profile), **options)
-    assert out.shape == (2, CONTEXT + 6)
 
 
 def test_every_policy_chooses_for_a_group(tiny: ModuleType) -> None:

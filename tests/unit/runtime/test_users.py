@@ -5,7 +5,6 @@ Layers on two devices are in test_several_devices.py, compiled whole models in t
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -56,39 +55,6 @@ def pipeline(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], A
     return found, generate(model, ids, past_key_values=cache())[:, CONTEXT:]
 
 
-def streamer(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
-    ids, told = tiny.prompt(CONTEXT), []
-
-    class Kept(transformers.TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            told.append(text)
-
-    streamed = generate(model, ids, past_key_values=cache(), streamer=Kept(tokenizer))
-    assert tokenizer("".join(told), return_tensors="pt")["input_ids"].tolist() == streamed.tolist()
-    return streamed, generate(model, ids, past_key_values=cache())
-
-
-def chat_turns(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
-    """The second call gets the whole text; the same as a question after what was kept."""
-    kept, ids = cache(), tiny.prompt(CONTEXT)
-    first = generate(model, ids, past_key_values=kept)
-    other = copy.deepcopy(kept)
-    text = torch.cat([first, tiny.prompt(5, seed=1)], dim=1)
-    found = generate(model, text, past_key_values=kept)
-    with torch.no_grad():
-        token = model(text[:, other.get_seq_length() :], past_key_values=other).logits[:, -1:]
-    return found[:, len(text[0])], token.argmax(dim=-1)[:, 0]
-
-
-def left_padding(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
-    """A padded row is answered as it is alone."""
-    ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
-    mask[1, :20] = 0
-    found = generate(model, ids, mask, past_key_values=cache())
-    alone = generate(model, ids[1:, 20:], past_key_values=cache())
-    return found[1, CONTEXT:], alone[0, CONTEXT - 20 :]
-
-
 def beams(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
     ids = tiny.prompt(CONTEXT, 2)
     both = generate(model, ids, past_key_values=cache(), num_beams=3)
@@ -96,18 +62,8 @@ def beams(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]
     return both, torch.cat(alone)
 
 
-def sampling(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
-    """Several answers of one prompt are those of a prompt that is repeated."""
-    found = []
-    for ids, count in ((tiny.prompt(CONTEXT), 3), (tiny.prompt(CONTEXT).repeat(3, 1), 1)):
-        torch.manual_seed(3)
-        options = {"do_sample": True, "num_return_sequences": count}
-        found.append(generate(model, ids, past_key_values=cache(), **options))
-    return found
-
-
 @pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("use", [pipeline, streamer, chat_turns, left_padding, beams, sampling])
+@pytest.mark.parametrize("use", [pipeline, beams])
 def test_it_works(tiny: ModuleType, tokenizer: Any, use: Any, level: str) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.4)
