@@ -135,7 +135,7 @@ def _kind(file: str) -> str:
             field="file",
             found="empty" if empty else error.found,
             expected="a score profile, a budget profile or a saved cache",
-            way_out="make it again with 'kvalloc profile', 'kvalloc solve' or 'kvalloc generate "
+            way_out="make it again with 'kvalloc profile', 'kvalloc solve' or 'kvalloc chat "
             "--save-cache'; a truncated file cannot be repaired",
         ) from error
 
@@ -294,7 +294,7 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         "chosen": policies_text(profile),
-        "ask": f"kvalloc generate MODEL --cache {file} --question TEXT",
+        "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
     }
 
 

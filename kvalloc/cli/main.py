@@ -24,7 +24,7 @@ GROUPS = {
     "Measure": ("profile", "merge", "fit-scorer"),
     "Decide": ("solve", "compare", "frontier"),
     "Look at files": ("report", "plot", "inspect", "verify", "diff"),
-    "Run a model": ("generate", "eval"),
+    "Run a model": ("generate", "chat", "eval"),
     "Share": ("export", "push"),
     "What there is": ("list",),
 }

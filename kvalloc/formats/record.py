@@ -456,7 +456,7 @@ WHAT_TO_DO = {
     "score profile": "decide from it with 'kvalloc solve {0} --budget 20% -o p.json'",
     "budget profile": "it is decided already: 'kvalloc generate MODEL --profile {0}' uses it, "
     "'kvalloc inspect {0}' shows it",
-    "saved cache": "ask about it with 'kvalloc generate MODEL --cache {0} --ask'",
+    "saved cache": "ask about it with 'kvalloc chat MODEL --cache {0}'",
     "surrogate": "use it with 'kvalloc generate MODEL --budget 20% --surrogate {0}'",
     "surrogate part": "put it together with the others: 'kvalloc merge {0} ... -o s.safetensors'",
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",

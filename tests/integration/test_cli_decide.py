@@ -140,7 +140,7 @@ def test_what_is_no_score_profile(tmp_path, scores, command):
         (("verify", "s", "p"), "swapped; write: kvalloc verify {p} {s}"),
         (("generate", "p", "--full", "--prompt", "w1"), "a budget profile, and a model is wanted"),
         (("generate", "demo", "--profile", "s", "--prompt", "w1"), "'kvalloc solve {s} --budget"),
-        (("generate", "demo", "--cache", "p", "--ask"), "expected a cache written with"),
+        (("chat", "demo", "--cache", "p"), "expected a cache written with"),
         (("solve", "e", "--budget", "40%", "--json"), "'kvalloc report {e} -o report.html'"),
         (("solve", "scroes", "--budget", "40%", "--json"), "the nearest is '{s}'"),
     ],

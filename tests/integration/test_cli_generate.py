@@ -153,7 +153,8 @@ def test_the_chat_form_is_used_where_there_is_one(models, profiles):
 
 @pytest.mark.parametrize("questions", [False, True])
 def test_an_answer_can_be_drawn_and_a_seed_draws_it_again(models, folder, questions):
-    words = ["generate", models / "tiny", "--budget", "50%", "--prompt-file",
+    command = "chat" if questions else "generate"
+    words = [command, models / "tiny", "--budget", "50%", "--prompt-file",
              folder / "prompt.txt", "--max-new-tokens", 12, "--json"]  # fmt: skip
     words += ["--question", "w5 w6"] if questions else []
 
@@ -250,5 +251,6 @@ def test_a_prompt_that_is_no_utf8_is_refused_in_one_line(models, folder, flag):
     """Python hands bytes of a command line on as surrogates where they are no text."""
     typed = os.fsdecode(b"caf\xe9")
     document = [] if flag == "--prompt" else ["--prompt", "w1"]
-    line = refused(folder, "generate", models / "tiny", "--full", *document, flag, typed)
+    command = "generate" if flag == "--prompt" else "chat"
+    line = refused(folder, command, models / "tiny", "--full", *document, flag, typed)
     assert "is not UTF-8 text (character 3 cannot be read); convert it to UTF-8" in line

@@ -171,13 +171,13 @@ def test_a_document_is_read_saved_and_asked_about(file: Path, work: Path) -> Non
     (work / "speech.txt").write_text(text[:3200], encoding="utf-8")
     asked = ("--question", "Who speaks here?", "--max-new-tokens", 6, "--json")
     document = ("--prompt-file", work / "speech.txt", "--save-cache", work / "speech.kv")
-    read = run("generate", file, "--profile", work / "layer.json", *document, *asked)
+    read = run("chat", file, "--profile", work / "layer.json", *document, *asked)
     assert read.code == 0, read.err
     found, profile = read.json, kvalloc.load_profile(str(work / "layer.json"))
     assert found["document_tokens"] > SLIDING_WINDOW
     assert found["retained_bytes"] == profile.retained_bytes_at(found["document_tokens"])
     assert found["full_bytes"] == plain_bytes(found["document_tokens"])
-    again = run("generate", file, "--cache", work / "speech.kv", *asked).json
+    again = run("chat", file, "--cache", work / "speech.kv", *asked).json
     assert again["retained_bytes"] == found["retained_bytes"]
     assert again["answers"][0]["answer"] == found["answers"][0]["answer"]
     assert found["answers"][0]["answer"].strip()

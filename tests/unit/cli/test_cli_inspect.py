@@ -149,7 +149,7 @@ def test_what_is_no_file_of_ours_is_told_by_its_first_bytes(tmp_path):
         file.write_bytes(data)
         said = refused(tmp_path, "inspect", file)
         assert "expected a score profile, a budget profile or a saved cache" in said
-        assert "'kvalloc generate --save-cache'" in said
+        assert "'kvalloc chat --save-cache'" in said
     file.write_bytes(truncated)  # what its header says is believed so far
     assert "a score profile written by 'kvalloc profile'" in refused(tmp_path, "inspect", file)
     said = refused(tmp_path, "inspect", tmp_path)

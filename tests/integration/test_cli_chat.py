@@ -1,9 +1,11 @@
-"""A document read once, saved, and asked about: from the command line, on tiny models."""
+"""``kvalloc chat``: conversations, and documents read once, saved and asked about; tiny models."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -36,13 +38,13 @@ def reading(folder, name="tiny"):
     """The words that let a model read the document."""
     profile = folder / f"{name.replace('chatty', 'tiny')}.json"
     prompt = ("--prompt-file", folder / "doc.txt", "--max-new-tokens", 6)
-    return ("generate", folder / name, "--profile", profile, *prompt)
+    return ("chat", folder / name, "--profile", profile, *prompt)
 
 
 def asking(folder, *questions, name="tiny"):
     """The words that ask about a saved document."""
     asked = [word for question in questions for word in ("--question", question)]
-    return ("generate", folder / name, "--cache", folder / "doc.kv", "--max-new-tokens", 6, *asked)
+    return ("chat", folder / name, "--cache", folder / "doc.kv", "--max-new-tokens", 6, *asked)
 
 
 def test_reading_is_told_and_saved(folder):
@@ -83,7 +85,7 @@ def test_a_saved_document_answers_as_one_just_read(folder, name):
     questions = [word for question in QUESTIONS for word in ("--question", question)]
     direct = run(*reading(folder, name), *questions, "--save-cache", path, *more)
     assert direct.code == 0, direct.err
-    loaded = run("generate", folder / name, "--cache", path, *questions, "--max-new-tokens", 6,
+    loaded = run("chat", folder / name, "--cache", path, *questions, "--max-new-tokens", 6,
                  *more)  # fmt: skip
     for one, other in zip(direct.json["answers"], loaded.json["answers"], strict=True):
         assert one["answer"] == other["answer"]
@@ -94,10 +96,11 @@ def test_a_saved_document_answers_as_one_just_read(folder, name):
         assert loaded.json["answers"][-1]["question_tokens"] == 2
 
 
-def test_a_conversation_sees_its_own_turns(folder):
+def test_typed_turns_see_the_ones_before(folder, monkeypatch):
     asked = asking(folder, QUESTIONS[1], QUESTIONS[1])
     apart = [row["answer"] for row in run(*asked, "--json").json["answers"]]
-    talked = run(*asked, "--keep-turns", "--json").json["answers"]
+    monkeypatch.setattr(sys, "stdin", Stdin(f"{QUESTIONS[1]}\n\n{QUESTIONS[1]}\n"))
+    talked = run(*asking(folder), "--json").json["answers"]
     assert apart[0] == apart[1] == talked[0]["answer"]
     assert talked[1]["answer"] != apart[1]
     # The last token of an answer has not been fed before, but for one that ends it.
@@ -131,12 +134,37 @@ def test_questions_stand_between_the_answers_in_a_terminal(folder, monkeypatch):
         assert out.getvalue() == between.join(f"{answer}\n" for answer in answers)
 
 
-def test_questions_from_stdin(folder, monkeypatch):
-    expected = run(*asking(folder, *QUESTIONS[1:])).out
-    for more in ((), ("--ask",)):
-        monkeypatch.setattr(sys, "stdin", Stdin(f"{QUESTIONS[1]}\n\n{QUESTIONS[2]}\n"))
-        ran = run(*asking(folder), *more)
-        assert (ran.code, ran.out) == (0, expected)
+def test_a_conversation_begins_without_a_document(folder, monkeypatch):
+    """Its first turn is the prompt that `generate` answers."""
+    way = (folder / "chatty", "--budget", "50%", "--max-new-tokens", 4)
+    monkeypatch.setattr(sys, "stdin", Stdin(f"{prose(80)}\n{QUESTIONS[2]}\n"))
+    ran = run("chat", *way, "--json")
+    assert ran.code == 0, ran.err
+    first, second = ran.json["answers"]
+    alone = run("generate", *way, "--prompt", prose(80), "--json").json
+    assert (first["answer"], first["question_tokens"]) == (alone["answer"], alone["prompt_tokens"])
+    assert second["question_tokens"] < 8
+    assert (ran.json["document"], ran.json["cache"]) == (None, None)
+    assert ran.json["retained_bytes"] < ran.json["full_bytes"]
+
+
+def test_a_conversation_goes_on_from_a_saved_answer(folder, monkeypatch):
+    way = (folder / "chatty", "--max-new-tokens", 4)
+    saved = ("--prompt", prose(80), "--save-cache", folder / "said.kv")
+    ran = run("generate", *way, "--budget", "50%", *saved)
+    assert ran.code == 0, ran.err
+    assert f"saved as {folder / 'said.kv'}" in ran.err
+    for turns, stdin in (("saved", QUESTIONS[2]), ("typed", f"{prose(80)}\n{QUESTIONS[2]}")):
+        monkeypatch.setattr(sys, "stdin", Stdin(f"{stdin}\n"))
+        begun = ("--cache", folder / "said.kv") if turns == "saved" else ("--budget", "50%")
+        rows = run("chat", *way, *begun, "--json").json["answers"]
+        assert len(rows) == (1 if turns == "saved" else 2)
+        if turns == "saved":
+            answer = rows[-1]["answer"]
+    assert rows[-1]["answer"] == answer
+
+
+def test_no_turn_is_refused(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin("\n"))
     assert "there is no question" in run(*asking(folder)).err
 
@@ -150,20 +178,22 @@ def test_a_terminal_is_asked_until_an_empty_line(folder, monkeypatch):
         prompts.append(prompt)
         return next(lines)
 
+    monkeypatch.setattr(sys, "stdin", Stdin(f"{QUESTIONS[1]}\n{QUESTIONS[2]}\n"))
+    expected = run(*asking(folder)).out
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(sys, "stdin", Stdin("", terminal=True))
     ran = run(*asking(folder))
     assert ran.code == 0
-    assert ran.out == run(*asking(folder, *QUESTIONS[1:])).out
+    assert ran.out == expected
     assert prompts == ["> "] * 4
     assert "empty line or Ctrl-D" in ran.err
-    assert "no room" in ran.err  # for the long one, and the session goes on
+    assert "no room" in ran.err  # for the long one, and the conversation goes on
 
 
-def test_ctrl_c_breaks_off_one_answer_and_ctrl_d_ends(folder, monkeypatch):
+def test_ctrl_c_ends_one_answer_and_the_conversation_goes_on(folder, monkeypatch):
     from kvalloc.runtime import answering
 
-    lines = iter([QUESTIONS[1], QUESTIONS[1]])
+    lines = iter([QUESTIONS[1], QUESTIONS[2]])
 
     def typed(prompt):
         try:
@@ -176,20 +206,20 @@ def test_ctrl_c_breaks_off_one_answer_and_ctrl_d_ends(folder, monkeypatch):
     def interrupted(*arguments):
         calls.append(1)
         for token in written(*arguments):
-            yield token
             if len(calls) == 1:
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGINT)
+            yield token
 
+    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(answering, "_written", interrupted)
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(sys, "stdin", Stdin("", terminal=True))
-    ran = run(*asking(folder))
-    assert ran.code == 0
+    ran = run(*asking(folder), "--json")
+    assert (ran.code, signal.getsignal(signal.SIGINT)) == (0, before)
     assert "broken off" in ran.err
-    expected = run(*asking(folder, QUESTIONS[1]), "--json").json["answers"][0]["answer"]
-    begun, between, whole = ran.out.splitlines()
-    assert not between
-    assert (expected.split()[:1], expected.strip()) == (begun.split(), whole.strip())
+    broken, whole = ran.json["answers"]
+    assert (broken["new_tokens"], len(calls)) == (1, 2)
+    assert whole["new_tokens"] > 1
 
 
 def test_budgets_for_the_prompt(folder):
@@ -206,9 +236,9 @@ def test_budgets_for_the_prompt(folder):
     short = run("generate", folder / "tiny", "--budget", "20%", "--prompt", "w1", *prompt[2:])
     assert "keeps the prompt whole, which is too short for 20.0%" in short.err
     assert "cache of the prompt: asked for 30.0% of the entries (retention 0." in told.err
-    saved = run("generate", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
+    saved = run("chat", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
                 folder / "own.kv", "--question", QUESTIONS[1])  # fmt: skip
-    again = run("generate", folder / "tiny", "--cache", folder / "own.kv", "--max-new-tokens", 3,
+    again = run("chat", folder / "tiny", "--cache", folder / "own.kv", "--max-new-tokens", 3,
                 "--question", QUESTIONS[1], "--json")  # fmt: skip
     assert saved.json["answers"][0]["answer"] == again.json["answers"][0]["answer"]
     assert again.json["retained_bytes"] == saved.json["retained_bytes"]
@@ -218,7 +248,7 @@ def test_budgets_for_the_prompt(folder):
     ("words", "said"),
     [
         (["--target-retention", "2"], ["retention of 2"]),
-        (["--target-retention", "0.9", "--profile", "tiny.json"], ["each prompt", "one of"]),
+        (["--target-retention", "0.9", "--profile", "tiny.json"], ["one of"]),
         (["--budget", "much"], ["much"]),
         (["--budget", "20%", "--memory", "1MiB", "--solver", "greedy"], ["two targets"]),
         (["--budget", "20%", "--memory", "1KiB"], ["--memory 1KiB is 1.00", "full cache is held"]),
@@ -228,23 +258,21 @@ def test_budgets_for_the_prompt(folder):
         (["--level", "head"], ["--level", "--target-retention 0.9"]),
         (["--budget", "20%", "--level", "both"], ["'both'"]),
         (["--budget", "20%", "--solver", "none"], ["no solver 'none'"]),
-        (["--profile", "tiny.json", "--keep-turns"], ["--keep-turns", "--question"]),
         (["--profile", "tiny.json", "--question", " "], ["empty"]),
         (["--profile", "tiny.json", "--question", "w1", "--question", ""], ["question 2 is empty"]),
-        (["--profile", "tiny.json", "--question", "w1", "--ask"], ["--question", "--ask"]),
         (["--full", "--save-cache", "x.kv"], ["--save-cache", "--full"]),
         (["--profile", "tiny.json", "--save-cache", "x.kv", "--decode-every", "4"],
          ["--save-cache", "--decode-every"]),
         (["--profile", "tiny.json", "--save-cache", "none/x.kv"], ["none"]),
         (["--profile", "tiny.json", "--question", "w1", "--chat"], ["no chat form"]),
         (["--profile", "tiny.json", "--question", "w1", "--max-new-tokens", "400"],
-         ["120 tokens leaves no room", "512"]),
+         ["tokens to read leave no room", "512"]),
     ],
 )  # fmt: skip
 def test_reading_refuses(folder, words, said):
     files = {"tiny.json", "x.kv", "none/x.kv"}
     given = [folder / word if word in files else word for word in words]
-    asked = ("generate", folder / "tiny", "--prompt-file", folder / "doc.txt", *given)
+    asked = ("chat", folder / "tiny", "--prompt-file", folder / "doc.txt", *given)
     refused(folder, *asked, words=said)
 
 
@@ -265,14 +293,14 @@ def test_reading_refuses(folder, words, said):
         ("tiny", "doc.kv", ["--budget", "20%"], ["--budget", "when it was saved"]),
         ("tiny", "doc.kv", ["--full"], ["--full"]),
         ("tiny", "doc.kv", ["--save-cache", "y.kv"], ["--save-cache"]),
-        ("tiny", "doc.kv", ["--max-new-tokens", "500"], ["120 tokens leaves no room"]),
+        ("tiny", "doc.kv", ["--max-new-tokens", "500"], ["tokens to read leave no room"]),
     ],
 )
 def test_a_saved_document_is_refused(folder, model, cache, words, said):
     whole = (folder / "doc.kv").read_bytes()
     (folder / "cut.kv").write_bytes(whole[:-200])
     (folder / "bent.kv").write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
-    asked = ("generate", folder / model, "--cache", folder / cache, "--question", "w1", *words)
+    asked = ("chat", folder / model, "--cache", folder / cache, "--question", "w1", *words)
     refused(folder, *asked, words=said)
 
 
@@ -283,7 +311,7 @@ def test_a_question_that_does_not_fit_is_refused_before_the_first_answer(folder)
 
 
 def test_models_and_profiles_that_do_not_fit_are_refused(folder):
-    """With stored budgets, and with a target."""
+    """With stored budgets, with budgets that follow the prompt, and with a target."""
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=101))
     save_tiny_model(folder / "bloom", bloom)
     stored = load_profile(folder / "tiny.json")
@@ -300,7 +328,7 @@ def test_models_and_profiles_that_do_not_fit_are_refused(folder):
         ("tiny", "n_query_heads 12", ["--profile", folder / "w.json"]),
         ("tiny", "n_query_heads 12", ["--profile", folder / "w.json", "--allow-other-model"]),
     ):
-        assert said in refused(folder, "generate", folder / model, *document, *way)
+        assert said in refused(folder, "chat", folder / model, *document, *way)
 
 
 def test_a_saved_cache_can_be_inspected(folder):
@@ -336,14 +364,14 @@ def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
         assert "edited.kv" in line
         assert named in line
         words = ("--cache", folder / "edited.kv", "--question", "w1")
-        assert named in refused(folder, "generate", folder / "no-model", *words)
+        assert named in refused(folder, "chat", folder / "no-model", *words)
 
 
 def saved_with(folder, profile, model):
     """A saved cache of the document, reduced by a profile."""
     profile.save(folder / "other.json")
     document = ("--prompt-file", folder / "doc.txt", "--save-cache", folder / "other.kv")
-    ran = run("generate", folder / model, "--profile", folder / "other.json", *document)
+    ran = run("chat", folder / model, "--profile", folder / "other.json", *document)
     assert ran.code == 0, ran.err
     return folder / "other.kv"
 
@@ -394,19 +422,13 @@ def test_inspecting_tells_what_a_prompt_handed_out_itself(folder, bits):
 def test_a_saved_document_is_asked_in_the_type_that_it_was_read_in(folder):
     half = ("--dtype", "bfloat16", "--save-cache", folder / "half.kv")
     assert run(*reading(folder), *half).code == 0
-    words = ("generate", folder / "tiny", "--cache", folder / "half.kv", "--max-new-tokens", 3)
+    words = ("chat", folder / "tiny", "--cache", folder / "half.kv", "--max-new-tokens", 3)
     asked = run(*words, "--question", "w1", "--json")
     assert asked.code == 0, asked.err
     said = run(*words, "--question", "w1", "--json", "--dtype", "bfloat16").json
     assert asked.json["answers"][0]["answer"] == said["answers"][0]["answer"]
     line = refused(folder, *words, "--question", "w1", "--dtype", "float32")
     assert "half.kv holds bfloat16 entries, and --dtype is float32" in line
-
-
-def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", Stdin("w1"))
-    words = ("generate", folder / "tiny", "--profile", folder / "tiny.json", "--ask")
-    assert "--prompt-file" in refused(folder, *words)
 
 
 def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
@@ -417,7 +439,7 @@ def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
     ids = loaded.tokenizer(prose(80), return_tensors="pt")["input_ids"]
     loaded.model(ids, past_key_values=cache)
     cache.save(folder / "py.kv")
-    ran = run("generate", folder / "tiny", "--cache", folder / "py.kv", "--question", "w1",
+    ran = run("chat", folder / "tiny", "--cache", folder / "py.kv", "--question", "w1",
               "--max-new-tokens", 2, "--json")  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.json["read_seconds"] is None
