@@ -82,7 +82,7 @@ MOST_BYTES = 2**60
 
 
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
-    """Bytes of K and V that one KV head stores of one row.
+    """Return the bytes of K and V that one KV head stores of one row.
 
     At 16 bits an entry takes ``shape.bytes_per_entry``. At 8, 5, 4 or 3 bits, with the head's
     kept entries in the order of their positions:
@@ -184,14 +184,14 @@ def entries_in_share(
 
 
 def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
-    """Bytes of one token's packed key, and of its packed value with that value's scales."""
+    """Return the bytes of a token's packed key, and of its packed value with its scales."""
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
     keys, values, _ = WIDTHS[bits]
     return -(-head_dim * keys // 8), -(-head_dim * values // 8) + scales
 
 
 def bits_fault(bits: int, head_dim: int) -> str | None:
-    """Why heads of that size cannot be stored at a width, in words; None where they can."""
+    """Return why heads of that size cannot be stored at a width; None if they can."""
     if not WIDTHS[bits].turned or head_dim & (head_dim - 1) == 0:
         return None
     return (
@@ -203,7 +203,7 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
 def head_cost(
     cost: Cost, tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, page_tokens: int = 1
 ) -> IntArray:
-    """Cost of budgets of one KV head, one row.
+    """Return the cost of budgets of one KV head, one row.
 
     ``bytes``: what is allocated, in whole pages (`stored_bytes`).
     ``decode-bytes``: K and V of every kept entry are read once for each generated token;
@@ -232,7 +232,7 @@ def head_cost(
 
 
 def gather_bytes(tokens: npt.ArrayLike) -> IntArray:
-    """Bytes that gathering the selected entries of one KV head sends for one generated token.
+    """Return the bytes sent to gather one KV head's selected entries for one generated token.
 
     MPCache keeps n entries after prefill and selects some of them at every step: C = ceil(n / 16)
     clusters, of which k2 = ceil(0.25 C) are taken, each by a one-hot vector over C that takes C
@@ -275,7 +275,7 @@ def gather_bytes(tokens: npt.ArrayLike) -> IntArray:
 def check_size(
     shape: ModelShape, cost: Cost, context_tokens: int, page_tokens: int, batch: int
 ) -> None:
-    """Refuse a cache whose bytes are more than can be counted, whatever is kept of it.
+    """Refuse a cache that has more bytes than can be counted.
 
     Raises
     ------
@@ -365,15 +365,15 @@ class CacheCosts:
         }[self.cost]
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
-        """Cost of budgets of one KV head, one row; see `head_cost`."""
+        """Return the cost of budgets of one KV head, one row; see `head_cost`."""
         beside = POSITION_BYTES * np.asarray(tokens, dtype=np.int64) * self.rounded
         return head_cost(self.cost, tokens, bits, self.shape, page_tokens) + beside
 
     def of_budget(self, tokens: int) -> int:
-        """Cost of the same budget in every KV head of the full-attention layers."""
+        """Return the cost of one budget in every KV head of the full-attention layers."""
         return self.heads * int(self.of_head(tokens, 16))
 
     def fewest_tokens(self, cost: int) -> int:
-        """Smallest budget that, given to every KV head, makes up a cost."""
+        """Return the smallest budget that costs at least this, given to every KV head."""
         every = self.of_head(np.arange(self.context_tokens + 1), 16)
         return int(np.searchsorted(every * self.heads, cost))

@@ -18,7 +18,7 @@ def apportion(
     minimum: npt.ArrayLike = 0,
     maximum: npt.ArrayLike | None = None,
 ) -> IntArray:
-    """Whole numbers near the wanted real ones that add up to the total exactly.
+    """Round numbers so that they add up to the total exactly.
 
     The wanted numbers are first moved up or down together (clipped at their limits) until they
     sum to the total, then rounded down, and the units left over go to the largest remainders; ties
@@ -72,7 +72,7 @@ def apportion(
 
 
 def round_up_to_grain(above: float, grain: int) -> int:
-    """The smallest whole number of grains, 0 or more, that is not below a real-valued cost.
+    """Round a cost up to a whole number of grains, 0 or more.
 
     Every cost of a problem is its smallest cost plus a whole number of grains. A millionth of a
     grain is taken for a rounding error of ``above``.
@@ -103,7 +103,7 @@ def _shift_to_total(
     low: IntArray,
     high: IntArray,
 ) -> FloatArray:
-    """``clip(shares + t, low, high)`` with the t that makes it sum to the total."""
+    """Return ``clip(shares + t, low, high)`` with the t that makes it sum to the total."""
     clipped = np.clip(shares, low, high)
     if abs(float(clipped.sum()) - total) <= 1e-9 * max(1.0, total):
         return clipped

@@ -1,4 +1,4 @@
-"""Check a budget profile against the score profile it was made from, trusting neither solver."""
+"""The audit of a budget profile: everything it states, computed again from its score profile."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     request = Request.read(profile, name)
     problem = formulate(scores, request)
     tokens, is_option, choice = _choice_of(profile, problem)
-    objective, said = problem.objective(choice), _objective_text(request, problem)
+    objective, written = problem.objective(choice), _objective_text(request, problem)
     return [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
         _equal("score profile digest", profile.score_digest, scores.digest),
@@ -87,22 +87,22 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
         *_side_checks(profile, problem, choice),
         *_prediction_checks(profile, request, scores, problem, choice),
         _goal_check(request, problem, choice),
-        _close("objective", profile.objective, objective, said),
+        _close("objective", profile.objective, objective, written),
         _equal("problem digest", profile.problem_digest, problem.digest()),
         _bound_check(profile, request, problem, choice),
     ]
 
 
 def _goal_check(request: Request, problem: AllocationProblem, choice: IntArray) -> Check:
-    """That the capacity is kept, or the target met."""
+    """Check that the capacity is kept, or the target met."""
     if (capacity := problem.capacity_bytes) is not None:
         cost = problem.cost(choice)
         return Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
     assert problem.target is not None  # a problem has one of both
     value = problem.objective_value(choice)
     met = problem.meets_target(value)
-    said = repr if request.target.max_loss is None else _loss_text
-    return Check("target met", said(problem.target), said(value), met)
+    written = repr if request.target.max_loss is None else _loss_text
+    return Check("target met", written(problem.target), written(value), met)
 
 
 def _prediction_checks(
@@ -112,7 +112,7 @@ def _prediction_checks(
     problem: AllocationProblem,
     choice: IntArray,
 ) -> list[Check]:
-    """Retention, cost and loss, each told again by the score profile."""
+    """Check retention, cost and loss, computed again from the score profile."""
     curves, retention, loss = RequestCurves(scores=scores, request=request), None, None
     budgets, bits = profile.budgets, profile.bits
     policies, checks = _policies_of(profile, scores, problem, choice)
@@ -138,46 +138,46 @@ def _prediction_checks(
 def _policies_of(
     profile: BudgetProfile, scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
 ) -> tuple[IntArray | None, list[Check]]:
-    """The units' policies as places in those of the score profile; that each loses least.
+    """Return the units' policies as places in those of the score profile, and their check.
 
-    Found is what loses least; the table is what the profile states, where the score profile has
-    its policies, so that what follows is recomputed for the statement.
+    The check is that each unit has the policy with the smallest loss. The places are those that
+    the profile states, if the score profile has its policies: predictions are recomputed for them.
     """
-    found = None
+    best = None
     if problem.policies is not None:
-        chosen = problem.policies[np.arange(problem.n_units), choice]
-        found = head_table(scores.shape, problem, chosen, 0) if chosen.any() else None
-    if found is None and profile.unit_policies is None:
+        chosen = problem.policies[problem.units, choice]
+        best = head_table(scores.shape, problem, chosen, 0) if chosen.any() else None
+    if best is None and profile.unit_policies is None:
         return None, []
     if unknown := [policy.title for policy in profile.policies if policy not in scores.policies]:
         known = ", ".join(policy.title for policy in scores.policies)
-        return found, [Check("policies", unknown[0], f"losses of {known}", False)]
+        return best, [Check("policies", unknown[0], f"losses of {known}", False)]
     none = np.zeros_like(profile.budgets)
-    least, table = (none if one is None else one for one in (found, profile.unit_policies))
+    best, table = (none if one is None else one for one in (best, profile.unit_policies))
     stated = np.array([scores.policies.index(policy) for policy in profile.policies])[table]
-    other, same = int((stated != least).sum()), _policies_text(scores, least)
+    other, same = int((stated != best).sum()), _policies_text(scores, best)
     text = f"{other} heads lose less with another one" if other else same
     check = Check("policies", _policies_text(scores, stated), text, not other)
     return stated.astype(np.int64) if stated.any() else None, [check]
 
 
 def _policies_text(scores: ScoreProfile, table: IntArray) -> str:
-    """How many heads have which policy."""
+    """Return how many heads have which policy, for people."""
     places, heads = np.unique(table[list(scores.shape.full_layers)], return_counts=True)
     counted = zip(places.tolist(), heads.tolist(), strict=True)
     return ", ".join(f"{scores.policies[place].title} {count}" for place, count in counted)
 
 
 def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile) -> list[Check]:
-    """That the groups are those that were asked for, and the bound over all groupings."""
-    asked = parse_groups(profile.requested["share_groups"])
-    if not isinstance(asked, int):
-        return [_equal("groups", groups_text(profile.share_groups), groups_text(asked))]
+    """Check that the groups are the requested ones, and the bound over all groupings."""
+    requested = parse_groups(profile.requested["share_groups"])
+    if not isinstance(requested, int):
+        return [_equal("groups", groups_text(profile.share_groups), groups_text(requested))]
     alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
     count = alone + len(profile.share_groups)
-    bound = pose(scores, replace(request, share_groups=asked)).grouping_bound
+    bound = pose(scores, replace(request, share_groups=requested)).grouping_bound
     return [
-        Check("groups", f"at most {asked}", f"{count}", count <= asked),
+        Check("groups", f"at most {requested}", f"{count}", count <= requested),
         _close("bound over groupings", profile.grouping_bound, bound),
     ]
 
@@ -200,7 +200,7 @@ def _choice_of(
 def _side_checks(
     profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
 ) -> list[Check]:
-    """One check for each cap and every other constraint that was asked for."""
+    """Check each cap and every other constraint of the request."""
     checks = []
     for constraint in problem.constraints:
         fault = constraint.fault(problem, choice)
@@ -219,16 +219,16 @@ def _equal(name: str, stated: object, found: object) -> Check:
 
 
 def _close(
-    name: str, stated: float | None, found: float | None, said: Callable[[float], str] = repr
+    name: str, stated: float | None, found: float | None, written: Callable[[float], str] = repr
 ) -> Check:
     if stated is None or found is None:
         return _equal(name, stated, found)
     close = abs(stated - found) <= TOLERANCE * max(1.0, abs(found))
-    return Check(name, said(stated), said(found), close)
+    return Check(name, written(stated), written(found), close)
 
 
 def _loss_text(value: float) -> str:
-    """A loss as it is measured, from 0 up: a problem has it as a value, below 0."""
+    """Return a value of a problem, 0 or below, as the loss that it stands for."""
     return f"{0.0 - value!r} nats per token"
 
 
@@ -237,7 +237,7 @@ def _bytes_text(value: float) -> str:
 
 
 def _objective_text(request: Request, problem: AllocationProblem) -> Callable[[float], str]:
-    """How an objective and its bound are written, every digit of them."""
+    """Return the function that writes an objective and its bound with every digit."""
     if problem.sense is not Sense.MAX_VALUE:
         return _bytes_text
     return _loss_text if request.objective == "loss" else repr
@@ -246,17 +246,17 @@ def _objective_text(request: Request, problem: AllocationProblem) -> Callable[[f
 def _bound_check(
     profile: BudgetProfile, request: Request, problem: AllocationProblem, choice: IntArray
 ) -> Check:
-    """The stated bound must not be beaten, and must not claim more than duality allows."""
-    dual, said = dual_bound(problem).bound, _objective_text(request, problem)
+    """Check that no choice beats the stated bound, and that duality allows it."""
+    dual, written = dual_bound(problem).bound, _objective_text(request, problem)
     objective, stated = problem.objective(choice), profile.bound
     slack = TOLERANCE * max(1.0, abs(objective))
     if stated is None:
-        return Check("bound", "none", f"{said(dual)} by duality", True)
+        return Check("bound", "none", f"{written(dual)} by duality", True)
     if problem.sense is Sense.MAX_VALUE:
         passed = objective - slack <= stated <= dual + slack
     else:
         passed = dual - slack <= stated <= objective + slack
-    return Check("bound", said(stated), f"{said(dual)} by duality", passed)
+    return Check("bound", written(stated), f"{written(dual)} by duality", passed)
 
 
 def _brief(value: object) -> str:

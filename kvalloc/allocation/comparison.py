@@ -102,7 +102,7 @@ def _bits(profile: BudgetProfile) -> str:
 
 
 def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
-    """How many heads have which policy, where any head has another one in the other profile."""
+    """Return how many heads have which policy, if any head differs between the profiles."""
     tables = [_titles(profile) for profile in (first, second)]
     changed = int((tables[0] != tables[1]).sum())
     if not changed or (first.unit_policies is None and second.unit_policies is None):
@@ -116,11 +116,11 @@ def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[st
 
 
 def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:
-    """What the policy of each head is called, ``(n_layers, n_kv_heads)``."""
+    """Return the name of each head's policy, ``(n_layers, n_kv_heads)``."""
     titles = np.array([policy.title for policy in profile.policies])
     table = profile.unit_policies
-    found: npt.NDArray[np.str_] = titles[np.zeros_like(profile.budgets) if table is None else table]
-    return found
+    named: npt.NDArray[np.str_] = titles[np.zeros_like(profile.budgets) if table is None else table]
+    return named
 
 
 def _target(profile: BudgetProfile) -> str:

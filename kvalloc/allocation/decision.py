@@ -1,4 +1,4 @@
-"""From a score profile and a target to a budget profile: solve, check, write down."""
+"""From a score profile and a target to a budget profile: solve and verify."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def solve(
         Solve once on the mean curves (the sample-average problem), or solve each sample and
         average the budgets (XKV, Sec. IV-C).
     request : Request, optional
-        What is asked, where it is parsed already; nothing else is asked then.
+        The parsed request; then no keyword of it is given.
     notify : callable
-        Called with one line on what decides, where the request does not say it.
+        Called with one line on the objective, if the request names none.
     **asked
-        One target, where it holds and what must hold beside it: see
+        One target, its context and its limits: see
         `kvalloc.allocation.request.RequestOptions`.
 
     Returns
@@ -109,7 +109,7 @@ def solve(
 
 
 def solver_of(solver: str | Solver, options: Mapping[str, Any] | None = None) -> Solver:
-    """A solver from its registered name and options, or as it is.
+    """Return a solver from its registered name and options, or the solver itself.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def decide(
     solver_options: Mapping[str, Any] | None = None,
     priced: bool = True,
 ) -> BudgetProfile:
-    """Solve a posed request, without looking for advice where it is infeasible.
+    """Solve a posed request, without a search for advice if it is infeasible.
 
     Parameters
     ----------
@@ -141,9 +141,9 @@ def decide(
     time_limit, average
         As in `solve`.
     solver_options : mapping, optional
-        What the profile states of the solver; those that it was made with by default.
+        Options that the profile states; those that the solver was made with by default.
     priced : bool
-        Look for the shadow price too, which may mean to solve a second time.
+        Whether the shadow price is computed too, which may solve a second time.
 
     Returns
     -------
@@ -173,17 +173,17 @@ def decide(
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What one of several solvers made of a problem.
+    """The result of one of several solvers.
 
     Attributes
     ----------
     solver : str
     profile : BudgetProfile or None
-        What it decided.
+        Its decision.
     reason : str
-        Why it decided nothing; empty where it did.
+        Why there is none; empty where there is one.
     seconds : float
-        What it took.
+        Wall time of the solver.
     """
 
     solver: str
@@ -202,7 +202,7 @@ class Attempt:
 
 
 class Attempts(list[Attempt]):
-    """What several solvers made of one problem, shown as a table."""
+    """The results of several solvers for one problem, shown as a table."""
 
     def __repr__(self) -> str:
         name = max((len(one.solver) for one in self), default=0)
@@ -286,7 +286,7 @@ def compare(
     request, problem, note = choose_objective(scores, request, get_solver("auto"))
     try:
         posed = pose(scores, request, problem)
-        posed.problem.check_feasible()  # what no solver can do is the user's to change
+        posed.problem.check_feasible()  # only the user can change what no solver can do
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
     attempts = []
@@ -298,7 +298,7 @@ def compare(
                     posed, solver, time_limit=time_limit, average=average, priced=False
                 )
         except KVAllocError as error:
-            # The problem itself is sound, so this is about what this solver can do or reach.
+            # The problem itself is sound: this solver cannot handle it.
             reason = str(error)
         seconds = time.perf_counter() - start
         attempts.append(Attempt(solver=name, profile=profile, reason=reason, seconds=seconds))
@@ -425,7 +425,7 @@ def head_table(
 
 
 def _check_average(posed: PosedRequest, average: str) -> None:
-    """Refuse to average what budgets of single samples know nothing of."""
+    """Raise an `InputError` for a request whose allocations cannot be averaged over samples."""
     problem, counts = posed.problem, posed.problem.option_counts
     alone = option("average", "curves")
     refusals = {

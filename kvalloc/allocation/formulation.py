@@ -19,12 +19,12 @@ from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.shape import ModelShape
 
 EVEN_OPTIONS = 256
-"""Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),
-because exact solvers pay for every option there. Where there are more pages than that, every
-second, third, ... one is offered."""
+"""Largest number of budgets on offer to a unit whose values are not concave (a loss, or several bit
+widths), because exact solvers take time for every option there. Where there are more pages than
+that, every second, third, ... one is offered."""
 
-MOST_OPTIONS = 2**22
-"""Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
+MAX_OPTIONS = 2**22
+"""Largest number of options of a unit: thirty times a context of 131,072 tokens, one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
 def _constraints(
     request: Request, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
 ) -> tuple[SideConstraint, ...]:
-    """Caps in the order given, then equal heads, distinct budgets.
+    """Return caps in the order given, then equal heads, distinct budgets.
 
     Parameters
     ----------
@@ -246,17 +246,17 @@ def _constraints(
     layers : ndarray of int64, (n_units,)
         Layer of each unit.
     sliding_layer_bytes : int
-        What one sliding layer stores whatever is decided; it counts towards its caps.
+        Bytes of one sliding layer, which no budget changes; they count towards its caps.
     """
-    found: list[SideConstraint] = []
+    constraints: list[SideConstraint] = []
     for cap in request.cap:
-        found.append(_group_cap(cap, shape, layers, sliding_layer_bytes))
+        constraints.append(_group_cap(cap, shape, layers, sliding_layer_bytes))
     if request.equal_heads:
         groups = (np.flatnonzero(layers == layer).tolist() for layer in np.unique(layers))
-        found.append(SameBudget(groups=tuple(tuple(group) for group in groups)))
+        constraints.append(SameBudget(groups=tuple(tuple(group) for group in groups)))
     if request.max_distinct is not None:
-        found.append(MaxDistinct(most=request.max_distinct))
-    return tuple(found)
+        constraints.append(MaxDistinct(most=request.max_distinct))
+    return tuple(constraints)
 
 
 def _group_cap(
@@ -355,22 +355,23 @@ def _option_tokens(curves: RequestCurves) -> IntArray:
     if request.objective == "loss":
         check_losses(scores, request.bits or (16,))
         floor = max(floor, curves.min_loss_tokens)
-    most = context if request.max_tokens is None else min(context, request.max_tokens)
+    largest = context if request.max_tokens is None else min(context, request.max_tokens)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
-    first, last = -(-floor // page), -(-context // page) if most == context else most // page
+    first, last = -(-floor // page), -(-context // page) if largest == context else largest // page
     if last < first:
-        least = option("max_tokens", min(first * page, context))
+        smallest = option("max_tokens", min(first * page, context))
         raise InputError(
-            f"no budget of whole pages of {page} tokens is between the least of {floor} that can "
-            f"be offered and the largest of {most}; give {least} or more, or smaller pages"
+            f"no budget of whole pages of {page} tokens is between the smallest of {floor} that "
+            f"can be offered and the largest of {largest}; give {smallest} or more, or smaller "
+            "pages"
         )
     stride = 1
     if request.objective == "loss" or request.bits is not None:
         stride = -(-(last - first + 1) // EVEN_OPTIONS)
-    elif last - first > MOST_OPTIONS:
+    elif last - first > MAX_OPTIONS:
         raise InputError(
             f"{last - first:,} budgets for each unit are more than fit in memory; ask for larger "
-            f"pages, such as {option('page', -(-(most - floor) // MOST_OPTIONS))}"
+            f"pages, such as {option('page', -(-(largest - floor) // MAX_OPTIONS))}"
         )
     pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
     return np.minimum(pages * page, context)

@@ -1,4 +1,4 @@
-"""The whole trade-off in one call: the best retention at many sizes, and what a byte buys."""
+"""The whole trade-off in one call: the best retention at many sizes, with shadow prices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def frontier(
     notify: Callable[[int, int], None] | None = None,
     **asked: Unpack[RequestOptions],
 ) -> list[FrontierPoint]:
-    """Best retention, or least predicted loss, against bytes, from the floors to everything.
+    """Return the best retention, or smallest predicted loss, at sizes from the floors up.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Sizes:
     shares: Sequence[float] | None = None
 
     def capacities(self, problem: AllocationProblem, whole_bytes: int) -> list[int]:
-        """Bytes of each, rising.
+        """Return the bytes of each size, rising.
 
         Parameters
         ----------
@@ -150,8 +150,8 @@ class Sizes:
         InputError
             If there are no points or a share is out of range.
         """
-        least = problem.min_cost_bytes
-        most = max(least, min(problem.max_cost_bytes, whole_bytes))
+        smallest = problem.min_cost_bytes
+        largest = max(smallest, min(problem.max_cost_bytes, whole_bytes))
         if self.shares is not None:
             if not self.shares or min(self.shares) <= 0 or max(self.shares) > 1:
                 raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
@@ -159,9 +159,9 @@ class Sizes:
         if self.points < 2:
             raise InputError(f"a frontier of {self.points} points is no line; ask for at least 2")
         grain = problem.lattice_bytes
-        sizes = np.geomspace(max(least, grain), most, self.points)
-        steps = np.unique(np.rint((sizes - least) / grain).astype(np.int64))
-        return [min(most, least + int(step) * grain) for step in steps]
+        sizes = np.geomspace(max(smallest, grain), largest, self.points)
+        steps = np.unique(np.rint((sizes - smallest) / grain).astype(np.int64))
+        return [min(largest, smallest + int(step) * grain) for step in steps]
 
 
 def trace_request(
@@ -174,7 +174,7 @@ def trace_request(
     notify: Callable[[int, int], None] | None = None,
     time_limit: float | None = None,
 ) -> list[FrontierPoint]:
-    """What `frontier` does with a request.
+    """Return the frontier of a request; see `frontier`.
 
     Parameters
     ----------
@@ -206,10 +206,10 @@ def trace_request(
         )
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
-    found = [outcome(posed, point.choice, point.value) for point in traced]
+    fields = [outcome(posed, point.choice, point.value) for point in traced]
     return [
-        replace(point, retention=said.get("retention"), predicted_loss=said.get("predicted_loss"))
-        for point, said in zip(traced, found, strict=True)
+        replace(point, retention=one.get("retention"), predicted_loss=one.get("predicted_loss"))
+        for point, one in zip(traced, fields, strict=True)
     ]
 
 
@@ -227,7 +227,7 @@ def trace_frontier(
     Parameters
     ----------
     problem : AllocationProblem
-        Its own capacity or target is ignored; arrays are checked and looked through only once.
+        Its own capacity or target is ignored; arrays are checked only once.
     solver : Solver
     capacities : sequence of int
         Bytes, rising.
@@ -244,20 +244,20 @@ def trace_frontier(
         If the solver cannot solve this problem, fails or misreports.
     """
     traced = []
-    nothing: InfeasibleError | None = None
+    last_error: InfeasibleError | None = None
     point = problem
     for done, capacity in enumerate(capacities, start=1):
-        # From the last one, not the first: what was found out about the arrays comes along.
+        # From the last one, not the first: what is computed from the arrays is kept.
         point = point.with_capacity(capacity)
         try:
             answer, _ = checked_answer(point, solver, time_limit_seconds)
             traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
         except InfeasibleError as error:
-            nothing = error  # too small for the side constraints; a larger one may do
+            last_error = error  # too small for the side constraints; a larger one may do
         if notify is not None:
             notify(done, len(capacities))
-    if not traced and nothing is not None:
-        raise nothing
+    if not traced and last_error is not None:
+        raise last_error
     return traced
 
 

@@ -1,7 +1,7 @@
-"""Why nothing can work, and what to ask for instead, as options to copy.
+"""Why a request is infeasible, and the nearest feasible ones, as options to copy.
 
-One thing at a time gives way: the target, each side constraint, the least and the largest budget.
-What is nearest is found by solving again, exactly where solvers prove that nothing nearer works.
+One thing at a time is relaxed: the target, each side constraint, the smallest and the largest
+budget. The nearest value is found by solving again. It is exact where solvers prove their answers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvalloc.problem.registry import get_solver
 from kvalloc.units import parse_bytes
 
 PATIENCE_SECONDS = 10.0
-"""Longest search for what is nearest; what was found by then is reported as what it is."""
+"""Longest search for the nearest possible values."""
 
 SURE = {True: "", False: " (a smaller change may do)"}
-"""What is said of a way out, by whether nothing nearer works."""
+"""Note on a way out, by whether it is proven that nothing nearer works."""
 
 
 def diagnose(
     problem: AllocationProblem, *, deadline: float
 ) -> tuple[float | int | None, bool] | None:
-    """What is nearest to a problem that has no solution, as far as is found until a deadline.
+    """Find the nearest target or capacity for which a problem has a solution, until a deadline.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def diagnose(
 def attempt(
     make: Callable[[], AllocationProblem], deadline: float
 ) -> CheckedSolution | Literal[False] | None:
-    """A solution, False where there is none, None where neither was shown in time."""
+    """Return a solution, False if there is none, None if neither is shown in time."""
     left = deadline - time.monotonic()
     if left <= 0:
         return None
@@ -75,10 +75,10 @@ def attempt(
         return None
 
 
-def least_that_works(
+def smallest_that_works(
     low: int, high: int, works: Callable[[int], int | None]
 ) -> tuple[int, bool] | None:
-    """The least whole number above one that does not work, up to another one.
+    """Find the smallest whole number that works, by bisection.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def least_that_works(
 def relax(
     problem: AllocationProblem, index: int, *, deadline: float
 ) -> tuple[Side | None, bool] | None:
-    """How far one side constraint has to give way for a problem to have a solution.
+    """Find the tightest form of one side constraint with which a problem has a solution.
 
     Returns
     -------
@@ -130,13 +130,20 @@ def relax(
 
         return bisect_left(range(number), True, lo=low + 1, key=keeps)
 
-    if (found := least_that_works(low, max(low, loosest) + 1, works)) is None:
+    if (nearest := smallest_that_works(low, max(low, loosest) + 1, works)) is None:
         return None
-    return None if found[0] > loosest else at(found[0]), found[1]
+    number, is_exact = nearest
+    return None if number > loosest else at(number), is_exact
 
 
 def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[int], Side]]:
-    """Constraints of one kind by number, from tight to loose: this one's, the loosest's, all."""
+    """Number constraints of one kind from tight to loose.
+
+    Returns
+    -------
+    (int, int, callable)
+        Number of the given one, of the loosest one, and the constraint of a number.
+    """
     if isinstance(one, GroupCap):
         units, grain = list(one.units), problem.lattice_bytes
         floors = int(problem.costs[units, 0].sum())
@@ -158,14 +165,14 @@ def advise(
     *,
     time_limit_seconds: float | None = None,
 ) -> InfeasibleError:
-    """Say which option makes a request impossible, and the nearest values that are possible.
+    """Return the error that says which option is in the way, and the nearest possible values.
 
     Parameters
     ----------
-    scores, request
-        What was measured and asked.
+    scores : ScoreProfile
+    request : Request
     error : InfeasibleError
-        What a solver, or the problem itself, said.
+        Raised by a solver or by the problem itself.
     time_limit_seconds : float, optional
         For the search; `PATIENCE_SECONDS` by default.
 
@@ -185,16 +192,16 @@ def advise(
         lower = _other_limit(scores, request, "min_tokens", deadline)
         text = f"{too_small}, or use {lower}" if lower else str(too_small)
         return InfeasibleError(text, nearest=too_small.nearest)
-    found = diagnose(problem, deadline=deadline)
-    if found is None:
+    if (diagnosis := diagnose(problem, deadline=deadline)) is None:
         return error
+    possible, is_exact = diagnosis
     ways: dict[str, str] = {}
     every: list[str] = []
-    for index, asked in enumerate(problem.constraints):
-        every.append(_option(request, index, asked, asked))
+    for index, side in enumerate(problem.constraints):
+        every.append(_option(request, index, side, side))
         if (relaxed := relax(problem, index, deadline=deadline)) is not None:
-            other = relaxed[0] and _option(request, index, asked, relaxed[0])
-            ways[every[-1]] = (other or f"no {option(asked.keyword)}") + SURE[relaxed[1]]
+            other = relaxed[0] and _option(request, index, side, relaxed[0])
+            ways[every[-1]] = (other or f"no {option(side.keyword)}") + SURE[relaxed[1]]
     if request.max_tokens is not None:
         every.append(option("max_tokens", request.max_tokens))
     for name in ("max_tokens", "min_tokens"):
@@ -203,25 +210,25 @@ def advise(
     text, nearest = f"{request.target} is not possible", None
     text += f" with {' and '.join(ways or every)}" if ways or every else ""
     text += " together; to change one of them is not enough" if every[1:] and not ways else ""
-    if found[0] is not None:
+    if possible is not None:
         costs = RequestCurves(scores=scores, request=request).costs
-        nearest, target = request.target.nearest(found[0], costs)
+        nearest, target = request.target.nearest(possible, costs)
         text += f"; {request.target.limit} {target}"
-        text += "" if found[1] else f" as far as {limit:g} s of search can tell"
-    elif found[1]:
+        text += "" if is_exact else f" as far as {limit:g} s of search can tell"
+    elif is_exact:
         text += ", and neither is any other target"
     text += f"; or use {', or '.join(ways.values())}" if ways else ""
     return InfeasibleError(text, nearest=nearest)
 
 
-def _option(request: Request, index: int, asked: Side, shown: Side) -> str:
-    """The option that asks for a constraint, or for another one in its place."""
-    if isinstance(asked, GroupCap) and isinstance(shown, GroupCap):
+def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
+    """Return the option that requests a constraint, or another one in its place."""
+    if isinstance(requested, GroupCap) and isinstance(shown, GroupCap):
         cap = request.cap[index]
-        if shown is asked:
+        if shown is requested:
             return option("cap", cap.text)
-        # What was asked for counts sliding layers, too.
-        size = cap.capacity_bytes - asked.capacity_bytes + shown.capacity_bytes
+        # The cap of the request counts sliding layers, too.
+        size = cap.capacity_bytes - requested.capacity_bytes + shown.capacity_bytes
         return option("cap", f"{cap.text.partition('=')[0]}={_size(size)}")
     if isinstance(shown, MaxDistinct):
         return option("max_distinct", shown.most)
@@ -229,7 +236,7 @@ def _option(request: Request, index: int, asked: Side, shown: Side) -> str:
 
 
 def _size(least_bytes: int) -> str:
-    """A size as people write it, rounded up by a hundredth at most; bytes where that is more."""
+    """Return a size with two decimals, rounded up; in bytes if those say less."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         text = f"{math.ceil(100 * least_bytes / unit) / 100:.2f}{name}"
         if least_bytes >= unit and parse_bytes(text) >= least_bytes:
@@ -238,16 +245,16 @@ def _size(least_bytes: int) -> str:
 
 
 def _other_limit(scores: ScoreProfile, request: Request, name: str, deadline: float) -> str:
-    """The nearest other limit of single budgets with which the request can be met, if any."""
-    asked = getattr(request, name) or 0
+    """Return the nearest other limit of single budgets that makes a request possible, if any."""
+    limit = getattr(request, name) or 0
     step, last = -1, scores.protected_tokens
     if name == "max_tokens":
         step, last = 1, RequestCurves(scores=scores, request=request).context_tokens
 
     def works(moved: int) -> int | None:
-        changed: dict[str, Any] = {name: asked + step * moved}
+        changed: dict[str, Any] = {name: limit + step * moved}
         answer = attempt(lambda: formulate(scores, replace(request, **changed)), deadline)
         return moved if isinstance(answer, CheckedSolution) else answer
 
-    found = least_that_works(0, step * (last - asked) if asked else 0, works)
-    return option(name, asked + step * found[0]) + SURE[found[1]] if found else ""
+    nearest = smallest_that_works(0, step * (last - limit) if limit else 0, works)
+    return option(name, limit + step * nearest[0]) + SURE[nearest[1]] if nearest else ""

@@ -1,7 +1,7 @@
-"""What a user asks for: one target, where it holds, and what must hold beside it.
+"""The request of a user: one target, its context, and its limits.
 
 `RequestOptions` names, types and documents every keyword once: the library's functions take it
-with ``Unpack``, and the command line derives its flags from it. `Request` is what they mean.
+with ``Unpack``, and the command line derives its flags from it. `Request` holds them, checked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WEIGHT_SHAPES = "one number a layer, or one a KV head as a list of lists"
 
 @dataclass(frozen=True, kw_only=True)
 class Target(ABC):
-    """What to reach: the one place that tells the kinds of targets apart.
+    """What to reach: the one place that knows the kinds of targets.
 
     A kind parses, checks, prints and stores itself, and turns itself into what a problem needs: a
     value to reach in the fewest bytes, or a capacity. `TARGETS` holds all kinds.
@@ -81,7 +81,7 @@ class Target(ABC):
     read_value: ClassVar[Any] = staticmethod(lambda given: given)
     """Reads the value from what the user wrote."""
     refusal: ClassVar[str] = ""
-    """What is said of a value that cannot be."""
+    """Message for an impossible value."""
     limit: ClassVar[str] = "the least is"
     """What messages say before the nearest target that can be met."""
     is_fixed: ClassVar[bool] = False
@@ -95,11 +95,11 @@ class Target(ABC):
             raise InputError(self.refusal.format(self.value))
 
     def is_possible(self) -> bool:
-        """Whether there can be such a target."""
+        """Return whether there can be such a target."""
         return True
 
     def shown(self) -> object:
-        """The value as `kvalloc.errors.option` writes it."""
+        """Return the value as `kvalloc.errors.option` writes it."""
         return self.value
 
     @abstractmethod
@@ -121,11 +121,11 @@ class Target(ABC):
 
     @property
     def max_loss(self) -> float | None:
-        """Most loss, nats per token; None where the target is another one."""
+        """Largest loss, nats per token; None where the target is another one."""
         return None
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int | None:
-        """What the layers that get budgets may cost together; None where a value is needed.
+        """Return what the layers with budgets may cost together; None where a value is needed.
 
         Parameters
         ----------
@@ -143,19 +143,19 @@ class Target(ABC):
 
     @abstractmethod
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float | int, Target]:
-        """The target that a value or a cost reaches, exactly, and rounded to the safe side."""
+        """Return the target that a value or a cost reaches, exact and rounded to the safe side."""
 
     def __str__(self) -> str:
-        """The option that asks for it."""
+        """Return the option of this target."""
         return option(self.keyword, self.shown() if self.typed is None else self.typed)
 
     def record(self) -> dict[str, Any]:
-        """Plain values for a budget profile, which `read` reads."""
+        """Return plain values for a budget profile, which `read` reads."""
         return {"target": self.kind, "value": self.value}
 
     @staticmethod
     def read(record: Mapping[str, Any]) -> Target:
-        """The target that `record` stored, among other things that were requested.
+        """Return the target that `record` stored among other fields of a request.
 
         Raises
         ------
@@ -170,8 +170,8 @@ class Target(ABC):
         raise InputError(f"the target is {one_line(name, 60)}, expected one of {known}")
 
     @staticmethod
-    def of(asked: Mapping[str, Any]) -> Target:
-        """The one target among keywords.
+    def of(keywords: Mapping[str, Any]) -> Target:
+        """Return the one target among keywords.
 
         Raises
         ------
@@ -183,10 +183,10 @@ class Target(ABC):
         >>> Target.of({"budget": "20%", "level": "head"})
         _Share(value=0.2)
         """
-        given = [kind for kind in TARGETS if asked.get(kind.keyword) is not None]
+        given = [kind for kind in TARGETS if keywords.get(kind.keyword) is not None]
         if len(given) == 1:
             (kind,) = given
-            typed = asked[kind.keyword]
+            typed = keywords[kind.keyword]
             return kind(value=kind.read_value(typed), typed=typed)
         options = ", ".join(option(kind.keyword) for kind in TARGETS)
         if not given:
@@ -252,7 +252,7 @@ class _Loss(Target):
 
 
 class _Size(Target):
-    """What may be kept at most; as much as possible is made of it (XKV, Eq. 17)."""
+    """A size that the kept entries fit in, with the largest value there is (XKV, Eq. 17)."""
 
     includes_sliding: ClassVar[bool] = False
     """Whether the layers that store the same whatever is decided count, too."""
@@ -263,11 +263,11 @@ class _Size(Target):
 
     @abstractmethod
     def amount(self, entries: str = "entries") -> str:
-        """The size for people."""
+        """Return the size for people."""
 
     @abstractmethod
     def cost(self, costs: CacheCosts) -> int:
-        """The size in the unit of the costs."""
+        """Return the size in the unit of the costs."""
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
         fixed = costs.sliding_bytes if self.includes_sliding else 0
@@ -484,7 +484,7 @@ class LayerCap:
 
     @classmethod
     def parse(cls, text: str) -> LayerCap:
-        """A cap from ``"0-15=256MiB"``.
+        """Return a cap from ``"0-15=256MiB"``.
 
         Raises
         ------
@@ -551,7 +551,7 @@ class Request:
     @classmethod
     @keywords_of(RequestOptions)
     def parse(cls, **asked: Unpack[RequestOptions]) -> Request:
-        """The request that keywords make.
+        """Return the request of some keywords.
 
         Parameters
         ----------
@@ -580,7 +580,7 @@ class Request:
         return cls(**read)
 
     def record(self) -> dict[str, Any]:
-        """What was asked, as plain values for a budget profile; `read` reads it again.
+        """Return the request as plain values for a budget profile, which `read` reads.
 
         Defaults are left out, and so are level, context, batch and page, which are fields of the
         profile itself.
@@ -700,7 +700,7 @@ class Request:
 
 
 def read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
-    """Weights as plain tuples, as far as they can be checked without a model.
+    """Return weights as plain tuples, checked as far as that needs no model.
 
     Parameters
     ----------
@@ -764,7 +764,7 @@ def _read_names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a field as JSON has it."""
+    """Return a value of a field as plain JSON values."""
     if isinstance(value, LayerCap):
         return value.text
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
@@ -834,4 +834,4 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "share_groups": parse_groups,
 }
 _OF_THE_PROFILE = ("target", "level", "context", "batch", "page")
-"""What a record leaves out, because it is a field of a budget profile."""
+"""Fields that a record leaves out, because a budget profile has them."""

@@ -27,7 +27,7 @@ ROUNDS = 100
 """Halvings of the price interval."""
 
 CLOSE = 1e-11
-"""A price interval so narrow, as a share of the highest price, has nothing more to tell."""
+"""Smallest price interval, as a share of the highest price."""
 
 TRIED_GROUPINGS = 8
 """Groupings whose own bounds are compared: those that were best at the last prices."""
@@ -207,7 +207,7 @@ class _Search:
         self.groupings: list[Groups] = []
 
     def run(self) -> float:
-        """The bound over all groupings; those that are best near its price are collected."""
+        """Return the bound over all groupings, and collect those that are best near its price."""
         problem = self.problem
         gain = float(self.values.max() - self.values.min())
         top = 2.0 * (gain + 1e-300) / problem.lattice_bytes
@@ -228,7 +228,7 @@ class _Search:
         return min(bounds) if problem.sense is Sense.MAX_VALUE else max(bounds)
 
     def _bound_at(self, price: float) -> tuple[float, bool]:
-        """The bound that a price gives, and whether its best cut spends (reaches) enough."""
+        """Return the bound at a price, and whether its best cut spends (reaches) enough."""
         problem = self.problem
         net = self.values - price * self.costs[:, None, :]
         picked = np.argmax(net, axis=2)

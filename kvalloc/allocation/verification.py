@@ -1,4 +1,4 @@
-"""Running a solver and trusting nothing it says: claims are computed again, bytes are priced."""
+"""Run a solver and verify its answer: claims are computed again, bytes are priced."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ GRACE_SECONDS = 5.0
 """A solver of another package is given up after twice its time limit and this much more."""
 
 WORST_STEP = 0.01
-"""How much more value is priced where single options would be a jagged measure."""
+"""Step of value that is priced where the step of a single option would be too uneven."""
 
 MORE = 0.01
-"""The same in bytes, as a share of the capacity."""
+"""Step of bytes that is priced by solving again, as a share of the capacity."""
 
 AGAIN_SECONDS = 1.0
 """A problem that took longer is not solved again for its price."""
@@ -85,7 +85,7 @@ class CheckedSolution:
         return relative_gap(self.objective, self.bound)
 
     def stated(self) -> dict[str, Any]:
-        """What a budget profile states of it, by field."""
+        """Return the fields that a budget profile states of it."""
         names = ("objective", "bound", "bound_source", "detail", "decided_by")
         stated = {name: getattr(self, name) for name in names}
         return {**stated, "termination": self.termination.value}
@@ -94,7 +94,7 @@ class CheckedSolution:
 def solve_problem(
     problem: AllocationProblem, solver: Solver, *, time_limit_seconds: float | None = None
 ) -> CheckedSolution:
-    """Run a solver and trust nothing it says.
+    """Run a solver and compute every claim of its answer again.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def solve_problem(
 def checked_answer(
     problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
 ) -> tuple[Solution, float]:
-    """A solver's answer, feasible and as it says, and its seconds; no bound of our own is sought.
+    """Return a solver's answer and its seconds, checked but for the bound.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def _guarded(
     *args: Any,
     **options: Any,
 ) -> T:
-    """A call into a solver: whatever goes wrong there is a `SolverError` here."""
+    """Call into a solver, and turn whatever goes wrong there into a `SolverError`."""
     ours = type(solver).__module__.startswith("kvalloc.")
     try:
         if ours or patience_seconds is None:
@@ -196,7 +196,7 @@ class NoAnswerError(Exception):
 
 
 def call_in_time(call: Callable[[], T], *, seconds: float) -> T:
-    """The result of a call, or an error when it takes too long.
+    """Return the result of a call, or raise an error if it takes too long.
 
     The call runs in a thread of its own, in a copy of the caller's context, while this one waits.
     Python cannot stop a thread: one that hangs is left alone as a daemon, which does not keep the
@@ -264,7 +264,7 @@ def _check_types(solver: Solver, solution: Any) -> None:
 
 
 def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution) -> str:
-    """What is not true of a solution, as half a sentence; empty where all is."""
+    """Return the first claim of a solution that is not true, as half a sentence; else empty."""
     choice, capacity = solution.choice, problem.capacity_bytes
     if choice.shape != (problem.n_units,) or choice.dtype.kind != "i":
         return (
@@ -339,7 +339,7 @@ class ShadowPrice:
 
     @classmethod
     def of(cls, gained: float, more_bytes: int, source: str) -> ShadowPrice:
-        """The price at which bytes gained value; 0 where either is none."""
+        """Return the price at which bytes gained value; 0 where either is none."""
         per_byte = max(0.0, gained) / more_bytes if more_bytes > 0 else 0.0
         return cls(value_per_byte=per_byte, source=source)
 
@@ -351,7 +351,7 @@ def price_of(
     *,
     time_limit_seconds: float | None = None,
 ) -> ShadowPrice | None:
-    """The price of a byte for an answer: by formula, else by solving again.
+    """Return the price of a byte for an answer: by formula, else by solving again.
 
     Parameters
     ----------
@@ -382,7 +382,7 @@ def price_of(
 def price_at(
     problem: AllocationProblem, choice: IntArray, *, multiplier: float | None = None
 ) -> ShadowPrice | None:
-    """The price of a byte at a choice.
+    """Return the price of a byte at a choice.
 
     Parameters
     ----------
@@ -423,7 +423,7 @@ def price_at(
 
 
 def bound_at_choice(problem: AllocationProblem, choice: IntArray) -> float:
-    """A bound for one capacity that needs no search: the dual at the price of the choice itself.
+    """Return a bound for one capacity without a search: the dual at the choice's own price.
 
     Tight for a concave problem at its optimum; valid for any.
     """
@@ -442,7 +442,7 @@ def _next_gain(problem: AllocationProblem, choice: IntArray, *, capped: bool = T
     gains = problem.weights * (problem.values[units, after] - problem.values[units, choice])
     if capped:
         for cap in problem.constraints:
-            assert isinstance(cap, GroupCap)  # the caller has looked
+            assert isinstance(cap, GroupCap)  # checked by the caller
             members = np.asarray(cap.units, dtype=np.int64)
             stored = int(problem.costs[members, choice[members]].sum())
             if stored + step > cap.capacity_bytes:
@@ -467,7 +467,7 @@ def _price_by_solving(
     answer: CheckedSolution,
     time_limit_seconds: float | None,
 ) -> ShadowPrice | None:
-    """From `MORE` of the bytes, or `WORST_STEP` more value for a target.
+    """Return the price from `MORE` of the bytes, or `WORST_STEP` more value for a target.
 
     None where that would take long, is not possible, or is not proven optimal.
     """

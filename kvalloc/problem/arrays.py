@@ -1,4 +1,4 @@
-"""The budget problem as arrays: all that a solver ever sees."""
+"""The budget problem as arrays: everything that a solver sees."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CONCAVE_TOLERANCE = 1e-10
 """The same for a whole curve: ten thousand tiny bends in one direction make a convex one."""
 
 CONCAVE_STRIDE = 64
-"""Every so many options are looked at for that."""
+"""Options between two points of that coarse check."""
 
 CONCAVE_BLOCK = 32_768
-"""Values that are looked at together, 256 KiB."""
+"""Values that are checked together, 256 KiB."""
 
 MEAN_TOLERANCE = 1e-9
 """How far the values may be from the mean of the scenarios, relative to the largest of them."""
@@ -43,7 +43,7 @@ _ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies", "scenari
 
 _OF_VALUES = frozenset((*_ARRAYS, "aggregate", "tail_share"))
 _CACHED = ("max_value", "is_concave", "best_so_far", "largest_gain")
-"""What is computed from them, once it is asked for: `replace` keeps it if none of them changes."""
+"""Cached properties computed from them: `replace` keeps these if none of them changes."""
 
 
 class Sense(Enum):
@@ -74,7 +74,7 @@ class SideConstraint(ABC):
 
     @abstractmethod
     def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """What a choice violates, as half a sentence, or None.
+        """Return what a choice violates, as half a sentence, or None.
 
         Parameters
         ----------
@@ -84,15 +84,15 @@ class SideConstraint(ABC):
         """
 
     def floor_fault(self, problem: AllocationProblem) -> str | None:
-        """What no choice can satisfy, because even the smallest options violate it."""
+        """Return what even the smallest options violate, as half a sentence, or None."""
         return None
 
     def stated(self) -> tuple[str, str]:
-        """What it is called and what it asks for, in a few words each."""
+        """Return its name and its limit, in a few words each."""
         return type(self).__name__, str(self)
 
     def members(self) -> tuple[int, ...]:
-        """The units that it names; none where it is about all of them."""
+        """Return the units that it names; none where it is about all of them."""
         return ()
 
 
@@ -206,10 +206,10 @@ class AllocationProblem:
         self._check(changed=_OF_VALUES)
 
     def replace(self, **changes: Any) -> AllocationProblem:
-        """A variant of the problem with other fields; what they touch is checked.
+        """Return the problem with other values of some fields, which are checked.
 
-        What was computed from unchanged fields is kept, so another capacity or target of a problem
-        with a hundred million options costs nothing.
+        Results from unchanged fields are kept, so another capacity or target of a problem with a
+        hundred million options costs nothing.
 
         Parameters
         ----------
@@ -232,15 +232,15 @@ class AllocationProblem:
         return other
 
     def with_capacity(self, capacity_bytes: int) -> AllocationProblem:
-        """The same units under another capacity, maximising value."""
+        """Return the same units under another capacity, maximising value."""
         return self.replace(sense=Sense.MAX_VALUE, capacity_bytes=capacity_bytes, target=None)
 
     def with_target(self, target: float) -> AllocationProblem:
-        """The same units with a target to reach at least cost."""
+        """Return the same units with a target to reach at minimal cost."""
         return self.replace(sense=Sense.MIN_COST, capacity_bytes=None, target=target)
 
     def reweighted(self, weights: FloatArray) -> AllocationProblem:
-        """The problem for one weighted mean of its scenarios, as a sum over units.
+        """Return the problem for one weighted mean of its scenarios, as a sum over units.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class AllocationProblem:
         return self.replace(values=values, aggregate=Aggregate.SUM, scenarios=None, tail_share=1.0)
 
     def _check(self, changed: Set[str]) -> None:
-        """Refuse what no problem can be; arrays only where one of them changed."""
+        """Refuse impossible fields; arrays are checked only where one of them changed."""
         if not _OF_VALUES.isdisjoint(changed):
             self._check_arrays()
             if not changed.isdisjoint(("tokens", "costs", "bits", "option_counts")):
@@ -315,7 +315,7 @@ class AllocationProblem:
             raise InputError("problem: weights must be finite and not negative")
 
     def _measure_options(self) -> None:
-        """Refuse tokens and costs that do not rise; what they say of every choice is kept."""
+        """Refuse tokens and costs that do not rise; compute the fields that follow from them."""
         n_units, n_options = self.values.shape
         last, is_ragged = self.option_counts - 1, int(self.option_counts.min()) < n_options
         units = np.arange(n_units)
@@ -379,7 +379,7 @@ class AllocationProblem:
 
     @property
     def exists(self) -> BoolArray:
-        """Which options a unit really has, ``(n_units, n_options)``; the rest is padding."""
+        """Mask of the options that a unit has, ``(n_units, n_options)``; the rest is padding."""
         there: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
         return there
 
@@ -395,7 +395,7 @@ class AllocationProblem:
         return float(best.min()) if self.aggregate is Aggregate.WORST else math.fsum(best)
 
     def _best_of_rows(self, values: FloatArray) -> FloatArray:
-        """The largest weighted value of each unit."""
+        """Return the largest weighted value of each unit."""
         rows = zip(values, self.option_counts.tolist(), strict=True)
         bests: FloatArray = np.array([row[:count].max() for row, count in rows])
         return self.weights * bests
@@ -411,7 +411,7 @@ class AllocationProblem:
         if self.is_ragged:
             rows = zip(self.values, self.option_counts.tolist(), strict=True)
             return all(_rows_are_concave(row[None, :count], *buffers) for row, count in rows)
-        # The first alone: where curves are not concave, one is mostly enough to see it.
+        # The first row alone: where curves are not concave, one row mostly shows it.
         first, end = 0, 1
         while first < self.n_units:
             if not _rows_are_concave(self.values[first:end], *buffers):
@@ -421,7 +421,7 @@ class AllocationProblem:
 
     @cached_property
     def best_so_far(self) -> FloatArray:
-        """The most value up to each option, ``(n_units, n_options)``."""
+        """The largest value up to each option, ``(n_units, n_options)``."""
         rises = all(bool(np.all(row[1:] >= row[:-1])) for row in self.values)
         return self.values if rises else np.maximum.accumulate(self.values, axis=1)
 
@@ -438,13 +438,13 @@ class AllocationProblem:
         return (self.spendable_bytes - self.min_cost_bytes) // (self.step_bytes or 1)
 
     def cost(self, choice: IntArray) -> int:
-        """Bytes of a choice, ``choice`` being one option index per unit, ``(n_units,)``."""
+        """Return the bytes of a choice, one option index per unit, ``(n_units,)``."""
         return int(self.costs[self.units, choice].sum())
 
     def gains(
         self, before: IntArray | int, after: IntArray, units: IntArray | None = None
     ) -> FloatArray:
-        """Weighted value from one option to another, of each unit or of those given, ``(n,)``."""
+        """Return the weighted value from one option to another, of all units or some, ``(n,)``."""
         rows, weights = self.units, self.weights
         if units is not None:
             rows, weights = units, weights[units]
@@ -452,7 +452,7 @@ class AllocationProblem:
         return gains
 
     def objective_value(self, choice: IntArray) -> float:
-        """Value of a choice: its units' weighted values, summed without loss, or the worst.
+        """Return the value of a choice: its weighted values, summed without loss, or the worst.
 
         With scenarios, the mean of the sums in the worst share of them.
         """
@@ -462,40 +462,40 @@ class AllocationProblem:
         return float(worth.min()) if self.aggregate is Aggregate.WORST else math.fsum(worth)
 
     def objective(self, choice: IntArray) -> float:
-        """What the sense optimises: the value, or the cost in bytes."""
+        """Return the value or the cost in bytes, whichever the sense optimises."""
         if self.sense is Sense.MAX_VALUE:
             return self.objective_value(choice)
         return float(self.cost(choice))
 
     def is_better(self, first: float, second: float, slack: float = 0.0) -> bool:
-        """Whether the first objective beats the second by more than a relative slack."""
+        """Return whether the first objective beats the second by more than a relative slack."""
         room = slack * max(1.0, abs(second))
         return first > second + room if self.sense is Sense.MAX_VALUE else first < second - room
 
     def scenario_values(self, choice: IntArray) -> FloatArray:
-        """Value of a choice in each scenario, ``(n_scenarios,)``, each summed without loss."""
+        """Return a choice's value in each scenario, ``(n_scenarios,)``, summed without loss."""
         chosen = self._required_scenarios[:, self.units, choice]
         return np.array([math.fsum(row) for row in self.weights * chosen])
 
     def chosen_tokens(self, choice: IntArray) -> IntArray:
-        """Budget of each unit in tokens per KV head, ``(n_units,)``."""
+        """Return the budget of each unit in tokens per KV head, ``(n_units,)``."""
         return self.tokens[self.units, choice]
 
     def meets_target(self, value: float) -> bool:
-        """Whether a value reaches the target, within `VALUE_TOLERANCE`."""
+        """Return whether a value reaches the target, within `VALUE_TOLERANCE`."""
         return value >= self.lowest_accepted_value
 
     def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
-        """Each unit's largest option of at most the given tokens, ``(n_units,)``.
+        """Return each unit's largest option of at most the given tokens, ``(n_units,)``.
 
         A unit whose smallest option is larger gets that one.
         """
         rows = _distinct_rows(self.tokens)
         if rows.shape[0] == 1:
-            found = np.searchsorted(rows[0], tokens, side="right") - 1
+            options = np.searchsorted(rows[0], tokens, side="right") - 1
         else:
-            found = (rows <= np.asarray(tokens)[:, None]).sum(axis=1) - 1
-        return np.clip(found, 0, self.last_options).astype(np.int64)
+            options = (rows <= np.asarray(tokens)[:, None]).sum(axis=1) - 1
+        return np.clip(options, 0, self.last_options).astype(np.int64)
 
     def check_feasible(self) -> None:
         """Raise when no choice at all can meet the capacity or the target.
@@ -524,7 +524,7 @@ class AllocationProblem:
                 raise InfeasibleError(f"no choice can work: {fault}; raise it or lower the floors")
 
     def side_fault(self, choice: IntArray) -> str | None:
-        """The first side constraint that a choice violates, as half a sentence, or None.
+        """Return the first side constraint that a choice violates, as half a sentence, or None.
 
         Parameters
         ----------
@@ -536,7 +536,7 @@ class AllocationProblem:
         return None
 
     def digest(self) -> str:
-        """SHA-256 over everything that defines the problem."""
+        """Return the SHA-256 over everything that defines the problem."""
         hasher = hashlib.sha256()
         for name in _ARRAYS:
             array = getattr(self, name)
@@ -551,7 +551,7 @@ class AllocationProblem:
 
 
 def tail_places(n_scenarios: int, tail_share: float) -> FloatArray:
-    """Weight of each place when scenarios are sorted from worst to best.
+    """Return the weight of each place when scenarios are sorted from worst to best.
 
     Parameters
     ----------
@@ -575,7 +575,7 @@ def tail_places(n_scenarios: int, tail_share: float) -> FloatArray:
 
 
 def tail_value(values: FloatArray, tail_share: float) -> float:
-    """Mean of the worst share of equally likely values, summed without loss.
+    """Return the mean of the worst share of equally likely values, summed without loss.
 
     Parameters
     ----------
@@ -597,7 +597,7 @@ def tail_value(values: FloatArray, tail_share: float) -> float:
 
 
 def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: IntArray) -> IntArray:
-    """The first place of each row at which a test holds, by bisection in all rows at once.
+    """Find the first place of each row at which a test holds, by bisection in all rows at once.
 
     Parameters
     ----------
@@ -614,9 +614,9 @@ def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: Int
     """
     for _ in range(int((high - low).max(initial=0)).bit_length()):
         middle = (low + high) >> 1
-        found = holds(middle)
-        low = np.where(found, low, np.minimum(middle + 1, high))
-        high = np.where(found, middle, high)
+        held = holds(middle)
+        low = np.where(held, low, np.minimum(middle + 1, high))
+        high = np.where(held, middle, high)
     return high
 
 
@@ -625,12 +625,12 @@ def _all_finite(array: FloatArray) -> bool:
 
 
 def _distinct_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """One row where all rows are views of it, else the array."""
+    """Return one row if all rows are views of it, else the array."""
     return array[:1] if array.ndim == 2 and array.strides[0] == 0 else array
 
 
 def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -> bool:
-    """Whether no row falls or bends upwards; the buffers are at least as large as the rows."""
+    """Return whether no row falls or bends upwards; the buffers hold at least all rows."""
     n_rows, steps = rows.shape[0], rows.shape[1] - 1
     if steps < 1:
         return True

@@ -1,4 +1,4 @@
-"""Bounds that need no trust in a solver: by duality, for the worst unit, and for a tail.
+"""Bounds computed without a solver: by duality, for the worst unit, and for a tail.
 
 *Sums.* For a price of one byte, each unit's best option is found on its own; the sum is a bound on
 the whole for every price, and the best price gives the tightest one (Fisher, 1981; for separable
@@ -44,7 +44,7 @@ TAIL_ROUNDS = 60
 CLOSE = 1e-10
 """Bounds this close, as a share of the range of the values (costs), are the same."""
 
-MOST_WEIGHT = 1e6
+MAX_WEIGHT = 1e6
 """Largest worth of a target, in ranges of the cost for a range of the values."""
 
 
@@ -83,7 +83,7 @@ class TailBound(DualBound):
 
 
 def dual_bound(problem: AllocationProblem) -> DualBound:
-    """A bound on the objective that owes nothing to a solver.
+    """Return a bound on the objective, computed without a solver.
 
     By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
     optimum; for a tail of scenarios, by duality over their weights too.
@@ -109,7 +109,7 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
 
 
 def bound_at(problem: AllocationProblem, price: float) -> float:
-    """The dual function at a price: a valid bound for any price, tight for the right one.
+    """Return the dual function at a price: a bound for any price, tight for the right one.
 
     Parameters
     ----------
@@ -143,10 +143,10 @@ def best_response(
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
-    """Each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
+    """Return each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
 
-    The smallest option among equals. ``low`` and ``high`` are the best ones at a higher and at a
-    lower price, where those are known: what is looked for lies between them.
+    Of equal options it is the smallest. ``low`` and ``high`` are the best options at a higher and
+    at a lower price, if known: the search starts between them.
     """
     if problem.is_concave and problem.step_bytes is not None:
         return steps_above(problem, price * problem.step_bytes, low=low, high=high)
@@ -165,7 +165,7 @@ def steps_above(
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
-    """Steps of each unit that gain more than their price.
+    """Return the steps of each unit that gain more than their price.
 
     Gains of a concave unit fall along its row, so the count is found by bisection in every row at
     once, without ever forming the gains: O(n_units log n_options).
@@ -197,7 +197,7 @@ def steps_above(
 
 
 def _sum_bound(problem: AllocationProblem) -> DualBound:
-    """The tightest Lagrangian bound, found by bisecting the price of a byte."""
+    """Return the tightest Lagrangian bound, by bisection of the price of a byte."""
     low = 0.0
     # At this price every unit takes its cheapest option.
     high = 2.0 * (problem.largest_gain + 1e-300) / problem.lattice_bytes
@@ -227,7 +227,7 @@ def _sum_bound(problem: AllocationProblem) -> DualBound:
 
 
 def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:
-    """Each unit's cheapest option whose weighted value reaches a level.
+    """Return each unit's cheapest option whose weighted value reaches a level.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 
 
 def _worst_bound(problem: AllocationProblem) -> DualBound:
-    """The exact optimum of the worst unit.
+    """Return the exact optimum of the worst unit.
 
     What a level costs changes only where it is the value of some option, so halving the interval
     between a level that is affordable and one that is not, down to neighbouring numbers, ends at
@@ -258,7 +258,7 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
     """
     if problem.target is not None:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)
-        assert choice is not None  # check_feasible has seen that the target can be reached
+        assert choice is not None  # check_feasible: the target can be reached
         return DualBound(bound=float(problem.cost(choice)), multiplier=0.0, choice=choice)
     best = np.zeros(problem.n_units, dtype=np.int64)
     low, high = problem.objective_value(best), problem.max_value
@@ -275,7 +275,7 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
 
 
 def tail_bound(problem: AllocationProblem) -> TailBound:
-    """The tightest Lagrangian bound on the mean of the worst scenarios.
+    """Return the tightest Lagrangian bound on the mean of the worst scenarios.
 
     Weights of the scenarios and the price of a byte are found together: a linear program over
     them holds one row for each option that was some unit's best response so far, and its solution
@@ -348,7 +348,7 @@ class _Master:
         self.add(problem.last_options)
 
     def add(self, choice: IntArray) -> bool:
-        """Rows for the options of a choice; False where all are there already."""
+        """Add rows for the options of a choice; return False if all are there already."""
         fresh = [u for u, k in enumerate(choice.tolist()) if k > 0 and (u, k) not in self.seen]
         self.seen.update((u, int(choice[u])) for u in fresh)
         if fresh:
@@ -357,7 +357,7 @@ class _Master:
         return bool(fresh)
 
     def _relative(self, choice: IntArray) -> FloatArray:
-        """Value in each scenario and minus the cost of chosen options, ``(n_units, S + 1)``."""
+        """Return value by scenario and minus the cost of chosen options, ``(n_units, S + 1)``."""
         problem, units = self.problem, self.units
         values = self.scenarios[:, units, choice] - self.scenarios[:, :, 0]
         costs = problem.costs[units, choice] - problem.costs[:, 0]
@@ -365,11 +365,11 @@ class _Master:
         return np.vstack([scaled, -costs[None, :] / self.cost_range]).T
 
     def worth(self, at: FloatArray, choice: IntArray) -> float:
-        """The function itself at g and y, given the best response to them."""
+        """Return the function at g and y, given the best response to them."""
         return float(self.goal @ at) + math.fsum(self._relative(choice) @ at)
 
     def solve(self) -> tuple[FloatArray, float]:
-        """The best g and y for the rows there are, and the value: a bound on the best there is."""
+        """Return the best g and y for the present rows, and the value: a bound on the optimum."""
         from scipy import sparse
         from scipy.optimize import linprog
 
@@ -384,7 +384,7 @@ class _Master:
         rows = [[sparse.csr_matrix(np.vstack(self.rows)), picks], [envelope, None]]
         total = np.concatenate([np.ones(count), np.zeros(1 + n_units)])[None, :]
         least_cost = self.problem.target is not None
-        weight = (0.0, MOST_WEIGHT if least_cost else 1.0)
+        weight = (0.0, MAX_WEIGHT if least_cost else 1.0)
         price = (1.0, 1.0) if least_cost else (0.0, None)
         answer = linprog(
             np.concatenate([self.goal, np.ones(n_units)]),
@@ -402,7 +402,7 @@ class _Master:
 
 
 def _best_weights(problem: AllocationProblem) -> FloatArray:
-    """Weights of the scenarios whose problem bounds the tail best."""
+    """Return the weights of the scenarios whose problem bounds the tail best."""
     assert problem.scenarios is not None  # check_feasible has valued them
     master = _Master(problem, problem.scenarios)
     count = master.floors.size

@@ -1,4 +1,4 @@
-"""What engines ask for beyond one capacity: caps, equal budgets, few sizes."""
+"""Side constraints of engines beyond one capacity: caps, equal budgets, few sizes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class SameBudget(SideConstraint):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxDistinct(SideConstraint):
-    """At most so many different budgets in the whole model.
+    """A limit on the number of different budgets in the whole model.
 
     Attributes
     ----------

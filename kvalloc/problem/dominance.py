@@ -31,7 +31,7 @@ class Undominated:
 def undominated(
     tokens: IntArray, bits: IntArray, values: FloatArray, costs: IntArray
 ) -> Undominated:
-    """Each unit's options by rising cost, every one worth more than all cheaper ones.
+    """Return each unit's options by rising cost, each worth more than all cheaper ones.
 
     An option that costs as much as another or more and is worth no more is dropped: a choice with
     it can be changed to the other at no loss, so neither the most value within a capacity (a cap)

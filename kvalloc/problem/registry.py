@@ -32,12 +32,12 @@ def _group(group: str) -> dict[str, EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """Registered names of a group, sorted, without importing what they name."""
+    """Return the registered names of a group, sorted; imports none of the plug-ins."""
     return sorted(_group(group))
 
 
 def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
-    """The class that a name stands for.
+    """Return the class that is registered under a name.
 
     Parameters
     ----------
@@ -60,20 +60,20 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
         If the plug-in cannot be imported, or is not a subclass of `base`.
     """
     kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
-    found = _group(group)
-    if name not in found:
-        known = sorted(found) or ["none: is kvalloc installed, not only on the path?"]
+    points = _group(group)
+    if name not in points:
+        known = sorted(points) or ["none: is kvalloc installed, not only on the path?"]
         raise InputError(no_such(kind, name, known))
     try:
-        loaded = found[name].load()
+        loaded = points[name].load()
     except Exception as error:  # a plug-in may fail in any way while it is imported
         raise SolverError(
-            f"the {kind} {name!r} ({found[name].value}) cannot be loaded: {error}; reinstall or "
+            f"the {kind} {name!r} ({points[name].value}) cannot be loaded: {error}; reinstall or "
             "remove the package that provides it"
         ) from error
     if not isinstance(loaded, type) or not issubclass(loaded, base):
         what = "class" if base is object else f"subclass of {base.__module__}.{base.__qualname__}"
-        raise SolverError(f"the {kind} {name!r} ({found[name].value}) is not a {what}")
+        raise SolverError(f"the {kind} {name!r} ({points[name].value}) is not a {what}")
     return loaded
 
 
@@ -107,12 +107,12 @@ def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
 
 
 def solver_names() -> list[str]:
-    """Names of all registered solvers."""
+    """Return the names of all registered solvers."""
     return names(SOLVERS)
 
 
 def get_solver(name: str, **options: Any) -> Solver:
-    """A solver by name.
+    """Return a solver by name.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def get_solver(name: str, **options: Any) -> Solver:
 
 
 def options_of(solver: Solver) -> dict[str, Any]:
-    """The options that a solver was made with, as plain values, where they are not the defaults.
+    """Return the options that a solver was made with, as plain values, defaults left out.
 
     Parameters
     ----------
@@ -149,15 +149,15 @@ def options_of(solver: Solver) -> dict[str, Any]:
     dict
         Lists for arrays, and the `repr` of what JSON has no word for, such as a callable.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, parameter in plugin_options(type(solver)).items():
         value = getattr(solver, name, parameter.default)
         if value is parameter.default:
             continue
         plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
         if plain != parameter.default:
-            found[name] = plain if _is_plain(plain) else repr(plain)
-    return found
+            options[name] = plain if _is_plain(plain) else repr(plain)
+    return options
 
 
 def _is_plain(value: Any) -> bool:
@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """The options that a plug-in is made with, by name.
+    """Return the options of a plug-in, by name.
 
     Returns
     -------

@@ -20,12 +20,12 @@ CLOSED = 1e-11
 
 
 def is_closed(objective: float, bound: float) -> bool:
-    """Whether a bound proves an objective."""
+    """Return whether a bound proves an objective."""
     return abs(bound - objective) <= CLOSED * max(1.0, abs(objective))
 
 
 def deadline_after(seconds: float | None) -> float:
-    """The ``time.monotonic()`` at which a time limit ends; never without one."""
+    """Return the ``time.monotonic()`` at which a time limit ends; infinity without one."""
     return time.monotonic() + (math.inf if seconds is None else seconds)
 
 
@@ -93,7 +93,7 @@ class Solution:
         detail: str = "",
         deadline: float = math.inf,
     ) -> Solution:
-        """A choice as a solution: optimal where the bound meets its objective.
+        """Return a choice as a solution: optimal where the bound meets its objective.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class Solver(ABC):
     """Whether every entry may gain no more than the one before it."""
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Whether this solver can solve the problem.
+        """Return whether this solver can solve the problem.
 
         Parameters
         ----------

@@ -15,8 +15,8 @@ import pytest
 from kvalloc.allocation.infeasibility import (
     attempt,
     diagnose,
-    least_that_works,
     relax,
+    smallest_that_works,
 )
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
@@ -160,8 +160,8 @@ def test_nothing_is_claimed_without_time() -> None:
 
 
 @pytest.mark.parametrize("least", range(1, 20))
-def test_the_least_that_works(least: int) -> None:
-    assert least_that_works(0, 20, lambda n: n if n >= least else False) == (least, True)
-    assert least_that_works(0, 20, lambda n: least if n >= least else False) == (least, True)
-    assert least_that_works(0, 20, lambda n: n if n >= 18 else None) == (18, False)
-    assert least_that_works(0, least, lambda n: False) is None
+def test_the_smallest_that_works(least: int) -> None:
+    assert smallest_that_works(0, 20, lambda n: n if n >= least else False) == (least, True)
+    assert smallest_that_works(0, 20, lambda n: least if n >= least else False) == (least, True)
+    assert smallest_that_works(0, 20, lambda n: n if n >= 18 else None) == (18, False)
+    assert smallest_that_works(0, least, lambda n: False) is None
