@@ -367,110 +367,63 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
     return Answer(values=values, bound=float(solver.best_objective_bound), status=name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scaled:
-    """A program in floating point, to be minimised, its rows and goal scaled to `FLOAT_RANGE`.
-
-    Attributes
-    ----------
-    steps : ndarray of float64, (n_variables,)
-        How much one unit of a variable is in whole numbers: variables that are not 0/1 are counted
-        in shares of what the largest of them can be.
-    most : ndarray of float64, (n_variables,)
-    matrix : sparse array, (n_rows, n_variables)
-    lower, upper : ndarray of float64, (n_rows,)
-    goal : ndarray of float64, (n_variables,)
-    unit : float
-        How much one unit of the goal is in the program's whole numbers; negative to maximise.
-    """
-
-    steps: FloatArray
-    most: FloatArray
-    matrix: Any
-    lower: FloatArray
-    upper: FloatArray
-    goal: FloatArray
-    unit: float
-
-    @classmethod
-    def of(cls, program: Program) -> _Scaled:
-        from scipy import sparse
-
-        most = np.array(program.most, dtype=np.float64)
-        steps = np.where(most > 1, max(1.0, float(most.max()) / FLOAT_RANGE), 1.0)
-
-        def scaled(row: Row) -> tuple[FloatArray, float]:
-            ones = row.coefficients is None
-            coefficients = steps[row.variables] * (1.0 if ones else row.coefficients)
-            unit = max(float(np.abs(coefficients).max(initial=0.0)) / FLOAT_RANGE, 1.0)
-            return coefficients / unit, unit
-
-        rows = [row for row in program.rows if row.variables.size]
-        parts, units = zip(*map(scaled, rows), strict=True)
-        matrix = sparse.csr_array(
-            (
-                np.concatenate(parts),
-                np.concatenate([row.variables for row in rows]),
-                np.cumsum([0, *(part.size for part in parts)]),
-            ),
-            shape=(len(rows), most.size),
-        )
-        lows = [-math.inf if row.lower is None else row.lower for row in rows]
-        highs = [math.inf if row.upper is None else row.upper for row in rows]
-        goal, unit = np.zeros(most.size), 1.0
-        goal[program.goal.variables], unit = scaled(program.goal)
-        sign = -1.0 if program.maximise else 1.0
-        return cls(
-            steps=steps,
-            most=most / steps,
-            matrix=matrix,
-            lower=np.array(lows) / units,
-            upper=np.array(highs) / units,
-            goal=sign * goal,
-            unit=sign * unit,
-        )
-
-    def answer(self, values: FloatArray | None, bound: float | None, status: str) -> Answer:
-        """What a back end said, in the program's whole numbers."""
-        known = bound is not None and math.isfinite(bound)
-        return Answer(
-            values=None if values is None else np.rint(values * self.steps).astype(np.int64),
-            bound=float(bound or 0.0) * self.unit if known else None,
-            status=status,
-        )
-
-
 def by_highs(program: Program, limits: Limits) -> Answer:
-    """Solve with HiGHS through `scipy.optimize.milp`.
+    """Solve with HiGHS through `scipy.optimize.milp`, rows and goal scaled to `FLOAT_RANGE`.
 
     Through MathOpt it takes two to three times as long on a program of 88 caps.
     """
+    from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    scaled = _Scaled.of(program)
+    most = np.array(program.most, dtype=np.float64)
+    # variables that are not 0/1 are counted in shares of what the largest of them can be
+    steps = np.where(most > 1, max(1.0, float(most.max()) / FLOAT_RANGE), 1.0)
+
+    def scaled(row: Row) -> tuple[FloatArray, float]:
+        ones = row.coefficients is None
+        coefficients = steps[row.variables] * (1.0 if ones else row.coefficients)
+        unit = max(float(np.abs(coefficients).max(initial=0.0)) / FLOAT_RANGE, 1.0)
+        return coefficients / unit, unit
+
+    rows = [row for row in program.rows if row.variables.size]
+    parts, units = zip(*map(scaled, rows), strict=True)
+    columns = np.concatenate([row.variables for row in rows])
+    starts = np.cumsum([0, *(part.size for part in parts)])
+    matrix = sparse.csr_array(
+        (np.concatenate(parts), columns, starts), shape=(len(rows), most.size)
+    )
+    lows = [-math.inf if row.lower is None else row.lower for row in rows]
+    highs = [math.inf if row.upper is None else row.upper for row in rows]
+    goal, sign = np.zeros(most.size), -1.0 if program.maximise else 1.0
+    goal[program.goal.variables], unit = scaled(program.goal)
+    goal, unit = sign * goal, sign * unit
     gap = 0.0
-    if limits.absolute_gap > 0 and len(program.hint) == len(program.most):
+    if limits.absolute_gap > 0 and len(program.hint) == most.size:
         # As HiGHS counts it: relative to the objective of the start.
-        hinted = np.array(program.hint, dtype=np.float64) / scaled.steps
-        gap = limits.absolute_gap / max(1.0, float(scaled.goal @ hinted) * scaled.unit)
+        gap = limits.absolute_gap / max(1.0, float(goal @ (program.hint / steps)) * unit)
     options: dict[str, Any] = {"mip_rel_gap": gap}
     if math.isfinite(limits.seconds):
         options["time_limit"] = limits.seconds
     with stdout_kept_clean():
         answer = milp(
-            c=scaled.goal,
-            integrality=(np.array(program.most) == 1).astype(np.int64),
-            bounds=Bounds(0, scaled.most),
-            constraints=LinearConstraint(scaled.matrix, scaled.lower, scaled.upper),
+            c=goal,
+            integrality=(most == 1).astype(np.int64),
+            bounds=Bounds(0, most / steps),
+            constraints=LinearConstraint(matrix, np.array(lows) / units, np.array(highs) / units),
             options=options,
         )
     words = {0: "optimal", 1: "stopped", 2: "infeasible"}
     status = f"HiGHS {words.get(answer.status, answer.message)}"
-    if answer.status == 2:
-        return Answer(values=None, bound=None, status=status, infeasible=True)
-    if answer.status not in (0, 1):  # it failed: what is known without it stays, and nothing else
-        return Answer(values=None, bound=None, status=status)
-    return scaled.answer(answer.x, answer.mip_dual_bound, status)
+    if answer.status not in (0, 1):  # of one that failed nothing is known
+        infeasible = answer.status == 2
+        return Answer(values=None, bound=None, status=status, infeasible=infeasible)
+    values, bound = answer.x, answer.mip_dual_bound
+    known = bound is not None and math.isfinite(bound)
+    return Answer(
+        values=None if values is None else np.rint(values * steps).astype(np.int64),
+        bound=float(bound) * unit if known else None,
+        status=status,
+    )
 
 
 @contextlib.contextmanager

@@ -5,46 +5,49 @@ And their lists of numbers, from code or from a command line.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import AllocationProblem, Sense, Solution
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 
 Rule = Callable[[int], IntArray]
 
 
-def share_out(problem: AllocationProblem, rule: Rule, *, detail: str) -> Solution:
-    """The rule's choice for all steps the capacity holds, or the fewest that meet the target.
+class SharingRule(Solver):
+    """A rule that says who gets how many of some steps; the base finds how many there are.
 
-    Parameters
-    ----------
-    problem : AllocationProblem
-        With one cost step for all units.
-    rule : callable
-        ``rule(steps)`` gives the option of each unit, ``(n_units,)``, adding up to ``steps``.
-    detail : str
-        One line for the solution.
-
-    Returns
-    -------
-    Solution
-        Of `Termination.HEURISTIC`: a rule proves nothing.
-
-    Raises
-    ------
-    InfeasibleError
-        If the rule cannot meet the target with all steps.
+    It proves nothing: all steps that the capacity holds, or the fewest that meet the target.
     """
-    most = int(problem.last_options.sum())
-    if problem.sense is Sense.MAX_VALUE:
-        steps = min(most, problem.spendable_steps)
-    else:
-        steps = fewest_for_target(problem, rule, 0, most)
-    return Solution.of(problem, rule(steps), detail=detail)
+
+    needs_one_step: ClassVar[bool] = True
+
+    @abstractmethod
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
+        """Return the option of each unit by the steps they add up to, and a line on the rule."""
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """The rule's choice; see the class.
+
+        Raises
+        ------
+        InfeasibleError
+            If the rule cannot meet the target with all steps.
+        """
+        rule, detail = self.rule(problem)
+        most = int(problem.last_options.sum())
+        if problem.sense is Sense.MAX_VALUE:
+            steps = min(most, problem.spendable_steps)
+        else:
+            steps = fewest_for_target(problem, rule, 0, most)
+        return Solution.of(problem, rule(steps), detail=detail)
 
 
 def fewest_for_target(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:

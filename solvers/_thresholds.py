@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import AllocationProblem, steps_above
+from kvalloc.problem import AllocationProblem, Sense, steps_above
 
 SORTED_CANDIDATES = 4096
 """Once so few steps are left between two thresholds, they are sorted."""
@@ -47,7 +47,14 @@ def largest_gains(
     return _add(inside, order[: steps - int(inside.sum())])
 
 
-def fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
+def greedy_choice(problem: AllocationProblem, limits: IntArray) -> IntArray:
+    """The largest gains of all units within limits, as many as fit or as the target needs."""
+    if problem.sense is Sense.MAX_VALUE:
+        return largest_gains(problem, problem.spendable_steps, problem.units, limits)
+    return _fewest_gains(problem, limits)
+
+
+def _fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
     """The largest gains of all units until their sum reaches the target, ``(n_units,)``.
 
     ``limits`` are the most steps of each unit, which reach it.

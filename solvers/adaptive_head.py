@@ -9,13 +9,13 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, Solution, Solver
-from kvalloc.solvers._rules import share_out
+from kvalloc.problem import AllocationProblem
+from kvalloc.solvers._rules import Rule, SharingRule
 
 SAFEGUARDS = ("reference", "floor")
 
 
-class AdaptiveHead(Solver):
+class AdaptiveHead(SharingRule):
     """Every layer gets the same budget; inside a layer the best scores win, head by head.
 
     Of a mean head budget B (evictable entries), the H heads of a layer share H * B: the entries
@@ -45,7 +45,6 @@ class AdaptiveHead(Solver):
     summary: ClassVar[str] = "equal layers; inside a layer the best scores over all heads"
     reference: ClassVar[str] = "Ada-KV, Algorithm 1"
     needs_heads: ClassVar[bool] = True
-    needs_one_step: ClassVar[bool] = True
     needs_concave: ClassVar[bool] = True
 
     def __init__(self, alpha: float = 0.2, safeguard: str = "reference") -> None:
@@ -59,14 +58,12 @@ class AdaptiveHead(Solver):
         self.alpha = alpha
         self.safeguard = safeguard
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """Ada-KV's budgets for all the capacity, or the fewest that meet the target."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
+        """Ada-KV's budgets of some steps."""
         members = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
         room = np.array([int(problem.last_options[units].sum()) for units in members])
 
-        def rule(steps: int) -> IntArray:
+        def adaptive(steps: int) -> IntArray:
             choice = np.zeros(problem.n_units, dtype=np.int64)
             heads = np.array([units.size for units in members], dtype=np.float64)
             per_layer = apportion(steps * heads / heads.sum(), steps, maximum=room)
@@ -74,7 +71,7 @@ class AdaptiveHead(Solver):
                 choice[units] = self._share_layer(problem, units, int(share))
             return choice
 
-        return share_out(problem, rule, detail=f"alpha {self.alpha:g}, {self.safeguard} safeguard")
+        return adaptive, f"alpha {self.alpha:g}, {self.safeguard} safeguard"
 
     def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
         last = problem.last_options[units]

@@ -13,7 +13,7 @@ from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, steps_above
 from kvalloc.problem.constraints import GroupCap
-from kvalloc.solvers._thresholds import fewest_gains, largest_gains
+from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 
 class Flow(Solver):
@@ -73,7 +73,7 @@ class Flow(Solver):
                 f"{nearest:g}; raise the caps or ask for that",
                 nearest=nearest,
             )
-        choice = tree.greedy()
+        choice = greedy_choice(problem, limits)
         detail = f"{len(tree.groups)} caps"
         return Solution.of(problem, choice, bound=tree.bound(choice), detail=detail)
 
@@ -129,13 +129,6 @@ class _Tree:
             alone = largest_gains(problem, steps, units, inner)
             self.limits[units] = alone
             self.groups.append(_Group(units=units, steps=steps, inner=inner, alone=alone))
-
-    def greedy(self) -> IntArray:
-        """The largest gains within the limits, as many as fit or as the target needs."""
-        problem, limits = self.problem, self.limits
-        if problem.sense is Sense.MAX_VALUE:
-            return largest_gains(problem, problem.spendable_steps, problem.units, limits)
-        return fewest_gains(problem, limits)
 
     def bound(self, choice: IntArray) -> float:
         """A dual bound from one price for all steps and one for each full cap.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
-from kvalloc.solvers._thresholds import fewest_gains, largest_gains
+from kvalloc.problem import AllocationProblem, Solution, Solver
+from kvalloc.solvers._thresholds import greedy_choice
 
 
 class Greedy(Solver):
@@ -39,12 +37,6 @@ class Greedy(Solver):
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
         """The optimum; see the class. The time limit is never needed."""
-        last = problem.last_options
-        if problem.n_options == 1:
-            choice = np.zeros(problem.n_units, dtype=np.int64)
-        elif problem.sense is Sense.MAX_VALUE:
-            choice = largest_gains(problem, problem.spendable_steps, problem.units, last)
-        else:
-            choice = fewest_gains(problem, last)
+        choice = greedy_choice(problem, problem.last_options)
         optimum = problem.objective(choice)
         return Solution.of(problem, choice, bound=optimum, detail="threshold on the marginal gain")

@@ -11,13 +11,13 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, Solution, Solver
-from kvalloc.solvers._rules import mean_budget_tokens, numbers, share_out, tokens_per_step
+from kvalloc.problem import AllocationProblem
+from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, numbers, tokens_per_step
 
 RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 
 
-class Proportional(Solver):
+class Proportional(SharingRule):
     r"""Each unit's share of the budget is its share of all weights.
 
     Of a mean m of entries per unit above the smallest options, unit u gets
@@ -90,7 +90,6 @@ class Proportional(Solver):
     reference: ClassVar[str] = (
         "CAKE, LAVa, ZigZagKV, CompressKV, HeadKV, SqueezeAttention: budget allocation"
     )
-    needs_one_step: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -145,16 +144,10 @@ class Proportional(Solver):
             )
         return super().can_solve(problem)
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """Budgets for all the capacity, or the fewest that meet the target."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
+        """Budgets by weight, within the limits."""
         shares = self._shares(problem)
-        return share_out(
-            problem,
-            lambda steps: self._share_steps(problem, shares, steps),
-            detail=self._describe(),
-        )
+        return lambda steps: self._share_steps(problem, shares, steps), self._describe()
 
     def _shares(self, problem: AllocationProblem) -> FloatArray:
         """Weights with mean 1, ``(n_units,)``."""
@@ -197,20 +190,16 @@ class Proportional(Solver):
         return apportion(wanted, steps, minimum=low, maximum=high)
 
     def _describe(self) -> str:
-        parts = [f"weight {self.weight}"]
-        if self.weight == "threshold":
-            parts.append(f"threshold {self.threshold:g}")
-        if self.weight == "two_groups":
-            parts.append(f"small share {self.small_share:g}")
-        if self.power != 1.0:
-            parts.append(f"power {self.power:g}")
-        if self.beta != 1.0:
-            parts.append(f"beta {self.beta:g}")
-        if self.floor_tokens:
-            parts.append(f"at least {self.floor_tokens} tokens")
-        if math.isfinite(self.most):
-            parts.append(f"at most {self.most:g} times the mean")
-        return ", ".join(parts)
+        stated = (
+            (True, f"weight {self.weight}"),
+            (self.weight == "threshold", f"threshold {self.threshold:g}"),
+            (self.weight == "two_groups", f"small share {self.small_share:g}"),
+            (self.power != 1.0, f"power {self.power:g}"),
+            (self.beta != 1.0, f"beta {self.beta:g}"),
+            (self.floor_tokens, f"at least {self.floor_tokens} tokens"),
+            (math.isfinite(self.most), f"at most {self.most:g} times the mean"),
+        )
+        return ", ".join(text for counts, text in stated if counts)
 
 
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:

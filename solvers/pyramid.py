@@ -9,11 +9,11 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, Solution, Solver
-from kvalloc.solvers._rules import mean_budget_tokens, share_out, tokens_per_step
+from kvalloc.problem import AllocationProblem
+from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, tokens_per_step
 
 
-class Pyramid(Solver):
+class Pyramid(SharingRule):
     """Lower layers keep more, in an arithmetic series, whatever the scores say.
 
     Of a mean budget B with w protected tokens (sinks and window; the window in the paper),
@@ -40,34 +40,28 @@ class Pyramid(Solver):
     name: ClassVar[str] = "pyramid"
     summary: ClassVar[str] = "budgets fall linearly from the first layer to the last"
     reference: ClassVar[str] = "PyramidKV, Sec. 3"
-    needs_one_step: ClassVar[bool] = True
 
     def __init__(self, beta: float = 20.0) -> None:
         if not beta > 1:
             raise InputError(f"pyramid: beta is {beta:g}, expected more than 1")
         self.beta = beta
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """The pyramid of all the capacity, or the smallest one that meets the target."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
+        """The pyramid of some steps."""
         _, unit_layer = np.unique(problem.layers, return_inverse=True)
-        return share_out(
-            problem,
-            lambda steps: self._shared(problem, unit_layer, steps),
-            detail=f"beta {self.beta:g}",
-        )
 
-    def _shared(self, problem: AllocationProblem, unit_layer: IntArray, steps: int) -> IntArray:
-        line = pyramid_line(
-            mean_budget_tokens(problem, steps),
-            int(unit_layer.max()) + 1,
-            context_tokens=problem.context_tokens,
-            protected_tokens=problem.protected_tokens,
-            beta=self.beta,
-        )
-        options = (line[unit_layer] - problem.tokens[:, 0]) / tokens_per_step(problem)
-        return apportion(options, steps, maximum=problem.last_options)
+        def pyramid(steps: int) -> IntArray:
+            line = pyramid_line(
+                mean_budget_tokens(problem, steps),
+                int(unit_layer.max()) + 1,
+                context_tokens=problem.context_tokens,
+                protected_tokens=problem.protected_tokens,
+                beta=self.beta,
+            )
+            options = (line[unit_layer] - problem.tokens[:, 0]) / tokens_per_step(problem)
+            return apportion(options, steps, maximum=problem.last_options)
+
+        return pyramid, f"beta {self.beta:g}"
 
 
 def pyramid_line(
