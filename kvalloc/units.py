@@ -116,7 +116,7 @@ def _keyword(name: str, hint: str, kind: str) -> inspect.Parameter:
 
 
 def parse_share(value: str | float) -> float:
-    """A share of entries from ``"20%"``, ``"0.2"`` or a number.
+    """A budget, a share of a cache, from ``"20%"``, ``"0.2"`` or a number.
 
     Raises
     ------
@@ -132,9 +132,9 @@ def parse_share(value: str | float) -> float:
     try:
         share = parse_fraction(text)
     except InputError:
-        raise InputError(f"{text!r} is not a share of entries; write 20% or 0.2") from None
+        raise InputError(f"{text!r} is not a share of a cache; write 20% or 0.2") from None
     if not 0 < share <= 1:
-        raise InputError(f"a budget of {text} is not a share of entries; write 20% or 0.2")
+        raise InputError(f"a budget of {text} is not a share of a cache; write 20% or 0.2")
     return share
 
 

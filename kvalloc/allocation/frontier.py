@@ -30,7 +30,7 @@ class FrontierPoint:
     Attributes
     ----------
     share : float
-        Cost of the choice over that of keeping everything; with bits, at 16 bits a number.
+        Cost of the choice over that of keeping everything, at 16 bits a number.
     cost_bytes : int
         Bytes of the choice.
     value : float
@@ -81,7 +81,7 @@ def frontier(
         Sizes, spaced geometrically in bytes (fewer where they fall together); ignored with
         ``shares``.
     shares : sequence of float, optional
-        Sizes as shares of all entries instead.
+        Sizes as budgets instead, each a share.
     solver : str
         Registered name.
     solver_options : dict, optional

@@ -103,7 +103,7 @@ class Target(ABC):
         return self.value
 
     @abstractmethod
-    def describe(self, what: str, entries: str = "entries") -> str:
+    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
         """Half a sentence for people.
 
         Parameters
@@ -210,7 +210,7 @@ class _Retention(Target):
     def is_possible(self) -> bool:
         return 0 < self.value <= 1
 
-    def describe(self, what: str, entries: str = "entries") -> str:
+    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
         return f"{what} of {self.value:g} or more in the fewest bytes"
 
     @property
@@ -236,7 +236,7 @@ class _Loss(Target):
     def is_possible(self) -> bool:
         return 0 <= self.value < math.inf
 
-    def describe(self, what: str, entries: str = "entries") -> str:
+    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
         return f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
 
     @property
@@ -257,12 +257,12 @@ class _Size(Target):
     includes_sliding: ClassVar[bool] = False
     """Whether the layers that store the same whatever is decided count, too."""
 
-    def describe(self, what: str, entries: str = "entries") -> str:
+    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
         most = "least" if what.endswith("loss") else "most"
-        return f"{most} {what} in {self.amount(entries)}"
+        return f"{most} {what} in {self.amount(counted)}"
 
     @abstractmethod
-    def amount(self, entries: str = "entries") -> str:
+    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
         """Return the size for people."""
 
     @abstractmethod
@@ -293,8 +293,8 @@ class _Share(_Size):
     def shown(self) -> str:
         return f"{100 * self.value:g}%"
 
-    def amount(self, entries: str = "entries") -> str:
-        return f"{self.shown()} of all {entries}"
+    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
+        return f"{self.shown()} of the {counted}"
 
     def cost(self, costs: CacheCosts) -> int:
         if self.value == 1:  # nothing has to go or be rounded, in whatever type it is stored
@@ -329,7 +329,7 @@ class _TokensPerHead(_Size):
     def is_possible(self) -> bool:
         return self.value >= 1
 
-    def amount(self, entries: str = "entries") -> str:
+    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
         return f"{self.value:,} tokens per KV head on average"
 
     def cost(self, costs: CacheCosts) -> int:
@@ -355,7 +355,7 @@ class _Memory(_Size):
         text = bytes_text(self.value)
         return self.value if text.isdigit() else text
 
-    def amount(self, entries: str = "entries") -> str:
+    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
         return bytes_text(self.value)
 
     def cost(self, costs: CacheCosts) -> int:
@@ -383,8 +383,8 @@ class RequestOptions(TypedDict, total=False):
         Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
         prediction is the sum of losses measured with each unit reduced alone.
     budget : str or float
-        At most this share of all entries, such as 20% or 0.2; with `bits`, of the bytes of a cache
-        at 16 bits, whatever the model's type, scales and positions included.
+        At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; with
+        `bits`, scales and positions count, too.
     budget_tokens : int
         At most N entries per KV head on average.
     memory : str or int

@@ -49,7 +49,7 @@ class EvalOptions(TypedDict, total=False):
         Also what ``kvalloc.apply(model, budget=...)`` does at this share of the bytes.
     scorer : str
         With `budget`: keep the entries that score best by this scorer, and decide the budgets from
-        each prompt's scores; the share is of the entries then.
+        each prompt's scores.
     solver : str
         With `budget`: who decides them; auto by default, uniform for the same in every layer.
     level : {"layer", "head"}

@@ -63,11 +63,11 @@ def apply(
     a fresh cache, one that brings its own ``past_key_values`` keeps it. A forward that makes a
     cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
-    A budget alone is a share of the bytes of a cache at 16 bits, and is kept by default
+    A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
     (`kvalloc.online.default`); ``memory`` beside it is what the cache may take while a prompt is
     read. Which way was taken is logged (``kvalloc.online.default``, level INFO) and stands in
     ``last_cache.profile.detail``. Whoever says how budgets are decided or entries are picked, such
-    as ``scorer="snapkv", solver="uniform"``, gets a share of the entries decided for each prompt.
+    as ``scorer="snapkv", solver="uniform"``, gets budgets decided for each prompt.
 
     Parameters
     ----------

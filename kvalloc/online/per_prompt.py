@@ -44,9 +44,6 @@ class PromptOptions(RequestOptions, total=False):
 
     Parameters
     ----------
-    budget : str or float
-        A share such as 20% or 0.2: alone, of the bytes of a cache at 16 bits; decided by a solver
-        or a scorer that is named, of the entries.
     memory : str or int
         Such as 512MiB: beside a budget, what the cache may take while a prompt is read. Alone,
         what is kept of all rows of a batch together, each getting what it would if all were as

@@ -110,8 +110,7 @@ def request_text(decided: BudgetProfile) -> str:
     worst = " of the worst unit" if request.objective == "worst" else ""
     what = "predicted loss" if request.objective == "loss" else f"retention{worst}"
     what = f"weighted {what}" if request.weights else what
-    entries = "bytes of a cache at 16 bits" if request.bits else "entries"
-    counted = {"bytes": entries, "decode-bytes": "bytes read per token"}
+    counted = {"bytes": "bytes of a cache at 16 bits", "decode-bytes": "bytes read per token"}
     text = request.target.describe(what, counted.get(request.cost, request.cost))
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(request)])

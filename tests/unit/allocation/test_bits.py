@@ -34,6 +34,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import MaxDistinct, SameBudget
 from kvalloc.problem.dominance import undominated
 from kvalloc.problem.registry import get_solver, solver_names
+from kvalloc.report.wording import request_text
 from kvalloc.shape import ModelShape
 from kvalloc.testing import brute_force
 
@@ -197,6 +198,20 @@ def test_a_decision_with_bits() -> None:
     widths[0, 0] = 16 if widths[0, 0] != 16 else 8
     assert untrue(decided.replace(bits=widths), scores)
     assert "bits" in compare_profiles(plain, decided).fields
+
+
+@pytest.mark.parametrize("bits", [None, (8, 4)])
+def test_a_budget_is_the_same_share_of_a_cache_at_16_bits_in_any_type(bits: Any) -> None:
+    decided = []
+    for dtype_bytes in (2, 4):
+        shape = shape_of(n_layers=3, n_kv_heads=2, head_dim=32, dtype_bytes=dtype_bytes)
+        scores = make_loss_bits(2, shape=shape)
+        decided.append(solve(scores, budget=0.5, level="head", objective="loss", bits=bits))
+        text = request_text(decided[-1])
+        assert "least predicted loss in 50% of the bytes of a cache at 16 bits, " in text
+    assert (decided[0].budgets == decided[1].budgets).all()
+    if bits is None:  # of K and V alone
+        assert decided[0].retained_bytes <= 0.5 * decided[0].full_bytes
 
 
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
