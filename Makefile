@@ -122,7 +122,7 @@ fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answere
 		tests/unit/runtime/test_hostile_caches.py
 
 fuzz: $(READY) ## hostile files of every kind for SECONDS=3600 with SEED=0: refused or read, never a crash
-	$(BIN)/python tests/fuzz_runs.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),0)
+	$(BIN)/python tests/support/fuzz_runs.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),0)
 
 test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 crafted files included
 	$(BIN)/python .ci/sanitized.py
@@ -139,10 +139,10 @@ check-trust: $(READY) kernel ## what breaks must lose nothing: kill, fuzz, soak 
 		--durations=5
 
 test-kills: $(READY) ## long commands killed KILLS=200 times, by SEED=0, and run again: nothing lost or left
-	$(BIN)/python tests/kill_runs.py --kills $(or $(KILLS),200) --seed $(or $(SEED),0)
+	$(BIN)/python tests/support/kill_runs.py --kills $(or $(KILLS),200) --seed $(or $(SEED),0)
 
 soak: $(READY) kernel ## generate() CALLS=2000 times over one model: nothing stays, nothing changes
-	$(BIN)/python tests/soak_runs.py --calls $(or $(CALLS),2000) --seed $(or $(SEED),0)
+	$(BIN)/python tests/support/soak_runs.py --calls $(or $(CALLS),2000) --seed $(or $(SEED),0)
 
 test-gpu: $(READY) ## the tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu

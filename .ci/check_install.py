@@ -22,7 +22,7 @@ from pathlib import Path
 
 from wheel_test import ROOT, built, copy_tree, environment, files_of_the_tree
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from docs_pages import blocks
 

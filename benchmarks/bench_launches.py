@@ -2,11 +2,11 @@
 
     python benchmarks/bench_launches.py [--before COMMIT]
 
-Tensors without data stand for those on the device (`tests/fake_device.py`), so this shows how many
-kernels are launched, and not how long they take. A layer's are those of a model of four layers less
-those of a model of two, halved: its projections, norms and feed-forward part are among them, the
-same for all caches. ``--before`` counts those of an earlier commit as well. Where the host would
-wait for a value of the device, or the device for one of the host, that is said instead.
+Tensors without data stand for those on the device (`tests/support/fake_device.py`), so this shows
+how many kernels are launched, and not how long they take. A layer's are those of a model of four
+layers less those of a model of two, halved: its projections, norms and feed-forward part are among
+them, the same for all caches. ``--before`` counts those of an earlier commit as well. Where the
+host would wait for a value of the device, or the device for one of the host, that is said instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
-TESTS = ROOT / "tests"
+TESTS = ROOT / "tests" / "support"
 sys.path.append(str(TESTS))
 from fake_device import AskedTheDevice, decoded_on_fake_device  # noqa: E402
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.kill
-RUNS = Path(__file__).parents[1] / "kill_runs.py"
+RUNS = Path(__file__).parents[1] / "support" / "kill_runs.py"
 
 
 def test_nothing_is_lost_or_left_by_kills(request: pytest.FixtureRequest) -> None:

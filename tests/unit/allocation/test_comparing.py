@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from factories import make_scores, make_shape
 
 import kvalloc
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.errors import ModelMismatchError, SolverError
-from tests.factories import make_scores, make_shape
 
 
 def test_solvers_stand_best_first_and_what_cannot_solve_it_last() -> None:

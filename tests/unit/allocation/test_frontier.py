@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from factories import make_scores
 
 import kvalloc
 from kvalloc.allocation.formulation import formulate
@@ -11,7 +12,6 @@ from kvalloc.allocation.frontier import frontier, trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem.registry import get_solver
-from tests.factories import make_scores
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_tools import run
+from factories import make_scores
 
 import kvalloc
 from kvalloc.errors import KVAllocError, by_interface, command, naming_flags, option, several
 from kvalloc.formats.score_profile import ScoreProfile
-from tests.cli_tools import run
-from tests.factories import make_scores
 
 PACKAGE = Path(kvalloc.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")

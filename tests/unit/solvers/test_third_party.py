@@ -190,7 +190,7 @@ try:
 except SolverError:
     print("given up")
 """
-    path = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[2])))
+    path = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")))
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path},

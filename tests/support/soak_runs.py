@@ -1,6 +1,6 @@
 """Long soak: `generate()` thousands of times over one model; nothing stays behind, nothing changes.
 
-    python tests/soak_runs.py [--calls 2000] [--seed 0]
+    python tests/support/soak_runs.py [--calls 2000] [--seed 0]
 
 Every way to reduce a cache (policies, scorers, widths, early, late and bounded eviction, budgets
 for each prompt, the default) with every shape of a call (a batch, padding, chunks, beams, one that

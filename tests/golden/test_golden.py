@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from make_core_golden import (
+from make_golden import (
     CHOICE_PROFILE,
     DATA,
     DECISIONS,
@@ -35,7 +35,7 @@ from make_core_golden import (
 
 from kvalloc.formats.budget_profile import BudgetProfile
 
-WANTED = "if that is wanted, run tests/golden/make_core_golden.py and say why in the commit"
+WANTED = "if that is wanted, run tests/golden/make_golden.py and say why in the commit"
 
 
 def decisions(path: Path) -> dict[str, Any]:

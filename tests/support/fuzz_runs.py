@@ -1,8 +1,8 @@
 """Hostile files of every kind, by seed: each is refused in one line or read, and nothing crashes.
 
-    python tests/fuzz_runs.py [--seconds 3600] [--executions N] [--seed 0] [--processes 2]
+    python tests/support/fuzz_runs.py [--seconds 3600] [--executions N] [--seed 0] [--processes 2]
 
-`tests/hostile_files.py` says what is done to files and what counts as a crash. A worker process may
+`hostile_files.py` says what is done to files and what counts as a crash. A worker process may
 take 1 GiB more than it begins with; one that ends by itself is a crash, too. An execution is made
 again by its seed and number: --executions 1 --first NUMBER.
 """

@@ -1,6 +1,6 @@
 """Write the golden files of the core anew, after a change of behaviour that is wanted.
 
-    python tests/golden/make_core_golden.py
+    python tests/golden/make_golden.py
 
 Then look at the difference before committing it: every changed number is a changed answer.
 """
@@ -357,7 +357,7 @@ def write_file(name: str, path: Path) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     DATA.mkdir(exist_ok=True)
     files: dict[Path, dict[str, Any]] = {}
     for golden in SETS:

@@ -72,7 +72,7 @@ except KVAllocError as error:
 @pytest.mark.parametrize("kind", ["scores", "budgets"])
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, kind: str) -> None:
     """The kernel's limit on file sizes stands in for a full disk: a real write fails half way."""
-    tests = str(Path(__file__).resolve().parents[2])
+    tests = str(Path(__file__).resolve().parents[2] / "support")
     code = FULL_DISK.format(tests=tests, kind=kind, path=str(tmp_path / "out"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("refused: cannot write"), done.stderr

@@ -4,7 +4,7 @@ A parent process imports everything and stays at one thread; each command is a c
 for real. Half of the kills come after a time by chance, the other half before one of the calls,
 chosen by chance, that open, rename or delete a file: the moments that matter are microseconds long.
 
-    python tests/kill_runs.py [--kills 200] [--seed 0] [--jobs profile,merge]
+    python tests/support/kill_runs.py [--kills 200] [--seed 0] [--jobs profile,merge]
 
 Each command is also run by two processes at once.
 """
