@@ -316,8 +316,10 @@ class CacheCosts:
         What shares are of: the cost of keeping everything in full-attention layers.
     grain : int
         Cost of one entry of all rows; 1 where the cost is no multiple of it.
+    sliding_entries : int
+        Entries of one KV head of a sliding layer, which no budget changes.
     sliding_layer_bytes, sliding_bytes : int
-        Bytes of one sliding layer in whole pages, which no budget changes, and of all of them.
+        Bytes of one sliding layer in whole pages, and of all of them.
 
     Raises
     ------
@@ -335,6 +337,7 @@ class CacheCosts:
     heads: int = field(init=False)
     full: int = field(init=False)
     grain: int = field(init=False)
+    sliding_entries: int = field(init=False)
     sliding_layer_bytes: int = field(init=False)
     sliding_bytes: int = field(init=False)
 
@@ -345,12 +348,14 @@ class CacheCosts:
         whole = replace(shape, dtype_bytes=2) if self.rounded else shape
         full = heads * int(head_cost(self.cost, self.context_tokens, 16, whole, page))
         entry = shape.bytes_per_entry * self.batch
-        pages = -(-shape.sliding_entries(self.context_tokens) // page)
+        sliding_entries = shape.sliding_entries(self.context_tokens)
+        pages = -(-sliding_entries // page)
         sliding = shape.n_kv_heads * pages * page * entry
         self.__dict__.update(
             heads=heads,
             full=full,
             grain=entry if full % entry == 0 and not self.rounded else 1,
+            sliding_entries=sliding_entries,
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
         )

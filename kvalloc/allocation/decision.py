@@ -355,16 +355,21 @@ def to_budget_profile(
         requested=requested,
         solver=solver_name,
         solver_options=solver_options,
+        decided_by=checked.decided_by,
+        detail=checked.detail,
         sense=problem.sense.value,
+        objective=checked.objective,
+        bound=checked.bound,
+        bound_source=checked.bound_source,
+        termination=checked.termination.value,
         grouping_bound=posed.grouping_bound,
         value_per_mib=None if price is None else price.value_per_byte * 2**20,
         price_source="" if price is None else price.source,
+        **outcome(posed, checked.choice, checked.value),
+        **other_cost,
         score_digest=scores.digest,
         problem_digest=problem.digest(),
         **provenance("python", "numpy"),
-        **checked.stated(),
-        **other_cost,
-        **outcome(posed, checked.choice, checked.value),
     )
 
 
@@ -386,8 +391,7 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     """
     curves, problem = posed.curves, posed.problem
     shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
-    stored = shape.sliding_entries(problem.context_tokens)
-    budgets = head_table(shape, problem, problem.tokens[chosen], stored)
+    budgets = head_table(shape, problem, problem.tokens[chosen], curves.costs.sliding_entries)
     for group in groups:
         budgets[list(group)] = budgets[group[0]]
     fields: dict[str, Any] = {"budgets": budgets}

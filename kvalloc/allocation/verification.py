@@ -84,12 +84,6 @@ class CheckedSolution:
         """Relative distance between objective and bound."""
         return relative_gap(self.objective, self.bound)
 
-    def stated(self) -> dict[str, Any]:
-        """Return the fields that a budget profile states of it."""
-        names = ("objective", "bound", "bound_source", "detail", "decided_by")
-        stated = {name: getattr(self, name) for name in names}
-        return {**stated, "termination": self.termination.value}
-
 
 def solve_problem(
     problem: AllocationProblem, solver: Solver, *, time_limit_seconds: float | None = None
