@@ -90,7 +90,7 @@ class MeasuredLoss(Record):
     """Loss that was to be met, nats per token."""
 
     tries: tuple[MeasuredTry, ...]
-    """All decisions that were measured, the last of them this one."""
+    """All decisions that were measured, this one among them."""
 
 
 class BudgetProfile(JsonRecord):

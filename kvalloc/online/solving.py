@@ -6,6 +6,7 @@ and `kvalloc.measure` never solves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ PROMPTS, SEED = 16, 1_000
 loss curves has by default."""
 TRIES, LEAST_STEP, MOST_STEP = 7, 0.1, 0.7
 """How often is decided at most, and by which factor a missed target is made smaller at once."""
+NEAR = 0.5
+"""A loss above this share of its target is near enough."""
 
 
 @keywords_of(RequestOptions)
@@ -137,8 +140,14 @@ def _meet(
     decide: Callable[[Request], BudgetProfile],
     measure: Callable[[BudgetProfile], dict[str, Any]],
 ) -> BudgetProfile:
-    """The first decision whose measured loss is within the target; of another target the first."""
-    target, tries = request.target.max_loss, list[MeasuredTry]()
+    """Return the smallest decision found whose measured loss is within the target.
+
+    As long as none is, less is asked of the curves; then the way between what was asked for the
+    last that missed the target and for the first that met it is halved, in logarithms, until the
+    loss is near the target. Of another target it is the first decision.
+    """
+    target, tries, missed = request.target.max_loss, list[MeasuredTry](), 0.0
+    best: tuple[BudgetProfile, dict[str, Any]] | None = None
     for _ in range(TRIES):
         try:
             decided = decide(request)
@@ -154,16 +163,26 @@ def _meet(
             retained_bytes=decided.retained_bytes,
         )
         tries.append(one)
-        if target is None or aim is None or found["loss"] <= target:
-            stated = MeasuredLoss(target=target, tries=tuple(tries), **found)
-            return decided.replace(measured_loss=stated)
-        step = min(max(target / found["loss"], LEAST_STEP), MOST_STEP)
-        request = replace(request, target=replace(request.target, value=aim * step))
-    best = min(one.loss for one in tries)
+        met = target is None or aim is None or found["loss"] <= target
+        best = (decided, found) if met else best
+        if target is None or not aim or (met and (not missed or found["loss"] > NEAR * target)):
+            break
+        if met:
+            reached = aim
+        else:
+            missed = aim
+        step = min(max(target / max(found["loss"], 1e-12), LEAST_STEP), MOST_STEP)
+        aim = aim * step if best is None else math.sqrt(reached * missed)
+        request = replace(request, target=replace(request.target, value=aim))
+    if best is not None:
+        decided, found = best
+        stated = MeasuredLoss(target=target, tries=tuple(tries), **found)
+        return decided.replace(measured_loss=stated)
+    least = min(one.loss for one in tries)
     raise InfeasibleError(
         f"a measured loss of {target:g} nats per token was not reached in {len(tries)} tries; the "
-        f"best lost {best:.4g}: ask for that, or allow more tokens or other policies",
-        nearest=best,
+        f"best lost {least:.4g}: ask for that, or allow more tokens or other policies",
+        nearest=least,
     )
 
 
