@@ -40,15 +40,14 @@ _COLUMNS = 4
 
 
 class _Amount(NamedTuple):
-    """How much is measured: samples to profile and prompts of each task, and tokens of each."""
+    """How much is measured: samples to profile, prompts of each task, tokens of each."""
 
     samples: int
-    sample_tokens: int
     prompts: int
-    prompt_tokens: int
+    tokens: int
 
 
-FULL, QUICK = _Amount(4, 1500, 2, 1024), _Amount(1, 240, 1, 240)
+FULL, QUICK = _Amount(4, 2, 1500), _Amount(1, 1, 240)
 
 
 @takes()
@@ -89,7 +88,7 @@ def demo(
     scores_file, results_file = files.values()
 
     _say("1. Measure: where the model looks")
-    texts = ("--samples", amount.samples, "--context", amount.sample_tokens)
+    texts = ("--samples", amount.samples, "--context", amount.tokens)
     _run("profile", "demo", *texts, "-o", scores_file)
     scores = ScoreProfile.load(scores_file)
 
@@ -106,7 +105,7 @@ def demo(
         profile_words += ["--profile", output_dir / f"{_first(name)}.json"]
     _draw(profiles)
     share = f"{any_profile.retained_bytes / any_profile.full_bytes:.1%}"
-    prompts = ("--samples", samples or amount.prompts, "--context", amount.prompt_tokens)
+    prompts = ("--samples", samples or amount.prompts, "--context", amount.tokens)
     _run("eval", "demo", *profile_words, "--budget", share, "--tasks", "needle,kl", *prompts,
          "--seed", seed, "-o", results_file, results=True)  # fmt: skip
     results, page = Evaluation.load(results_file), output_dir / "report.html"
