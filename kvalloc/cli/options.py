@@ -99,6 +99,20 @@ class EngineFlags(TypedDict, total=False):
     threads: Annotated[int, Option("N", ENGINE, least=1)]
 
 
+HELP_ALL = "--help-all"
+
+RARE = frozenset(
+    {
+        *("workloads", "tail", "min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
+        *("cap", "equal_heads", "weights", "loss_policies", "cost", "measure_prompts", "average"),
+        *("sampling_ratio", "pool", "group_reduce", "count_sinks", "shard", "share_length"),
+        *("chunk", "lengths", *EngineFlags.__annotations__),
+        *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
+        *("surrogate", "bounded", "policy_option", "allow_other_model", "accept_missing"),
+    }
+)
+"""Options that few need, by name: only ``--help-all`` shows them."""
+
 _COMMON: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(Common, include_extras=True).items()
 }
@@ -251,17 +265,34 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under the headings of their groups."""
+    """A command whose help lists its options under headings, and what few need on request."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Answer ``--help-all``, which takes part in nothing else."""
+        if HELP_ALL in args[: args.index("--") if "--" in args else None]:
+            ctx.meta[HELP_ALL] = True
+            print(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what follows the command's name, without the marks that some versions add."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options by group, in the order in which groups first occur."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        hidden = False
         for one in self.get_params(ctx):
-            record = one.get_help_record(ctx)
             heading = "Arguments" if one.param_type_name == "argument" else "Options"
             heading = getattr(one, "rich_help_panel", None) or heading
-            if record is not None:
-                groups.setdefault(heading, []).append(record)
+            if one.name in RARE and not ctx.meta.get(HELP_ALL):
+                hidden = True
+            elif (record := one.get_help_record(ctx)) is not None:
+                name, text = record
+                groups.setdefault(heading, []).append((re.sub(r" <.*>$", "", name), text))
+        if hidden:
+            groups["Options"].append((HELP_ALL, "Show the options that few need, too."))
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records)

@@ -22,7 +22,6 @@ EXAMPLES = """\
   kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
   kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
   kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
-  kvalloc profile demo --engine ray --workers 2 --threads 1 -o s.safetensors
   kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
   kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \\
       --loss-policies usual -o s.safetensors

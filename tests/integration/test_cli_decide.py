@@ -196,7 +196,7 @@ def test_compare_prints_a_table(scores, monkeypatch):
 
 @pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
 def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
-    shown = run(command, "--help").out
+    shown = run(command, "--help-all").out
     flags = {name: f"--{name.replace('_', '-')} " for name in RequestOptions.__annotations__}
     targets = {kind.keyword for kind in TARGETS} if command == "frontier" else set()
     assert {name for name, flag in flags.items() if flag not in shown} == targets

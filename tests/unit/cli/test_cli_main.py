@@ -16,6 +16,7 @@ from factories import make_scores
 import kvalloc
 from kvalloc.cli import main as cli
 from kvalloc.cli.main import COMMANDS, GROUPS, _complete
+from kvalloc.cli.options import RARE
 from kvalloc.errors import InputError
 from kvalloc.formats.shipped_profiles import load_profile
 
@@ -49,9 +50,23 @@ def test_every_command_has_help_with_an_example_and_the_common_options(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_a_help_fits_on_two_screens_and_the_whole_one_shows_every_option(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = (run(command, words).out for words in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 80
+    assert "Examples:\n" in short
+    assert ("--help-all" in short) == (short != whole)
+    options = [one for one in cli._build(command).params if one.param_type_name == "option"]
+    for one in options:
+        shown = re.compile(rf"^  (-\w, )?{one.opts[0]}\b", re.MULTILINE)
+        assert shown.search(whole)
+        assert bool(shown.search(short)) == (one.name not in RARE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_heading_of_a_help_stands_over_a_wall(command):
     """A heading has at most a dozen options, and none stands twice."""
-    options = run(command, "--help").out.partition("Examples:\n")[0]
+    options = run(command, "--help-all").out.partition("Examples:\n")[0]
     groups = re.findall(r"^(\w[^\n]*):\n((?:  .*\n|\n)+)", options, re.MULTILINE)
     assert len({heading for heading, _ in groups}) == len(groups)
     counts = {heading: len(re.findall(r"^  -", text, re.MULTILINE)) for heading, text in groups}
