@@ -169,7 +169,7 @@ def eval(model: str, **given: Any) -> None:
                 engine, loaded.tokenizer, cases, work, context=context, progress=progress
             )
     for name, budgets in profiles.items():
-        share = share_text(budgets.share_at(budgets.context_tokens), budgets.asked)
+        share = share_text(budgets.share_at(budgets.context_tokens), budgets.target_text)
         what = f"{budgets.solver}, {budgets.level} level, {share}"
         note(f"{name}: {what}", beside_json=False)
     settings = {"tasks": [task.name for task in wanted], "context": context}

@@ -311,7 +311,7 @@ def kept_text(cache: Any, share: float, retained_bytes: int, full_bytes: int) ->
     if profile is None:
         since = f", since {SLID_OUT}" if retained_bytes > full_bytes else ""
         return f"everything, {size(retained_bytes)}{since}"
-    target, decided = profile.asked, _decided_profile(cache)
+    target, decided = profile.target_text, _decided_profile(cache)
     if decided is not None and decided.retention is not None:
         target = f"{target} (retention {decided.retention:.4f} reached)"
     elif target and profile.share_of_16_bits is None and decided is None:

@@ -38,11 +38,11 @@ __all__ = [
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
 
-_ASKED = {
+_TARGET_TEXTS = {
     **{"budget": "{:.1%}", "budget_tokens": "{:g} entries a head", "memory": ""},
     **{"retention": "retention {:g}", "loss": "a loss of {:g}"},
 }
-"""How a target that was requested is written, by its kind."""
+"""How the target of a request is written, by its kind."""
 
 
 class MeasuredTry(Record):
@@ -136,7 +136,7 @@ class BudgetProfile(JsonRecord):
     ``context_tokens``."""
 
     page_tokens: int = Field(default=1, ge=1)
-    """Memory is accounted in pages of so many tokens."""
+    """Tokens of a page, in which memory is accounted."""
 
     policy: Policy
     """Which entries are kept."""
@@ -161,13 +161,13 @@ class BudgetProfile(JsonRecord):
     """Groups of adjacent layers that keep the same entries, at one budget for each KV head."""
 
     solver: str = ""
-    """Who was asked to decide."""
+    """Name of the requested solver."""
 
     solver_options: dict[str, Any] = Field(default_factory=dict)
-    """With which options."""
+    """Its options."""
 
     decided_by: str = ""
-    """Who really decided: the solver that ``auto`` picked, else the same."""
+    """The solver that decided: the one that ``auto`` picked, else the same."""
 
     detail: str = ""
     """The solver's own line: why it was picked, its back end, its parameters."""
@@ -197,7 +197,7 @@ class BudgetProfile(JsonRecord):
     """Where the groups were chosen: no budgets of any grouping are better than this."""
 
     requested: dict[str, Any] = Field(default_factory=dict)
-    """The target as asked: its name and value, and the bytes or the value it stands for."""
+    """The target of the request: its name and value, and the bytes or the value it stands for."""
 
     retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
     """Predicted retention at these budgets: mean over layers of the kept share of score mass.
@@ -284,7 +284,7 @@ class BudgetProfile(JsonRecord):
     __str__ = __repr__
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
-        """The same budgets, or the same share of a 16-bit cache, with one policy for all units."""
+        """Return the same budgets, or the same share of a 16-bit cache, with one policy for all."""
         changed = {
             "policy": policy,
             "other_policies": (),
@@ -298,7 +298,7 @@ class BudgetProfile(JsonRecord):
         return self.replace(**changed, budgets=budgets)
 
     def budgets_for(self, context_tokens: int) -> IntArray:
-        """Budgets for a prompt of another length.
+        """Return the budgets for a prompt of another length.
 
         ``proportional``: each head keeps its share of the evictable entries; the sum over all
         heads is the sum of the real-valued shares rounded down, and the one rounding rule
@@ -341,21 +341,21 @@ class BudgetProfile(JsonRecord):
         return budgets
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
-        """Bytes that these budgets keep of ``batch`` prompts of ``context_tokens`` tokens."""
+        """Return the bytes kept of ``batch`` prompts of ``context_tokens`` tokens."""
         return int(self.head_bytes_at(context_tokens).sum()) * batch
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
-        """Bytes that each KV head keeps of one prompt, ``(n_layers, n_kv_heads)``."""
+        """Return the bytes that each KV head keeps of a prompt, ``(n_layers, n_kv_heads)``."""
         budgets = self.budgets_for(context_tokens)
         pages = -(-budgets // self.page_tokens) * self.page_tokens
         return stored_bytes(pages, 16 if self.bits is None else self.bits, self.shape)
 
     def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
-        """Bytes that a plain cache stores for the same prompts."""
+        """Return the bytes that a plain cache stores for the same prompts."""
         return self.shape.full_bytes(context_tokens, batch)
 
     def share_at(self, context_tokens: int) -> float:
-        """Share of a cache at 16 bits that these budgets keep of a prompt, sliding layers left out.
+        """Return the share of a 16-bit cache kept of a prompt, sliding layers left out.
 
         Where they evict or round anything, positions and biases of what they keep count.
         """
@@ -368,13 +368,17 @@ class BudgetProfile(JsonRecord):
         return stored / (kept.size * context_tokens * shape.bytes_per_entry)
 
     @property
-    def asked(self) -> str:
-        """What was asked for, in a few words; empty where that is not known."""
+    def target_text(self) -> str:
+        """The target of the request, in a few words; empty where it is not known."""
         kind, value = self.requested.get("target"), self.requested.get("value")
-        if kind not in _ASKED or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        if (
+            kind not in _TARGET_TEXTS
+            or not isinstance(value, int | float)
+            or not 0 <= value < 2**63
+        ):
             return ""  # a file may state anything
         counts_bytes = self.bits is not None or self.share_of_16_bits is not None
-        text = size(value) if kind == "memory" else _ASKED[kind].format(value)
+        text = size(value) if kind == "memory" else _TARGET_TEXTS[kind].format(value)
         return f"{text} of the entries" if kind == "budget" and not counts_bytes else text
 
     @model_validator(mode="after")
@@ -393,27 +397,27 @@ class BudgetProfile(JsonRecord):
                 require(right, name, "another number in a sliding layer", expected)
         self._require_budgets(self.budgets[full])
         if self.bits is not None:
-            found, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
-            require({*found} <= {*BIT_WIDTHS}, "bits", found, f"one of {known} each")
-            for width in found:
+            widths, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
+            require({*widths} <= {*BIT_WIDTHS}, "bits", widths, f"one of {known} each")
+            for width in widths:
                 if fault := bits_fault(width, shape.head_dim):
                     raise InputError(f"budget profile: bits: {fault}")
         self._require_policies()
         if self.share_of_16_bits is not None:
-            found = self.budgets_for(self.context_tokens)[full]
-            name, expected = "share_of_16_bits", f"budgets of {found[0, 0]}, as many in every head"
-            alike = (found == self.budgets[full]).all() and not self.share_groups
+            budgets = self.budgets_for(self.context_tokens)[full]
+            name, expected = "share_of_16_bits", f"budgets of {budgets[0, 0]} in every head"
+            alike = (budgets == self.budgets[full]).all() and not self.share_groups
             require(alike and self.page_tokens == 1, name, "given beside other budgets", expected)
         return self
 
     def _require_budgets(self, decided: IntArray) -> None:
-        least, most = self.policy.protected_tokens, self.context_tokens
+        protected, context = self.policy.protected_tokens, self.context_tokens
         low, high = int(decided.min()), int(decided.max())
         layer = self.shape.full_layers[int(decided.argmin()) // decided.shape[1]]
         found = f"{low} in full-attention layer {layer}"
-        expected = f"at least the {least} tokens of sinks and window"
-        require(low >= min(least, most), "budgets", found, expected)
-        require(high <= most, "budgets", high, f"at most the context of {most} tokens")
+        expected = f"at least the {protected} tokens of sinks and window"
+        require(low >= min(protected, context), "budgets", found, expected)
+        require(high <= context, "budgets", high, f"at most the context of {context} tokens")
         if self.level == "layer":
             for name, array, one in (("budgets", decided, "budget"), ("bits", self.bits, "width")):
                 alike = array is None or (array == array[:, :1]).all()
@@ -444,7 +448,7 @@ class BudgetProfile(JsonRecord):
             require(inside, "unit_policies", found, expected)
 
     def _require_by_prompt(self) -> None:
-        """Budgets that each prompt hands out anew can keep a total, and nothing more."""
+        """Refuse what budgets that each prompt hands out anew cannot keep: all but a total."""
         fixed = {
             "layer level": self.level != "head",
             "unit_policies, whose scores cannot be compared": self.unit_policies is not None,
@@ -469,7 +473,7 @@ class BudgetProfile(JsonRecord):
         after = context_tokens - protected
         wanted = protected + (budgets - protected) * (after / before)
         floor = -(-protected // page)
-        most = max(floor, context_tokens // page) if page > 1 else context_tokens
+        ceiling = max(floor, context_tokens // page) if page > 1 else context_tokens
         # Heads of a layer share their budget at layer level: one number stands for the layer.
         columns = 1 if self.level == "layer" else budgets.shape[1]
         scaled = np.full((len(budgets), columns), context_tokens, dtype=np.int64)
@@ -477,16 +481,16 @@ class BudgetProfile(JsonRecord):
         shared = budgets[:, :columns] < self.context_tokens
         exact = wanted[:, :columns][shared] / page
         total = int(np.floor(exact.sum() + 1e-6))
-        total = min(max(total, floor * exact.size), most * exact.size)
-        pages = apportion(exact, total, minimum=floor, maximum=most)
+        total = min(max(total, floor * exact.size), ceiling * exact.size)
+        pages = apportion(exact, total, minimum=floor, maximum=ceiling)
         scaled[shared] = np.minimum(pages * page, context_tokens)
         return np.broadcast_to(scaled, budgets.shape).copy()
 
 
 def relative_gap(objective: float, bound: float | None) -> float | None:
-    """Distance between objective and bound over the larger of the two, 0..1 if of one sign.
+    """Return the distance between objective and bound over the larger of the two.
 
-    A loss can come with a bound of 0, of which no distance is a share; of the loss itself it is.
+    It is 0..1 if both have one sign, also where a loss has a bound of 0.
 
     Examples
     --------

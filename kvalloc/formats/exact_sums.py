@@ -16,7 +16,7 @@ DIGIT_BITS = 31
 
 
 def to_digits(values: FloatArray, *, top_bits: int, digits: int) -> IntArray:
-    """Numbers as digits that can be added up.
+    """Split numbers into digits that can be added up.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def to_digits(values: FloatArray, *, top_bits: int, digits: int) -> IntArray:
         At most ``2 ** top_bits`` in magnitude.
     top_bits : int
     digits : int
-        How many; a number is cut off below ``2 ** (top_bits - 31 * digits)``.
+        Number of digits; a number is cut off below ``2 ** (top_bits - 31 * digits)``.
 
     Returns
     -------
@@ -39,16 +39,16 @@ def to_digits(values: FloatArray, *, top_bits: int, digits: int) -> IntArray:
     if not (np.abs(values) <= 2.0**top_bits).all():
         raise InputError(f"a number to add up is beyond 2 ** {top_bits}, or is not finite")
     rest = np.ldexp(values, DIGIT_BITS - top_bits)
-    found = np.empty((digits, *values.shape), dtype=np.int64)
-    for digit in found:
+    split = np.empty((digits, *values.shape), dtype=np.int64)
+    for digit in split:
         whole = np.trunc(rest)
         digit[...] = whole
         rest = np.ldexp(rest - whole, DIGIT_BITS)  # exact, as all of these steps
-    return found
+    return split
 
 
 def from_digits(sums: IntArray, *, top_bits: int) -> FloatArray:
-    """The numbers that sums of digits stand for, ``(...)``; off by a few roundings of float64."""
+    """Return the numbers of sums of digits, ``(...)``; off by a few roundings of float64."""
     total = np.zeros(sums.shape[1:])
     for digit in sums[::-1]:
         total = np.ldexp(total, -DIGIT_BITS) + digit

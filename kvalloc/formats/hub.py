@@ -21,7 +21,7 @@ _LARGEST_PROFILE_BYTES = 2**24
 
 
 def on_hub(source: str | Path) -> str | None:
-    """What was typed, if it names a file on the hub; a path has lost one of the slashes.
+    """Return the name of a file on the hub, or None; a `Path` has lost one of the slashes.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def on_hub(source: str | Path) -> str | None:
 
 @contextmanager
 def local_file(source: str | Path) -> Iterator[Path]:
-    """The local path of a file that is here, or on the hub: then it is fetched.
+    """Return the local path of a file, which is fetched if it is on the hub.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def local_file(source: str | Path) -> Iterator[Path]:
 
 
 def push(file: str | Path, to: str, *, private: bool = False) -> str:
-    """Upload a profile or a surrogate to a repository of the hub, which is made if need be.
+    """Upload a profile or a surrogate to a repository of the hub; make it if there is none.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def push(file: str | Path, to: str, *, private: bool = False) -> str:
 
 
 def cached_profiles() -> list[str]:
-    """Sources of the budget profiles in the hub's cache, each with its revision, sorted."""
+    """Return the sources of budget profiles in the hub's cache, with their revisions, sorted."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return []
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
@@ -129,7 +129,7 @@ def cached_profiles() -> list[str]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
-    found = []
+    sources = []
     for repository in repositories:
         kind = "" if repository.repo_type == "model" else f"{repository.repo_type}s/"
         for revision in repository.revisions:
@@ -137,8 +137,8 @@ def cached_profiles() -> list[str]:
                 if file.file_path.suffix == ".json" and _holds_budgets(file.file_path):
                     inside = file.file_path.relative_to(revision.snapshot_path).as_posix()
                     commit = revision.commit_hash
-                    found.append(f"hf://{kind}{repository.repo_id}@{commit}/{inside}")
-    return sorted(found)
+                    sources.append(f"hf://{kind}{repository.repo_id}@{commit}/{inside}")
+    return sorted(sources)
 
 
 def _check(file: str | Path) -> None:
@@ -172,7 +172,7 @@ def _fetched(name: str) -> Path:
         )
 
         where = {"repo_type": uri.type, "revision": uri.revision}
-        if _COMMIT.fullmatch(uri.revision or ""):  # what never changes need not be asked for
+        if _COMMIT.fullmatch(uri.revision or ""):  # a commit never changes: no request needed
             cached = try_to_load_from_cache(uri.id, uri.path_in_repo, **where)
             if isinstance(cached, str):
                 return Path(cached)
@@ -199,7 +199,7 @@ def _parsed(name: str) -> Any:
 
 @contextmanager
 def _clear_errors(name: str) -> Iterator[None]:
-    """One line for whatever the hub's client raises."""
+    """Turn whatever the hub's client raises into one line."""
     try:
         from huggingface_hub import errors
     except ImportError as error:

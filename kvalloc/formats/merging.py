@@ -21,18 +21,18 @@ from kvalloc.formats.tensors import NAMES, Blocks, Digest, tensor_places, write_
 
 _BLOCK_BYTES = 1 << 24
 _MAY_DIFFER = ("created", "interpolation_error")
-"""Fields of the header of which the merged file has the largest."""
+"""Fields of the header whose largest value the merged file has."""
 
 _ASIDE = "set_aside"
-"""The field of the header of which the merged file has what all parts say."""
+"""Field of the header whose entries of all parts the merged file has."""
 
 _OF_PARTS = ("shards", "sample_places")
-"""Arrays that a whole measurement has not."""
+"""Arrays that only a part has, not a whole measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What a merge has written.
+    """The result of a merge.
 
     Attributes
     ----------
@@ -102,20 +102,20 @@ class _Part:
             raise ScoreHeader.file_error(self.path, name, found, expected)
 
     def begin(self, name: str) -> None:
-        """An array that is read from here on; they have to be in the order of the digest."""
+        """Begin to read an array; arrays come in the order of the digest."""
         dtype, shape, _ = self.tensors[name]
         self._digest.begin(name, Blocks(dtype=dtype, shape=shape, blocks=()))
         if name in self.shared:
             self._digest.update(self.shared[name].data)
 
     def rows(self, name: str, first: int, end: int) -> npt.NDArray[Any]:
-        """Some samples of an array that was begun, each once and in order."""
+        """Return some samples of the current array, each once and in order."""
         data = self._read(name, first, end)
         self._digest.update(data.data)
         return data
 
     def finish(self) -> None:
-        """Compare the digest of all that was read with the one that the file states."""
+        """Compare the digest of everything read with the one that the file states."""
         ScoreHeader.check_digest(self.path, self._stated, lambda _: self._digest.hexdigest())
 
     def _read(self, name: str, first: int, end: int) -> npt.NDArray[Any]:
@@ -135,7 +135,7 @@ def merge(
     accept_missing: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Merged:
-    """Put the parts of a measurement together, as ``kvalloc profile --shard`` made them.
+    """Merge the parts of a measurement that ``kvalloc profile --shard`` made.
 
     The file is the one that an unbroken measurement writes, byte for byte, in whatever order the
     parts are given. Some megabytes of it are in memory at a time.
@@ -163,30 +163,30 @@ def merge(
         If a file is no sound part.
     """
     check_given(parts, output)
-    found = [_Part(path) for path in parts]
-    for other in found[1:]:
-        _check_together(found[0], other)
-    shards = [part.shared["shards"] for part in found]
+    files = [_Part(path) for path in parts]
+    for other in files[1:]:
+        _check_together(files[0], other)
+    shards = [part.shared["shards"] for part in files]
     held = held_shards(parts, shards, accept_missing=accept_missing)
     whole = bool(held.all())
     missing = "" if whole else shards_text(held, held=0)
-    places, order = _all_places(found, whole=whole)
-    last = {name: max(part.content[name] for part in found) for name in _MAY_DIFFER}
-    if aside := _set_aside(found):
-        last[_ASIDE] = {str(place): said for place, said in sorted(aside.items())}
-    own = {} if whole else {"shards": held, "sample_places": places}
-    names = [name for name in found[0].names if not whole or name not in _OF_PARTS]
-    arrays = {name: _joined(found, name, order, own.get(name)) for name in names}
+    places, order = _all_places(files, whole=whole)
+    last = {name: max(part.content[name] for part in files) for name in _MAY_DIFFER}
+    if aside := _set_aside(files):
+        last[_ASIDE] = {str(place): reason for place, reason in sorted(aside.items())}
+    of_part = {} if whole else {"shards": held, "sample_places": places}
+    names = [name for name in files[0].names if not whole or name not in _OF_PARTS]
+    arrays = {name: _joined(files, name, order, of_part.get(name)) for name in names}
     total = sum(array.size_bytes for array in arrays.values())
     with atomic_write(output) as temporary:
         digest = write_tensors(
             temporary,
-            found[0].content | last,
+            files[0].content | last,
             arrays,
             entry=ScoreHeader.METADATA,
             progress=None if progress is None else lambda done: progress(done, total),
         )
-        for part in found:
+        for part in files:
             for name in _OF_PARTS if whole else ():  # the last ones in the order of the digest
                 part.begin(name)
             part.finish()
@@ -211,7 +211,7 @@ def _check_together(one: _Part, other: _Part) -> None:
 
 
 def check_given(parts: Sequence[str | Path], output: str | Path) -> None:
-    """Refuse parts that are none, or given twice, and an output that cannot be written."""
+    """Refuse an empty list of parts, a part given twice, and an output that cannot be written."""
     check_writable(output)
     given = [os.path.realpath(path) for path in parts]
     if not given:
@@ -237,7 +237,7 @@ def check_fields(
 def apart(
     paths: tuple[str | Path, str | Path], name: str, before: object, now: object
 ) -> InputError:
-    """What refuses two parts of different measurements."""
+    """Return the error for two parts of different measurements."""
     return InputError(
         f"{paths[0]} and {paths[1]} are no parts of one measurement: {one_line(name, 60)} is "
         f"{one_line(before, 60)} in the first and {one_line(now, 60)} in the second"
@@ -247,12 +247,12 @@ def apart(
 def held_shards(
     paths: Sequence[str | Path], shards: Sequence[IntArray], *, accept_missing: bool
 ) -> IntArray:
-    """The shards that are there, ``(n_shards,)``; refuses one twice, and one that is missing."""
+    """Return the mask of present shards, ``(n_shards,)``; refuse one twice, or missing."""
     held = np.zeros_like(shards[0])
-    for place, own in enumerate(shards):
-        if own.shape != held.shape:
-            raise apart((paths[0], paths[place]), "the number of shards", held.size, own.size)
-        both = held & own
+    for place, mask in enumerate(shards):
+        if mask.shape != held.shape:
+            raise apart((paths[0], paths[place]), "the number of shards", held.size, mask.size)
+        both = held & mask
         if both.any():
             other = next(
                 path for path, one in zip(paths, shards, strict=True) if (one & both).any()
@@ -261,7 +261,7 @@ def held_shards(
                 f"{other} and {paths[place]} overlap: {shards_text(both)} is in both of them; "
                 "give each shard once"
             )
-        held = held | own
+        held = held | mask
     if not held.all() and not accept_missing:
         are = "are" if held.size - held.sum() > 1 else "is"
         raise InputError(
@@ -272,7 +272,7 @@ def held_shards(
 
 
 def _all_places(parts: Sequence[_Part], *, whole: bool) -> tuple[IntArray, IntArray]:
-    """Places of all samples, rising, and for each its part and its row there, ``(n, 2)``."""
+    """Return the rising places of all samples, and each one's part and row there, ``(n, 2)``."""
     places = np.concatenate([part.places for part in parts])
     rows = np.concatenate(
         [
@@ -295,14 +295,14 @@ def _all_places(parts: Sequence[_Part], *, whole: bool) -> tuple[IntArray, IntAr
 
 
 def _set_aside(parts: Sequence[_Part]) -> dict[int, str]:
-    """What could not be measured, by place."""
-    return {place: said for part in parts for place, said in part.header.set_aside.items()}
+    """Return the samples that could not be measured: name and reason, by place."""
+    return {place: why for part in parts for place, why in part.header.set_aside.items()}
 
 
 def _joined(
     parts: Sequence[_Part], name: str, order: IntArray, shared: npt.NDArray[Any] | None
 ) -> Blocks:
-    """An array of all parts, sample by sample, or what they share, read as it is written."""
+    """Return an array of all parts, sample by sample, or the one they share; read lazily."""
     dtype, shape, _ = parts[0].tensors[name]
     if shared is None and name in parts[0].shared:
         shared = parts[0].shared[name]

@@ -39,7 +39,7 @@ class Policy(Record):
     """What rebuilds the policy, apart from the scorer."""
 
     label: str = ""
-    """What it was asked for as, such as ``snapkv:window=4``, where it is one of several."""
+    """Its name in the request, such as ``snapkv:window=4``, where it is one of several."""
 
     @cached_property
     def protected_tokens(self) -> int:
@@ -53,43 +53,43 @@ class Policy(Record):
 
     @property
     def title(self) -> str:
-        """What it is called in tables: its label, else its name, else that of its scorer."""
+        """Its name in tables: its label, else its name, else that of its scorer."""
         return self.label or (self.scorer if self.name == "score" else self.name)
 
 
-def require_policies(field: str, own: Policy, others: Sequence[Policy]) -> None:
+def require_policies(field: str, main: Policy, others: Sequence[Policy]) -> None:
     """Refuse policies that cannot stand beside a profile's own, as `require` does.
 
-    Budgets include sinks and window, so all must protect the same; and each needs a name of its
-    own by which it can be asked for.
+    Budgets include sinks and window, so all must protect the same. Each needs a different name, by
+    which a request can choose it.
 
     Parameters
     ----------
     field : str
         Where the others stand.
-    own, others
+    main, others
         The policies.
     """
     for other in others:
         require(
-            (other.sinks, other.window) == (own.sinks, own.window),
+            (other.sinks, other.window) == (main.sinks, main.window),
             field,
             f"{other.title} with {other.sinks} sinks and a window of {other.window}",
-            f"the profile's {own.sinks} sinks and window of {own.window} in every policy",
+            f"the profile's {main.sinks} sinks and window of {main.window} in every policy",
         )
-    titles = [policy.title for policy in (own, *others)]
+    titles = [policy.title for policy in (main, *others)]
     twice = next((title for title in titles if titles.count(title) > 1), "")
     single = len({*titles}) == len(titles) and all(titles)
     require(single, field, f"{twice!r} twice", "a name of its own for each policy")
 
 
-def places_of(own: Policy, others: Sequence[Policy], names: Sequence[str]) -> tuple[int, ...]:
-    """The places of named policies in ``(own, *others)``, rising.
+def places_of(main: Policy, others: Sequence[Policy], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the places of named policies in ``(main, *others)``, rising.
 
     Parameters
     ----------
-    own, others
-        What there is.
+    main, others
+        The policies.
     names : sequence of str
         Titles.
 
@@ -102,12 +102,12 @@ def places_of(own: Policy, others: Sequence[Policy], names: Sequence[str]) -> tu
     InputError
         If there is none of that name, or no name at all; lists those there are.
     """
-    titles = [policy.title for policy in (own, *others)]
+    titles = [policy.title for policy in (main, *others)]
     unknown = next((name for name in names if name not in titles), None)
     if unknown is not None or not names:
-        found = "no policy is named" if unknown is None else f"no losses of {unknown!r} are held"
+        fault = "no policy is named" if unknown is None else f"no losses of {unknown!r} are held"
         raise InputError(
-            f"{found}; this score profile has those of {', '.join(titles)}: choose from them, or "
+            f"{fault}; this score profile has those of {', '.join(titles)}: choose from them, or "
             f"measure more with {command('profile', loss_policies=None)}"
         )
     return tuple(sorted({titles.index(name) for name in names}))

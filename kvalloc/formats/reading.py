@@ -36,7 +36,7 @@ _FOREIGN = {
 
 
 def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
-    """What a file holds.
+    """Return the record that a file holds.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
 
 
 def _foreign(path: Path) -> str:
-    """What a file is that is none of ours."""
+    """Return what a file is that is none of kvalloc's."""
     if path.is_dir():
         return "a folder"
     try:

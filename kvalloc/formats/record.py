@@ -31,15 +31,15 @@ from kvalloc.formats.tensors import Blocks, Digest, write_tensors
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 
-_MOST_TEXTS = 1000
+_MAX_TEXTS = 1000
 """Versions, or methods of an evaluation, in one file."""
 
 LARGEST_JSON_BYTES = 2**28
 """A larger JSON file is not read: an evaluation with a million answers is smaller."""
 
 _LARGE_BYTES, _HOLES = 2**30, 1000
-"""A safetensors file of so many bytes, all but a part in so many of them holes, is not read: it
-costs whoever sends it nothing, and whoever reads it all their memory."""
+"""A safetensors file larger than this, of which less than one part in `_HOLES` is stored, is not
+read: it would cost its sender nothing and its reader all memory."""
 
 __all__ = [
     "WHAT_TO_DO",
@@ -100,7 +100,7 @@ def require_none(*fields: str, values: Sequence[object]) -> None:
 
 
 class ArrayOf:
-    """Makes an array a field: so many axes of one type; read-only, in JSON nested lists.
+    """Makes an array a field, of one type and number of axes; read-only, in JSON nested lists.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ class Record(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values of some fields, checked as a new one is.
+        """Return a copy with other values of some fields, checked as a new one is.
 
         Parameters
         ----------
@@ -191,11 +191,11 @@ class Record(BaseModel):
         InputError
             If there is no such field, or a value does not fit.
         """
-        own = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**{**own, **changes})
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**values, **changes})
 
     def record(self) -> dict[str, Any]:
-        """Plain values, as in JSON."""
+        """Return plain values, as in JSON."""
         return self.model_dump(mode="json")
 
 
@@ -233,14 +233,14 @@ class FileRecord(Record):
             raise InputError(f"{self.NAME}: it holds what JSON cannot hold: {error}") from error
 
     def header(self) -> dict[str, Any]:
-        """Plain values of all but the arrays, as a safetensors file states them."""
+        """Return the plain values of all but the arrays, as a safetensors file states them."""
         fields = {*getattr(type(self), "HEADER", type(self)).model_fields}
         unsaid = {name for name in self.OPTIONAL if not getattr(self, name)}
         return self.model_dump(mode="json", include=fields - unsaid)
 
     @classmethod
     def from_record(cls, path: str | Path, stated: object) -> Self:
-        """The definition that plain values from a file give, once they are checked.
+        """Return the definition of plain values from a file, checked.
 
         Parameters
         ----------
@@ -254,13 +254,13 @@ class FileRecord(Record):
         ProfileFileError
             Naming the first field that is wrong.
         """
-        found = cls.parsed(path, stated)
+        record = cls.parsed(path, stated)
         cls.check_digest(path, stated, digest_of)
-        return found
+        return record
 
     @classmethod
     def parsed(cls, path: str | Path, stated: object) -> Self:
-        """The same, whose digest nobody has checked."""
+        """Return the same, with the digest not checked."""
         if not isinstance(stated, dict):
             name = type(stated).__name__
             raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
@@ -291,25 +291,25 @@ class FileRecord(Record):
 
     @classmethod
     def array_fields(cls) -> dict[str, ArrayOf]:
-        """Type and number of axes of each array that a file may hold, by name."""
-        found = {}
+        """Return type and number of axes of each array that a file may hold, by name."""
+        arrays = {}
         for name, field in cls.model_fields.items():
             inner = (getattr(one, "__metadata__", ()) for one in get_args(field.annotation))
             kinds = [kind for kind in chain(field.metadata, *inner) if isinstance(kind, ArrayOf)]
             if kinds:
-                found[name] = kinds[0]
-        return found
+                arrays[name] = kinds[0]
+        return arrays
 
     @classmethod
     def _check_tables(cls, path: str | Path, stated: dict[str, Any]) -> None:
-        """Refuse a table of wrong lengths; what is looked at is no more than the model allows."""
+        """Refuse a table of wrong lengths, before more of it is read than the model allows."""
         shape = stated.get("shape")
         if not isinstance(shape, dict):
             return
         lengths = [shape.get("n_layers"), shape.get("n_kv_heads")]
         layers = lengths[0] if isinstance(lengths[0], int) else 0
-        most = {"layer_types": layers, "share_groups": layers}
-        for name, limit in {**most, "versions": _MOST_TEXTS, "profiles": _MOST_TEXTS}.items():
+        limits = {"layer_types": layers, "share_groups": layers}
+        for name, limit in {**limits, "versions": _MAX_TEXTS, "profiles": _MAX_TEXTS}.items():
             found = (shape if name in shape else stated).get(name)
             if isinstance(found, list | dict) and len(found) > limit:
                 raise cls.file_error(path, name, f"{len(found):,} items", f"at most {limit:,}")
@@ -321,8 +321,8 @@ class FileRecord(Record):
             for length in lengths[: table.ndim]:
                 for row in rows:
                     if not isinstance(row, list) or len(row) != length:
-                        said = f"a list of {len(row):,}" if isinstance(row, list) else row
-                        raise cls.file_error(path, name, said, expected)
+                        found = f"a list of {len(row):,}" if isinstance(row, list) else row
+                        raise cls.file_error(path, name, found, expected)
                 rows = [*chain.from_iterable(rows)]
             if deeper := [row for row in rows if isinstance(row, list | dict)]:
                 raise cls.file_error(path, name, deeper[0], expected)
@@ -346,7 +346,7 @@ class FileRecord(Record):
     def file_error(
         cls, path: str | Path, field: str, found: object, expected: str, more: str = ""
     ) -> ProfileFileError:
-        """What is wrong with a file that should hold such a record."""
+        """Return the error for a file that should hold such a record."""
         way_out = ", ".join(filter(None, (cls.again(), more)))
         return ProfileFileError(path, field=field, found=found, expected=expected, way_out=way_out)
 
@@ -367,17 +367,17 @@ class FileRecord(Record):
 
     @classmethod
     def expected(cls) -> str:
-        """What such a file is, for messages."""
+        """Return what such a file is, for messages."""
         return f"a {cls.NAME} written by '{cls.MADE_BY}'"
 
     @classmethod
     def again(cls) -> str:
-        """How to make such a file again, for messages."""
+        """Return how to make such a file again, for messages."""
         return f"make it again with '{cls.MADE_BY}'"
 
     @classmethod
     def opened(cls, path: str | Path) -> Any:
-        """A safetensors file that holds such a record, to be read in a ``with``.
+        """Open a safetensors file that holds such a record, in a ``with``.
 
         Raises
         ------
@@ -400,7 +400,7 @@ class FileRecord(Record):
 
     @classmethod
     def stated(cls, path: str | Path, file: Any) -> dict[str, Any]:
-        """What the header of an open safetensors file says; nothing of it is checked."""
+        """Return what the header of an open safetensors file states, unchecked."""
         try:
             found = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
         except (ValueError, TypeError) as error:  # the latter for halves of surrogate pairs
@@ -466,12 +466,12 @@ WHAT_TO_DO = {
 
 
 def with_article(kind: str) -> str:
-    """A kind of file as a sentence has it."""
+    """Return a kind of file with its article."""
     return f"{'an' if kind.startswith('e') else 'a'} {kind}"
 
 
 def kind_of(path: str | Path) -> str:
-    """What a file says that it is, one of `WHAT_TO_DO`; empty where it is missing or none of them.
+    """Return the kind that a file states, one of `WHAT_TO_DO`; empty if missing or another.
 
     Nothing else of it is read or checked. A folder with a ``config.json`` and a ``.gguf`` file are
     models, and so is ``demo``, unless there is a file of that name.
@@ -552,16 +552,16 @@ class ArrayRecord(FileRecord):
             except (AttributeError, TypeError) as error:  # a type that NumPy has not
                 raise cls.file_error(path, "file", str(error), "float64 and int64") from error
         header = cls.HEADER.parsed(path, stated)
-        own = {name: getattr(header, name) for name in cls.HEADER.model_fields}
+        values = {name: getattr(header, name) for name in cls.HEADER.model_fields}
         try:
-            record = cls.model_validate({**own, **arrays})
+            record = cls.model_validate({**values, **arrays})
         except ValidationError as error:
             raise cls.file_error(path, *first_fault(error)) from error
         cls.check_digest(path, stated, record._digest_over)
         return record
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that are there, in the order of the file's digest."""
+        """Return the present arrays, in the order of the file's digest."""
         arrays = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
 
@@ -570,7 +570,7 @@ class ArrayRecord(FileRecord):
 
 
 def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    """SHA-256 over a text and arrays: their names, types, shapes and values."""
+    """Return the SHA-256 over a text and arrays: their names, types, shapes and values."""
     digest = Digest(header)
     for name, array in arrays.items():
         digest.begin(name, array)
@@ -579,13 +579,13 @@ def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """SHA-256 of plain values in one order."""
+    """Return the SHA-256 of plain values, in a fixed order."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def first_fault(error: ValidationError) -> tuple[str, object, str]:
-    """The first thing that is wrong with a record: field, what was found, what is expected."""
+    """Return the first fault of a record: field, value found, value expected."""
     first = error.errors(include_url=False)[0]
     place, context = [str(part) for part in first["loc"]], first.get("ctx", {})
     if first["type"] == "kvalloc":

@@ -29,7 +29,7 @@ __all__ = ["SavedCacheHeader", "StoredTensor", "tensor_digest"]
 
 
 def _checked(stated: object) -> BudgetProfile:
-    """A profile inside the header: a file's content, its own digest included."""
+    """Return the profile inside a header, its digest checked."""
     if isinstance(stated, BudgetProfile):
         return stated
     try:
@@ -78,13 +78,13 @@ class StoredTensor:
     data: npt.NDArray[np.uint8]
 
     def numbers(self) -> npt.NDArray[Any]:
-        """Its elements; those of bfloat16, which NumPy does not have, as int16."""
+        """Return its elements; those of bfloat16, which NumPy does not have, as int16."""
         dtype = "int16" if self.dtype == "bfloat16" else self.dtype
         return self.data.view(dtype).reshape(self.shape)
 
 
 def tensor_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """A digest of names, shapes, types and all bytes."""
+    """Return a digest of names, shapes, types and all bytes."""
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         hasher.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
@@ -148,7 +148,7 @@ class SavedCacheHeader(FileRecord):
 
     @classmethod
     def read(cls, path: str | Path) -> tuple[Self, dict[str, StoredTensor]]:
-        """All of a saved cache, checked so far that whatever reads it stays inside its tensors.
+        """Return header and tensors of a saved cache, checked against each other.
 
         Parameters
         ----------
@@ -178,13 +178,13 @@ class SavedCacheHeader(FileRecord):
 
     @classmethod
     def expected(cls) -> str:
-        """What such a file is, for messages."""
+        """Return what such a file is, for messages."""
         how = by_interface(python="by cache.save()", flags=f"with {option('save_cache')}")
         return f"a cache written {how}"
 
     @classmethod
     def again(cls) -> str:
-        """How to make the file again."""
+        """Return how to make the file again."""
         return "read the prompt again and save the cache again"
 
     @model_validator(mode="after")
@@ -202,7 +202,7 @@ class SavedCacheHeader(FileRecord):
 
 
 def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of a file that safetensors has found sound."""
+    """Return the tensors of a file that safetensors has opened."""
     found = {}
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -237,7 +237,7 @@ class _Contents:
         self._shown: npt.NDArray[np.bool_] | None = None
 
     def check(self) -> None:
-        """Raise a `ProfileFileError` where something does not fit."""
+        """Raise a `ProfileFileError` if header and tensors do not fit."""
         header = self._header
         n_bytes = sum(tensor.data.size for tensor in self._left.values())
         most = n_bytes // header.profile.shape.n_kv_heads
@@ -249,7 +249,7 @@ class _Contents:
         self._require(not self._left, min(self._left, default=""), "there", "no such tensor")
 
     def _check_layer(self, index: int, kind: str) -> None:
-        """Its tensors tell how it is stored: whole, or what is kept of it in segments."""
+        """Check the tensors of a layer: all of its entries, or the kept ones in segments."""
         header, profile = self._header, self._header.profile
         seen, heads, dim = header.seen_tokens, profile.shape.n_kv_heads, profile.shape.head_dim
         name = f"{index}.keys"
@@ -268,7 +268,7 @@ class _Contents:
             self._check_segments(f"{index}.bits_{bits}.", bits, int((widths == bits).sum()), end)
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: int) -> None:
-        """Segments of rows and heads, back to back, of columns below ``end``."""
+        """Check the segments of rows and heads, back to back, of columns below ``end``."""
         header, dim = self._header, self._header.profile.shape.head_dim
         name = f"{prefix}lengths"
         counts = self._take(name, "int64", (header.batch, heads)).reshape(-1)
@@ -290,7 +290,7 @@ class _Contents:
     def _check_columns(
         self, name: str, columns: IntArray, counts: IntArray, heads: int, end: int
     ) -> None:
-        """Columns rise in each segment, are below ``end``, and hold no padding."""
+        """Check that columns rise in each segment, are below ``end``, and hold no padding."""
         segments = np.arange(counts.size).repeat(counts)
         rising = (columns[1:] > columns[:-1]) | (segments[1:] != segments[:-1])
         sound = bool(rising.all() and (columns >= 0).all() and (columns < end).all())
@@ -300,9 +300,9 @@ class _Contents:
         self._require(sound, name, "those of padding", "columns that are visible")
 
     def _take(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
-        """A tensor of this type and shape, where None is any length; as numbers if NumPy has them.
+        """Take a tensor of this type and shape, None being any length; as numbers if NumPy can.
 
-        Each is taken once, so that what is left belongs to nothing.
+        Each is taken once: tensors that are left in the end belong to nothing.
         """
         found = self._left.pop(name, None)
         expected = f"{dtype} of {_sizes(shape)}"

@@ -251,7 +251,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """All policies whose losses can be told apart: the scorer's own, then the others."""
+        """All policies with losses: the scorer's own, then the others."""
         return (self.policy, *self.loss_policies)
 
     @property
@@ -286,7 +286,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return shares
 
     def fidelity(self, bits: int) -> FloatArray:
-        """Measured fidelity of a bit width, per sample: 1 at 16.
+        """Return the measured fidelity of a bit width, per sample: 1 at 16.
 
         Returns
         -------
@@ -309,7 +309,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return self.bit_fidelity[..., widths.index(bits)]
 
     def contributions(self, sample: int | None = None, *, bits: int = 16) -> FloatArray:
-        """What each head adds to its layer's retention, as a function of the entries it keeps.
+        """Return what each head adds to its layer's retention, by the entries it keeps.
 
         The retention of a layer whose heads keep n_h entries is the sum over its heads of
         ``share_h * R_h(n_h)``: the kept part of the layer's score mass, each head keeping its own
@@ -338,7 +338,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return mean
 
     def shared_contributions(self, group: Sequence[int], sample: int | None = None) -> FloatArray:
-        """The same of layers that all keep the same entries in a KV head, chosen for their sum.
+        """Return the same of layers that keep the same entries in a KV head, the best by their sum.
 
         Parameters
         ----------
@@ -361,15 +361,15 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return chosen
 
     def _curves_of_run(self, group: Sequence[int]) -> FloatArray:
-        """Joint curves of a measured run of layers, ``(n_samples, n_kv_heads, n_points)``."""
+        """Return the joint curves of a run of layers, ``(n_samples, n_kv_heads, n_points)``."""
         again = f"measure again with {command('profile', share_length=len(group))}"
         if self.shared_runs is None or self.shared_curves is None:
             raise InputError(
                 f"the score profile has no curves of layers that share entries; {again}"
             )
-        found = np.flatnonzero((self.shared_runs == (group[0], len(group))).all(axis=1))
-        if found.size:
-            return self.shared_curves[:, int(found[0])]
+        places = np.flatnonzero((self.shared_runs == (group[0], len(group))).all(axis=1))
+        if places.size:
+            return self.shared_curves[:, int(places[0])]
         longest = int(self.shared_runs[:, 1].max(initial=0))
         if len(group) <= min(longest, LONGEST_RUN):
             raise InputError(f"layers {group[0]}-{group[-1]} cannot share: not all are measured")
@@ -380,12 +380,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        least, most, ranks = self.protected_tokens, self.evictable_tokens, self.ranks
-        expected = f"more than the {least} tokens of sinks and window"
-        require(most >= 1, "context_tokens", self.context_tokens, expected)
+        protected, evictable, ranks = self.protected_tokens, self.evictable_tokens, self.ranks
+        expected = f"more than the {protected} tokens of sinks and window"
+        require(evictable >= 1, "context_tokens", self.context_tokens, expected)
         require(ranks.size > 1, "ranks", f"shaped {ranks.shape}", "a list of at least two ranks")
-        rising = ranks[0] == 0 and ranks[-1] == most and (np.diff(ranks) > 0).all()
-        require(rising, "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {most}")
+        rising = ranks[0] == 0 and ranks[-1] == evictable and (np.diff(ranks) > 0).all()
+        require(rising, "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {evictable}")
         size = (max(1, self.n_samples), self.shape.n_layers, self.shape.n_kv_heads)
         require_shape("curves", self.curves, (*size, ranks.size))
         require_shape("masses", self.masses, size)
@@ -402,10 +402,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         return self
 
     def _require_losses(self) -> None:
-        """Loss curves are measured, so noise stays: a curve need not fall, nor stay above 0.
+        """Refuse loss curves that cannot be measured ones.
 
-        What cannot be noise is refused: more nats below 0 than above it (a sign turned round), a
-        loss where everything is kept (levels turned round).
+        Noise is accepted: a curve need not fall, nor stay above 0. Refused are more nats below 0
+        than above it (a reversed sign), and a loss where everything is kept (reversed levels).
         """
         levels, losses, others = self.loss_tokens, self.losses, self.other_losses
         if levels is None or losses is None:
@@ -419,11 +419,11 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             expected = "losses of the scorer's own entries beside them"
             require(not given, "other_losses", "given", expected)
             return
-        least, most = max(1, self.protected_tokens), self.context_tokens
+        smallest, context = max(1, self.protected_tokens), self.context_tokens
         require(levels.size > 1, "loss_tokens", f"shaped {levels.shape}", "two levels or more")
-        sound = (np.diff(levels) > 0).all() and levels[0] >= least and levels[-1] == most
+        sound = (np.diff(levels) > 0).all() and levels[0] >= smallest and levels[-1] == context
         found = f"{levels.tolist()[:4]}..{int(levels[-1])}"
-        expected = f"rising from at least {least} (sinks and window) to the context of {most}"
+        expected = f"rising from at least {smallest} (sinks and window) to the context of {context}"
         require(sound, "loss_tokens", found, expected)
         self._require_nats("losses", "loss_stderr", {1, self.shape.n_kv_heads}, ())
         if self.loss_bits is not None:
@@ -444,7 +444,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     def _require_nats(
         self, name: str, errors: str, heads: set[int], middle: tuple[int, ...]
     ) -> None:
-        """Losses and errors ``(n_samples, n_layers, one of heads, *middle, n_levels)``, by name."""
+        """Check losses and errors ``(n_samples, n_layers, one of heads, *middle, n_levels)``."""
         losses, stderr = getattr(self, name), getattr(self, errors)
         assert self.loss_tokens is not None  # checked by the caller
         full, n_levels = list(self.shape.full_layers), self.loss_tokens.size
@@ -555,7 +555,7 @@ def _require_curves(curves: FloatArray, ranks: IntArray, where: str) -> None:
 
 
 def shards_text(shards: IntArray, held: int = 1) -> str:
-    """Which shards are held, or with 0 which are missing, of how many.
+    """Return which shards of how many are held, or with 0 which are missing.
 
     Examples
     --------
@@ -568,7 +568,7 @@ def shards_text(shards: IntArray, held: int = 1) -> str:
 
 
 def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:
-    """The ranks at which curves are stored.
+    """Return the ranks at which curves are stored.
 
     Parameters
     ----------
@@ -593,7 +593,7 @@ def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) ->
 
 
 def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> FloatArray:
-    """Curves at other ranks, linear in between (which keeps a concave curve concave).
+    """Return curves at other ranks, linear in between, so that concave curves stay concave.
 
     Parameters
     ----------
@@ -615,7 +615,7 @@ def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> F
     values = np.empty((*curves.shape[:-1], at.size))
     rows = curves.reshape(-1, ranks.size), values.reshape(-1, at.size)
     # One curve at a time: with a long context, every copy of all curves is gigabytes.
-    for curve, found in zip(*rows, strict=True):
-        np.multiply(curve[left], 1.0 - weight, out=found)
-        found += curve[left + 1] * weight
+    for curve, row in zip(*rows, strict=True):
+        np.multiply(curve[left], 1.0 - weight, out=row)
+        row += curve[left + 1] * weight
     return values

@@ -20,18 +20,18 @@ FIRST_SHARED_LAYER = 2
 """The layers before it never share (MPCache, Fig. 8)."""
 
 LONGEST_RUN = 4
-"""Most layers of a group that can be measured."""
+"""Largest number of layers of a group that can be measured."""
 
 
 def runs_of(full_layers: Sequence[int], longest: int) -> IntArray:
-    """Every run of adjacent full-attention layers that may share.
+    """Return every run of adjacent full-attention layers that may share.
 
     Parameters
     ----------
     full_layers : sequence of int
         Rising.
     longest : int
-        Most layers in a run.
+        Largest number of layers in a run.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def runs_of(full_layers: Sequence[int], longest: int) -> IntArray:
 
 
 def parse_groups(given: object) -> int | Groups:
-    """A number of groups, or the groups themselves.
+    """Return a number of groups, or the groups themselves.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def _at_least_one(number: int) -> int:
 
 
 def groups_text(groups: Groups) -> str:
-    """Groups as ``parse_groups`` reads them.
+    """Return groups as ``parse_groups`` reads them.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def groups_text(groups: Groups) -> str:
 
 
 def shared_text(groups: Groups) -> str:
-    """What groups do, in a few words.
+    """Return what groups do, in a few words.
 
     Examples
     --------
@@ -126,7 +126,7 @@ def shared_text(groups: Groups) -> str:
 
 
 def groups_fault(groups: Groups, full_layers: Sequence[int]) -> str | None:
-    """What is wrong with groups of layers, as half a sentence, or None.
+    """Return what is wrong with groups of layers, as half a sentence, or None.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ def groups_fault(groups: Groups, full_layers: Sequence[int]) -> str | None:
 
 
 def segments_of(full_layers: Sequence[int], groups: Groups) -> Groups:
-    """All layers in order, each alone or in its group."""
+    """Return all layers in order, each alone or in its group."""
     inside = {layer for group in groups for layer in group}
     alone = [(layer,) for layer in full_layers if layer not in inside]
     return tuple(sorted([*groups, *alone]))

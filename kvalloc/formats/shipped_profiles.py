@@ -24,17 +24,17 @@ T = TypeVar("T", BudgetProfile, ScoreProfile, FittedSurrogate)
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the budget profiles that ship with kvalloc, sorted."""
+    """Return the names of the budget profiles that ship with kvalloc, sorted."""
     return _shipped(BUDGETS)
 
 
 def shipped_scores() -> list[str]:
-    """Names of the score profiles that ship with kvalloc, sorted."""
+    """Return the names of the score profiles that ship with kvalloc, sorted."""
     return _shipped(SCORES)
 
 
 def shipped_surrogates() -> list[str]:
-    """Names of the surrogates that ship with kvalloc, sorted."""
+    """Return the names of the surrogates that ship with kvalloc, sorted."""
     return _shipped(SURROGATE)
 
 
@@ -44,7 +44,7 @@ def _shipped(ending: str) -> list[str]:
 
 
 def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
-    """A budget profile from a file, from the hub, or a shipped one by its name.
+    """Load a budget profile from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
 
 
 def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
-    """A score profile from a file, from the hub, or a shipped one by its name.
+    """Load a score profile from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
-    """A surrogate from a file, from the hub, or a shipped one by its name.
+    """Load a surrogate from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def _load(kind: type[T], source: str | Path, ending: str) -> T:
 
 @cache
 def shipped_surrogate(shape: ModelShape) -> str | None:
-    """The name of the shipped surrogate that was fitted to a model; None where none was."""
+    """Return the name of the shipped surrogate that was fitted to a model, if any."""
     for name in shipped_surrogates():
         try:
             load_surrogate(name).shape.require_same_model(shape)
@@ -143,8 +143,8 @@ def shipped_surrogate(shape: ModelShape) -> str | None:
 
 @cache
 def shipped_decisions(shape: ModelShape) -> dict[str, BudgetProfile]:
-    """Shipped budgets whose entries and bits were decided by a model's measured losses, by name."""
-    found = {}
+    """Return shipped budgets and bits decided from a model's measured losses, by name."""
+    decisions = {}
     for name in shipped_profiles():
         profile = load_profile(name)
         if profile.bits is None or profile.predicted_loss is None:
@@ -153,5 +153,5 @@ def shipped_decisions(shape: ModelShape) -> dict[str, BudgetProfile]:
             profile.shape.require_same_model(shape)
         except ModelMismatchError:
             continue
-        found[name] = profile
-    return found
+        decisions[name] = profile
+    return decisions

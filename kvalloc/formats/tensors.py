@@ -40,7 +40,7 @@ class Blocks:
 
     @classmethod
     def whole(cls, array: Array) -> Blocks:
-        """An array that is in memory."""
+        """Return the blocks of an array in memory."""
         return cls(dtype=array.dtype, shape=array.shape, blocks=(array,))
 
     @property
@@ -128,7 +128,7 @@ def write_tensors(
 
 
 def tensor_places(path: str | Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
-    """Type, shape and first byte of each array of a file that `safetensors` has opened."""
+    """Return type, shape and first byte of each array of a file that `safetensors` opened."""
     types = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -225,7 +225,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def share_text(self) -> str:
         """What was asked for, if that is known, and the share that is stored."""
-        return share_text(self.share, self.profile.asked)
+        return share_text(self.share, self.profile.target_text)
 
     @property
     def full_bytes(self) -> int:
