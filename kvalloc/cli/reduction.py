@@ -18,6 +18,7 @@ from kvalloc.units import Option, share_text, size
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.loading import LoadedModel
+    from kvalloc.runtime import CacheOptions
     from kvalloc.shape import ModelShape
 
 BUDGETS, KEPT = "Budgets", "Which entries stay"
@@ -167,38 +168,43 @@ def load_with_caches(reduction: Reduction) -> tuple[LoadedModel, Callable[[int],
     if reduction.target and not reduction.by_default:
         Request.parse(**reduction.target)
     require_run_packages()
-    keeping: dict[str, Any] = {
-        "decode_every": reduction.decode_every,
-        "bounded": reduction.bounded,
-    }
+    from kvalloc.runtime import CacheOptions
+
+    options = CacheOptions(
+        policy=reduction.policy,
+        policy_options=_policy_options(reduction, profile),
+        decode_every=reduction.decode_every,
+        bounded=reduction.bounded,
+        allow_other_model=reduction.allow_other_model,
+        surrogate=reduction.surrogate,
+    )
     if reduction.by_default:
         from kvalloc.online.default import Default
 
-        default = Default.parse(**reduction.target, surrogate=reduction.surrogate)
+        default = Default.parse(**reduction.target, options=options)
         loaded = load(reduction.model, reduction.typed)
-        return loaded, lambda tokens: default.cache(loaded.model, tokens, **keeping)
-    options = _policy_options(reduction, profile)
+        return loaded, lambda tokens: default.cache(loaded.model, tokens)
     loaded = load(reduction.model, reduction.typed)
-    cache = _cache(reduction, loaded.model, profile, policy_options=options, **keeping)
+    cache = _cache(reduction, loaded.model, profile, options)
     return loaded, lambda tokens: cache
 
 
-def _cache(reduction: Reduction, model: Any, profile: BudgetProfile | None, **picking: Any) -> Any:
+def _cache(
+    reduction: Reduction, model: Any, profile: BudgetProfile | None, options: CacheOptions
+) -> Any:
     """Make a cache that is the same for a prompt of any length."""
     if reduction.full:
         from transformers import DynamicCache
 
         return DynamicCache(config=model.config)
-    picking["policy"] = reduction.policy
     if profile is not None:
-        from kvalloc.runtime import make_cache
+        from kvalloc.runtime.making import build_cache
 
-        other = reduction.allow_other_model
-        return make_cache(model, profile, allow_other_model=other, **picking)
+        return build_cache(model, profile, options)
     from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
     target = PromptTarget.parse(**reduction.target, solver=reduction.solver)
-    return make_prompt_cache(model, target, **picking)
+    return make_prompt_cache(model, target, options)
 
 
 def _policy_options(reduction: Reduction, profile: BudgetProfile | None) -> dict[str, Any]:

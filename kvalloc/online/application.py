@@ -27,7 +27,8 @@ from kvalloc.online.per_prompt import (
 )
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
-from kvalloc.runtime.making import make_cache
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, is_assisted, setting, warn_of_plain
 from kvalloc.units import keywords_of
 
@@ -97,12 +98,14 @@ def apply(
     KVAllocError
         As `kvalloc.make_cache`, and for a profile and a target at once, or neither.
     """
-    picked: dict[str, Any] = {
-        "policy": policy,
-        "policy_options": policy_options,
-        "decode_every": decode_every,
-        "bounded": bounded,
-    }
+    options = CacheOptions(
+        policy=policy,
+        policy_options=policy_options,
+        decode_every=decode_every,
+        bounded=bounded,
+        allow_other_model=allow_other_model,
+        surrogate=surrogate,
+    )
     if profile is None:
         if allow_other_model:
             raise InputError(
@@ -110,12 +113,10 @@ def apply(
                 "here the budgets are decided from each prompt; leave it out, or give a profile"
             )
         if Default.is_asked(policy=policy, policy_options=policy_options, **asked):
-            default = Default.parse(surrogate=surrogate, **asked)
-            keeping: dict[str, Any] = {"decode_every": decode_every, "bounded": bounded}
-            return Applied(model, partial(default.cache, model, **keeping))
+            return Applied(model, partial(Default.parse(options=options, **asked).cache, model))
         _refuse_surrogate(surrogate)
         target = PromptTarget.parse(**asked)
-        return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, **picked)))
+        return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, options)))
     _refuse_surrogate(surrogate)
     given = [name for name, value in asked.items() if value is not None]
     if given:
@@ -130,13 +131,12 @@ def apply(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-    picked["allow_other_model"] = allow_other_model
-    return Applied(model, _of_any_size(partial(make_cache, model, profile, **picked)))
+    return Applied(model, _of_any_size(partial(build_cache, model, profile, options)))
 
 
 def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:
     """Caches that are the same for every prompt."""
-    return lambda tokens=None, lengths=(), embedded=False, **options: make(**options)
+    return lambda tokens=None, lengths=(), embedded=False, **more: make(**more)
 
 
 def _refuse_surrogate(surrogate: object) -> None:

@@ -14,9 +14,8 @@ layer compete as it is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,9 @@ from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.grouped import GroupedCache
-from kvalloc.runtime.making import make_cache
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.prompt import BOUNDED_BUDGETS
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.shape import ModelShape
@@ -63,16 +64,18 @@ follow it."""
 NEAR = 0.8
 """A shipped profile is taken that needs at most the share, and at least this much of it."""
 
-Way = Literal["decided", "surrogate", "twice", "late", "early", "whole"]
+Way = Literal["decided", "surrogate", "twice", "late", "bounded", "early", "whole"]
 """Who chooses the entries: a surrogate with the budgets and bits of each head that were decided by
-measured losses; a surrogate, a second read, or the prompt's last tokens with those that
-follow it; or, layer by layer, the surrogate or the prompt's last tokens alone. Or all are kept."""
+measured losses; a surrogate, a second read, or the prompt's last tokens with those that follow it,
+of the whole prompt or of twice the budgets; or, layer by layer, the surrogate or the prompt's last
+tokens alone. Or all are kept."""
 
 COSTS: dict[Way, float] = {
     "decided": 1.15,
     "surrogate": 1.15,
     "twice": 2.5,
     "late": 1.1,
+    "bounded": 1.1,
     "early": 1.1,
     "whole": 1.0,
 }
@@ -83,6 +86,8 @@ SAID: dict[Way, str] = {
     "surrogate": "holds the full cache while the prompt is read, and evicts by the surrogate {}",
     "twice": "reads the prompt twice and holds the full cache meanwhile",
     "late": f"holds the full cache until {AWAITED} tokens have followed the prompt",
+    "bounded": f"keeps {BOUNDED_BUDGETS} times the budget until {AWAITED} tokens have followed the "
+    "prompt",
     "early": "evicts while the prompt is read",
     "whole": "evicts nothing",
 }
@@ -123,15 +128,15 @@ class Default:
         Bytes that the cache may take at its peak; None where the full cache fits.
     memory_typed : object
         What the user wrote, which messages repeat.
-    surrogate : str or None
-        File that `kvalloc fit-scorer` wrote for the model; by default the one that ships with
-        kvalloc, if there is one for it.
+    options : CacheOptions
+        How the cache keeps the share. Its surrogate is by default the one that ships for the model,
+        if there is one; a policy is not taken.
     """
 
     share: float
     memory: int | None = None
     memory_typed: object = None
-    surrogate: str | None = None
+    options: CacheOptions = CacheOptions()
 
     @staticmethod
     def is_asked(**given: object) -> bool:
@@ -144,10 +149,10 @@ class Default:
         cls,
         budget: Any,
         memory: Any = None,
-        surrogate: str | Path | None = None,
+        options: CacheOptions | None = None,
         **unset: Any,
     ) -> Default:
-        """From what the user wrote; all else is left out, see `is_asked`.
+        """Read what the user wrote; all else is left out, see `is_asked`.
 
         Raises
         ------
@@ -158,7 +163,7 @@ class Default:
             share=parse_share(budget),
             memory=None if memory is None else parse_bytes(memory),
             memory_typed=memory,
-            surrogate=None if surrogate is None else str(surrogate),
+            options=options or CacheOptions(),
         )
 
     def cache(
@@ -168,7 +173,7 @@ class Default:
         lengths: Sequence[int] = (),
         *,
         embedded: bool = False,
-        **options: Any,
+        prompt_tokens: int | None = None,
     ) -> BudgetCache:
         """Make a cache for one prompt, each of whose rows is served by what it is itself.
 
@@ -182,7 +187,7 @@ class Default:
             Tokens of each row, without padding; by default there is one row, without any.
         embedded : bool
             Whether the prompt comes as embeddings, which cannot be read again.
-        **options
+        prompt_tokens : int, optional
             As for `kvalloc.make_cache`.
 
         Raises
@@ -194,12 +199,13 @@ class Default:
         """
         shape, fitted = shape_of(model), rotates_halves(model)
         if tokens is None:
-            way, *_ = self._way(model, shape, None, embedded, options)
-            return make_cache(model, self.profile(shape, None, way, fitted=fitted), **options)
+            way, *_ = self._way(model, shape, None, embedded)
+            profile = self.profile(shape, None, way, fitted=fitted)
+            return build_cache(model, profile, self.options, prompt_tokens=prompt_tokens)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(own, 1) for own in lengths or (tokens,)]
-        chunked = options.get("prompt_tokens") is not None
-        ways = [self._way(model, shape, own, embedded, options) for own in lengths]
+        chunked = prompt_tokens is not None
+        ways = [self._way(model, shape, own, embedded) for own in lengths]
         groups = self._that_fit(shape, tokens, lengths, ways, chunked=chunked)
         found = []
         for group in groups:
@@ -208,15 +214,15 @@ class Default:
             else:
                 profile = self.profile(shape, max(group.lengths), group.way, fitted=fitted)
             said = self._said(profile, group, tokens, chunked=chunked)
-            bounded = {"early": True, "whole": False}.get(group.way, options.get("bounded", False))
+            bounded = {"early": True, "whole": False}.get(group.way, self.options.bounded)
             if len(groups) > 1:
                 said = f"row{'s' * (len(group.rows) > 1)} {', '.join(map(str, group.rows))}: {said}"
             _LOG.info(said)
             requested = {**profile.requested, "value": self.share}
             profile = profile.replace(requested=requested, detail=said)
-            found.append(
-                (group.rows, make_cache(model, profile, **{**options, "bounded": bounded}))
-            )
+            options = replace(self.options, bounded=bounded)
+            cache = build_cache(model, profile, options, prompt_tokens=prompt_tokens)
+            found.append((group.rows, cache))
         return found[0][1] if len(found) == 1 else GroupedCache(found)
 
     def _way(
@@ -225,7 +231,6 @@ class Default:
         shape: ModelShape,
         tokens: int | None,
         embedded: bool,
-        options: Mapping[str, Any],
     ) -> tuple[Way, str, int]:
         """Say which way serves a row, where it may hold its full cache.
 
@@ -237,9 +242,10 @@ class Default:
         int
             Width of what is kept whole.
         """
-        goes_on = any(map(options.get, ("decode_every", "bounded")))
+        bounded, surrogate = self.options.bounded, self.options.surrogate
+        goes_on = bounded or self.options.decode_every
         if tokens is not None:
-            name = "" if goes_on or self.surrogate else self.decided(shape, tokens)[0]
+            name = "" if goes_on or surrogate else self.decided(shape, tokens)[0]
             if name:
                 return "decided", name, 0
             if self._entries(shape, tokens) == tokens:
@@ -247,10 +253,10 @@ class Default:
         repeatable, limit = tokens is not None and not (embedded or goes_on), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
-        predicts = self.surrogate_of(shape) is not None and not options.get("bounded")
-        if predicts and (not repeatable or self.surrogate or self.share >= FOUR_BITS_BELOW):
+        predicts = self.surrogate_of(shape) is not None and not bounded
+        if predicts and (not repeatable or surrogate or self.share >= FOUR_BITS_BELOW):
             return "surrogate", "", 0
-        return "twice" if repeatable else "late", "", 0
+        return "bounded" if bounded else "twice" if repeatable else "late", "", 0
 
     def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
         """The shipped profile that takes most of the share at a prompt's length, and its name.
@@ -265,8 +271,9 @@ class Default:
         return found[1:]
 
     def surrogate_of(self, shape: ModelShape) -> str | None:
-        """The file of a surrogate that is asked for, or the name of one that ships."""
-        return self.surrogate or shipped_surrogate(shape)
+        """Return the file of the surrogate that is named, or the name of one that ships."""
+        named = self.options.surrogate
+        return shipped_surrogate(shape) if named is None else str(named)
 
     @property
     def bits(self) -> int:
@@ -290,7 +297,7 @@ class Default:
         shape : ModelShape
         tokens : int, optional
             For which the budgets are written down; they hold for all lengths.
-        way : {"surrogate", "twice", "late", "early", "whole"}
+        way : {"surrogate", "twice", "late", "bounded", "early", "whole"}
             Who chooses the entries.
         fitted : bool
             Fit values and biases where a way does; not every model lets its queries be put behind
@@ -347,7 +354,7 @@ class Default:
             return get_scorer("surrogate", file=surrogate, window=WINDOW)
         return get_scorer(
             "lookahead",
-            tokens=AWAITED if way == "late" else 0,
+            tokens=AWAITED if way in ("late", "bounded") else 0,
             window=WINDOW,
             votes=VOTES,
             row_reduce="max",
@@ -409,9 +416,14 @@ class Default:
             _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
             kept = decided or self.profile(shape, tokens, way)
             return kept.retained_bytes_at(tokens, rows) + one_layer
-        held = min(VOTES, tokens) + AWAITED if way == "late" else min(self.matched, tokens)
+        voting = way in ("late", "bounded")
+        held = min(VOTES, tokens) + AWAITED if voting else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         found = shape.full_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
+        if way == "bounded":  # kept as the model made them until the last eviction
+            entries = min(BOUNDED_BUDGETS * self._entries(shape, tokens), tokens)
+            gone = one_layer * (columns - entries) // columns
+            found += one_layer * (entries < columns) - len(shape.full_layers) * gone
         if way == "twice":  # what is read again, and what one layer shows of the prompt
             found += one_layer * min(SHOWN_FIRST + PIECE, tokens) // columns
             found += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)

@@ -23,7 +23,8 @@ from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
 from kvalloc.problem.registry import get_solver
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import make_cache, with_policy
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
 
@@ -146,10 +147,9 @@ class PromptTarget:
 def make_prompt_cache(
     model: Any,
     target: PromptTarget,
+    options: CacheOptions | None = None,
     *,
-    policy: str | Policy | None = None,
-    policy_options: Mapping[str, Any] | None = None,
-    **options: Any,
+    prompt_tokens: int | None = None,
 ) -> BudgetCache:
     """Make a cache whose budgets are decided from its prompt.
 
@@ -162,7 +162,8 @@ def make_prompt_cache(
     model : transformers.PreTrainedModel
     target : PromptTarget
         What is to be reached.
-    policy, policy_options, **options
+    options : CacheOptions, optional
+    prompt_tokens : int, optional
         As for `kvalloc.make_cache`.
 
     Returns
@@ -180,7 +181,8 @@ def make_prompt_cache(
     ----------
     XKV, Section IV-A.
     """
-    undecided = with_policy(target.undecided(shape_of(model)), policy, policy_options)
+    options = options or CacheOptions()
+    undecided = options.with_policy(target.undecided(shape_of(model)))
     whole = undecided.replace(detail="keeps the prompt whole, which is too short to leave any out")
 
     def decide_row(decoder: nn.Module, row: IntArray, rows: int) -> BudgetProfile:
@@ -208,4 +210,5 @@ def make_prompt_cache(
         profiles = {key: decide_row(decoder, row, len(rows)) for key, row in different.items()}
         return [profiles[row.tobytes()] for row in rows]
 
-    return make_cache(model, undecided, **options, decide=decide_rows)
+    chosen = replace(options, policy=None, policy_options=None)  # it is the profile's now
+    return build_cache(model, undecided, chosen, prompt_tokens=prompt_tokens, decide=decide_rows)

@@ -15,7 +15,8 @@ from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.making import make_cache
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.saving import KEPT
@@ -63,7 +64,8 @@ def filled_cache(
     """`load_cache` of a file that was read, and so checked, already."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
-    cache = make_cache(model, header.profile, allow_other_model=allow_other_model, decide=decide)
+    options = CacheOptions(allow_other_model=allow_other_model)
+    cache = build_cache(model, header.profile, options, decide=decide)
     devices = _devices(model, len(cache.layers))
     for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
         own = {

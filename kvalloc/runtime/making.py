@@ -22,11 +22,12 @@ from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.policies import changed_policy, policy_of
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.prompt import Plan
 from kvalloc.shape import ModelShape
 
-__all__ = ["make_cache", "make_layers", "with_policy"]
+__all__ = ["build_cache", "make_cache", "make_layers"]
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
@@ -73,10 +74,9 @@ def make_cache(
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
-    decide: Decide | None = None,
     bounded: bool = False,
 ) -> BudgetCache:
-    """A cache for one conversation that keeps the profile's budgets of its prompt.
+    """Make a cache for one conversation that keeps the profile's budgets of its prompt.
 
     Parameters
     ----------
@@ -90,24 +90,8 @@ def make_cache(
         Length, padding included, of a prompt that arrives in several forwards: its budgets hold
         from the first one on. By default the first forward is the whole prompt, since a second
         chunk could not be told from a follow-up question; see also `BudgetCache.prefill`.
-    policy : str or Policy, optional
-        How the entries are picked, instead of the profile's own policy; a name stands for a
-        policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
-    policy_options : mapping, optional
-        Parameters of the policy or scorer that is named.
-    decode_every : int, optional
-        Keep the budget while decoding: whenever so many tokens have followed, the policy goes
-        back to the budgets of the prompt, decoded tokens among the candidates, the latest of them
-        in the window. 1 is a hard cap. By default what follows the prompt is never evicted.
-    decide : callable, optional
-        Decides the budgets of each row when the prompt has come, see `Decide`; the profile then
-        says which entries are kept, and holds for later prompts no more than for this one.
-        `kvalloc.online.per_prompt` makes such callables.
-    bounded : bool
-        For policies that look at what follows the prompt: hold no full cache until then, but keep
-        twice the budgets while the prompt is read. By default they hold the whole prompt. Where
-        each prompt hands the budgets out and nothing is waited for: the heads of each layer compete
-        as it is read, not those of all layers.
+    policy, policy_options, decode_every, bounded : optional
+        How the cache keeps its budgets, see `kvalloc.runtime.CacheOptions`.
 
     Returns
     -------
@@ -131,24 +115,42 @@ def make_cache(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, such as "
             "kvalloc.load_profile gives, after the model"
         )
-    profile = with_policy(profile, policy, policy_options)
+    options = CacheOptions(
+        policy=policy,
+        policy_options=policy_options,
+        decode_every=decode_every,
+        bounded=bounded,
+        allow_other_model=allow_other_model,
+    )
+    return build_cache(model, profile, options, prompt_tokens=prompt_tokens)
+
+
+def build_cache(
+    model: nn.Module,
+    profile: BudgetProfile,
+    options: CacheOptions,
+    *,
+    prompt_tokens: int | None = None,
+    decide: Decide | None = None,
+) -> BudgetCache:
+    """Make a cache as `make_cache` does, from options as they travel inside kvalloc.
+
+    Parameters
+    ----------
+    model, profile, prompt_tokens
+        As for `make_cache`.
+    options : CacheOptions
+    decide : Decide, optional
+        Decides the budgets of each row when the prompt has come; the profile then says which
+        entries are kept, and holds for later prompts no more than for this one.
+    """
+    profile = options.with_policy(profile)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
-    shape = shape_of(model)
-    profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
-    for each in profile.policies:
-        policy_of(each).scorer.check_model(shape, allow_other_model=allow_other_model)
+    shape, other = shape_of(model), options.allow_other_model
+    profile.shape.require_same_model(shape, allow_other_model=other)
+    for policy in profile.policies:
+        policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
-    plan = Plan.of(profile, model, decide=decide, decode_every=decode_every, bounded=bounded)
-    return BudgetCache(plan, layers, Arrival(profile, prompt_tokens, decode_every))
-
-
-def with_policy(
-    profile: BudgetProfile, policy: str | Policy | None, options: Mapping[str, Any] | None
-) -> BudgetProfile:
-    """The profile with another way to pick the entries, where one is named."""
-    if isinstance(policy, str):
-        return profile.with_policy(changed_policy(profile.policy, policy, options))
-    other = policy is not None and not isinstance(policy, Policy)
-    refusals.refuse(options_alone=options, no_policy=other and (policy,))
-    return profile if policy is None else profile.with_policy(policy)
+    plan = Plan.of(profile, model, options, decide=decide)
+    return BudgetCache(plan, layers, Arrival(profile, prompt_tokens, options.decode_every))

@@ -28,6 +28,7 @@ from kvalloc.runtime.deciding import Decide, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
 from kvalloc.runtime.layer import LATEST_TOKENS, BudgetLayer
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.policies import EvictionPolicy, policies_of
 from kvalloc.runtime.repetition import (
@@ -128,19 +129,18 @@ class Plan:
         cls,
         profile: BudgetProfile,
         model: nn.Module,
+        options: CacheOptions,
         *,
         decide: Decide | None,
-        decode_every: int | None,
-        bounded: bool,
     ) -> Plan:
-        """The plan of a cache.
+        """Return the plan of a cache.
 
         Raises
         ------
         UnsupportedRequestError
             If the policy cannot keep the budget while decoding, or bound the memory.
         """
-        policy = policies_of(profile)
+        policy, decode_every = policies_of(profile), options.decode_every
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
         holds = bool(wanted) or profile.by_prompt
@@ -158,6 +158,7 @@ class Plan:
                 adds_up_while_decoding=policy.needs_whole_prompt,
             )
         early, by_layer = None, False
+        bounded = options.bounded
         refusals.refuse(on_or_off=bounded not in (True, False) and (bounded,))
         if bounded:
             at_once = profile.by_prompt and not scorers

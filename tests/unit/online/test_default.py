@@ -21,8 +21,10 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, COSTS, Default
-from kvalloc.runtime import load_cache
+from kvalloc.runtime import CacheOptions, load_cache
 from kvalloc.runtime.account import kept_bytes
+from kvalloc.runtime.prompt import Prompt
+from kvalloc.units import size
 
 TOKENS = 150
 
@@ -222,10 +224,36 @@ def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
     assert applied.last_cache.kept_tokens_by_row[1].max() > 19
 
 
-def ways_of(model: Any, tokens: int | None = TOKENS, **asked: Any) -> str:
+def test_memory_that_is_bounded_is_said_and_kept(
+    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, stored, attended = tiny.prompt(TOKENS), [], Prompt.attended
+    with kvalloc.apply(model, budget="15%", bounded=True) as applied:
+
+        def noted(prompt: Prompt, *args: Any) -> None:
+            stored.append(applied.last_cache.retained_bytes)
+            attended(prompt, *args)
+
+        monkeypatch.setattr(Prompt, "attended", noted)
+        generate(model, ids, max_new_tokens=AWAITED)
+    detail, shape = applied.last_cache.profile.detail, shape_of(model)
+    assert f"keeps 2 times the budget until {AWAITED} tokens have followed the prompt" in detail
+    default = Default.parse("15%", None, CacheOptions(bounded=True))
+    peak = default.peak_bytes(shape, TOKENS, 1, "bounded")
+    assert f"about {size(peak)} while it is read" in detail
+    assert max(stored) <= peak < default.peak_bytes(shape, TOKENS, 1, "late")
+    assert max(stored) < shape.full_bytes(TOKENS)
+    with pytest.raises(InputError, match="full cache is held"):
+        run(model, ids, budget="15%", bounded=True, memory="10KiB")
+
+
+def ways_of(
+    model: Any, tokens: int | None = TOKENS, *, embedded: bool = False, **asked: Any
+) -> str:
     """Who chooses the entries, by the scorer's name."""
-    options = {name: asked.pop(name) for name in [*asked] if name in ("embedded", "decode_every")}
-    cache = Default.parse(**asked).cache(model, tokens, **options)
+    kept = {name: asked.pop(name) for name in [*asked] if name in ("surrogate", "decode_every")}
+    default = Default.parse(**asked, options=CacheOptions(**kept))
+    cache = default.cache(model, tokens, embedded=embedded)
     return str(cache.profile.policy.scorer)
 
 
@@ -267,13 +295,14 @@ def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_pa
     assert f"evicts by the surrogate {file}; 45%" in cache.profile.detail
     assert share_of(cache, TOKENS) <= 0.2
     assert ways_of(model, budget="10%", surrogate=file) == "surrogate"  # where it is asked for
-    early = Default.parse("20%", "60KiB", file).cache(model, TOKENS)
+    options = CacheOptions(surrogate=file)
+    early = Default.parse("20%", "60KiB", options).cache(model, TOKENS)
     assert early.profile.policy.scorer == "surrogate"
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
         with pytest.raises(InputError, match="surrogate goes with budget and nothing else"):
             kvalloc.apply(model, surrogate=file, **other)
     with pytest.raises(kvalloc.KVAllocError, match="is for tiny with head_dim 16"):
-        Default.parse("20%", None, file).cache(tiny.tiny_model(head_dim=32), TOKENS)
+        Default.parse("20%", None, options).cache(tiny.tiny_model(head_dim=32), TOKENS)
 
 
 def test_a_profile_that_ships_is_taken_near_its_share(

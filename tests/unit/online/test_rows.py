@@ -21,6 +21,7 @@ from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, Default
 from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.prompt import State
 
@@ -45,14 +46,12 @@ def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, A
     """What `kvalloc.apply` makes for a batch."""
     if not Default.is_asked(**{**options, "decode_every": None, "bounded": False}):
         return make_prompt_cache(model, PromptTarget.parse(**options))
-    default, shape = (
-        Default.parse(options["budget"], None, options.get("surrogate")),
-        shape_of(model),
-    )
+    names = ("surrogate", "decode_every", "bounded")
+    kept = CacheOptions(**{name: options[name] for name in names if name in options})
+    default, shape = Default.parse(options["budget"], None, kept), shape_of(model)
     if options.get("memory") == "least":
         default = replace(default, memory=default.peak_bytes(shape, columns, len(lengths), "early"))
-    kept = {name: options[name] for name in ("decode_every", "bounded") if name in options}
-    return default.cache(model, columns, lengths, **kept)
+    return default.cache(model, columns, lengths)
 
 
 def answer(

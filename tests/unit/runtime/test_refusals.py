@@ -35,8 +35,9 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime import answer, loading, make_cache, refusals
+from kvalloc.runtime import CacheOptions, answer, loading, make_cache, refusals
 from kvalloc.runtime.grouped import GroupedCache
+from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.policies import EvictionPolicy, changed_policy, get_policy
 from kvalloc.scorers import get_scorer
 
@@ -321,7 +322,13 @@ def adding_up(tiny: ModuleType, model: Any) -> None:
 
 
 def chunk_of_undecided(tiny: ModuleType, model: Any) -> None:
-    cache = made(tiny, model, prompt_tokens=CONTEXT, decide=lambda decoder, rows: [])
+    cache = build_cache(
+        model,
+        tiny.make_profile(model, CONTEXT, 0.3),
+        CacheOptions(),
+        prompt_tokens=CONTEXT,
+        decide=lambda decoder, rows: [],
+    )
     forward(tiny, model, cache, input_ids=tiny.prompt(20))
 
 

@@ -1,0 +1,57 @@
+"""How a cache keeps its budgets, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.runtime import refusals
+from kvalloc.runtime.policies import changed_policy
+
+__all__ = ["CacheOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """What travels from `kvalloc.apply` and the command line down to the cache.
+
+    Attributes
+    ----------
+    policy : str or Policy, optional
+        How the entries are picked, instead of the profile's own policy; a name stands for a
+        policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
+    policy_options : mapping, optional
+        Parameters of the policy or scorer that is named.
+    decode_every : int, optional
+        Keep the budget while decoding: whenever so many tokens have followed, the policy goes
+        back to the budgets of the prompt, decoded tokens among the candidates, the latest of them
+        in the window. 1 is a hard cap. By default what follows the prompt is never evicted.
+    bounded : bool
+        For policies that look at what follows the prompt: hold no full cache until then, but keep
+        twice the budgets while the prompt is read. By default they hold the whole prompt. Where
+        each prompt hands the budgets out and nothing is waited for: the heads of each layer compete
+        as it is read, not those of all layers.
+    allow_other_model : bool
+        Accept a profile of a model of another name with the same sizes, e.g. of a fine-tune.
+    surrogate : str or Path, optional
+        For the default: what ``kvalloc fit-scorer`` wrote for the model.
+    """
+
+    policy: str | Policy | None = None
+    policy_options: Mapping[str, Any] | None = None
+    decode_every: int | None = None
+    bounded: bool = False
+    allow_other_model: bool = False
+    surrogate: str | Path | None = None
+
+    def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
+        """Return the profile with the policy that is named, if one is."""
+        policy = self.policy
+        if isinstance(policy, str):
+            return profile.with_policy(changed_policy(profile.policy, policy, self.policy_options))
+        other = policy is not None and not isinstance(policy, Policy)
+        refusals.refuse(options_alone=self.policy_options, no_policy=other and (policy,))
+        return profile if policy is None else profile.with_policy(policy)
