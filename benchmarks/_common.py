@@ -1,9 +1,11 @@
-"""What the benchmarks share: calls timed in turns, medians with spread, and where it ran."""
+"""What the benchmarks share: calls timed in turns, ratios with their spread, and where it ran."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import resource
@@ -12,57 +14,62 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+InTurns: TypeAlias = Mapping[str, tuple[list[float], list[float]]]
+"""Of each thing compared, seconds on the clock and of the processor in each round."""
 
 
-def timed_in_turns(
+def in_turns(
     calls: Mapping[str, Callable[[], object]], *, repeats: int, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """Seconds of every call, all of them in each round and in another order every time.
+) -> InTurns:
+    """Return the seconds of every call, all of them in each round and in another order every time.
 
     A machine slows down and speeds up over minutes: what is compared runs side by side.
     """
     for _ in range(warm_up):
         for call in calls.values():
             call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     names = list(calls)
     for repeat in range(repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
-            start = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             calls[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+            found[name][0].append(time.perf_counter() - wall)
+            found[name][1].append(time.process_time() - processor)
+    return found
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
-    """Median, quartiles and extremes, in seconds."""
-    low, _, high = quartiles(seconds)
-    return {
-        "median_seconds": statistics.median(seconds),
-        "quartile_1_seconds": low,
-        "quartile_3_seconds": high,
-        "min_seconds": min(seconds),
-        "max_seconds": max(seconds),
-    }
+def ratio_of(found: InTurns, name: str, reference: str) -> Row:
+    """Return median and quartiles of the ratios of each round; the median in processor time too."""
+    clock, processor = (
+        [a / b for a, b in zip(found[name][kind], found[reference][kind], strict=True)]
+        for kind in range(2)
+    )
+    return spread_of(clock) | {"processor_ratio": statistics.median(processor)}
 
 
-def ratios(seconds: Mapping[str, list[float]], name: str, reference: str) -> dict[str, float]:
-    """Median and spread of the ratios of each round: what ran side by side is compared."""
-    pairs = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
-    low, middle, high = quartiles(pairs)
+def spread_of(ratios: list[float]) -> Row:
+    """Return the median and the quartiles of the rounds' ratios."""
+    low, middle, high = quartiles(ratios)
     return {
         "ratio": middle,
         "ratio_quartile_1": low,
         "ratio_quartile_3": high,
-        "ratio_min": min(pairs),
-        "ratio_max": max(pairs),
+        "rounds": len(ratios),
     }
 
 
+def median_of(found: InTurns, name: str) -> float:
+    """Return the median of a call's seconds on the clock."""
+    return statistics.median(found[name][0])
+
+
 def quartiles(numbers: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile; the number itself where there is only one."""
+    """Return lower quartile, median, upper quartile; the number itself where there is only one."""
     if len(numbers) < 2:
         return numbers[0], numbers[0], numbers[0]
     low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
@@ -70,7 +77,7 @@ def quartiles(numbers: list[float]) -> tuple[float, float, float]:
 
 
 def where_it_ran(*packages: str) -> dict[str, Any]:
-    """The machine in words, versions, date and load: what a figure means nothing without."""
+    """Return the machine in words, versions, date and load."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -78,8 +85,6 @@ def where_it_ran(*packages: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
     return {
-        "machine": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -91,7 +96,7 @@ def where_it_ran(*packages: str) -> dict[str, Any]:
 
 
 def describe_where(where: Mapping[str, Any]) -> str:
-    """`where_it_ran` in one line."""
+    """Return `where_it_ran` in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     load = where["load_average"]
     busy = "" if load is None else f", load {load:.1f}"
@@ -109,8 +114,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def guarded(name: str, section: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The rows of a section; where it fails, one that says so, and the next section goes on."""
+def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Give the rows of a section; where it fails, one that says so. The next section goes on."""
     try:
         yield from section()
     except Exception as error:  # a benchmark must report whatever can go wrong
@@ -119,8 +124,57 @@ def guarded(name: str, section: Callable[[], Iterable[dict[str, Any]]]) -> Itera
         yield {"name": name, "met": False, "error": f"{type(error).__name__}: {reason}"}
 
 
+def row_met(row: Mapping[str, Any]) -> bool:
+    """Return whether the ratio is on the right side of its target; True without one."""
+    if row.get("target") is None:
+        return True
+    least, most = (0.0, row["target"]) if row["at_most"] else (row["target"], float("inf"))
+    return bool(least <= row["ratio"] <= most)
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Return one line: ratio, spread, target, whether it was met, and what it was made of."""
+    if "error" in row:
+        return f"{row['name']}: FAILED: {row['error']}"
+    if "text" in row:
+        return str(row["text"])
+    spread = processor = wanted = ""
+    if "ratio_quartile_1" in row:
+        spread = f" [{row['ratio_quartile_1']:.4g}, {row['ratio_quartile_3']:.4g}]"
+    if "processor_ratio" in row:
+        processor = f"; processor time {row['processor_ratio']:.4g}"
+    if row.get("target") is not None:
+        sign, verdict = "<=" if row["at_most"] else ">=", "met" if row["met"] else "MISSED"
+        wanted = f" (wanted {sign} {row['target']:g}) {verdict}"
+    return f"{row['name']}: {row['ratio']:.4g}{spread}{wanted}{processor}; {row['note']}"
+
+
+def print_rows(rows: Iterable[Row], arguments: argparse.Namespace, *packages: str) -> int:
+    """Print each row as it comes, or all of them as JSON; return 1 where a target was missed."""
+    where, found = where_it_ran(*packages), []
+    if not arguments.json:
+        print(describe_where(where), flush=True)
+    for row in rows:
+        row.setdefault("met", row_met(row))
+        found.append(row)
+        if not arguments.json:
+            print(describe(row), flush=True)
+    if arguments.json:
+        print(json.dumps({"rows": found, "where": where}, indent=1))
+    return int(not arguments.quick and not all(row["met"] for row in found))
+
+
+def parser_of(description: str, parts: Iterable[str]) -> argparse.ArgumentParser:
+    """Return a parser that takes parts of a benchmark, ``--quick`` and ``--json``."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}")
+    parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
 def peak_bytes() -> int:
-    """Most memory that this process ever had resident, bytes.
+    """Return the most memory that this process ever had resident, bytes.
 
     From VmHWM where there is one: `resource` also counts what the parent had before it became
     this process.

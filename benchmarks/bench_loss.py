@@ -13,8 +13,7 @@ The second is arithmetic from what was timed:
 
     seconds = prompts * (prefill + units * (levels - 1) * mean over layers of seconds a figure)
 
-The last level keeps everything and is not run. The same count of operations is then made for an 8B
-model on one GPU, on paper: nothing of it was run. With `--threads 1`, processor time is divided by
+The last level keeps everything and is not run. With `--threads 1`, processor time is divided by
 the cores: figures of different prompts are independent, so two processes share the work.
 """
 
@@ -71,11 +70,6 @@ class Sizes:
         return CONTINUATION * (self.weights + 2 * self.head_weights) + attention
 
 
-LLAMA_8B = Sizes(weights=7.0e9, head_weights=0.53e9, layers=32, kv_heads=8, query_dimensions=4096)
-GPU_TOKENS, GPU_OPERATIONS_PER_SECOND, GPU_BYTES_PER_SECOND = 8192, 300e12, 3e12
-"""A prompt there, and what is assumed of a GPU in bfloat16."""
-
-
 def main() -> int:
     arguments = parse_arguments()
     where = where_it_ran("torch", "transformers", "kvalloc")
@@ -86,7 +80,6 @@ def main() -> int:
         print(describe_where(where))
         for row in rows:
             print(row["text"])
-        print(on_paper())
     return 0 if all(row["met"] for row in rows) else 1
 
 
@@ -253,28 +246,6 @@ def measured_row(
     )
     row = {"name": "measured", "minutes": minutes, "met": minutes <= MINUTES_TARGET, "text": text}
     return row | {"prefill_seconds": prefill, "figure_seconds": figure}
-
-
-def on_paper() -> str:
-    """The same profile of an 8B model on one GPU, from the count of operations and bytes alone."""
-    from kvalloc.measure.loss_plan import DEFAULT_SHARES
-
-    sizes, levels = LLAMA_8B, len(DEFAULT_SHARES) + 1
-    figures = PROMPTS * sizes.heads * (levels - 1)
-    operations = sizes.figure_operations(GPU_TOKENS)
-    reading = PROMPTS * 2 * GPU_TOKENS * sizes.weights
-    computing = (figures * operations + reading) / GPU_OPERATIONS_PER_SECOND
-    # each batch reads half of the weights and half of the prompt's keys and values, 2 bytes each
-    entries = GPU_TOKENS * sizes.kv_heads * 2 * 128 * sizes.layers
-    moved = figures / BATCH * (sizes.weights + sizes.head_weights * 2 + entries)
-    return (
-        f"on paper: 8B model in bfloat16, {sizes.heads} heads x {levels} levels x {PROMPTS} "
-        f"prompts of {GPU_TOKENS:,} tokens: {figures:,} figures of {operations / 1e9:.0f} x 10^9 "
-        f"operations, at {GPU_OPERATIONS_PER_SECOND / 1e12:.0f} x 10^12 a second "
-        f"{computing:.0f} s with the prompts; {figures / BATCH:,.0f} batches read "
-        f"{moved / 1e12:.0f} x 10^12 bytes, at {GPU_BYTES_PER_SECOND / 1e12:.0f} x 10^12 a second "
-        f"{moved / GPU_BYTES_PER_SECOND:.0f} s; never run on one"
-    )
 
 
 if __name__ == "__main__":

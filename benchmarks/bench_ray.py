@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import quartiles, timed_in_turns
+from _common import in_turns, quartiles
 
 import kvalloc
 from kvalloc.engine.ray import RayEngine
@@ -75,9 +75,9 @@ def compare(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> flo
     print(f"both files are the same: {same}")
     assert same
     calls = {"local": partial(profile, loaded.model), "ray": partial(profile, workers)}
-    seconds = timed_in_turns(calls, repeats=options.rounds, warm_up=0)
-    pairs = [one / two for one, two in zip(seconds["local"], seconds["ray"], strict=True)]
-    for name, own in seconds.items():
+    seconds = in_turns(calls, repeats=options.rounds, warm_up=0)
+    pairs = [one / two for one, two in zip(seconds["local"][0], seconds["ray"][0], strict=True)]
+    for name, (own, _) in seconds.items():
         print(f"{name:>5}: {options.samples / statistics.median(own):.3f} samples a second")
     low, ratio, high = quartiles(pairs)
     print(

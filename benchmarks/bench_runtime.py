@@ -1,8 +1,12 @@
 """A reduced cache against a plain one: prefill with eviction, decoding, batch that fits, bytes.
 
-    python benchmarks/bench_runtime.py [--quick] [--json]
-    python benchmarks/bench_runtime.py --device cuda --shape 8b --context 32768
-    python benchmarks/bench_runtime.py --only peers --peer kvpress:SnapKV
+    python benchmarks/bench_runtime.py cache [--quick] [--json]
+    python benchmarks/bench_runtime.py cache --device cuda --shape 8b --context 32768
+    python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
+    python benchmarks/bench_runtime.py late | launches | long | prompts [--help]
+
+Other parts are in files of their own: what the default's ways cost (`runtime_late`), launches on a
+CUDA device (`runtime_launches`), and long answers (`runtime_long`). Of ``cache``:
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
@@ -21,8 +25,8 @@ which every cache goes on by ``--new-tokens`` in each row.
 - bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
   the measured bandwidth.
 - batch, a part of decode: rows that fit into the bytes of K and V that a plain cache of ``--batch``
-  rows takes, both with the prompt and 64 decoded tokens in each row (`runtime_fits`), however many
-  the rounds decode. The reduced cache is brought to that many rows, its storage is measured, and
+  rows takes, both with the prompt and 64 decoded tokens in each row , however many the
+  rounds decode. The reduced cache is brought to that many rows, its storage is measured, and
   it decodes.
 - kernel (CPU): tokens a second with the kernel in C over those of torch's operations, by level and
   for heads at 8 and 4 bits.
@@ -39,7 +43,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+import importlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -48,15 +52,11 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
-import runtime_bandwidth
-import runtime_bits
-import runtime_fits
-import runtime_kernel
 import runtime_peers
+import runtime_rows
 import torch
-from _common import describe_where, guarded, where_it_ran
+from _common import InTurns, guarded, in_turns, print_rows, ratio_of
 from packed_products import packed_products
-from runtime_turns import InTurns, in_turns, ratio_of
 from transformers import DynamicCache
 
 import kvalloc
@@ -70,6 +70,8 @@ DENSE_RATIO = 4.2
 FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 SINKS, WINDOW = 4, 8
+PARTS = {"cache": "", "late": "runtime_late", "prompts": "runtime_prompts"}
+PARTS |= {"launches": "runtime_launches", "long": "runtime_long"}
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -91,29 +93,24 @@ SHAPES = {
 
 
 def main() -> int:
+    if len(sys.argv) > 1 and sys.argv[1] in PARTS:
+        name = sys.argv.pop(1)
+        if PARTS[name]:
+            found: int = importlib.import_module(PARTS[name]).main()
+            return found
     arguments = parse_arguments()
     model, profiles = (made_up if arguments.shape else real)(arguments)
-    where = where_it_ran("kvalloc", "torch", "transformers", "kvpress")
     if not arguments.json:
-        print(describe_where(where), flush=True)
         device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
         name = f"shape {arguments.shape}" if arguments.shape else arguments.model
         if model.device.type == "cpu":
-            device = f"{device}, {runtime_kernel.state()}"
+            device = f"{device}, {runtime_rows.kernel_state()}"
         print(
             f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
             f"rounds: {arguments.repeats} of prefill, {arguments.decode_rounds} of decoding"
         )
-    rows = []
-    for row in all_rows(model, profiles, arguments):
-        if "met" not in row:
-            row["met"] = row_met(row)
-        rows.append(row)
-        if not arguments.json:
-            print(describe(row), flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows, "where": where}, indent=1))
-    return 0 if arguments.quick or all(row["met"] for row in rows) else 1
+    rows = all_rows(model, profiles, arguments)
+    return print_rows(rows, arguments, "kvalloc", "torch", "transformers", "kvpress")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -284,7 +281,7 @@ def decode_rows(
 ) -> Iterator[dict[str, Any]]:
     ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
     caches = {name: prefill(model, one(), ids) for name, one in make.items()}
-    full = runtime_fits.stored_bytes(caches["plain"])
+    full = runtime_rows.stored_bytes(caches["plain"])
     stored = {
         level: f"{caches[level].retained_bytes:,} bytes a row retained of {full:,}"
         for level in DECODE_TARGETS
@@ -300,14 +297,12 @@ def decode_rows(
     yield from decode_ratios(found, prompt, rows * new, stored)
     if ids.is_cuda:
         for level in DECODE_TARGETS:
-            yield runtime_bandwidth.bandwidth_row(
-                model, retained[level], level, found[level][0], new
-            )
+            yield runtime_rows.bandwidth_row(model, retained[level], level, found[level][0], new)
     elif arguments.dtype == "float32":
         with packed_products(model, rows):
             found, _ = measure()
         yield from decode_ratios(found, f"{prompt}, products by oneDNN", rows * new, stored)
-    yield from runtime_fits.fits_rows(
+    yield from runtime_rows.fits_rows(
         caches,
         rows=rows,
         decode=partial(decode, model),
@@ -364,16 +359,16 @@ def kernel_rows(
     model: Any, profiles: Mapping[str, BudgetProfile], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     made = {f"by {level}": one for level, one in profiles.items()}
-    for bits in runtime_bits.FEWER:
-        made[f"by head at {bits} bits"] = runtime_bits.at_bits(profiles["head"], bits)
-    return runtime_kernel.kernel_rows(repeated(model, made, arguments), **how(model, arguments))
+    for bits in runtime_rows.FEWER:
+        made[f"by head at {bits} bits"] = runtime_rows.at_bits(profiles["head"], bits)
+    return runtime_rows.kernel_rows(repeated(model, made, arguments), **how(model, arguments))
 
 
 def bits_rows(
     model: Any, profile: BudgetProfile, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    made = {16: profile, **{n: runtime_bits.at_bits(profile, n) for n in runtime_bits.FEWER}}
-    return runtime_bits.bits_rows(repeated(model, made, arguments), **how(model, arguments))
+    made = {16: profile, **{n: runtime_rows.at_bits(profile, n) for n in runtime_rows.FEWER}}
+    return runtime_rows.bits_rows(repeated(model, made, arguments), **how(model, arguments))
 
 
 def repeated(
@@ -396,7 +391,6 @@ def how(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         "prompt": f"{rows} rows of {min(arguments.ids.shape[1], arguments.tokens):,}",
         "decode": lambda cache: decode(model, cache, rows, new),
         "in_turns": lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
-        "ratio_of": ratio_of,
     }
 
 
@@ -416,7 +410,6 @@ def peer_rows(
         new_tokens=new,
         decode=lambda cache: decode(model, cache, rows, new),
         in_turns=lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
-        ratio_of=ratio_of,
     )
 
 
@@ -446,27 +439,6 @@ def options_of(arguments: argparse.Namespace) -> list[str]:
         value = getattr(arguments, name)
         found += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     return found
-
-
-def row_met(row: dict[str, Any]) -> bool:
-    """Whether the ratio is on the right side of its target."""
-    least, most = (0.0, row["target"]) if row["at_most"] else (row["target"], float("inf"))
-    return bool(least <= row["ratio"] <= most)
-
-
-def describe(row: dict[str, Any]) -> str:
-    """One line: ratio, spread, target, whether it was met, and what it was made of."""
-    if "error" in row:
-        return f"{row['name']}: FAILED: {row['error']}"
-    spread = processor = wanted = ""
-    if "ratio_quartile_1" in row:
-        spread = f" [{row['ratio_quartile_1']:.3f}, {row['ratio_quartile_3']:.3f}]"
-    if "processor_ratio" in row:
-        processor = f"; processor time {row['processor_ratio']:.3f}"
-    if row["target"] is not None:
-        sign, verdict = "<=" if row["at_most"] else ">=", "met" if row["met"] else "MISSED"
-        wanted = f" (wanted {sign} {row['target']:g}) {verdict}"
-    return f"{row['name']}: {row['ratio']:.3f}{spread}{wanted}{processor}; {row['note']}"
 
 
 if __name__ == "__main__":

@@ -1,195 +1,707 @@
-"""Solvers against the clock: greedy against one np.partition, ilp against greedy.
+"""The solvers: time against one np.partition and SciPy's milp, memory, proofs, and auto's choice.
 
-    python benchmarks/bench_solvers.py [--repeats N] [--quick] [--json]
+    python benchmarks/bench_solvers.py [partition exact scale auto oracle] [--quick] [--json]
 
-greedy: 80 layers x 8 heads x 32,768 ranks of stored curves, both senses, against one
-`np.partition` of the same numbers at the rank that the budget keeps. Timed is everything from the
-bare arrays on: a fresh `AllocationProblem` is built and checked, its concavity is established,
-and greedy solves it. How much of that is the building is reported too. The two run in turns; the
-figure is the ratio of the medians, with the quartiles of the ratio of each round.
+What is compared runs in turns in one process; a figure is the median of the ratios of each round,
+with their quartiles.
 
-ilp: 30 layers x 3 KV heads x about 1,000 options, both senses; the same objective as greedy, the
-bound shown, and the seconds `kvalloc.solve_problem` measures. The same again on curves with dents,
-which greedy refuses: there the bound alone says how good the answer is.
+- partition: greedy on 80 layers x 8 heads x 32,768 ranks, from the bare arrays on (the problem is
+  built and checked, its concavity is established, greedy solves it), against one `np.partition` of
+  the same numbers; and ilp on 30 x 3 x 1,001 options, as they are and with dents.
+- exact: lagrangian and dp against ilp on non-concave curves, 80 layers x 8 heads x 64 pages; ilp
+  against `scipy.optimize.milp` on the same model to the same gap, without and with a cap for each
+  layer and each head's place.
+- scale: greedy and a frontier of 100 budgets on a gigabyte of curves, 126 x 8 x 131,072; and the
+  peak memory of a fresh process over the bytes of the curves.
+- auto: its objective against the best of all other solvers on problems of every kind of
+  `kvalloc.testing.KINDS` and on curves of the demo's model, and what its choice takes: what it
+  needs to find the solver, beyond what that solver needs to say itself that it can. Judged are all
+  problems together, and those that take 10 ms or more.
+- oracle: every solver against brute force on tiny problems of every kind. A miss is a wrong claim
+  of optimality, a bound that is beaten, a broken constraint, or an exact solver without a proof.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import describe_where, ratios, summary, timed_in_turns, where_it_ran
+from _common import (
+    InTurns,
+    Row,
+    guarded,
+    in_turns,
+    median_of,
+    parser_of,
+    peak_bytes,
+    print_rows,
+    ratio_of,
+)
 
-from kvalloc.allocation.verification import solve_problem
-from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.problem.registry import get_solver
+from kvalloc.accounting import FloatArray
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.frontier import trace_frontier
+from kvalloc.allocation.request import Request
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
+from kvalloc.formats.score_profile import ScoreProfile, rank_grid
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem.registry import get_solver, solver_names
+from kvalloc.shape import ModelShape
+from kvalloc.solvers.auto import Auto
+from kvalloc.testing import KINDS, brute_force, larger_problem, tiny_problem
+from kvalloc.testing.oracle import Optimum
+from kvalloc.testing.problems import CURVES, SIDES
 
-GREEDY_TARGET = 2.0
-ILP_TARGET_SECONDS = 5.0
-BYTES_PER_ENTRY = 512
-SHARE = 0.2
-RETENTION = 0.9
+SHARE, RETENTION, POINTS = 0.2, 0.9, 100
+PARTITION_TARGET, FRONTIER_TARGET, MEMORY_TARGET = 2.0, 10.0, 1.5
+ILP_TARGET_SECONDS, LIBRARY_TARGET = 5.0, 1.5
+GAP, LAGRANGIAN_GAP, SLACK = 1e-6, 1e-5, 1e-9
+CHOICE_TARGET, JUDGED_SECONDS, MEASURED_SECONDS, LIMIT_SECONDS = 0.01, 0.01, 0.5, 20.0
+EXACT = ("ilp", "auto", "dp", "flow", "greedy")
+PROVING = (*EXACT, "max_min", "hull", "lagrangian")
+MEMORY_CASES = {
+    "every rank, budget": "every rank in the score profile, solve --budget",
+    "every rank, retention": "every rank in the score profile, solve --target-retention",
+    "every rank, frontier": f"every rank in the score profile, frontier of {POINTS}",
+    "grid, budget": "grid in the score profile, solve --budget",
+}
 
 
 def main() -> int:
-    arguments = parse_arguments()
-    layers, heads, ranks = (80, 8, 32_768) if not arguments.quick else (8, 8, 4096)
-    rows = [
-        greedy_row(layers, heads, ranks, sense, arguments.repeats)
-        for sense in (Sense.MAX_VALUE, Sense.MIN_COST)
-    ]
-    rows += [
-        ilp_row(30, 3, 1000, sense, dented=dented)
-        for dented in (False, True)
-        for sense in (Sense.MAX_VALUE, Sense.MIN_COST)
-    ]
-    where = where_it_ran("numpy", "ortools", "kvalloc")
-    if arguments.json:
-        print(json.dumps({"rows": rows, "where": where}, indent=1))
-    else:
-        print(describe_where(where))
-        for row in rows:
-            print(describe(row))
-    return 0 if arguments.quick or all(row["met"] for row in rows) else 1
+    parser = parser_of(__doc__, PARTS)
+    parser.add_argument("--scores", help="a score profile; the demo model is measured without")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--problems", type=int, default=2240, help="of the oracle")
+    parser.add_argument("--seed", type=int, default=40_000)
+    parser.add_argument("--memory-of", choices=MEMORY_CASES, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.memory_of:
+        print(json.dumps(measure_memory(asked.memory_of, scale_size(asked))))
+        return 0
+    names = asked.parts or list(PARTS)
+    rows = (row for name in names for row in guarded(name, lambda name=name: PARTS[name](asked)))
+    return print_rows(rows, asked, "numpy", "scipy", "ortools", "kvalloc")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="solvers against the clock")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+def partition(asked: argparse.Namespace) -> Iterator[Row]:
+    layers, heads, ranks = (8, 8, 4096) if asked.quick else (80, 8, 32_768)
+    values = curves(layers * heads, np.arange(ranks))
+    found = greedy_in_turns(values, layers, heads, asked.repeats)
+    for sense in Sense:
+        yield greedy_row(found, sense, f"{layers} x {heads} x {ranks:,}")
+    for dented in (False, True):
+        for sense in Sense:
+            yield ilp_row(sense, dented=dented)
 
 
-def curves(n_units: int, n_ranks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Retention curves of units with power-law scores of different steepness and random wiggles.
+def exact(asked: argparse.Namespace) -> Iterator[Row]:
+    layers, heads, pages = (8, 8, 16) if asked.quick else (80, 8, 64)
+    plain = jagged_problem(layers, heads, pages)
+    yield from against_ilp(plain, asked.repeats)
+    yield against_library("ilp / scipy milp", plain, asked.repeats)
+    yield against_library(f"ilp / scipy milp, {layers + heads} caps", with_caps(plain), 1)
+
+
+def scale(asked: argparse.Namespace) -> Iterator[Row]:
+    layers, heads, ranks = scale_size(asked)
+    for case, words in MEMORY_CASES.items():
+        command = [sys.executable, __file__, "--memory-of", case, *["--quick"][: asked.quick]]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout)
+        at, before, size = (found[f"{name}_bytes"] / 2**20 for name in ("peak", "before", "curve"))
+        note = f"{at:,.0f} MiB at the peak, {before:,.0f} before, curves {size:,.0f}"
+        yield {
+            "name": f"memory / curves, {words}",
+            "ratio": at / size,
+            "target": MEMORY_TARGET,
+            "at_most": True,
+            "note": f"{note}; {found['answer']}",
+        }
+    values = curves(layers * heads, np.arange(ranks))
+    size = f"{layers} x {heads} x {ranks:,}"
+    timed = greedy_in_turns(values, layers, heads, asked.repeats, frontier=True)
+    for sense in Sense:
+        yield greedy_row(timed, sense, size)
+    yield {
+        "name": f"frontier of {POINTS} / one solve",
+        **ratio_of(timed, "frontier", "max_value"),
+        "target": FRONTIER_TARGET,
+        "at_most": True,
+        "note": f"frontier {median_of(timed, 'frontier'):.3f} s; {size}",
+    }
+
+
+def auto(asked: argparse.Namespace) -> Iterator[Row]:
+    kinds = KINDS[:4] if asked.quick else KINDS
+    size = {"n_layers": 8, "n_heads": 4, "n_options": 32}
+    made_up = (
+        (f"{kind}, {sense.value}", larger_problem(kind, seed=1, sense=sense, **size))
+        for kind in kinds
+        for sense in Sense
+    )
+    rows: list[Row] = []
+    for problems in (real_problems(asked.scores), made_up):
+        for name, problem in problems:
+            rows.append(choice_row(name, problem, asked.repeats))
+            yield rows[-1]
+    yield auto_in_all(rows)
+
+
+def oracle(asked: argparse.Namespace) -> Iterator[Row]:
+    columns = " ".join(f"{name:>10}" for name in (*PROVING, "others"))
+    heading = f"optimal claimed by         {'problems':>8} {'feasible':>8} {columns} {'misses':>6}"
+    yield {"text": heading, "met": True}
+    wanted = 224 if asked.quick else asked.problems
+    per_curve = -(-wanted // (2 * len(SIDES) * len(CURVES)))
+    totals: Counter[str] = Counter()
+    for scope, of_what in {"": "sum", "worst:": "worst unit"}.items():
+        for side in SIDES:
+            kinds = [f"{scope}{c}" + ("" if side == "plain" else f"+{side}") for c in CURVES]
+            row = oracle_row(f"{of_what}, {side}", kinds, per_curve, asked.seed)
+            totals.update(row["counts"])
+            yield row
+    met = totals["misses"] == 0
+    text = (
+        f"{totals['problems']:,} problems, {totals['claims']:,} claims of optimality, "
+        f"{totals['misses']} misses (wanted 0) {'met' if met else 'MISSED'}"
+    )
+    yield {"text": text, "met": met}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "partition": partition,
+    "exact": exact,
+    "scale": scale,
+    "auto": auto,
+    "oracle": oracle,
+}
+
+
+# Problems
+
+
+def curves(n_units: int, ranks: np.ndarray[Any, np.dtype[np.int64]], seed: int = 0) -> FloatArray:
+    """Retention curves of units with power-law scores of different steepness.
+
+    Mixtures of a few curves, so that a gigabyte of them does not take a minute.
 
     Returns
     -------
-    ndarray of float64, (n_units, n_ranks + 1)
+    ndarray of float64, (n_units, n_ranks)
         Rising and concave from 0 to 1.
     """
     rng = np.random.default_rng(seed)
-    values = np.zeros((n_units, n_ranks + 1))
-    place = np.arange(1, n_ranks + 1, dtype=np.float64)
+    n_entries = int(ranks[-1])
+    place = np.arange(1, n_entries + 1, dtype=np.float64)
+    basis = np.zeros((32, ranks.size))
+    for row in basis:
+        scores = place ** -rng.uniform(0.6, 1.6) * rng.lognormal(0, 0.5, n_entries)
+        sums = np.concatenate([[0.0], np.cumsum(np.sort(scores)[::-1])])
+        row[:] = sums[ranks] / sums[-1]
+    values = np.empty((n_units, ranks.size))
     for row in values:
-        scores = place ** -rng.uniform(0.6, 1.6) * rng.lognormal(0, 0.5, n_ranks)
-        np.cumsum(np.sort(scores)[::-1], out=row[1:])
-        row /= row[-1]
+        first, second = rng.choice(basis.shape[0], 2, replace=False)
+        share = rng.uniform(0.1, 0.9)
+        np.multiply(basis[first], share, out=row)
+        row += (1.0 - share) * basis[second]
+        row[-1] = 1.0
     return values
 
 
-def problem_of(
-    values: np.ndarray[Any, np.dtype[np.float64]], layers: int, heads: int, sense: Sense
+def problem_of(values: FloatArray, layers: int, heads: int, sense: Sense) -> AllocationProblem:
+    """The head-level problem of stored curves, 512 bytes an entry: nothing is copied."""
+    tokens = np.arange(12, 12 + values.shape[1], dtype=np.int64)
+    capacity = int(SHARE * values.size) * 512
+    weights = np.full(values.shape[0], 1.0 / values.shape[0])
+    return stacked(values, tokens, 512, weights, heads, sense, capacity)
+
+
+def stacked(
+    values: FloatArray,
+    tokens: Any,
+    entry_bytes: int,
+    weights: FloatArray,
+    heads: int,
+    sense: Sense,
+    capacity: int,
 ) -> AllocationProblem:
-    """The head-level problem of stored curves: nothing is copied, all is checked."""
+    """A problem whose units have the same options."""
     n_units, n_options = values.shape
-    tokens = np.arange(12, 12 + n_options, dtype=np.int64)
-    costs = tokens * BYTES_PER_ENTRY
-    capacity = int(SHARE * n_units * n_options) * BYTES_PER_ENTRY
     maximise = sense is Sense.MAX_VALUE
     return AllocationProblem(
         tokens=np.broadcast_to(tokens, values.shape),
         values=values,
-        costs=np.broadcast_to(costs, values.shape),
+        costs=np.broadcast_to(tokens * entry_bytes, values.shape),
         option_counts=np.full(n_units, n_options, dtype=np.int64),
-        weights=np.full(n_units, 1.0 / n_units),
-        layers=np.repeat(np.arange(layers), heads),
-        heads=np.tile(np.arange(heads), layers),
+        weights=weights,
+        layers=np.repeat(np.arange(n_units // heads), heads),
+        heads=np.tile(np.arange(heads), n_units // heads),
         sense=sense,
         capacity_bytes=capacity if maximise else None,
         target=None if maximise else RETENTION,
         context_tokens=int(tokens[-1]),
-        protected_tokens=12,
+        protected_tokens=8,
     )
 
 
-def greedy_row(layers: int, heads: int, ranks: int, sense: Sense, repeats: int) -> dict[str, Any]:
-    values = curves(layers * heads, ranks - 1)
-    greedy = get_solver("greedy")
-    kept = int(SHARE * values.size)
+def jagged_problem(layers: int, heads: int, pages: int) -> AllocationProblem:
+    """Gains that fall on the whole and jump from page to page, 30% of the bytes."""
+    random = np.random.default_rng(0)
+    n_units = layers * heads
+    fall = random.uniform(3, 30, (n_units, 1))
+    gains = random.exponential(1.0, (n_units, pages - 1)) * random.exponential(1, (n_units, 1))
+    gains *= np.exp(-np.arange(pages - 1) / fall)
+    values = np.concatenate([np.zeros((n_units, 1)), np.cumsum(gains, axis=1)], axis=1)
+    values /= values[:, -1].sum()
+    tokens = 16 * np.arange(1, pages + 1, dtype=np.int64)
+    low, high = (n_units * int(tokens[at]) * 256 for at in (0, -1))
+    capacity = int(low + 0.3 * (high - low))
+    return stacked(values, tokens, 256, np.ones(n_units), heads, Sense.MAX_VALUE, capacity)
 
-    def build() -> AllocationProblem:
-        return problem_of(values, layers, heads, sense)
 
-    def build_and_solve() -> object:
-        problem = build()
-        able = greedy.can_solve(problem)
-        if able is not True:
+def capped(
+    problem: AllocationProblem, name: str, units: Any, share: float, floor: bool = False
+) -> GroupCap:
+    """A cap of a group at a share of what it may take, beyond its least where asked."""
+    low, high = (int(problem.costs[units, at].sum()) for at in (0, -1))
+    most = low + int(share * (high - low)) if floor else int(share * high)
+    return GroupCap(name=name, units=tuple(units.tolist()), capacity_bytes=most)
+
+
+def with_caps(problem: AllocationProblem) -> AllocationProblem:
+    """A cap for every layer and for the heads at each place, many of them tight."""
+    random = np.random.default_rng(1)
+    caps = [
+        capped(
+            problem, f"layer {n}", np.flatnonzero(problem.layers == n), random.uniform(0.25, 0.5)
+        )
+        for n in np.unique(problem.layers).tolist()
+    ]
+    caps += [
+        capped(problem, f"place {n}", np.flatnonzero(problem.heads == n), 0.3)
+        for n in np.unique(problem.heads).tolist()
+    ]
+    return dataclasses.replace(problem, constraints=tuple(caps))
+
+
+def real_problems(path: str | None) -> Iterator[tuple[str, AllocationProblem]]:
+    """Curves of the demo's model with what else engines ask for."""
+    scores = real_scores(path)
+    goals: dict[str, dict[str, Any]] = {"20%": {"budget": 0.2}}
+    goals["retention 0.9"] = {"target_retention": RETENTION}
+    for word, goal in goals.items():
+        yield f"real layers, {word}", formulate(scores, Request.parse(level="layer", **goal))
+        heads = formulate(scores, Request.parse(level="head", **goal))
+        yield f"real heads, {word}", heads
+        worst = formulate(scores, Request.parse(level="head", objective="worst", **goal))
+        yield f"real heads, worst unit, {word}", worst
+        yield f"real heads, dents, {word}", dented(heads, 0.002)
+        pages = formulate(scores, Request.parse(level="head", page=16, **goal))
+        yield f"real heads, pages, {word}", pages
+        for side, constraints in sides(pages).items():
+            limited = dataclasses.replace(pages, constraints=constraints)
+            yield f"real heads, pages, {side}, {word}", limited
+
+
+def real_scores(path: str | None) -> ScoreProfile:
+    """A score profile from a file, or of the demo's model on the texts that ship."""
+    if path is not None:
+        return ScoreProfile.load(path)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "demo.safetensors"
+        run = "from kvalloc.cli.main import main; raise SystemExit(main())"
+        sizes = ["--samples", "4", "--context", "1024", "--quiet", "-o", str(file)]
+        subprocess.run([sys.executable, "-c", run, "profile", "demo", *sizes], check=True)
+        return ScoreProfile.load(file)
+
+
+def dented(problem: AllocationProblem, noise: float) -> AllocationProblem:
+    """The same with noise on the curves: no longer concave, nor rising."""
+    random = np.random.default_rng(1).normal(0, noise, problem.values.shape)
+    values = np.clip(problem.values * (1 + random), 0, problem.values[:, -1:])
+    values[:, -1] = problem.values[:, -1]
+    return dataclasses.replace(problem, values=values)
+
+
+def sides(problem: AllocationProblem) -> dict[str, tuple[Any, ...]]:
+    """Side constraints of engines."""
+    layers = np.unique(problem.layers).tolist()
+    groups = tuple(tuple(np.flatnonzero(problem.layers == n).tolist()) for n in layers)
+    found: dict[str, tuple[Any, ...]] = {
+        "one budget a layer": (SameBudget(groups=groups),),
+        "4 budgets": (MaxDistinct(most=4),),
+    }
+    if problem.sense is Sense.MAX_VALUE:  # within these caps a retention of 0.9 is out of reach
+        half = problem.layers < layers[len(layers) // 2]
+        found["caps"] = tuple(
+            capped(problem, f"device {n}", np.flatnonzero(inside), share, floor=True)
+            for n, (inside, share) in enumerate(((half, 0.12), (~half, 0.5)))
+        )
+    return found
+
+
+def scale_size(asked: argparse.Namespace) -> tuple[int, int, int]:
+    return (8, 8, 8192) if asked.quick else (126, 8, 131_072)
+
+
+def score_profile(layers: int, heads: int, n_ranks: int, *, grid: bool) -> ScoreProfile:
+    """One sample of made-up curves, with every rank or on the grid of long contexts."""
+    context = n_ranks - 1 + 12
+    ranks = rank_grid(n_ranks - 1, context) if grid else np.arange(n_ranks, dtype=np.int64)
+    return ScoreProfile(
+        shape=ModelShape(
+            model_id="made-up",
+            n_layers=layers,
+            n_query_heads=heads,
+            n_kv_heads=heads,
+            head_dim=64,
+            dtype_bytes=2,
+            layer_types=("full",) * layers,
+            sliding_window=None,
+            max_context_tokens=None,
+        ),
+        scorer="xkv",
+        scorer_parameters={},
+        context_tokens=context,
+        sinks=4,
+        window=8,
+        ranks=ranks,
+        curves=curves(layers * heads, ranks).reshape(1, layers, heads, ranks.size),
+        masses=np.random.default_rng(1).uniform(0.5, 1.5, (1, layers, heads)),
+        sample_tokens=np.array([context]),
+        text_description="made up",
+    )
+
+
+# Measurements
+
+
+def greedy_in_turns(
+    values: FloatArray, layers: int, heads: int, repeats: int, *, frontier: bool = False
+) -> InTurns:
+    """Greedy from the bare arrays on, a frontier of it, and one np.partition."""
+    greedy, kept = get_solver("greedy"), int(SHARE * values.size)
+
+    def solved(sense: Sense) -> object:
+        problem = problem_of(values, layers, heads, sense)
+        if (able := greedy.can_solve(problem)) is not True:
             raise SystemExit(f"greedy refuses the benchmark's own problem: {able}")
         return greedy.solve(problem)
 
-    seconds = timed_in_turns(
-        {
-            "greedy": build_and_solve,
-            "partition": lambda: np.partition(values, values.size - kept, axis=None),
-            "build": build,
-        },
-        repeats=repeats,
-    )
-    found = ratios(seconds, "greedy", "partition")
-    answer = solve_problem(build(), greedy)
+    def traced() -> object:
+        problem = problem_of(values, layers, heads, Sense.MAX_VALUE)
+        steps = np.geomspace(1, values.shape[1] - 1, POINTS).astype(np.int64)
+        sizes = problem.min_cost_bytes + steps * layers * heads * 512
+        return trace_frontier(problem, greedy, sizes.tolist())
+
+    calls: dict[str, Callable[[], object]] = {
+        sense.value: lambda sense=sense: solved(sense) for sense in Sense
+    }
+    calls["partition"] = lambda: np.partition(values, values.size - kept, axis=None)
+    return in_turns(calls | ({"frontier": traced} if frontier else {}), repeats=repeats)
+
+
+def greedy_row(found: InTurns, sense: Sense, size: str) -> Row:
+    mine, partition = (median_of(found, name) for name in (sense.value, "partition"))
     return {
-        "name": "greedy / np.partition",
-        "sense": sense.value,
-        "size": f"{layers} x {heads} x {ranks:,}",
-        "repeats": repeats,
-        **found,
-        "target_ratio": GREEDY_TARGET,
-        "met": found["ratio"] <= GREEDY_TARGET,
-        "objective": answer.objective,
-        "bound": answer.bound,
-        "gap": answer.gap,
-        **{name: summary(times) for name, times in seconds.items()},
+        "name": f"greedy {sense.value} / np.partition, {size}",
+        **ratio_of(found, sense.value, "partition"),
+        "target": PARTITION_TARGET,
+        "at_most": True,
+        "note": f"{mine:.3f} s; partition {partition:.3f} s",
     }
 
 
-def ilp_row(layers: int, heads: int, options: int, sense: Sense, *, dented: bool) -> dict[str, Any]:
-    values = curves(layers * heads, options)
+def ilp_row(sense: Sense, *, dented: bool) -> Row:
+    values = curves(90, np.arange(1001))
     if dented:
-        rng = np.random.default_rng(1)
-        values = np.clip(values + rng.normal(0, 0.01, values.shape), 0, 1)
-    problem = problem_of(values, layers, heads, sense)
+        noise = np.random.default_rng(1).normal(0, 0.01, values.shape)
+        values = np.clip(values + noise, 0, 1)
+    problem = problem_of(values, 30, 3, sense)
     found = solve_problem(problem, get_solver("ilp"))
     best = None if dented else solve_problem(problem, get_solver("greedy")).objective
     same = best is None or abs(found.objective - best) <= 1e-10 * max(1.0, best)
+    beside = "greedy refuses" if best is None else f"greedy {best:.9g}"
+    met = same and found.gap == 0 and found.seconds <= ILP_TARGET_SECONDS
+    name = f"ilp{', dented curves' if dented else ''} {sense.value} 30 x 3 x 1,001"
+    text = (
+        f"{name}: {found.seconds:.2f} s of {ILP_TARGET_SECONDS:g} {'met' if met else 'MISSED'}; "
+        f"objective {found.objective:.9g}, {beside}, gap {found.gap:g} ({found.detail})"
+    )
+    return {"name": name, "met": met, "text": text}
+
+
+def against_ilp(problem: AllocationProblem, repeats: int) -> Iterator[Row]:
+    solvers = {name: get_solver(name) for name in ("lagrangian", "dp", "ilp")}
+    answers = {name: solve_problem(problem, solver) for name, solver in solvers.items()}
+    found = in_turns(
+        {
+            name: lambda one=one: one.solve(dataclasses.replace(problem))
+            for name, one in solvers.items()
+        },
+        repeats=repeats,
+        warm_up=0,
+    )
+    best = answers["ilp"].objective
+    for name in ("lagrangian", "dp"):
+        answer, seconds = answers[name], median_of(found, name)
+        good = (answer.gap or 0.0) <= LAGRANGIAN_GAP
+        if name == "dp":
+            good = abs(answer.objective - best) <= 1e-10 and answer.gap == 0
+        yield {
+            "name": f"ilp / {name}",
+            **ratio_of(found, "ilp", name),
+            "met": good,
+            "note": f"{name} {seconds:.3f} s, ilp {median_of(found, 'ilp'):.3f} s; gap "
+            f"{answer.gap:.2g}, {answer.termination.value}",
+        }
+
+
+def against_library(name: str, problem: AllocationProblem, repeats: int) -> Row:
+    ilp = get_solver("ilp", gap=GAP)
+    answers: list[Any] = []
+    direct: list[float] = []
+    found = in_turns(
+        {
+            "ilp": lambda: answers.append(ilp.solve(dataclasses.replace(problem))),
+            "milp": lambda: direct.append(milp_directly(problem)),
+        },
+        repeats=repeats,
+        warm_up=0,
+    )
+    choice, bound = answers[0].choice, answers[0].bound
+    fault = problem.side_fault(choice)
+    if fault is not None or problem.cost(choice) > (problem.capacity_bytes or 0) or bound is None:
+        raise ValueError(f"ilp breaks a constraint or has no bound: {fault}")
+    objective = problem.objective(choice)
+    gap = abs(bound - objective) / abs(objective)
+    if abs(objective - direct[0]) > 2 * GAP * abs(direct[0]) or gap > 1.001 * GAP:
+        raise ValueError(f"ilp reaches {objective} with a gap of {gap}, milp {direct[0]}")
     return {
-        "name": "ilp, dented curves" if dented else "ilp",
-        "sense": sense.value,
-        "size": f"{layers} x {heads} x {problem.n_options:,}",
-        "seconds": found.seconds,
-        "target_seconds": ILP_TARGET_SECONDS,
-        "objective": found.objective,
-        "greedy_objective": best,
-        "same_objective": same,
-        "bound": found.bound,
-        "gap": found.gap,
-        "termination": found.termination.value,
-        "detail": found.detail,
-        "met": same and found.gap == 0 and found.seconds <= ILP_TARGET_SECONDS,
+        "name": name,
+        **ratio_of(found, "ilp", "milp"),
+        "target": LIBRARY_TARGET,
+        "at_most": True,
+        "note": f"ilp {median_of(found, 'ilp'):.3f} s, milp {median_of(found, 'milp'):.3f} s; "
+        f"gap {gap:.2g}; rounds: {repeats}",
     }
 
 
-def describe(row: dict[str, Any]) -> str:
-    head = f"{row['name']:22} {row['sense']:9} {row['size']:>16}: "
-    verdict = "met" if row["met"] else "MISSED"
-    if "ratio" in row:
-        return head + (
-            f"ratio {row['ratio']:.2f} [{row['ratio_quartile_1']:.2f}, "
-            f"{row['ratio_quartile_3']:.2f}] of {row['target_ratio']:g} {verdict}; "
-            f"greedy {row['greedy']['median_seconds']:.3f} s, of which building "
-            f"{row['build']['median_seconds']:.3f} s; "
-            f"partition {row['partition']['median_seconds']:.3f} s; gap {row['gap']:g}"
+def milp_directly(problem: AllocationProblem) -> float:
+    """The whole problem given to HiGHS as it stands."""
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    from kvalloc.solvers._ilp_program import stdout_kept_clean
+
+    n, k = problem.values.shape
+    worth = (problem.weights[:, None] * problem.values).ravel()
+    costs = (problem.costs / problem.lattice_bytes).ravel()
+    picks = np.arange(n * k).reshape(n, k)
+    caps: list[tuple[Any, Any]] = [(np.arange(n), problem.capacity_bytes)]
+    caps += [(np.asarray(c.units), c.capacity_bytes) for c in problem.constraints]  # type: ignore[attr-defined]
+    rows = []
+    for units, _ in caps:
+        row = sparse.lil_matrix((1, n * k))
+        row[0, picks[units].ravel()] = costs[picks[units].ravel()]
+        rows.append(row.tocsr())
+    limits = np.array([capacity / problem.lattice_bytes for _, capacity in caps])
+    one = sparse.csr_matrix((np.ones(n * k), (np.repeat(np.arange(n), k), np.arange(n * k))))
+    with stdout_kept_clean():
+        answer = milp(
+            -worth,
+            integrality=np.ones(n * k),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(sparse.vstack(rows), -np.inf, limits),
+                LinearConstraint(one, 1, 1),
+            ],
+            options={"mip_rel_gap": GAP},
         )
-    greedy = row["greedy_objective"]
-    beside = "greedy refuses" if greedy is None else f"greedy {greedy:.9g}"
-    return head + (
-        f"{row['seconds']:.2f} s of {row['target_seconds']:g} {verdict}; objective "
-        f"{row['objective']:.9g}, {beside}, bound {row['bound']:.9g}, "
-        f"gap {row['gap']:g} ({row['termination']}; {row['detail']})"
+    return float(-answer.fun)
+
+
+def measure_memory(case: str, size: tuple[int, int, int]) -> Row:
+    """Peak memory of this process around one call on a score profile made here."""
+    layers, heads, n_ranks = size
+    where, what = case.split(", ")
+    scores = score_profile(layers, heads, n_ranks, grid=where == "grid")
+    before = peak_bytes()
+    if what == "frontier":
+        problem = formulate(scores, Request.parse(budget=1.0, level="head"))
+        sizes = np.geomspace(problem.min_cost_bytes, problem.max_cost_bytes, POINTS)
+        points = trace_frontier(problem, get_solver("greedy"), sizes.astype(np.int64).tolist())
+        answer = f"{len(points)} points"
+    else:
+        goal = {"target_retention": RETENTION} if what == "retention" else {"budget": SHARE}
+        found: Any = solve(scores, level="head", solver="greedy", **goal)  # type: ignore[arg-type]
+        answer = f"retention {found.retention:.6f}, gap {found.gap:g}"
+    return {
+        "before_bytes": before,
+        "peak_bytes": peak_bytes(),
+        "curve_bytes": layers * heads * (n_ranks if where == "grid" else scores.ranks.size) * 8,
+        "answer": answer,
+    }
+
+
+def ours() -> dict[str, Solver]:
+    """The solvers of this package; others may be installed too."""
+    made = {name: get_solver(name) for name in solver_names()}
+    return {n: s for n, s in made.items() if type(s).__module__.startswith("kvalloc.solvers.")}
+
+
+def choice_row(name: str, problem: AllocationProblem, repeats: int) -> Row:
+    answer = solved(problem, Auto())
+    chosen = next(iter(Auto()._able(dataclasses.replace(problem))))[0].solver
+    head = f"{name:48} {chosen:8}"
+    able = {n: s for n, s in ours().items() if n != "auto" and s.can_solve(problem) is True}
+    answers = {other: solved(problem, solver) for other, solver in able.items()}
+    values = {other: a for other, a in answers.items() if isinstance(a, CheckedSolution)}
+    if not isinstance(answer, CheckedSolution):
+        met = not values and isinstance(answer, InfeasibleError)
+        text = f"{head} {str(answer)[:120]} {'met' if met else 'MISSED'}"
+        return {"name": name, "failed": not met, "met": met, "text": text}
+    beaten = [
+        other
+        for other, one in values.items()
+        if problem.is_better(one.objective, answer.objective, SLACK)
+    ]
+    choosing, solving = choice_seconds(problem, chosen, repeats)
+    share = choosing / solving
+    met = not beaten and (solving < JUDGED_SECONDS or share < CHOICE_TARGET)
+    optimal = answer.termination is Termination.OPTIMAL
+    proof = "optimal" if optimal else f"gap {answer.gap:.1e}"
+    text = (
+        f"{head} {answer.objective:<14.9g} {proof:11} of "
+        f"{len(values):2} others{''.join(f', WORSE than {n}' for n in beaten)}; choice "
+        f"{1e6 * choosing:6.0f} us of {solving:7.4f} s, {share:7.2%} {'met' if met else 'MISSED'}"
     )
+    times = {"choosing": choosing, "solving": solving, "optimal": optimal, "beaten": bool(beaten)}
+    return {"name": name, "met": met, "text": text, **times}
+
+
+def solved(problem: AllocationProblem, solver: Solver) -> CheckedSolution | KVAllocError:
+    try:
+        return solve_problem(problem, solver, time_limit_seconds=LIMIT_SECONDS)
+    except KVAllocError as error:
+        return error
+
+
+def choice_seconds(problem: AllocationProblem, chosen: str, repeats: int) -> tuple[float, float]:
+    """What auto's choice adds to the chosen solver's own check, and that check with its solve.
+
+    Each on a copy of which nothing is known, in turns; the least of all rounds, as anything more
+    is somebody else's doing.
+    """
+    solver, least = get_solver(chosen), {}
+    until, rounds = time.perf_counter() + MEASURED_SECONDS, 0
+    while rounds < 2 or (rounds < 2 * repeats and time.perf_counter() < until):
+        found = in_turns(
+            {
+                "choose": lambda: next(iter(Auto()._able(dataclasses.replace(problem)))),
+                "check": lambda: solver.can_solve(dataclasses.replace(problem)),
+                "solve": lambda: solver.solve(dataclasses.replace(problem)),
+            },
+            repeats=1,
+            warm_up=0,
+        )
+        for name, (seconds, _) in found.items():
+            least[name] = min(*seconds, least.get(name, math.inf))
+        rounds += 1
+    return max(0.0, least["choose"] - least["check"]), least["check"] + least["solve"]
+
+
+def auto_in_all(rows: list[Row]) -> Row:
+    measured = [row for row in rows if "solving" in row]
+    shares = [row["choosing"] / row["solving"] for row in measured]
+    choosing, solving = (sum(row[part] for row in measured) for part in ("choosing", "solving"))
+    long = [s for s, row in zip(shares, measured, strict=True) if row["solving"] >= JUDGED_SECONDS]
+    worse, failed = (sum(bool(row.get(name)) for row in rows) for name in ("beaten", "failed"))
+    met = all(row["met"] for row in rows) and choosing < CHOICE_TARGET * solving
+    text = (
+        f"{len(rows)} problems, {sum(row['optimal'] for row in measured)} proven optimal: auto is "
+        f"worse than another solver on {worse} (wanted 0), fails on {failed}; its choice takes "
+        f"{choosing / solving:.3%} of all solving, median {statistics.median(shares):.2%}, largest "
+        f"{max(shares):.2%}, largest of those of 10 ms or more {max(long, default=math.nan):.2%} "
+        f"(wanted < {CHOICE_TARGET:.0%}) {'met' if met else 'MISSED'}"
+    )
+    return {"name": "in all", "met": met, "text": text}
+
+
+def oracle_row(title: str, kinds: Iterable[str], per_kind: int, seed: int) -> Row:
+    """All problems of some kinds by all solvers: counts, and every miss in words."""
+    optimal: Counter[str] = Counter()
+    slowest, misses, feasible, problems = 0.0, [], 0, 0
+    for kind in kinds:
+        for number in range(per_kind):
+            sense = (Sense.MAX_VALUE, Sense.MIN_COST)[number % 2]
+            level = ("head", "layer")[number // 2 % 2]
+            problem = tiny_problem(kind, seed=seed + number, sense=sense, level=level)
+            optimum = brute_force(problem)
+            problems, feasible = problems + 1, feasible + (optimum is not None)
+            for label, solver in ours().items():
+                if solver.can_solve(problem) is not True:
+                    continue
+                start = time.perf_counter()
+                claimed, fault = judged(problem, label, solver, optimum)
+                slowest = max(slowest, time.perf_counter() - start)
+                optimal[label] += claimed
+                if fault is not None:
+                    made = f"tiny_problem({kind!r}, seed={seed + number}, {sense=}, {level=})"
+                    misses.append(f"\n    MISS {label} on {made}: {fault}")
+    counts = [optimal[name] for name in PROVING]
+    counts.append(optimal.total() - sum(counts))
+    columns = " ".join(f"{count or '-':>10}" for count in counts)
+    line = f"{title:26} {problems:8,} {feasible:8,} {columns} {len(misses):6}"
+    return {
+        "text": f"{line}  slowest {slowest:.2f} s{''.join(misses[:10])}",
+        "met": not misses,
+        "counts": {"problems": problems, "claims": optimal.total(), "misses": len(misses)},
+    }
+
+
+def judged(
+    problem: AllocationProblem, label: str, solver: Solver, optimum: Optimum | None
+) -> tuple[bool, str | None]:
+    """Whether optimal was claimed, and what is wrong with the answer, or None."""
+    exact = label in EXACT or (label == "max_min" and problem.aggregate is Aggregate.WORST)
+    try:
+        answer = solve_problem(problem, solver)
+    except InfeasibleError as error:
+        wrong = exact and optimum is not None
+        return False, f"claims there is no choice: {error}" if wrong else None
+    except SolverError as error:
+        # A rule may give up. "The solver x breaks ..." is what the check of answers says.
+        wrong = exact or str(error).startswith("the solver ")
+        return False, str(error) if wrong else None
+    claimed = answer.termination is Termination.OPTIMAL
+    if optimum is None:
+        return claimed, "answers where brute force finds no choice"
+    best, slack = optimum.objective, 1e-10
+    if problem.is_better(answer.objective, best, slack):
+        return claimed, f"{answer.objective} is better than all choices there are, {best}"
+    if answer.bound is not None and problem.is_better(best, answer.bound, slack):
+        return claimed, f"the bound {answer.bound} is beaten by {best}"
+    if claimed and problem.is_better(best, answer.objective, slack):
+        return claimed, f"claims that {answer.objective} is optimal, {best} is"
+    if exact and not claimed:
+        return claimed, f"ends without a proof: {answer.termination.value}, {answer.detail}"
+    return claimed, None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_runtime import prefill, text
-from runtime_fits import stored_bytes
+from runtime_rows import stored_bytes
 from transformers import DynamicCache
 
 import kvalloc

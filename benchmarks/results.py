@@ -24,7 +24,11 @@ PATTERNS = {
     "VERDICT": r"(?: (?P<verdict>met|MISSED|equal))?",
     "NUMBER": NUMBER,
 }
-RATIO = "(?P<what>.+?): (?:ratio )?@FIGURE@(?: @SPREAD@)?@WANTED@@VERDICT@; (?P<note>.*)"
+PATTERNS["RATIO"] = (
+    "(?P<what>.+?): (?:ratio )?{FIGURE}(?: {SPREAD})?{WANTED}{VERDICT}; (?P<note>.*)".format_map(
+        PATTERNS
+    )
+)
 """A line that compares two things: the rows of a part that says nothing else."""
 
 HEADING = """# Results
@@ -41,7 +45,7 @@ class Part:
 
     title: str
     command: str
-    rows: tuple[str, ...] = (RATIO,)
+    rows: tuple[str, ...] = ("@RATIO@",)
     context: str = ""
     figure: str = "ratio"
     spread: str = "quartiles of the rounds"

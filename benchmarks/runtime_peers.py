@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import ratio_of
 
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
@@ -109,7 +110,6 @@ def peer_rows(
     new_tokens: int,
     decode: Callable[[Any], None],
     in_turns: Callable[[Mapping[str, Callable[[], object]]], Any],
-    ratio_of: Callable[[Any, str, str], dict[str, float]],
 ) -> Iterator[dict[str, Any]]:
     """Tokens a second of our caches over those of each press, and the bytes that both store.
 
@@ -126,7 +126,7 @@ def peer_rows(
         The prompt.
     rows, new_tokens : int
         Rows, and tokens that `decode` adds to each.
-    decode, in_turns, ratio_of : callable
+    decode, in_turns : callable
         As the other sections measure.
     """
     stored = {level: cache.retained_bytes for level, cache in ours.items()}
@@ -150,8 +150,6 @@ def peer_rows(
                 "name": f"decode by {level} / {name}, {rows} rows of {ids.shape[1]:,}, "
                 "tokens a second",
                 **ratio_of(found, name, level),
-                "target": None,
-                "met": True,
                 "stored_bytes": stored[level],
                 "peer_stored_bytes": peer.stored_bytes,
                 "peer_kept_share": peer.kept_share,

@@ -14,9 +14,8 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_runtime
-import runtime_bits
-from runtime_fits import ANSWER_TOKENS, fits_rows, stored_bytes
-from runtime_turns import in_turns, ratio_of
+from _common import in_turns, ratio_of, row_met
+from runtime_rows import ANSWER_TOKENS, at_bits, bits_rows, fits_rows, stored_bytes
 
 import kvalloc
 
@@ -62,8 +61,8 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
         assert f"{memory:,} bytes" in row["name"]
         assert f"{memory // one} rows take {memory // one * one:,} bytes" in row["note"]
         assert f"each with {ANSWER_TOKENS} decoded tokens" in row["note"]
-        assert bench_runtime.row_met({**row, "target": row["ratio"]})
-        assert not bench_runtime.row_met({**row, "target": row["ratio"] + 0.1})
+        assert row_met({**row, "target": row["ratio"]})
+        assert not row_met({**row, "target": row["ratio"] + 0.1})
 
 
 def test_counting_rows_leaves_the_caches_at_the_prompt(model: Any, profile: Any) -> None:
@@ -109,15 +108,14 @@ def test_every_set_of_rounds_begins_at_the_prompt(model: Any, profile: Any) -> N
 
 
 def test_fewer_bits_are_compared_on_the_bytes_of_the_prompt(model: Any, profile: Any) -> None:
-    made = {16: profile, **{bits: runtime_bits.at_bits(profile, bits) for bits in (8, 4)}}
+    made = {16: profile, **{bits: at_bits(profile, bits) for bits in (8, 4)}}
     caches = prefilled(model, **{str(bits): one for bits, one in made.items()})
     stored = {bits: caches[str(bits)].retained_bytes for bits in made}
-    rows = runtime_bits.bits_rows(
+    rows = bits_rows(
         {bits: caches[str(bits)] for bits in made},
         prompt="a prompt",
         decode=lambda cache: bench_runtime.decode(model, cache, 1, 8),
         in_turns=partial(in_turns, repeats=2),
-        ratio_of=ratio_of,
     )
     for bits, row in zip((8, 4), rows, strict=True):
         assert f"in {stored[bits] / stored[16]:.3f} of the bytes" in row["note"]

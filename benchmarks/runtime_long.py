@@ -1,6 +1,6 @@
 """Long answers within a budget: KL by position, beside kvpress's presses for decoding.
 
-    python benchmarks/bench_long.py [--tokens 4096] [--every 128] [--press SnapKV ...]
+    python benchmarks/bench_runtime.py long [--tokens 4096] [--every 128] [--press SnapKV ...]
 
 Prompts of 512 tokens, and what the full cache writes after them (sampled). Each method reads the
 prompt and then the same text, and whenever so many tokens have followed it goes back to as many
@@ -44,7 +44,7 @@ def main() -> int:
         if not PYTHON.exists():
             print("there is no .venv-kvpress; 'make peers' makes it", file=sys.stderr)
             return 2
-        return subprocess.call([str(PYTHON), __file__, *sys.argv[1:]])
+        return subprocess.call([str(PYTHON), sys.argv[0], "long", *sys.argv[1:]])
     arguments = parse_arguments()
     loaded = load_model(arguments.model)
     ids = prompt_ids(loaded, PROMPT_TOKENS * arguments.rows).view(arguments.rows, -1)
@@ -212,7 +212,3 @@ def peer(name: str, kept: int, every: int) -> Run:
         ),
     )
     return Run(f"kvpress DecodingPress({name})", DynamicCache(), press)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

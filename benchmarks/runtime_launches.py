@@ -1,22 +1,17 @@
 """Launches on a CUDA device for one decoded token, in each layer: counted without a device.
 
-    python benchmarks/bench_launches.py [--before COMMIT]
+    python benchmarks/bench_runtime.py launches
 
 Tensors without data stand for those on the device (`tests/support/fake_device.py`), so this shows
 how many kernels are launched, and not how long they take. A layer's are those of a model of four
 layers less those of a model of two, halved: its projections, norms and feed-forward part are among
-them, the same for all caches. ``--before`` counts those of an earlier commit as well. Where the
-host would wait for a value of the device, or the device for one of the host, that is said instead.
+them, the same for all caches. Where the host would wait for a value of the device, or the device
+for one of the host, that is said instead.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,42 +31,9 @@ CASES = ("plain", "by layer", "by head", "by head at 8 bits", "at 16, 8 and 4 bi
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="launches of one decoded token in each layer")
-    parser.add_argument("--before", metavar="COMMIT", help="count an earlier commit's as well")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    found = counted()
-    if arguments.json:
-        print(json.dumps(found))
-        return 0
-    before = {} if arguments.before is None else counted_before(arguments.before)
-    for name, own in found.items():
-        earlier = f"; {before[name]} at {arguments.before}" if name in before else ""
-        print(f"{name}: {own}{earlier}")
+    for name in CASES:
+        print(f"{name}: {in_words(name)}", flush=True)
     return 0
-
-
-def counted() -> dict[str, str]:
-    """For each kind of cache the launches of a layer, in words."""
-    return {name: in_words(name) for name in CASES}
-
-
-def counted_before(commit: str) -> dict[str, str]:
-    """The same of a commit, by this file."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*tree, "add", "--quiet", "--detach", folder, commit], check=True)
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--json"],
-                env={**os.environ, "PYTHONPATH": folder},
-                stdout=subprocess.PIPE,
-                check=True,
-            )
-        finally:
-            subprocess.run([*tree, "remove", "--force", folder], check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
 
 
 def in_words(name: str) -> str:
@@ -138,7 +100,3 @@ def profile(name: str, model: Any) -> Any:
         policy=Policy(scorer="xkv", scorer_parameters={"window": 8}, sinks=4, window=8),
     )
     return made if bits is None else made.replace(bits=np.tile(bits, (shape.n_layers, 1)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

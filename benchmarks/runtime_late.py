@@ -1,6 +1,6 @@
 """Late eviction, and the default's ways: what they cost beside a full cache, what bounding loses.
 
-    python benchmarks/bench_late.py [--lengths 2048 8192] [--repeats 5 2]
+    python benchmarks/bench_runtime.py late [--lengths 2048 8192] [--repeats 5 2]
 
 With the default's late way at 20% of the bytes: prefill and 64 greedy tokens over the same with a
 full cache, in turns; the eviction itself (`cache.evict`) over the prefill; K and V bytes held and
@@ -12,7 +12,6 @@ bounded memory. Real text, SmolLM2-135M. Some twenty-five minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import describe_where, ratios, timed_in_turns, where_it_ran
+from _common import describe_where, in_turns, ratio_of, spread_of, where_it_ran
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
@@ -92,7 +91,7 @@ def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str
     """Times of prefill and answer in turns, of the eviction alone, and stored bytes."""
     make = {"full": lambda: full(model), "late": lambda: kvalloc.make_cache(model, profile)}
     runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
-    seconds = timed_in_turns(runs, repeats=repeats)
+    found = in_turns(runs, repeats=repeats)
     prefills, evictions = [], []
     for _ in range(repeats):
         cache = kvalloc.make_cache(model, profile)
@@ -110,7 +109,7 @@ def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str
     return {
         "tokens": ids.shape[1],
         "awaited": awaited,
-        "ratio": ratios(seconds, "late", "full"),
+        "ratio": ratio_of(found, "late", "full"),
         "eviction_share": [float(np.median(shares)), float(shares.min()), float(shares.max())],
         "prefill_seconds": float(np.median(prefills)),
         "held_over_full": before / full_bytes,
@@ -129,15 +128,16 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
     runs = {way: partial(read_and_written, model, new, ids, prefills[way])
             for way, new in make.items()}  # fmt: skip
     warm_up = int(repeats > 2)
-    seconds = timed_in_turns(runs, repeats=repeats, warm_up=warm_up)
-    prefills = {way: own[warm_up:] for way, own in prefills.items()}
+    turns = in_turns(runs, repeats=repeats, warm_up=warm_up)
+    plain = prefills["full"][warm_up:]
     for way, target in TARGETS.items():
-        found, prefill = ratios(seconds, way, "full"), ratios(prefills, way, "full")
+        own = prefills[way][warm_up:]
+        prefill = spread_of([a / b for a, b in zip(own, plain, strict=True)])
         yield (
             f"{ids.shape[1]:>5} tokens, {SHARE:.0%} of the bytes by default, {way}: prefill over a "
             f"plain one {prefill['ratio']:.3f} [{prefill['ratio_quartile_1']:.3f}, "
             f"{prefill['ratio_quartile_3']:.3f}] (target {target:.2f}), with {NEW} tokens "
-            f"{found['ratio']:.3f}"
+            f"{ratio_of(turns, way, 'full')['ratio']:.3f}"
         )
 
 
@@ -211,7 +211,3 @@ def describe(row: dict[str, Any]) -> str:
         f"{row['prefill_seconds']:.2f} s [{least:.3f}, {most:.3f}] (target 0.15); K and V held "
         f"{row['held_over_full']:.3f} of the full cache's, stored {row['stored_over_full']:.3f}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
