@@ -295,22 +295,3 @@ def test_policies_decide_and_merge_before_anything_is_rounded(
     few, many = (run(model, question, cache) for cache in caches)
     assert torch.isfinite(few).all()
     assert not torch.equal(few, many)
-
-
-def test_prefill_needs_what_is_kept_and_one_layer_in_full(
-    tiny: ModuleType, peak_bytes: Any
-) -> None:
-    tokens = 1000
-    model = tiny.tiny_model()
-    ids = tiny.prompt(tokens)
-    layer_bytes = tokens * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
-    for level in ("layer", "head"):
-        cache = make_cache(model, bits_profile(tiny, model, level, 0.2))
-
-        def prefill(cache: Any = cache) -> None:
-            model(ids, past_key_values=cache, logits_to_keep=1)
-
-        with torch.no_grad():
-            alone = peak_bytes(lambda: model(ids, use_cache=False, logits_to_keep=1))
-            above = peak_bytes(prefill) - alone
-        assert above <= cache.retained_bytes + layer_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from live_storage import LiveStorage
@@ -44,9 +45,17 @@ class Watched:
 def profile_of(tiny: ModuleType, model: Any, mode: str) -> Any:
     scorer, parameters = ("lookahead", {"tokens": AWAITED}) if "bounded" in mode else ("xkv", {})
     profile = tiny.make_profile(model, TOKENS, SHARE, scorer=scorer, parameters=parameters)
-    if mode.endswith("by layer"):
-        return profile
-    profile = tiny.by_head(profile, spread=60)
+    if not mode.endswith("by layer"):
+        profile = tiny.by_head(profile, spread=60)
+    if "shared" in mode:
+        budgets = profile.budgets.copy()
+        for group in GROUPS:
+            budgets[list(group)] = budgets[group[0]]
+        return profile.replace(budgets=budgets, share_groups=GROUPS)
+    if "packed" in mode:
+        bits = np.resize([8, 4, 16, 8], LAYERS)[:, None].repeat(tiny.N_KV_HEADS, axis=1)
+        bits[:, 1] = bits[:, 0] if mode.endswith("by layer") else 4
+        return profile.replace(bits=bits)
     if mode == "matched":
         matching = {"name": "attention_matching", "parameters": {"rows": 16, "following": 0}}
         return profile.replace(policy=profile.policy.replace(**matching))
@@ -55,6 +64,8 @@ def profile_of(tiny: ModuleType, model: Any, mode: str) -> Any:
 
 BOUNDS = {"early by layer": None, "early": None, "matched": None, "handed out": 1}
 BOUNDS |= {"bounded by layer": 2, "bounded": 2}
+BOUNDS |= dict.fromkeys(["packed by layer", "packed", "shared by layer", "shared"])
+GROUPS = ((2, 3), (4, 5, 6))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -81,6 +92,8 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     )
     above = [a - b for a, b in zip(watched.peaks(lambda: prefill(cache)), alone, strict=True)]
     kept = (BOUNDS[mode] or 1) * profile.retained_bytes_at(TOKENS) * 2
+    if "shared" in mode:  # a group is held until its last layer, with its rankings
+        layer = max(map(len, GROUPS)) * (layer + 2 * 2 * TOKENS * tiny.N_KV_HEADS * 8)
     assert max(above) <= kept + layer
 
 

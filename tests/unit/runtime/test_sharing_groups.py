@@ -208,25 +208,3 @@ def test_a_group_that_fails_half_way_is_noticed(
     cache.reset()
     run(model, ids, cache)
     agree(cache)
-
-
-def test_peak_is_what_is_kept_and_the_layers_of_one_group(
-    tiny: ModuleType, peak_bytes: Any
-) -> None:
-    """Above the same forward without any cache: a group is held until its last layer."""
-    tokens = 1000
-    model = shared_model(tiny)
-    ids = tiny.prompt(tokens)
-    layer_bytes = tokens * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
-    ranking_bytes = tokens * tiny.N_KV_HEADS * 8
-    for level in ("layer", "head"):
-        profile = shared_profile(tiny, model, level, 0.2)
-        cache = make_cache(model, profile)
-
-        def prefill(cache: Any = cache) -> None:
-            model(ids, past_key_values=cache, logits_to_keep=1)
-
-        with torch.no_grad():
-            alone = peak_bytes(lambda: model(ids, use_cache=False, logits_to_keep=1))
-            above = peak_bytes(prefill) - alone
-        assert above <= cache.retained_bytes + 3 * (layer_bytes + 2 * ranking_bytes)
