@@ -221,7 +221,7 @@ class RequestCurves:
     def min_loss_tokens(self) -> int:
         """Smallest budget whose loss is known: the lowest measured level, at this context."""
         scores = self.scores
-        assert scores.loss_tokens is not None  # only asked for with loss curves
+        assert scores.loss_tokens is not None  # only read with loss curves
         lowest = int(scores.loss_tokens[0]) - scores.protected_tokens
         stretch = (self.context_tokens - scores.protected_tokens) / scores.evictable_tokens
         return scores.protected_tokens + math.ceil(lowest * stretch - 1e-9)

@@ -47,7 +47,7 @@ def solve(
     average: Average = "curves",
     request: Request | None = None,
     notify: Callable[[str], None] = lambda line: None,
-    **asked: Unpack[RequestOptions],
+    **keywords: Unpack[RequestOptions],
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -68,7 +68,7 @@ def solve(
         The parsed request; then no keyword of it is given.
     notify : callable
         Called with one line on the objective, if the request names none.
-    **asked
+    **keywords
         One target, its context and its limits: see
         `kvalloc.allocation.request.RequestOptions`.
 
@@ -91,7 +91,7 @@ def solve(
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
     scores, chosen = load_scores(scores), solver_of(solver, solver_options)
-    request = Request.parse(**asked) if request is None else request
+    request = Request.parse(**keywords) if request is None else request
     request, problem, note = choose_objective(scores, request, chosen)
     try:
         decided = decide(
@@ -240,7 +240,7 @@ def compare(
     request: Request | None = None,
     notify: Callable[[str], None] = lambda line: None,
     watch: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
-    **asked: Unpack[RequestOptions],
+    **keywords: Unpack[RequestOptions],
 ) -> Attempts:
     """Let several solvers decide the same budgets.
 
@@ -253,7 +253,7 @@ def compare(
         As in `solve`; the time limit for each.
     watch : callable
         Gives what is open while the solver of this name is at work, such as a progress bar.
-    **asked
+    **keywords
         As in `solve`.
 
     Returns
@@ -277,7 +277,7 @@ def compare(
     >>> best.profile.save("mine.json")  # doctest: +SKIP
     """
     scores = load_scores(scores)
-    request = Request.parse(**asked) if request is None else request
+    request = Request.parse(**keywords) if request is None else request
     if not isinstance(solvers, Mapping):
         chosen = solver_names() if solvers is None else solvers
         solvers = {name: get_solver(name) for name in chosen}

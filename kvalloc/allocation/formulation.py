@@ -180,7 +180,7 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     ------
     InputError
         If the context is beyond the model's limit or too short for sinks and window, or loss is
-        asked for and was not measured for such units.
+        the objective and was not measured for such units.
     InfeasibleError
         If memory is below what floors and sliding layers alone store.
     """

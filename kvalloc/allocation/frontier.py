@@ -69,7 +69,7 @@ def frontier(
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     notify: Callable[[int, int], None] | None = None,
-    **asked: Unpack[RequestOptions],
+    **keywords: Unpack[RequestOptions],
 ) -> list[FrontierPoint]:
     """Return the best retention, or smallest predicted loss, at sizes from the floors up.
 
@@ -90,7 +90,7 @@ def frontier(
         Seconds for each point.
     notify : callable, optional
         Called with the points done and the points in all after each one.
-    **asked
+    **keywords
         See `kvalloc.allocation.request.RequestOptions`, without a target. Groups of layers are
         named, not counted: other groups would be best at every size.
 
@@ -108,9 +108,9 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    asked["budget"], scores = 1.0, load_scores(scores)
+    keywords["budget"], scores = 1.0, load_scores(scores)
     chosen = get_solver(solver, **(solver_options or {}))
-    request, problem, _ = choose_objective(scores, Request.parse(**asked), chosen)
+    request, problem, _ = choose_objective(scores, Request.parse(**keywords), chosen)
     return trace_request(
         scores,
         request,

@@ -50,8 +50,8 @@ def diagnose(
     # The other way round: with all the bytes there are, or for a target that any choice meets.
     other = problem.with_capacity(problem.max_cost_bytes)
     if problem.sense is Sense.MAX_VALUE:
-        least = problem.values if problem.scenarios is None else problem.scenarios.min(axis=0)
-        worth = np.minimum(problem.weights * least.min(axis=1), 0.0)
+        values = problem.values if problem.scenarios is None else problem.scenarios.min(axis=0)
+        worth = np.minimum(problem.weights * values.min(axis=1), 0.0)
         other = problem.with_target(math.fsum(worth) - 1.0)
     best = attempt(lambda: other, deadline)
     if not isinstance(best, CheckedSolution):
@@ -85,7 +85,7 @@ def smallest_that_works(
     low, high : int
         One known not to work, 0 or more, and the last to look at.
     works : callable
-        ``works(n)`` is the least number that the solution found for n needs, False where there is
+        ``works(n)`` is the smallest number that a solution for n needs, False where there is
         none, None where neither was shown.
 
     Returns
@@ -147,8 +147,8 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
     if isinstance(one, GroupCap):
         units, grain = list(one.units), problem.lattice_bytes
         floors = int(problem.costs[units, 0].sum())
-        most = int(problem.costs[units, problem.last_options[units]].sum())
-        low, loosest = ((size - floors) // grain + 1 for size in (one.capacity_bytes, most))
+        largest = int(problem.costs[units, problem.last_options[units]].sum())
+        low, loosest = ((size - floors) // grain + 1 for size in (one.capacity_bytes, largest))
         return max(0, low), loosest, lambda n: replace(one, capacity_bytes=floors + (n - 1) * grain)
     if isinstance(one, MaxDistinct):
         return one.most, problem.n_units, lambda n: replace(one, most=n)

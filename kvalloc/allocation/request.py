@@ -258,8 +258,8 @@ class _Size(Target):
     """Whether the layers that store the same whatever is decided count, too."""
 
     def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
-        most = "least" if what.endswith("loss") else "most"
-        return f"{most} {what} in {self.amount(counted)}"
+        best = "least" if what.endswith("loss") else "most"
+        return f"{best} {what} in {self.amount(counted)}"
 
     @abstractmethod
     def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
@@ -273,11 +273,11 @@ class _Size(Target):
         fixed = costs.sliding_bytes if self.includes_sliding else 0
         capacity = self.cost(costs) - fixed
         if capacity < floor_cost:
-            number, least = self.nearest(floor_cost, costs)
+            number, smallest = self.nearest(floor_cost, costs)
             sliding = f", and the sliding layers {fixed:,}" if fixed else ""
             raise InfeasibleError(
                 f"{self} is below the floors: sinks, window and minimum budgets take "
-                f"{floor_cost:,} {costs.unit}{sliding}; ask for at least {least}",
+                f"{floor_cost:,} {costs.unit}{sliding}; ask for at least {smallest}",
                 nearest=number,
             )
         return capacity
@@ -371,7 +371,7 @@ TARGETS: tuple[type[Target], ...] = (_Retention, _Loss, _Share, _TokensPerHead, 
 
 
 class RequestOptions(TypedDict, total=False):
-    """What can be asked for, by keyword: of `kvalloc.solve`, `frontier`, `apply` and the others.
+    """The keywords of a request: of `kvalloc.solve`, `frontier`, `apply` and the others.
 
     Exactly one target is given; everything else has a default, which None stands for.
 
@@ -508,7 +508,7 @@ class LayerCap:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for, checked; its fields are those of `RequestOptions`, parsed.
+    """A request of a user, checked; its fields are those of `RequestOptions`, parsed.
 
     Attributes
     ----------
@@ -550,12 +550,12 @@ class Request:
 
     @classmethod
     @keywords_of(RequestOptions)
-    def parse(cls, **asked: Unpack[RequestOptions]) -> Request:
+    def parse(cls, **keywords: Unpack[RequestOptions]) -> Request:
         """Return the request of some keywords.
 
         Parameters
         ----------
-        **asked
+        **keywords
             See `RequestOptions`.
 
         Returns
@@ -572,9 +572,9 @@ class Request:
         >>> Request.parse(budget="20%", level="head", bits="16,8").bits
         (16, 8)
         """
-        read: dict[str, Any] = {"target": Target.of(asked)}
+        read: dict[str, Any] = {"target": Target.of(keywords)}
         for one in fields(cls):
-            value = asked.get(one.name)
+            value = keywords.get(one.name)
             if value is not None:
                 read[one.name] = _READ[one.name](value) if one.name in _READ else value
         return cls(**read)

@@ -5,7 +5,7 @@ together, its cost what they cost together (`grouped`).
 
 Which layers share is a longest path at every price of a byte (`choose_groups`). With a price on
 bytes each run of layers, alone or sharing, is worth what its best budgets net, on its own. Cutting
-the layers into at most N runs that net most together is then a longest path with at most N edges
+the layers into at most N runs of the largest total is then a longest path with at most N edges
 over the cut points (a directed acyclic graph), which dynamic programming finds exactly; and what
 the best cut nets bounds every cut, whatever its budgets (Lagrangian relaxation of the bytes alone).
 """

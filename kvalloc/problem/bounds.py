@@ -253,7 +253,7 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
 
     What a level costs changes only where it is the value of some option, so halving the interval
     between a level that is affordable and one that is not, down to neighbouring numbers, ends at
-    the largest such value. A choice is worth at least the level that it was asked for: what it is
+    the largest such value. A choice is worth at least the level it was made for: what it is
     worth is the next level known to be affordable.
     """
     if problem.target is not None:
@@ -426,9 +426,9 @@ def _best_weights(problem: AllocationProblem) -> FloatArray:
         if lowest - reached <= CLOSE or not master.add(response):
             break
     # A linear program's tolerance may leave the weights a little outside the envelope.
-    most = 1.0 / max(1.0, problem.tail_share * count)
-    inside: FloatArray = np.minimum(best / best.sum(), most)
-    missing, slack = 1.0 - float(inside.sum()), most - inside
+    largest = 1.0 / max(1.0, problem.tail_share * count)
+    inside: FloatArray = np.minimum(best / best.sum(), largest)
+    missing, slack = 1.0 - float(inside.sum()), largest - inside
     if missing > 0 and float(slack.sum()) > 0:
         inside += slack * (missing / slack.sum())
     return inside

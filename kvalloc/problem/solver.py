@@ -39,7 +39,7 @@ class Termination(Enum):
     """A rule was followed to its end; it claims nothing about the optimum."""
 
     GAP_LIMIT = "gap_limit"
-    """The gap that was asked for is reached; the bound shows it."""
+    """The requested gap is reached; the bound shows it."""
 
     TIME_LIMIT = "time_limit"
     """Time ran out; the choice is feasible, the bound is what was proven so far."""
