@@ -223,12 +223,12 @@ class Answer:
 
     @property
     def first_seconds(self) -> float:
-        """How long the first token took."""
+        """Return how long the first token took."""
         return self.times[0] - self.begun
 
     @property
     def tokens_per_second(self) -> float | None:
-        """How fast the others came; None where there is one."""
+        """Return how fast the others came; None where there is one token."""
         steps = len(self.tokens) - 1
         return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
 
@@ -245,7 +245,7 @@ def write_answer(
     at_first: Callable[[], object] = lambda: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Answer:
-    """Answer what was asked, on stdout as it comes unless JSON is wanted.
+    """Write an answer, on stdout as it comes unless JSON is wanted.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ Prompts = Callable[[Any], "list[Document | Prompt]"]
 def read_prompt_options(
     given: Mapping[str, Any], *, each: int, default: Sequence[str] = ()
 ) -> tuple[Prompts, bool]:
-    """The texts and prompts that the user names, or how to make some.
+    """Return the texts and prompts that the user names, or how to make some.
 
     Parameters
     ----------
@@ -77,10 +77,10 @@ def read_prompt_options(
         If options contradict each other, a file cannot be read, there is no such task, place or
         length; from the callable, if prompts cannot be made.
     """
-    own, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
-    if tasks is not None and own:
+    has_texts, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
+    if tasks is not None and has_texts:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
-    if tasks is None and (own or not default):
+    if tasks is None and (has_texts or not default):
         if about := [name for name in ("question", "lengths") if name in given]:
             raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
         texts = _read(given)
@@ -125,13 +125,13 @@ def _lengths(text: str | None, context: int) -> tuple[int, ...]:
     if text is None:
         return (context,)
     try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        lengths = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise InputError(f"--lengths {text} is no list of numbers; write 512,1024") from None
-    for length in found:
+    for length in lengths:
         if not 0 < length <= context:
             raise InputError(
                 f"--lengths {length}: a prompt has at least one token and at most the {context} "
                 "of --context"
             )
-    return found
+    return lengths

@@ -301,7 +301,7 @@ class _Talk:
 
     @property
     def _decision_seconds(self) -> float | None:
-        """How much of reading was deciding the budgets; None where they were stored."""
+        """Return the share of reading that decided budgets, seconds; None of stored ones."""
         return getattr(self.cache, "decision_seconds", None) if self.load_seconds is None else None
 
 

@@ -41,7 +41,7 @@ def compare(
     solver_option: Annotated[list[str] | None, Option("NAME:KEY=VALUE")] = None,
     average: str = "curves",
     time_limit: float | None = None,
-    **asked: Unpack[RequestOptions],
+    **request_options: Unpack[RequestOptions],
 ) -> None:
     """Show what every solver makes of one target, side by side.
 
@@ -59,7 +59,7 @@ def compare(
     from kvalloc.cli.progress import slow
     from kvalloc.problem.registry import get_solver, solver_names
 
-    request = Request.parse(**asked)  # refuses before the scores are read
+    request = Request.parse(**request_options)  # refuses before the scores are read
     check_time_limit(time_limit)
     names = list(dict.fromkeys(solver or solver_names()))
     options = _options_by_solver(names, solver_option or [])
@@ -88,7 +88,7 @@ def _row(attempt: Attempt) -> dict[str, Any]:
 
 
 def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str, Any]]:
-    """The options of each solver from ``NAME:KEY=VALUE`` texts."""
+    """Read the options of each solver from ``NAME:KEY=VALUE`` texts."""
     pairs: dict[str, list[str]] = {name: [] for name in names}
     for text in given:
         name, colon, pair = text.partition(":")
@@ -100,7 +100,7 @@ def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str
                 f"{nearest(name.strip(), names)}choose from: {', '.join(names)}"
             )
         pairs[name.strip()].append(pair)
-    return {name: solver_options(name, own) if own else {} for name, own in pairs.items()}
+    return {name: solver_options(name, some) if some else {} for name, some in pairs.items()}
 
 
 def _print_table(attempts: list[Attempt]) -> None:
@@ -124,12 +124,16 @@ def _print_table(attempts: list[Attempt]) -> None:
 
 
 def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
-    """What is shown of a solver, by column."""
-    own = value_heading(Request.stated(decided))
+    """Return the cells of a solver, by column."""
+    value_name = value_heading(Request.stated(decided))
     return {
         "solver": solver_text(decided),
         "retention": number_text(decided.retention, ".4f", "?"),
-        **({own: f"{abs(decided.objective):.4f}"} if own and decided.sense == "max_value" else {}),
+        **(
+            {value_name: f"{abs(decided.objective):.4f}"}
+            if value_name and decided.sense == "max_value"
+            else {}
+        ),
         "loss": number_text(decided.predicted_loss, ".4f", "?"),
         "tokens": f"{decided.retained_tokens / decided.budgets.size:,.0f}",
         "bytes": size(decided.retained_bytes),

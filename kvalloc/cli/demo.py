@@ -203,9 +203,9 @@ def _print_results(results: Evaluation) -> None:
     cells = []
     for name, by_task in rows.items():
         needle, running = by_task["needle"], by_task["kl"]
-        found = f"{needle['score'] * needle['n']:.0f} of {needle['n']}"
+        right = f"{needle['score'] * needle['n']:.0f} of {needle['n']}"
         kls = (f"{needle['kl']:.4f}", f"{running['kl']:.4f}")
-        cells.append((name, size(needle["retained_bytes"]), found, *kls))
+        cells.append((name, size(needle["retained_bytes"]), right, *kls))
     headings = ("cache", "bytes", "needles", "KL of needles", "KL of text")
     if not wants_json():
         print_table(headings, cells)

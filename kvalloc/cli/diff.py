@@ -32,26 +32,26 @@ def diff(first: str, second: str) -> None:
     """
     from kvalloc.allocation.comparison import compare_profiles
 
-    found = compare_profiles(first, second)
-    print_result({"same": found.same, **vars(found)}, lambda: _show(found))
+    comparison = compare_profiles(first, second)
+    print_result({"same": comparison.same, **vars(comparison)}, lambda: _show(comparison))
 
 
-def _show(found: ProfileDifference) -> None:
-    before, after = found.retained_bytes
+def _show(comparison: ProfileDifference) -> None:
+    before, after = comparison.retained_bytes
     print_fields(
         {
             "bytes": f"{size(before)} -> {size(after)} ({(after - before) / before:+.1%})",
-            "retention": " -> ".join(number_text(value, ".6f") for value in found.retention),
-            "moved": f"{found.moved_entries:,} entries stand elsewhere",
-            **{name: f"{a} -> {b}" for name, (a, b) in found.fields.items()},
+            "retention": " -> ".join(number_text(value, ".6f") for value in comparison.retention),
+            "moved": f"{comparison.moved_entries:,} entries stand elsewhere",
+            **{name: f"{a} -> {b}" for name, (a, b) in comparison.fields.items()},
         }
     )
-    if found.difference.any():
-        _print_picture(found.difference.sum(axis=1))
+    if comparison.difference.any():
+        _print_picture(comparison.difference.sum(axis=1))
 
 
 def _print_picture(layers: IntArray) -> None:
-    """One line a layer: entries gained or lost over its heads, as a bar to one side or other."""
+    """Print a line a layer: entries gained or lost over its heads, as a bar to one side."""
     from kvalloc.report.terminal import can_print_bars, terminal_width
 
     block = "█" if can_print_bars() else "#"

@@ -127,7 +127,7 @@ def _package(name: str, *, advice: str, core: bool = False) -> Finding:
 
 
 def _tried(name: str, look: Callable[[], Finding]) -> Finding:
-    """What looking at it found, or that it cannot be imported."""
+    """Return what an import shows, or that it fails."""
     try:
         return look()
     except Exception as error:  # a broken installation fails in any way
@@ -145,7 +145,7 @@ def _compute() -> Finding:
 
 
 def _kernel(name: str) -> Finding:
-    """One that reads a reduced cache; where none serves, torch's operations do."""
+    """Look for one that reads a reduced cache; where none serves, torch's operations do."""
     import torch
 
     from kvalloc.runtime.attention.backends import BACKENDS

@@ -193,7 +193,7 @@ def eval(model: str, **given: Any) -> None:
 
 
 def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
-    """What is compared, by short names; refuses what no prompt could be asked with."""
+    """Load what is compared, by short names; refuse what no prompt could be read with."""
     from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.per_prompt import PromptTarget
 
@@ -218,12 +218,12 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
 
 
 def _budget(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kvalloc.apply` is asked."""
+    """Return the options of `kvalloc.apply`."""
     return {name: asked[name] for name in ("budget", *BUDGET_BY) if name in asked}
 
 
 def _files(names: Sequence[str]) -> dict[str, Path]:
-    """Where to write evaluations into; refused for shipped profiles, before anything runs."""
+    """Return the files to write evaluations into; refuse shipped profiles."""
     from kvalloc.files import check_writable
 
     for name in names:
@@ -307,7 +307,7 @@ def _methods(
 def _cases(
     tokenizer: Any, shape: ModelShape, wanted: Sequence[Task], asked: Mapping[str, Any]
 ) -> list[tuple[Task, list[Case]]]:
-    """The prompts; refuses one that leaves no room for its answer, before anything runs."""
+    """Make the prompts; refuse one that leaves no room for its answer, before anything runs."""
     context = asked.get("context", DEFAULT_CONTEXT)
     limit = shape.max_context_tokens or float("inf")
     by_rule = "tasks" in asked or "prompts" not in asked

@@ -59,29 +59,29 @@ def export(
     from kvalloc.interop.exporting import export_target
     from kvalloc.interop.target import bytes_at_16_bits
 
-    own = load_file(profile, ("budget profile", "score profile"))
-    if isinstance(own, ScoreProfile):
-        _export_curves(profile, own, to, output)
+    record = load_file(profile, ("budget profile", "score profile"))
+    if isinstance(record, ScoreProfile):
+        _export_curves(profile, record, to, output)
         return
     if to is None:
-        _list(profile, own)
+        _list(profile, record)
         return
     target = export_target(to)
     if output is None:
         raise InputError(f"--to {to} writes a file; name it with -o, such as -o out{target.suffix}")
     names = [name.strip() for name in (accept or "").split(",") if name.strip()]
-    left = write(own, to, output, accept=names, context=context)
+    left = write(record, to, output, accept=names, context=context)
     if restricted is not None:
         left.save(restricted)
     facts = {
         "output": str(output),
         "target": to,
-        "bytes": bytes_at_16_bits(own),
+        "bytes": bytes_at_16_bits(record),
         "bytes_left": bytes_at_16_bits(left),
-        "restricted": left.digest != own.digest,
+        "restricted": left.digest != record.digest,
     }
-    print_result(facts, lambda: _show(facts, own, left))
-    if left.digest != own.digest and restricted is not None:
+    print_result(facts, lambda: _show(facts, record, left))
+    if left.digest != record.digest and restricted is not None:
         pair = f"--profile {profile} --profile {restricted}"
         note(f"what the loss costs: kvalloc eval MODEL {pair}")
 
@@ -103,8 +103,8 @@ def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path
     print_result({"output": str(output), "rows": rows}, lambda: print_fields(shown))
 
 
-def _show(facts: dict[str, Any], own: BudgetProfile, left: BudgetProfile) -> None:
-    kept = f"{size(facts['bytes'])} of {own.context_tokens:,} tokens"
+def _show(facts: dict[str, Any], record: BudgetProfile, left: BudgetProfile) -> None:
+    kept = f"{size(facts['bytes'])} of {record.context_tokens:,} tokens"
     if facts["restricted"]:
         kept += f" -> {size(facts['bytes_left'])} of {left.context_tokens:,} tokens"
     kept += ", 2 bytes a number at 16 bits"

@@ -77,9 +77,9 @@ def fit_scorer(
     written = f"{output} ({size(output.stat().st_size)})"
     if isinstance(fitted, SurrogatePart):
         measured, part = fitted.sample_places.size, shards_text(fitted.shards)
-        told: dict[str, Any] = {"output": output, "samples": measured, "part": part}
+        facts: dict[str, Any] = {"output": output, "samples": measured, "part": part}
         shown_part = {"part": part, "measured": f"{measured} samples", "written": written}
-        print_result(told, lambda: print_fields(shown_part))
+        print_result(facts, lambda: print_fields(shown_part))
         return
     facts = {
         "output": output,

@@ -40,7 +40,7 @@ def frontier(
     solver_option: list[str] | None = None,
     time_limit: float | None = None,
     png: Annotated[Path | None, Option("OUT.png")] = None,
-    **asked: Unpack[RequestOptions],
+    **request_options: Unpack[RequestOptions],
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
 
@@ -59,14 +59,14 @@ def frontier(
     from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver
 
-    asked["budget"] = 1.0
-    request = Request.parse(**asked)  # refuses before the scores are read
+    request_options["budget"] = 1.0
+    request = Request.parse(**request_options)  # refuses before the scores are read
     check_time_limit(time_limit)
     _check_picture(png)
     chosen = get_solver(solver, **solver_options(solver, solver_option or []))
     profile = load_scores(scores)
     start = time.perf_counter()
-    request, problem, said = choose_objective(profile, request, chosen)
+    request, problem, remark = choose_objective(profile, request, chosen)
     with ProgressBar(f"tracing with {solver}", unit="sizes") as progress:
         traced = trace_request(
             profile,
@@ -78,8 +78,8 @@ def frontier(
             notify=progress,
         )
     seconds = time.perf_counter() - start
-    if said:
-        note(said)
+    if remark:
+        note(remark)
     if png is not None:
         from kvalloc.report.figure import draw_frontier
 
@@ -108,10 +108,10 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
 
 
 def _show(traced: list[FrontierPoint], request: Request, seconds: float) -> None:
-    """One line a size, with a bar of what is kept of the score mass."""
+    """Print a line a size, with a bar of what is kept of the score mass."""
     from kvalloc.report.terminal import bar, can_print_bars
 
-    own = value_heading(request)
+    value_name = value_heading(request)
     by_loss, unicode = request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
     rows = [
@@ -119,13 +119,13 @@ def _show(traced: list[FrontierPoint], request: Request, seconds: float) -> None
             "kept": f"{point.share:.2%}",
             "bytes": size(point.cost_bytes),
             "retention": number_text(point.retention, ".4f"),
-            **({own: f"{abs(point.value):.4f}"} if own else {}),
+            **({value_name: f"{abs(point.value):.4f}"} if value_name else {}),
             **({"loss": number_text(point.predicted_loss, ".4f")} if lossy else {}),
             "gap": f"{point.bound - point.value:.1e}",
             f"+1 MiB {'saves' if by_loss else 'buys'}": number_text(
                 point.value_per_mib, ".4f" if by_loss else "+.4f"
             ),
-            "": bar(point.retention or 0.0, 12 if lossy or own else 24, unicode=unicode),
+            "": bar(point.retention or 0.0, 12 if lossy or value_name else 24, unicode=unicode),
         }
         for point in traced
     ]

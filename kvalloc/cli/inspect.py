@@ -90,7 +90,7 @@ def inspect(file: str) -> None:
 
 
 def _kind(file: str) -> str:
-    """What a file is, by its first bytes: JSON is a budget profile, safetensors say what they are.
+    """Tell what a file is by its first bytes: JSON is a profile, safetensors say what they are.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
 
 
 def _print_evaluation(file: str, evaluation: Mapping[str, Any]) -> None:
-    """What was measured with these budgets, a row a task; what a file leaves out is a dash."""
+    """Print what was measured with these budgets, a row a task; what is left out is a dash."""
     settings, rows = evaluation.get("settings"), evaluation.get("rows")
     known = settings if isinstance(settings, dict) else {}
     shown = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -172,14 +172,16 @@ def _print_evaluation(file: str, evaluation: Mapping[str, Any]) -> None:
     print()
 
 
-def _show_evaluation(file: str, found: Evaluation) -> None:
-    """What 'kvalloc eval' wrote, without the prompts."""
+def _show_evaluation(file: str, evaluation: Evaluation) -> None:
+    """Show what 'kvalloc eval' wrote, without the prompts."""
     if wants_json():
-        print_json({"file": file, **{k: v for k, v in found.record().items() if k != "prompts"}})
+        print_json(
+            {"file": file, **{k: v for k, v in evaluation.record().items() if k != "prompts"}}
+        )
         return
-    for name in dict.fromkeys(row["name"] for row in found.rows):
-        _print_evaluation(name, found.of(name))
-    print_fields({"evaluation": file, **evaluation_fields(found)})
+    for name in dict.fromkeys(row["name"] for row in evaluation.rows):
+        _print_evaluation(name, evaluation.of(name))
+    print_fields({"evaluation": file, **evaluation_fields(evaluation)})
 
 
 _SHARES = ("top1_agreement", "score", "full_score")
@@ -247,7 +249,7 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
 
 
 def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor]) -> None:
-    """What a saved cache holds, without a model."""
+    """Return what a saved cache holds, without a model."""
     profile, notes = header.profile, header.notes
     alone = header.batch == 1  # rows of a batch may be padded, which their number does not tell
     if alone:
@@ -276,7 +278,7 @@ def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, Store
 
 
 def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
-    """What a saved cache holds, for people; what does not apply is left out."""
+    """Describe a saved cache for people; what does not apply is left out."""
     from kvalloc.formats.sharing_groups import shared_text
 
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
@@ -301,7 +303,7 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
 def _handed_out(
     tensors: Mapping[str, StoredTensor], profile: BudgetProfile, header: SavedCacheHeader
 ) -> IntArray:
-    """What each KV head really keeps of one prompt that handed its entries out itself.
+    """Count what each KV head really keeps of one prompt that handed its entries out itself.
 
     The budgets of such a profile are what heads had in the mean over other prompts.
     """
@@ -312,15 +314,15 @@ def _handed_out(
         followed = max(header.seen_tokens - header.prompt_tokens - dense, 0)  # packed as well
         kept[layer] = dense  # of a layer that keeps everything
         for width in np.unique(widths[layer]).tolist():
-            if (found := tensors.get(f"{layer}.bits_{width}.lengths")) is not None:
-                kept[layer, widths[layer] == width] = found.numbers()[0] - followed
+            if (lengths := tensors.get(f"{layer}.bits_{width}.lengths")) is not None:
+                kept[layer, widths[layer] == width] = lengths.numbers()[0] - followed
     return np.clip(kept, 0, header.prompt_tokens)
 
 
 def budget_picture(
     profile: BudgetProfile, *, width: int | None = None, unicode: bool | None = None
 ) -> list[str]:
-    """One line a layer: index, tokens per KV head, share of the context, and a bar of that share.
+    """Return a line a layer: index, tokens per KV head, share of the context, and a bar.
 
     Parameters
     ----------

@@ -64,29 +64,29 @@ LOSS_VALUES = ("measured", "fast")
 
 
 class _LazyGroup(TyperGroup):
-    """Imports a command's module when that command is asked for, and no other."""
+    """A group that imports the module of the command that runs, and no other."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order in which they are used."""
+        """Return the names in the order in which they are used."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name, or None."""
+        """Return the command of that name, or None."""
         return _build(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of a command line, with the choices where there is none of that name."""
+        """Return the command of a command line, or refuse its name with the choices."""
         if args[0] not in COMMANDS and not (args[0].startswith("-") or ctx.resilient_parsing):
             ctx.fail(no_such("command", args[0], COMMANDS))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The commands by group, each with the first sentence of its help."""
+        """Write the commands by group, each with the first sentence of its help."""
         for heading, names in GROUPS.items():
             with formatter.section(heading):
-                said = [_build(name).get_short_help_str(limit=200) for name in names]
+                summaries = [_build(name).get_short_help_str(limit=200) for name in names]
                 padded = [name.ljust(max(map(len, COMMANDS))) for name in names]
-                formatter.write_dl(list(zip(padded, said, strict=True)))
+                formatter.write_dl(list(zip(padded, summaries, strict=True)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,9 +183,9 @@ def _top(
 
 
 def _build(name: str) -> Any:
-    own = name.replace("-", "_")
-    module: ModuleType = importlib.import_module(f"kvalloc.cli.{own}")
-    function: Callable[..., None] = getattr(module, own)
+    module_name = name.replace("-", "_")
+    module: ModuleType = importlib.import_module(f"kvalloc.cli.{module_name}")
+    function: Callable[..., None] = getattr(module, module_name)
     examples = getattr(module, "EXAMPLES", f"  kvalloc {name}\n  kvalloc {name} --json\n")
     application = typer.Typer(add_completion=False, rich_markup_mode=None)
     application.command(
@@ -199,7 +199,7 @@ def _build(name: str) -> Any:
 
 
 def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
-    """One line for an error that is not a defect of ours, or None."""
+    """Return a line for an error that is not a defect of ours, or None."""
     # typer's usage errors; which package their class is in depends on typer's version
     describe = getattr(error, "format_message", None)
     if describe is not None:

@@ -45,15 +45,15 @@ def merge(
     if kind_of(parts[0]) == SurrogatePart.NAME:
         from kvalloc.measure.scorer_fitting import merge_surrogates
 
-        found = merge_surrogates(parts, output, accept_missing=accept_missing)
+        merged = merge_surrogates(parts, output, accept_missing=accept_missing)
     else:
         with ProgressBar("merging", unit="bytes") as progress:
-            found = merged_parts(parts, output, accept_missing=accept_missing, progress=progress)
-    facts = {**vars(found), "parts": len(parts), "file_bytes": output.stat().st_size}
+            merged = merged_parts(parts, output, accept_missing=accept_missing, progress=progress)
+    facts = {**vars(merged), "parts": len(parts), "file_bytes": output.stat().st_size}
     many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
     shown = {
-        "merged": f"{found.samples:,} samples of {many}",
-        "missing": found.missing,
+        "merged": f"{merged.samples:,} samples of {many}",
+        "missing": merged.missing,
         "written": f"{output} ({size(facts['file_bytes'])})",
     }
     print_result(facts, lambda: print_fields(shown))

@@ -213,7 +213,7 @@ def _flag_name(name: str) -> str:
 def _flag(
     name: str, hint: Any, helps: Mapping[str, tuple[str, str]], *, argument: bool = False
 ) -> Any:
-    """The annotation that makes typer show a parameter or field."""
+    """Return the annotation that makes typer show a parameter or field."""
     shown, (text, default) = _COMMON.get(name, Option()), helps[name]
     if get_origin(hint) is Annotated:
         hint, shown = get_args(hint)
@@ -247,7 +247,7 @@ def _flag(
 
 
 def _names(name: str, hint: Any) -> Callable[[str], list[str]] | None:
-    """What the shell completes a parameter's value by; None where that can be anything."""
+    """Return what the shell completes a parameter's value by; None where that can be anything."""
     choices = [one for part in (hint, *get_args(hint)) for one in _choices(part)]
     find = NAMES.get(name, lambda: choices)
     if name not in NAMES and not choices:

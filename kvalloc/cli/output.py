@@ -40,8 +40,8 @@ def printing(*, json: bool = False, quiet: bool = False, verbose: bool = False) 
     """
     if quiet and verbose:
         raise InputError("--quiet and --verbose contradict each other; give one of them")
-    asked = ((_json, json), (_quiet, quiet), (_verbose, verbose))
-    tokens = [(variable, variable.set(value)) for variable, value in asked]
+    settings = ((_json, json), (_quiet, quiet), (_verbose, verbose))
+    tokens = [(variable, variable.set(value)) for variable, value in settings]
     try:
         with _logging() if verbose else nullcontext():
             yield
@@ -70,22 +70,22 @@ def _logging() -> Iterator[None]:
 
 
 def wants_json() -> bool:
-    """Whether stdout is for one JSON document."""
+    """Return whether stdout is for one JSON document."""
     return _json.get()
 
 
 def is_quiet() -> bool:
-    """Whether only what was asked for is printed."""
+    """Return whether only results and errors are printed."""
     return _quiet.get()
 
 
 def is_verbose() -> bool:
-    """Whether more is shown than most people need."""
+    """Return whether more is shown than most people need."""
     return _verbose.get()
 
 
 def print_result(data: Any, show: Callable[[], None]) -> None:
-    """What a command found: as JSON, or as ``show`` prints it for people, or not at all."""
+    """Print a result: as JSON, or as ``show`` prints it for people, or not at all."""
     if wants_json():
         print_json(data)
     elif not is_quiet():
@@ -93,12 +93,12 @@ def print_result(data: Any, show: Callable[[], None]) -> None:
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on stdout; see `json_text`."""
+    """Print one JSON document on stdout; see `json_text`."""
     print(json_text(data))
 
 
 def json_text(data: Any) -> str:
-    """One JSON document of plain values, dataclasses, arrays and paths; none is NaN."""
+    """Return one JSON document of plain values, dataclasses, arrays and paths; none is NaN."""
     return json.dumps(data, indent=2, allow_nan=False, default=_as_plain)
 
 
@@ -109,7 +109,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def note(message: str, *, beside_json: bool = True) -> None:
-    """One line on stderr, wrapped in a terminal, unless that is to be quiet."""
+    """Print a line on stderr, wrapped in a terminal, unless that is to be quiet."""
     if not is_quiet() and (beside_json or not wants_json()):
         lines = textwrap.wrap(plain(message), terminal_width(), break_on_hyphens=False)
         text = "\n".join(lines) if sys.stderr.isatty() else plain(message)
@@ -117,7 +117,7 @@ def note(message: str, *, beside_json: bool = True) -> None:
 
 
 def print_fields(fields: dict[str, str]) -> None:
-    """Names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe.
+    """Print names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe.
 
     What has no text is left out.
     """
@@ -128,7 +128,7 @@ def print_fields(fields: dict[str, str]) -> None:
 
 
 def hanging(text: str, indent: int) -> str:
-    """A text wrapped to the terminal's width behind ``indent`` columns; one line in a pipe."""
+    """Wrap a text to the terminal's width behind ``indent`` columns; one line in a pipe."""
     text = plain(text)
     if not sys.stdout.isatty():
         return text
@@ -144,7 +144,7 @@ def print_table(
     optional: Sequence[str] = (),
     keys: int = 1,
 ) -> None:
-    """A table on stdout: the first columns, which name a row, and the last one flush left.
+    """Print a table: the first columns, which name a row, and the last one flush left.
 
     In a terminal that is too narrow, even without the optional columns, those that do not fit
     stand below, the rows named again. In a pipe a row is always one line with all columns.
@@ -154,11 +154,11 @@ def print_table(
 
     def lines(places: Sequence[int], **how: Any) -> list[str]:
         cells = [[row[place] for place in places] for row in (headings, *rows)]
-        own = [place for place, column in enumerate(places) if column in left]
-        return table_lines(cells[0], cells[1:], left=own, **how)
+        left_places = [place for place, column in enumerate(places) if column in left]
+        return table_lines(cells[0], cells[1:], left=left_places, **how)
 
-    def fits(found: list[str]) -> bool:
-        return not sys.stdout.isatty() or max(map(len, found)) <= terminal_width()
+    def fits(table: list[str]) -> bool:
+        return not sys.stdout.isatty() or max(map(len, table)) <= terminal_width()
 
     beside, every = list(range(keys)), range(keys, last + 1)
     whole = lines(range(last + 1), optional=optional if sys.stdout.isatty() else ())
@@ -172,7 +172,7 @@ def print_table(
 
 
 def duration(seconds: float) -> str:
-    """A time for people.
+    """Return a time for people.
 
     Examples
     --------

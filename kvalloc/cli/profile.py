@@ -84,12 +84,12 @@ def profile(
                 **wanted,
             )
     note_set_aside(measured.set_aside)
-    told = measured, output, time.perf_counter() - start
-    print_result(_facts(*told), lambda: _show(*told))
+    measurement = measured, output, time.perf_counter() - start
+    print_result(_facts(*measurement), lambda: _show(*measurement))
 
 
 def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileOptions:
-    """What `kvalloc.profile` is asked; refuses what cannot be, and an output likewise."""
+    """Return the options of `kvalloc.profile`; refuse wrong ones, and a wrong output."""
     from kvalloc.measure.checkpoint import check_output
     from kvalloc.models.loading import require_run_packages
 
@@ -104,7 +104,7 @@ def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileO
 
 
 def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, Any]:
-    """What was measured, as plain values."""
+    """Return what was measured, as plain values."""
     stated = (
         "scorer scorer_parameters context_tokens sinks window interpolation_error "
         "text_description loss_tokens loss_widths set_aside"

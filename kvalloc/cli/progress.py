@@ -151,7 +151,7 @@ class ProgressBar:
 
 
 def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
-    """The model that the user named, with a note where loading takes long.
+    """Load the model that the user named, with a note where loading takes long.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
 
 @contextmanager
 def running(model: str, given: Mapping[str, Any]) -> Iterator[LoadedModel]:
-    """The model that the user named, where it is to run; inside nothing is printed on stdout.
+    """Yield the model that the user named, where it is to run; inside nothing is printed on stdout.
 
     Parameters
     ----------
@@ -221,5 +221,5 @@ def running(model: str, given: Mapping[str, Any]) -> Iterator[LoadedModel]:
 
 def note_set_aside(set_aside: Mapping[int, str]) -> None:
     """Say which samples could not be measured."""
-    for said in set_aside.values():
-        note(f"set aside, and named in the file: {said}")
+    for reason in set_aside.values():
+        note(f"set aside, and named in the file: {reason}")

@@ -86,7 +86,7 @@ def quickstart(output_dir: Path = Path("kvalloc-quickstart")) -> None:
 
 
 def _say(text: str) -> None:
-    """A paragraph, also in a pipe: what is read by people and no program."""
+    """Print a paragraph, wrapped also in a pipe: it is for people."""
     begin = "   " if text.startswith("   ") else ""
     width = min(terminal_width(), 80)
     print(textwrap.fill(text.strip(), width, initial_indent=begin, subsequent_indent="   "))

@@ -92,12 +92,12 @@ class Reduction:
 
     @property
     def target(self) -> RequestOptions:
-        """What was typed of a request."""
+        """Return what was typed of a request."""
         return {name: self.typed[name] for name in OF_A_PROMPT if name in self.typed}  # type: ignore[return-value]
 
     @property
     def by_default(self) -> bool:
-        """Whether a budget is all that is typed of how a prompt is reduced."""
+        """Return whether a budget is all that is typed of how a prompt is reduced."""
         reducing = {*REDUCING} & {*self.typed}
         of_default = {"budget", "memory", "decode_every", "bounded", "surrogate"}
         return "budget" in reducing and reducing <= of_default

@@ -71,7 +71,7 @@ def solve(
     average: str = "curves",
     time_limit: float | None = None,
     output: Annotated[Path | None, Option("OUT.json")] = None,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
 
@@ -86,9 +86,9 @@ def solve(
     from kvalloc.allocation.decision import solve as decide
     from kvalloc.formats.shipped_profiles import load_scores
 
-    others = [name for name in asked if name not in RequestOptions.__annotations__]
-    given = {name: asked.pop(name) for name in others}
-    request = Request.parse(**asked)  # refuses before the scores are read
+    others = [name for name in options if name not in RequestOptions.__annotations__]
+    given = {name: options.pop(name) for name in others}
+    request = Request.parse(**options)  # refuses before the scores are read
     if given and "measure" not in given:
         raise InputError(f"{option(next(iter(given)))} goes with --measure MODEL; name the model")
     check_time_limit(time_limit)
@@ -154,7 +154,7 @@ def _measured(
 
 
 def decision_row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
-    """What is told of every decision, as plain values.
+    """Return a decision as plain values.
 
     Parameters
     ----------

@@ -46,5 +46,5 @@ def _show(checks: list[Check]) -> None:
     for check in checks:
         mark = "ok   " if check.passed else "WRONG"
         both = f"stated {check.stated}, found {check.found}"
-        said = check.stated if check.stated == check.found else both
-        print(f"{mark}  {check.name:<{width}}  {hanging(said, width + 9)}")
+        statement = check.stated if check.stated == check.found else both
+        print(f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}")
