@@ -655,16 +655,6 @@ class Request:
         return self.share_groups if isinstance(self.share_groups, tuple) else ()
 
     @property
-    def asks_retention(self) -> bool:
-        """Whether the target is a retention."""
-        return isinstance(self.target, _Retention)
-
-    @property
-    def asks_loss(self) -> bool:
-        """Whether the target is a loss."""
-        return isinstance(self.target, _Loss)
-
-    @property
     def is_plain_mean(self) -> bool:
         """Whether the value of the problem is the mean retention over layers and samples."""
         return (
@@ -691,8 +681,9 @@ class Request:
                     f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
                 )
             object.__setattr__(self, "bits", None if widths == (16,) else widths)
-        implied = self.objective is None and self.loss_policies is not None
-        if (implied and not self.asks_retention) or (self.asks_loss and self.objective != "worst"):
+        kind = self.target.kind
+        implied = self.objective is None and self.loss_policies is not None and kind != "retention"
+        if implied or (kind == "loss" and self.objective != "worst"):
             object.__setattr__(self, "objective", "loss")
         for message, conflict in _CONFLICTS.items():
             if conflict(self):
@@ -785,20 +776,20 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "{option[cost=communication]}": lambda r: r.bits and r.cost == "communication",
     "policies are chosen by what they lose, and retention is asked for; give "
     "{option[target_loss]}, or leave the policies out": lambda r: (
-        r.loss_policies is not None and r.asks_retention
+        r.loss_policies is not None and r.target.kind == "retention"
     ),
     "policies are chosen by what they lose, and retention is asked for with the objective "
     "{r.objective!r}; give {option[objective=loss]}, or leave the policies out": lambda r: (
         r.loss_policies is not None and r.objective != "loss"
     ),
     "a target loss is about the loss summed over all units, not the worst one; leave the "
-    "objective out": lambda r: r.asks_loss and r.objective == "worst",
+    "objective out": lambda r: r.target.kind == "loss" and r.objective == "worst",
     "weights are for a sum over units; the worst unit is the worst whatever it weighs: leave the "
     "weights out, or take the objective 'mean'": lambda r: r.weights and r.objective == "worst",
     "a target loss is in nats per token, and a weighted sum of losses is not: leave the weights "
-    "out, or give a size and the objective 'loss'": lambda r: r.weights and r.asks_loss,
+    "out, or give a size and the objective 'loss'": lambda r: r.weights and r.target.kind == "loss",
     "a target retention does not go with the objective 'loss'; give {option[target_loss]}, or "
-    "leave the objective out": lambda r: r.objective == "loss" and r.asks_retention,
+    "leave the objective out": lambda r: r.objective == "loss" and r.target.kind == "retention",
     "the worst share of the samples needs both: workloads cvar and a tail, such as "
     "0.25": lambda r: (r.tail is None) == (r.workloads == "cvar"),
     "a tail of {r.tail:g} is not a share of the samples; give a number above 0 and up to 1, such "
@@ -819,7 +810,7 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "{option[level=head]}": lambda r: r.equal_heads and r.level == "layer",
     "{option[memory]} is a size of stored bytes and the cost is {r.cost}; give a share of the "
     "whole cost with {option[budget]}, or {option[cost=bytes]}": lambda r: (
-        r.cost != "bytes" and isinstance(r.target, _Memory)
+        r.cost != "bytes" and r.target.kind == "memory"
     ),
     "caps are about stored bytes and the cost is {r.cost}; leave them out, or take "
     "{option[cost=bytes]}": lambda r: r.cost != "bytes" and r.cap,
