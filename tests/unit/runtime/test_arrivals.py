@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import run
 
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
@@ -21,13 +22,6 @@ LENGTHS = (CONTEXT, 97, 30)
 def profile_of(tiny: ModuleType, model: Any, level: str, share: float = 0.5) -> Any:
     profile = tiny.make_profile(model, CONTEXT, share)
     return tiny.by_head(profile, spread=40) if level == "head" else profile
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
 
 
 def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:

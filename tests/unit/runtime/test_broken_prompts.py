@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import run
 
 from kvalloc.errors import InputError, KVAllocError, SolverError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
@@ -29,12 +30,6 @@ def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
     if kind == "head":
         profile = tiny.by_head(profile, spread=9)
     return make_cache(model, profile, decode_every=4 if kind == "decode_every" else None)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache).logits
-    return logits
 
 
 def check_refused(tiny: ModuleType, model: Any, cache: Any, path: Path, reason: str) -> None:

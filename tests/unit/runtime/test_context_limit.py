@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from prompt_runs import run
 
 from kvalloc.errors import InputError
 from kvalloc.runtime import make_cache, repetition
@@ -20,12 +21,6 @@ REPEATED = 1 + CARRIED_TOKENS + 37  # the longest repetition: a further piece
 def profile_of(tiny: ModuleType, model: Any, name: str, parameters: dict[str, Any]) -> Any:
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
     return tiny.by_head(profile, spread=9)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
-    return logits
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,7 @@ def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
     mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
-    run(model, tiny.prompt(CONTEXT, 2), cache, attention_mask=mask, position_ids=positions)
+    run(model, tiny.prompt(CONTEXT, 2), cache, mask=mask, position_ids=positions)
     assert cache.reduced
     cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
     with pytest.raises(InputError, match="beyond the 96"):
@@ -123,7 +118,7 @@ def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
             model,
             tiny.prompt(CONTEXT, 2),
             cache,
-            attention_mask=mask,
+            mask=mask,
             position_ids=positions + 50,
         )
 

@@ -16,7 +16,7 @@ from fake_device import (
     decoded_on_fake_device,
     evicted_on_fake_device,
 )
-from prompt_runs import AT_ONCE
+from prompt_runs import AT_ONCE, run
 
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.layer import SPARE
@@ -32,12 +32,6 @@ def model(tiny: ModuleType) -> Any:
 @pytest.fixture
 def profile(tiny: ModuleType, model: Any) -> Any:
     return tiny.make_profile(model, TOKENS, 0.4)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache).logits
-    return logits
 
 
 def runs_of(tensors: list[torch.Tensor]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import run
 from transformers import DynamicCache
 
 import kvalloc
@@ -29,13 +30,6 @@ def model(tiny: ModuleType) -> Any:
 @pytest.fixture
 def profile(tiny: ModuleType, model: Any) -> Any:
     return tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
 
 
 def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from prompt_runs import run
 from scorer_oracle import SCORERS
 from transformers import DynamicCache
 
@@ -28,13 +29,6 @@ LENGTHS = (CONTEXT, 41)
 def attention(request: pytest.FixtureRequest, attention_on_cpu: Any) -> Iterator[str]:
     with attention_on_cpu(request.param):
         yield request.param
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
 
 
 def profile_of(tiny: ModuleType, model: Any, level: str) -> Any:

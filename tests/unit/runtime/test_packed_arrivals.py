@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import run
 from transformers import DynamicCache
 
 import kvalloc
@@ -39,13 +40,6 @@ def bits_profile(
         if level == "head":
             bits[layer, 1] = (4, 16, 16, 8)[place % 4]
     return profile.replace(bits=bits)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from prompt_runs import read
+from prompt_runs import read, run
 
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
@@ -34,13 +34,6 @@ def shared_profile(tiny: ModuleType, model: Any, level: str = "head", share: flo
     for group in GROUPS:
         budgets[list(group)] = budgets[group[0]]
     return profile.replace(budgets=budgets, share_groups=GROUPS)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
 
 
 def agree(cache: Any) -> None:
