@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.cli.output import note, wants_json
 from kvalloc.cli.progress import slow
-from kvalloc.cli.reduction import Reduction, model_shape
+from kvalloc.cli.reduction import model_shape
 from kvalloc.errors import InputError
 from kvalloc.files import near_file
 from kvalloc.models.structure import input_device
@@ -66,10 +66,6 @@ class PromptOptions:
         """
         names = {one.name for one in fields(cls)} & {*typed}
         options = cls(**{name: typed[name] for name in names})
-        if options.temperature is None and options.seed is not None:
-            raise InputError(
-                "--seed draws an answer, and without --temperature none is drawn; add it"
-            )
         check_temperature(options.temperature)
         return options
 
@@ -86,8 +82,6 @@ class PromptOptions:
         InputError
             If there is none or there are two, or it is empty, unreadable or no text.
         """
-        if self.prompt is not None and self.prompt_file is not None:
-            raise InputError("--prompt and --prompt-file are two prompts at once; give one of them")
         if self.prompt is not None:
             text, where = check_text(self.prompt, "--prompt"), "--prompt"
         elif self.prompt_file is not None:
@@ -160,23 +154,6 @@ def check_room(loaded: LoadedModel, n_tokens: int, options: PromptOptions) -> No
             f"{n_tokens:,} tokens to read leave no room for an answer of up to {longest:,} within "
             f"the {limit:,} tokens of {loaded.model_id}; shorten the text, or --max-new-tokens"
         )
-
-
-def check_saving(path: Path, reduction: Reduction) -> None:
-    """Refuse a file that cannot be written, or a cache that cannot be saved.
-
-    Raises
-    ------
-    InputError
-    """
-    from kvalloc.files import check_writable
-
-    if keeping := reduction.given("full", "decode_every"):
-        raise InputError(
-            f"--save-cache saves a reduced cache as it is after the prompt, which does not go with "
-            f"{keeping[0]}; leave one of them out"
-        )
-    check_writable(path)
 
 
 def save(cache: Any, path: Path, notes: Mapping[str, Any]) -> None:

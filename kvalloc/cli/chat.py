@@ -16,7 +16,6 @@ from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import (
     PromptOptions,
     check_room,
-    check_saving,
     check_text,
     feed,
     prompt_ids,
@@ -28,7 +27,6 @@ from kvalloc.cli.output import duration, is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.reduction import (
     OF_A_PROMPT,
-    REDUCING,
     Reduction,
     cache_facts,
     kept_text,
@@ -123,27 +121,16 @@ def _check(reduction: Reduction, questions: Sequence[str]) -> None:
     ------
     InputError
     """
-    cache, save_cache = reduction.typed.get("cache"), reduction.typed.get("save_cache")
-    if cache is None:
-        reduction.check()
-    elif given := reduction.given(*REDUCING):
-        raise InputError(
-            f"{given[0]} says how a document is reduced, and the one in --cache was reduced when "
-            "it was saved; leave it out"
-        )
-    elif reduction.given("prompt", "prompt_file"):
-        raise InputError(
-            "--cache holds the document already; ask about it with --question instead of giving a "
-            "prompt"
-        )
-    elif save_cache is not None:
-        raise InputError("--cache is a saved cache already; leave out --save-cache")
+    save_cache = reduction.typed.get("save_cache")
+    reduction.check()
     for place, question in enumerate(questions, start=1):
         which = f"question {place}" if len(questions) > 1 else "the question"
         if not check_text(question, which).strip():
             raise InputError(f"{which} is empty; ask something")
     if save_cache is not None:
-        check_saving(save_cache, reduction)
+        from kvalloc.files import check_writable
+
+        check_writable(save_cache)
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,8 @@ from kvalloc.allocation.request import Request
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, running
-from kvalloc.errors import InputError, option, several
+from kvalloc.errors import InputError, several
+from kvalloc.online.conflicts import check_conflicts
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
 from kvalloc.units import Option, parse_bits, parse_fraction, share_text, size
 
@@ -199,9 +200,8 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
 
     if "plain_bits" in asked:
         parse_bits(asked["plain_bits"], "plain_bits")
-    if by := [name for name in BUDGET_BY if name in asked]:
-        if "budget" not in asked:
-            raise InputError(f"{option(by[0])} says how a --budget is kept; give one, such as 20%")
+    check_conflicts(_budget(asked))
+    if any(name in asked for name in BUDGET_BY):
         PromptTarget.parse(**_budget(asked))
     alone = any(name in asked for name in ("budget", "plain_bits"))
     if "target_retention" in asked:
@@ -249,6 +249,7 @@ def _wanted(asked: Mapping[str, Any]) -> list[Task]:
                 f"--{name} {asked[name]} is neither {' nor '.join(some)}; choose one of them"
             )
     prompts, metric = asked.get("prompts"), asked.get("metric")
+    check_conflicts({"prompts", "metric"} & {*asked})
     names = asked.get("tasks", "needle,kl" if prompts is None else "")
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen and prompts is None:
@@ -257,8 +258,6 @@ def _wanted(asked: Mapping[str, Any]) -> list[Task]:
     if prompts is not None:
         records = read_records(prompts, metric=metric)
         wanted.append(file_task(prompts, records, cut="context" in asked))
-    elif metric is not None:
-        raise InputError("--metric is for --prompts; every task has a metric of its own")
     return wanted
 
 

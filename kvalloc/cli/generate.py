@@ -12,7 +12,6 @@ from kvalloc.cli.answers import (
     Answer,
     PromptOptions,
     check_room,
-    check_saving,
     feed,
     prompt_ids,
     save,
@@ -67,7 +66,9 @@ def generate(
     reduction, options = Reduction.of(model, typed), PromptOptions.of(typed)
     reduction.check()
     if save_cache is not None:
-        check_saving(save_cache, reduction)
+        from kvalloc.files import check_writable
+
+        check_writable(save_cache)
     text, where = options.read()
     loaded, make_cache = load_with_caches(reduction)
     in_chat = wants_chat(loaded.tokenizer, options.chat)

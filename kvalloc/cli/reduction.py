@@ -13,6 +13,7 @@ from kvalloc.cli.output import SLID_OUT, is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.cli.values import typed_options
 from kvalloc.errors import InputError, option
+from kvalloc.online.conflicts import TARGET, check_conflicts
 from kvalloc.units import Option, share_text, size
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_los
 """What of a request can be decided from one prompt: it has no loss curves."""
 
 _PICKING = ("policy", "policy_option", "decode_every", "bounded", "surrogate")
-REDUCING = (*OF_A_PROMPT, "profile", "full", "solver", *_PICKING)
+_REDUCING = (*OF_A_PROMPT, "profile", "full", "solver", *_PICKING)
 """Options that say how a prompt is reduced: a saved cache was reduced when it was saved."""
 
 
@@ -98,7 +99,7 @@ class Reduction:
     @property
     def by_default(self) -> bool:
         """Return whether a budget is all that is typed of how a prompt is reduced."""
-        reducing = {*REDUCING} & {*self.typed}
+        reducing = {*_REDUCING} & {*self.typed}
         of_default = {"budget", "memory", "decode_every", "bounded", "surrogate"}
         return "budget" in reducing and reducing <= of_default
 
@@ -107,45 +108,18 @@ class Reduction:
         return [option(name) for name in names if name in self.typed]
 
     def check(self) -> None:
-        """Refuse ways of reducing a prompt that contradict each other.
+        """Refuse options that exclude each other, and a prompt without budgets.
 
         Raises
         ------
         InputError
         """
-        targets = self.given(*(kind.keyword for kind in TARGETS))
-        deciding = self.given("level", "solver")
-        if not targets and deciding:
-            raise InputError(
-                f"{deciding[0]} says how a target for each prompt is decided; give one, such as "
-                "--target-retention 0.9"
-            )
-        if targets and self.profile is not None:
-            raise InputError(
-                f"{targets[0]} decides for each prompt and --profile was decided before; give one "
-                "of them"
-            )
-        if targets and self.allow_other_model:
-            raise InputError(
-                "--allow-other-model accepts the stored profile of another model, and here the "
-                "budgets are decided from the prompt; leave it out, or give a profile"
-            )
-        if not targets and self.profile is None and not self.full:
+        check_conflicts(self.typed)
+        if not self.given(*TARGET, "profile", "full", "cache"):
             raise InputError(
                 "say which budgets to use with --profile P.json, decide them for the prompt with "
                 "--target-retention 0.9, or take the full cache with --full"
             )
-        if targets and self.full:
-            raise InputError(f"{targets[0]} reduces the cache and --full does not; give one")
-        if self.surrogate is not None and not self.by_default:
-            raise InputError(
-                "--surrogate goes with --budget and nothing else; leave it out, or name the policy "
-                "with --policy surrogate --policy-option file=FILE"
-            )
-        if self.policy_option and self.policy is None:
-            raise InputError("--policy-option belongs to a policy; name it with --policy")
-        if self.full and (keeping := self.given("policy", "decode_every", "bounded")):
-            raise InputError(f"{keeping[0]} keeps to budgets; it does not go with --full")
 
 
 def load_with_caches(reduction: Reduction) -> tuple[LoadedModel, Callable[[int], Any]]:
@@ -216,7 +190,7 @@ def _policy_options(reduction: Reduction, profile: BudgetProfile | None) -> dict
         If the policy cannot be made of them.
     """
     if reduction.policy is None:
-        return {}
+        return dict.fromkeys(reduction.policy_option)  # which belong to a policy
     from kvalloc.formats.budget_profile import Policy
     from kvalloc.problem.registry import SCORERS, names, plugin_options
     from kvalloc.runtime.policies import changed_policy, policy_class, policy_names, policy_of

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kvalloc.allocation.request import RequestOptions
-from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
 from kvalloc.models.structure import decoder_of
+from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import (
     NOT_OF_A_PROMPT,
@@ -106,24 +107,13 @@ def apply(
         allow_other_model=allow_other_model,
         surrogate=surrogate,
     )
+    given = {"profile": profile, **vars(options), **asked}
+    check_conflicts([n for n, value in given.items() if value is not None and value is not False])
     if profile is None:
-        if allow_other_model:
-            raise InputError(
-                f"{option('allow_other_model')} accepts the stored profile of another model, and "
-                "here the budgets are decided from each prompt; leave it out, or give a profile"
-            )
         if Default.is_asked(policy=policy, policy_options=policy_options, **asked):
             return Applied(model, partial(Default.parse(options=options, **asked).cache, model))
-        _refuse_surrogate(surrogate)
         target = PromptTarget.parse(**asked)
         return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, options)))
-    _refuse_surrogate(surrogate)
-    given = [name for name, value in asked.items() if value is not None]
-    if given:
-        raise InputError(
-            f"a profile and {option(given[0])} are two decisions at once; give the profile, or a "
-            "target alone"
-        )
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if not isinstance(profile, BudgetProfile):
@@ -137,15 +127,6 @@ def apply(
 def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:
     """Caches that are the same for every prompt."""
     return lambda tokens=None, lengths=(), embedded=False, **more: make(**more)
-
-
-def _refuse_surrogate(surrogate: object) -> None:
-    """Refuse a surrogate where more is said than a budget: it belongs to the default."""
-    if surrogate is not None:
-        raise InputError(
-            f"{option('surrogate')} goes with {option('budget')} and nothing else; leave it out, "
-            "or name the scorer 'surrogate' with its file"
-        )
 
 
 class Applied:

@@ -47,11 +47,14 @@ class CacheOptions:
     allow_other_model: bool = False
     surrogate: str | Path | None = None
 
+    def __post_init__(self) -> None:
+        refusals.refuse(options_alone=self.policy_options and self.policy is None)
+
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
         """Return the profile with the policy that is named, if one is."""
         policy = self.policy
         if isinstance(policy, str):
             return profile.with_policy(changed_policy(profile.policy, policy, self.policy_options))
         other = policy is not None and not isinstance(policy, Policy)
-        refusals.refuse(options_alone=self.policy_options, no_policy=other and (policy,))
+        refusals.refuse(no_policy=other and (policy,))
         return profile if policy is None else profile.with_policy(policy)

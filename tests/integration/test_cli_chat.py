@@ -255,7 +255,7 @@ def test_budgets_for_the_prompt(folder):
         (["--memory", "1KiB"], ["--memory 1KiB", "4,608 bytes"]),
         (["--budget", "20%", "--full"], ["--full"]),
         (["--budget", "20%", "--allow-other-model"], ["--allow-other-model", "stored profile"]),
-        (["--level", "head"], ["--level", "--target-retention 0.9"]),
+        (["--level", "head"], ["--level", "--budget 20%"]),
         (["--budget", "20%", "--level", "both"], ["'both'"]),
         (["--budget", "20%", "--solver", "none"], ["no solver 'none'"]),
         (["--profile", "tiny.json", "--question", " "], ["empty"]),

@@ -97,7 +97,7 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
             ["generate", "demo", "--full", "--prompt", "x", "--temperature", "0"],
             ["--temperature is 0, expected a number above 0"],
         ),
-        (["eval", "demo", "--scorer", "snapkv"], ["--scorer says how a --budget is kept"]),
+        (["eval", "demo", "--scorer", "snapkv"], ["--scorer says how a target is decided"]),
         (["eval", "demo", "--budget", "20%", "--solver", "gredy"], ["nearest is 'greedy'"]),
         (["eval", "demo"], ["give --budget 20%, or a --profile"]),
         (["solve", "smolm2-instruct", "--budget", "1", "--json"], ["is 'smollm2-135m-instruct'"]),

@@ -236,8 +236,8 @@ def test_targets_that_cannot_be_are_refused_on_entering(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"target_retention": 0.9}, "two decisions at once"),
-        ({"solver": "greedy"}, "solver are two decisions"),
+        ({"target_retention": 0.9}, "decides for each prompt and profile was decided before"),
+        ({"solver": "greedy"}, "solver decides for each prompt and profile was"),
     ],
 )
 def test_what_does_not_go_with_a_profile_is_refused(

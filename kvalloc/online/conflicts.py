@@ -1,0 +1,146 @@
+"""Which options exclude each other: one table for `kvalloc.apply` and the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvalloc.allocation.request import TARGETS
+from kvalloc.errors import InputError, OptionNames, option
+
+__all__ = ["CONFLICTS", "TARGET", "check_conflicts"]
+
+TARGET = tuple(kind.keyword for kind in TARGETS)
+DECIDING = (
+    *("level", "min_tokens", "max_tokens", "page"),
+    *("solver", "solver_options", "scorer", "scorer_options", "sinks"),
+)
+"""How a target is decided for each prompt."""
+KEEPING = ("policy", "policy_options", "policy_option", "decode_every", "bounded")
+"""How a cache keeps its budgets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """Options that do not go with others, or say nothing without them.
+
+    Attributes
+    ----------
+    given : tuple of str
+        Options, any of which is refused.
+    message : str
+        With ``{0}`` for the one that is given, and ``{1}`` for the other.
+    beside : tuple of str
+        Others beside any of which it is refused.
+    without : tuple of str
+        Others without all of which it is refused.
+    """
+
+    given: tuple[str, ...]
+    message: str
+    beside: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+_SURROGATE = (
+    "{0} goes with {option[budget]} and nothing else; leave it out, or name the scorer 'surrogate' "
+    "with its file"
+)
+
+CONFLICTS = (
+    Conflict(
+        given=(*TARGET, *DECIDING, "profile", "full", *KEEPING, "surrogate"),
+        beside=("cache",),
+        message="{0} says how a document is reduced, and the one in {1} was reduced when it was "
+        "saved; leave it out",
+    ),
+    Conflict(
+        given=("prompt", "prompt_file"),
+        beside=("cache",),
+        message="{1} holds the document already; ask about it with {option[question]} instead of "
+        "giving {0}",
+    ),
+    Conflict(
+        given=("save_cache",),
+        beside=("cache",),
+        message="{1} is a saved cache already; leave out {0}",
+    ),
+    Conflict(
+        given=("save_cache",),
+        beside=("full", "decode_every"),
+        message="{0} saves a reduced cache as it is after the prompt, which does not go with {1}; "
+        "leave one of them out",
+    ),
+    Conflict(
+        given=("prompt",),
+        beside=("prompt_file",),
+        message="{0} and {1} are two prompts at once; give one of them",
+    ),
+    Conflict(
+        given=("seed",),
+        without=("temperature",),
+        message="{0} draws an answer, and without {1} none is drawn; add it",
+    ),
+    Conflict(
+        given=("metric",),
+        without=("prompts",),
+        message="{0} is for {1}; every task has a metric of its own",
+    ),
+    Conflict(
+        given=("surrogate",),
+        beside=(*DECIDING, "profile", "full", "policy"),
+        message=_SURROGATE,
+    ),
+    Conflict(given=("surrogate",), without=("budget",), message=_SURROGATE),
+    Conflict(
+        given=(*TARGET, *DECIDING),
+        beside=("profile",),
+        message="{0} decides for each prompt and {1} was decided before; give one of them",
+    ),
+    Conflict(
+        given=TARGET,
+        beside=("full",),
+        message="{0} reduces the cache and {1} does not; give one of them",
+    ),
+    Conflict(
+        given=KEEPING,
+        beside=("full",),
+        message="{0} keeps to budgets; it does not go with {1}",
+    ),
+    Conflict(
+        given=("allow_other_model",),
+        without=("profile", "cache"),
+        message="{0} accepts the stored profile of another model, and here is none; leave it out, "
+        "or give {1}",
+    ),
+    Conflict(
+        given=DECIDING,
+        without=TARGET,
+        message="{0} says how a target is decided for each prompt; give one, such as "
+        "{option[budget=20%]}",
+    ),
+)
+"""In the order in which they are looked for."""
+
+
+def check_conflicts(given: Collection[str]) -> None:
+    """Refuse options that exclude each other.
+
+    Parameters
+    ----------
+    given : collection of str
+        Names of the options that were given, as keywords or as they stand in flags.
+
+    Raises
+    ------
+    InputError
+        For the first conflict of the table.
+    """
+    for conflict in CONFLICTS:
+        first = next((name for name in conflict.given if name in given), None)
+        other = next((name for name in conflict.beside if name in given), None)
+        if conflict.without and not any(name in given for name in conflict.without):
+            other = conflict.without[0]
+        if first is not None and other is not None:
+            names = option(first), option(other)
+            raise InputError(conflict.message.format(*names, option=OptionNames()))
