@@ -156,7 +156,7 @@ def takes(
         helps = _helps(Common) | _helps(command)
         hints = get_type_hints(command, include_extras=True)
         parameters = inspect.signature(command).parameters.values()
-        own = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
+        named = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
         flags = {
             name: _flag(
                 name,
@@ -164,17 +164,17 @@ def takes(
                 helps,
                 argument=one.default is one.empty and one.kind is not one.KEYWORD_ONLY,
             )
-            for name, one in own.items()
+            for name, one in named.items()
         }
-        first = {name: flags[name] for name, one in own.items() if one.default is one.empty}
+        first = {name: flags[name] for name, one in named.items() if one.default is one.empty}
         always = {name: _flag(name, bool, helps) for name in _ALWAYS}
-        defaults = {name: one.default for name, one in own.items()} | dict.fromkeys(always, False)
+        defaults = {name: one.default for name, one in named.items()} | dict.fromkeys(always, False)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            asked = {name: values.pop(name) for name in _ALWAYS}
-            typed = {n: value for n, value in values.items() if n in own or value is not None}
-            with printing(**asked):
+            printed = {name: values.pop(name) for name in _ALWAYS}
+            typed = {n: value for n, value in values.items() if n in named or value is not None}
+            with printing(**printed):
                 command(**typed)
 
         shown: Any = run
