@@ -107,7 +107,7 @@ def assert_rows_as_alone(
         ({"budget": "20%", "memory": "least"}, 2),
         ({"budget": "100%"}, 1),
         ({"budget": "20%", "scorer": "snapkv"}, 1),
-        ({"target_retention": 0.6, "hold": True}, 1),
+        ({"target_retention": 0.6}, 1),
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
