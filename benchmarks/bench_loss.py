@@ -1,6 +1,6 @@
 """What measuring losses costs: the fast estimate, every figure measured, and the whole profile.
 
-    python benchmarks/bench_loss.py [--model demo] [--prompts 2] [--context 1024] [--json]
+    python benchmarks/bench_loss.py [--model demo] [--prompts 2] [--context 1024]
 
 On a few prompts, in one process: the plain profile (retention curves alone), the same with
 `loss="fast"`, and a measured figure (one forward for one unit and level) in layers spread over the
@@ -20,7 +20,6 @@ the cores: figures of different prompts are independent, so two processes share 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -37,14 +36,10 @@ DEPTHS = 6
 
 def main() -> int:
     arguments = parse_arguments()
-    where = where_it_ran("torch", "transformers", "kvalloc")
     rows = measure(arguments)
-    if arguments.json:
-        print(json.dumps({"where": where, "rows": rows}, indent=1))
-    else:
-        print(describe_where(where))
-        for row in rows:
-            print(row["text"])
+    print(describe_where(where_it_ran("torch", "transformers", "kvalloc")))
+    for row in rows:
+        print(row["text"])
     return 0 if all(row["met"] for row in rows) else 1
 
 
@@ -58,7 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--cores", type=int, default=2, help="cores that the target is for")
     parser.add_argument("--threads", type=int, help="torch threads; 1 on a machine that is shared")
-    parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
@@ -192,8 +186,7 @@ def measured_row(
         f"time a prompt; {PROMPTS} prompts on {share} cores: {minutes:.0f} minutes (target "
         f"{MINUTES_TARGET:g}) {'met' if minutes <= MINUTES_TARGET else 'NOT MET'}"
     )
-    row = {"name": "measured", "minutes": minutes, "met": minutes <= MINUTES_TARGET, "text": text}
-    return row | {"prefill_seconds": prefill, "figure_seconds": figure}
+    return {"met": minutes <= MINUTES_TARGET, "text": text}
 
 
 if __name__ == "__main__":

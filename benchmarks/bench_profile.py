@@ -1,6 +1,6 @@
 """Profiling against the plain forward of the same prompts: time and peak memory.
 
-    python benchmarks/bench_profile.py [--model demo] [--lengths 1024 2048 4096] [--json]
+    python benchmarks/bench_profile.py [--model demo] [--lengths 1024 2048 4096]
 
 Time: both run in one process, in turns (A B, B A, A B, ...), on the same token ids; the figure is
 the ratio of the medians, with the smallest and largest ratio of a pair. The plain forward is the
@@ -19,12 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
+
+from _common import in_turns, median_of, ratio_of
 
 TIME_TARGET = 1.10
 MEMORY_TARGET = 1.15
@@ -47,15 +47,7 @@ def main() -> int:
         row["memory_ratio"] = row["profile_peak_bytes"] / row["forward_peak_bytes"]
         row["met"] = row["time_ratio"] <= TIME_TARGET and row["memory_ratio"] <= MEMORY_TARGET
         rows.append(row)
-        if not arguments.json:
-            print(describe(row), flush=True)
-    if arguments.json:
-        report = {
-            "rows": rows,
-            "memory_method": "VmHWM above VmRSS, MALLOC_MMAP_THRESHOLD_=65536",
-            "load_average": os.getloadavg()[0],
-        }
-        print(json.dumps(report, indent=1))
+        print(describe(row), flush=True)
     return 0 if all(row["met"] for row in rows) else 1
 
 
@@ -68,7 +60,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--scorer", default="xkv")
     parser.add_argument("--threads", type=int, help="torch threads; 1 on a machine that is shared")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory-of", choices=("forward", "profile"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -113,41 +104,28 @@ def sides(
 
 
 def measure_time(arguments: argparse.Namespace, loaded: Any, length: int) -> dict[str, Any]:
-    calls = sides(arguments, loaded, length)
-    for call in calls.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(arguments.repeats):
-        order = list(calls) if repeat % 2 == 0 else list(reversed(calls))
-        for name in order:
-            wall, cpu = timed(calls[name], arguments.device)
-            seconds[name].append(wall)
-            cpu_seconds[name].append(cpu)
-    pairs = [b / a for a, b in zip(seconds["forward"], seconds["profile"], strict=True)]
-    forward, profiling = (statistics.median(seconds[name]) for name in ("forward", "profile"))
-    return {
-        "tokens": length,
-        "repeats": arguments.repeats,
-        "forward_seconds": forward,
-        "profile_seconds": profiling,
-        "time_ratio": profiling / forward,
-        "time_ratio_min": min(pairs),
-        "time_ratio_max": max(pairs),
-        "cpu_ratio": statistics.median(cpu_seconds["profile"])
-        / statistics.median(cpu_seconds["forward"]),
-    }
-
-
-def timed(call: Callable[[], object], device: str) -> tuple[float, float]:
-    """Wall and processor seconds; the latter suffer less when the machine is shared."""
     import torch
 
-    start, cpu_start = time.perf_counter(), time.process_time()
-    call()
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start, time.process_time() - cpu_start
+    def waited(call: Callable[[], object]) -> None:
+        call()
+        if arguments.device != "cpu":
+            torch.accelerator.synchronize()
+
+    calls = sides(arguments, loaded, length)
+    found = in_turns(
+        {name: lambda call=call: waited(call) for name, call in calls.items()},
+        repeats=arguments.repeats,
+    )
+    pairs = [b / a for a, b in zip(found["forward"][0], found["profile"][0], strict=True)]
+    return {
+        "tokens": length,
+        "forward_seconds": median_of(found, "forward"),
+        "profile_seconds": median_of(found, "profile"),
+        "time_ratio": median_of(found, "profile") / median_of(found, "forward"),
+        "time_ratio_min": min(pairs),
+        "time_ratio_max": max(pairs),
+        "cpu_ratio": ratio_of(found, "profile", "forward")["processor_ratio"],
+    }
 
 
 def memory_in_fresh_process(arguments: argparse.Namespace, side: str, length: int) -> int:

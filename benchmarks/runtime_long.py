@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -48,7 +47,6 @@ def main() -> int:
     arguments = parse_arguments()
     loaded = load_model(arguments.model)
     ids = prompt_ids(loaded, PROMPT_TOKENS * arguments.rows).view(arguments.rows, -1)
-    where = where_it_ran("kvalloc", "kvpress", "torch", "transformers")
     begun = time.perf_counter()
     if arguments.text is not None and arguments.text.exists():
         answer = torch.load(arguments.text, weights_only=True)[:, : arguments.tokens]
@@ -56,10 +54,7 @@ def main() -> int:
         answer = written(loaded.model, ids, arguments)
     print(f"text written after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     rows = compared(loaded.model, ids, answer, arguments)
-    if arguments.json:
-        print(json.dumps({"rows": rows, "where": where}, indent=1))
-        return 0
-    print(describe_where(where))
+    print(describe_where(where_it_ran("kvalloc", "kvpress", "torch", "transformers")))
     print(
         f"{arguments.rows} prompts of {PROMPT_TOKENS} tokens, {arguments.tokens} sampled tokens, "
         f"back to the budget every {arguments.every}; entries a KV head after an eviction and at "
@@ -85,7 +80,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--text", type=Path, help="what was written, kept for another run")
     parser.add_argument("--press", nargs="+", default=list(PRESSES))
-    parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 

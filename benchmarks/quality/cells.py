@@ -23,7 +23,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quality.digests import digest_of_case
 from quality.quantized import BACKENDS, quantized_cache
 from quality.tables import HELD_OUT, POSITIONS, SEED, cell_file, read_rows
 
@@ -169,6 +168,13 @@ def fits(profile: Any, model: Any) -> bool:
 
 def label(one: Named) -> str:
     return one.name.partition("#")[0]
+
+
+def digest_of_case(case: Case) -> str:
+    """Digest of the tokens that are read and of what is compared."""
+    turn = case.turns[0]
+    said = json.dumps([case.input_ids, turn.question_ids, turn.continuation_ids])
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 def digest_of(profile: Any) -> str:
