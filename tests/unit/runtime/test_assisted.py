@@ -99,8 +99,7 @@ def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
         ("lookahead", {}),
         ("lookahead", {"bounded": True}),
         ("reconstruction", {}),
-        ("xkv", {"adapt": 0.3, "hold": True}),
-        ("xkv", {"adapt": 0.3}),
+        ("xkv", {"target_retention": 0.7}),
     ],
 )
 def test_drafts_never_vote(
@@ -112,7 +111,8 @@ def test_drafts_never_vote(
 ) -> None:
     """What waits for tokens waits for those that stay: the same entries are kept."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    profile = profile_of(tiny, model, 0.4, bits, scorer=scorer)
+    decided = "target_retention" in options
+    profile = None if decided else profile_of(tiny, model, 0.4, bits, scorer=scorer)
     with kvalloc.apply(model, profile, **options) as applied:
         expected = generate(model, ids, max_new_tokens=40)
         kept = applied.last_cache
