@@ -198,7 +198,7 @@ class Eviction:
             return 2
         return max(layer.unfinished.grain, 0 if self.visible is None else 1)
 
-    def _wanted_rows(self) -> int:
+    def _wanted_rows(self, row: int | None = None) -> int:
         """How many of the prompt's last queries the policy is to see."""
         who = (self.policy, self.chooser or self.policy)
         return max(one.query_rows(self.prompt_tokens) for one in who)
@@ -334,7 +334,7 @@ class Eviction:
         row, head = part
         asked = new = self._asked(layer, states, row)
         if states.queries.shape[2] or self.late:  # else those of a layer of a group have gone
-            asked = layer.unfinished.asked_of(row, new, self._wanted_rows())
+            asked = layer.unfinished.asked_of(row, new, self._wanted_rows(row))
         n_kv_heads = int(states.keys.shape[1])
         own = replace(
             states,

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.eviction import Eviction, rows_of
@@ -117,12 +118,15 @@ class LateEviction(Eviction):
         Which of them vote, the latest ones; None while the prompt arrives.
     again : bool
         Whether entries were evicted before, and what was decoded since is like another chunk.
+    row_tokens : ndarray of int64, (batch,), optional
+        Length of each row's prompt without padding; None while it arrives.
     """
 
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following_visible: Tensor | None = None
     followers: Followers | None = None
     again: bool = False
+    row_tokens: IntArray | None = None
 
     late: ClassVar[bool] = True
 
@@ -180,9 +184,11 @@ class LateEviction(Eviction):
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return replace(states, queries=queries, keys=keys, values=values)
 
-    def _wanted_rows(self) -> int:
+    def _wanted_rows(self, row: int | None = None) -> int:
         """Of the prompt's last queries, all where somebody adds up what each chunk brings."""
         policy, n_tokens = self.policy, self.prompt_tokens
+        if row is not None and self.row_tokens is not None:
+            n_tokens = int(self.row_tokens[row])  # no more than the row would have alone
         sums, rows = policy.observes or policy.needs_whole_prompt, policy.query_rows(n_tokens)
         if not sums:
             return rows

@@ -686,11 +686,13 @@ class Prompt:
         if visible is not None:
             following_visible = none_if_all(visible[:, columns:])
             visible = none_if_all(visible[:, :columns])
+        tokens = row_tokens(visible, self._layers[0].keys.shape[0], columns)
         if self.plan.bounded:  # the padding of the prompt has gone
             visible = None
         eviction = self._late(
             columns,
             visible,
+            row_tokens=tokens,
             following=self._n_following,
             following_visible=following_visible,
             followers=self._followers,

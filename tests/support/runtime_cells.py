@@ -251,8 +251,7 @@ def padded(at: Setting, side: str) -> None:
     awaited = cache.awaited_tokens
     after = at.settle(cache, shadow, mask.long())
     at.met(cache, LENGTHS, mask)
-    # `nacl` draws as many proxies of each row as the longest one has, where it evicts once more.
-    if side == "left" and awaited and (at.policy, at.mode) != ("nacl", "bounded"):
+    if side == "left" and awaited:
         at.as_alone(cache, ids, mask, awaited)
     at.ask(5, cache, shadow, after)
 
