@@ -40,9 +40,13 @@ BROKEN_PIPE = 141
 _HELP = """Decide how many KV-cache entries each layer and head of a language model may keep.
 
 \b
-Measure once, decide in a moment, run with a smaller cache:
+A smaller cache now, with what is best for the model:
+  kvalloc generate demo --budget 20% --prompt-file prompt.txt
+
+\b
+Or measure once, decide in a moment, run with budgets of your own:
   kvalloc profile demo -o s.safetensors
-  kvalloc solve s.safetensors --target-retention 0.9 -o p.json
+  kvalloc solve s.safetensors --budget 20% -o p.json
   kvalloc generate demo --profile p.json --prompt-file prompt.txt
 """
 
