@@ -25,6 +25,7 @@ __all__ = [
     "is_packed",
     "known_weights",
     "plain_weight",
+    "repetition_penalty",
     "rotary_settings",
     "text_config",
     "weights_digest",
@@ -97,6 +98,12 @@ def end_tokens(model: Any) -> frozenset[int]:
     """What the model ends a turn with."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def repetition_penalty(model: Any) -> float:
+    """Return by how much ``generate()`` holds back tokens that stand already; 1 for not at all."""
+    config = getattr(model, "generation_config", None)
+    return float(getattr(config, "repetition_penalty", None) or 1)
 
 
 def check_decoder_only(model: Any) -> None:

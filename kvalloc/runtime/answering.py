@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
-from kvalloc.models.structure import context_limit, decoder_of, end_tokens, input_device
+from kvalloc.models.structure import (
+    context_limit,
+    decoder_of,
+    end_tokens,
+    input_device,
+    repetition_penalty,
+)
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.refusals import refuse
 from kvalloc.units import check_temperature
@@ -33,7 +39,8 @@ def answer(
     """Answer a question about what a cache holds, token by token.
 
     The answer is written on a copy of the cache, which a reduced one is small enough for: the
-    next question finds the text as it was read, also when an answer is broken off.
+    next question finds the text as it was read, also when an answer is broken off. A repetition
+    penalty of the model's generation config counts the tokens of question and answer.
 
     Parameters
     ----------
@@ -103,14 +110,17 @@ def _written(
     ends: Collection[int],
     pick: Callable[[Tensor], int],
 ) -> Iterator[int]:
+    penalty = repetition_penalty(model)
+    penalise, seen = RepetitionPenaltyLogitsProcessor(penalty), ids
     for _ in range(max_new_tokens):
         with torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-        token = pick(logits[0, -1])
+            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        token = pick(logits[0] if penalty == 1 else penalise(seen, logits.float())[0])
         yield token
         if token in ends:
             return
         ids = ids.new_tensor([[token]])
+        seen = torch.cat([seen, ids], dim=1)
 
 
 def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:

@@ -52,6 +52,18 @@ def test_a_long_question_is_not_taken_for_more_of_the_text(tiny: ModuleType) -> 
     assert list(answer(model, cache, tiny.prompt(CONTEXT, seed=2), max_new_tokens=1))
 
 
+def test_a_repetition_penalty_of_the_model_holds_as_in_generate(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+
+    def answered() -> list[int]:
+        return list(answer(model, DynamicCache(config=model.config), ids, max_new_tokens=4 * NEW))
+
+    plain = answered()
+    model.generation_config.repetition_penalty = 1.8
+    expected = model.generate(ids, do_sample=False, max_new_tokens=4 * NEW)
+    assert answered() == expected[0, CONTEXT:].tolist() != plain
+
+
 def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
