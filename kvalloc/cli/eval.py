@@ -67,7 +67,7 @@ class EvalOptions(TypedDict, total=False):
         Accept profiles of a model of the same sizes.
     tasks : str, default needle,kl
         Several with commas: needle, needle-keys, facts, pairs, tracking, common-words,
-        frequent-words, labels, qa, quote, own, code, kl.
+        labels, qa, own, code, kl.
     prompts : Path
         Your own prompts as a task of its own: LongBench's fields, or 'prompt' with 'answer' or
         'answers'.

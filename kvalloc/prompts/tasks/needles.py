@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvalloc.errors import InputError
@@ -27,11 +27,6 @@ MANY = 8
 """Needles of the task with many keys: all alike but for key and number."""
 
 
-def hidden_number(key: str, number: str) -> tuple[str, Question]:
-    """The sentence that is hidden, and the question that it answers."""
-    return NEEDLE.format(key=key, number=number), QUESTION.filled(number, key=key)
-
-
 def _needles(least_hidden: int, *, together: bool = False) -> Callable[[Brief], Draft]:
     def recipe(brief: Brief) -> Draft:
         n_hidden = max(least_hidden, brief.request.turns)
@@ -40,25 +35,19 @@ def _needles(least_hidden: int, *, together: bool = False) -> Callable[[Brief], 
         if len(free) < n_hidden:
             raise InputError(f"the text {brief.source} holds too many keys; use another one")
         keys = brief.draw.sample(free, n_hidden)
-        hidden = [
-            hidden_number(key, str(brief.draw.randrange(1_000_000, 10_000_000))) for key in keys
-        ]
+        numbers = [str(brief.draw.randrange(1_000_000, 10_000_000)) for _ in keys]
+        hidden = [*zip(keys, numbers, strict=True)]
+        sentences = [NEEDLE.format(key=key, number=number) for key, number in hidden]
+        questions = [QUESTION.filled(number, key=key) for key, number in hidden]
         # The asked ones first, spread over the text from the depth of the first one on.
         depths = [(brief.depth + place / n_hidden) % 1.0 for place in range(n_hidden)]
-        sentences, questions = zip(*hidden, strict=True)
         if together:
-            questions = (_all_of(keys, questions, brief.request.answer_tokens),)
+            listed = ", ".join(f"the {key}" for key in keys[:-1]) + f" and the {keys[-1]}"
+            question = FACTS_QUESTION.filled(*numbers, keys=listed, key=keys[0])
+            questions = [replace(question, max_new_tokens=brief.request.answer_tokens)]
         return brief.scattered(LEAD, sentences, depths, questions[: brief.request.turns])
 
     return recipe
-
-
-def _all_of(keys: Sequence[str], single: Sequence[Question], answer_tokens: int) -> Question:
-    """One question for all numbers."""
-    listed = ", ".join(f"the {key}" for key in keys[:-1]) + f" and the {keys[-1]}"
-    answers = [answer for one in single for answer in one.answers]
-    asked = FACTS_QUESTION.filled(*answers, keys=listed, key=keys[0])
-    return replace(asked, max_new_tokens=answer_tokens)
 
 
 TASKS = (

@@ -1,13 +1,11 @@
-"""Questions about what is read: facts strewn into real text, its own sentences, all of it."""
+"""Questions about a text: facts that are scattered over it, and the whole text."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from kvalloc.data import words
-from kvalloc.errors import InputError
-from kvalloc.prompts.examples import Example, Question
+from kvalloc.prompts.examples import Question
 from kvalloc.prompts.splits import belongs
 from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
@@ -28,18 +26,8 @@ ASKED = {
 
 LEAD = "Read the text and remember what it says about each person.\n\n"
 PEOPLE = 4
-CLOZE_LEAD = "Read the text.\n\n"
-CLOZE_QUESTION = Question(
-    text="How does the text go on after these words? Quote it: {begin}",
-    prefix="The text says: {begin}",
-    metric="f1",
-    max_new_tokens=12,
-)
-BEGIN_WORDS, ANSWER_WORDS = 9, 6
-
+OWN_LEAD = "Read the text.\n\n"
 OWN_QUESTION = Question(text="Tell in your own words, and in detail, what the text says.")
-
-_SENTENCE = re.compile(r"[A-Z][^.!?]*[.!?](?=\s|$)")
 
 
 def _facts(brief: Brief) -> Draft:
@@ -65,48 +53,13 @@ def _facts(brief: Brief) -> Draft:
     return brief.scattered(LEAD, sentences, depths, questions)
 
 
-def _cloze(brief: Brief) -> Draft:
-    excerpt = brief.excerpt_words()
-    whole = " ".join(excerpt)
-    needed = BEGIN_WORDS + ANSWER_WORDS
-
-    def candidates(text: str) -> list[list[str]]:
-        found = [match.group().split() for match in _SENTENCE.finditer(text)]
-        return [
-            sentence
-            for sentence in found
-            if len(sentence) >= needed and whole.count(" ".join(sentence[:BEGIN_WORDS])) == 1
-        ]
-
-    if len(candidates(whole)) < 2 * brief.request.turns:
-        raise InputError(f"the text {brief.source} has too few long sentences; use another one")
-
-    def make(size: int) -> Example:
-        some = candidates(" ".join(excerpt[:size])) or candidates(whole)
-        asked = [
-            some[int(((brief.depth + turn / brief.request.turns) % 1.0) * len(some))]
-            for turn in range(brief.request.turns)
-        ]
-        questions = tuple(
-            CLOZE_QUESTION.filled(
-                " ".join(sentence[BEGIN_WORDS:needed]), begin=" ".join(sentence[:BEGIN_WORDS])
-            )
-            for sentence in asked
-        )
-        text = " ".join(excerpt[:size])
-        return Example(context=f"{CLOZE_LEAD}{text}", questions=questions, source=brief.source)
-
-    return Draft(make=make, least=200, most=len(excerpt))
-
-
 def _own(brief: Brief) -> Draft:
     """No answer is right: the full cache's own is what others are held against."""
     question = replace(OWN_QUESTION, max_new_tokens=brief.request.answer_tokens)
-    return brief.scattered(CLOZE_LEAD, (), (), (question,))
+    return brief.scattered(OWN_LEAD, (), (), (question,))
 
 
 TASKS = (
     by_rule("qa", _facts, most_turns=MOST_TURNS),
-    by_rule("quote", _cloze, most_turns=MOST_TURNS),
     by_rule("own", _own),
 )
