@@ -16,6 +16,20 @@ HUB_TIMEOUT_SECONDS = 10.0
 """How long the hub may take to answer before what is in its cache is used."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_MEANINGS = {
+    "HfUriError": " names nothing on the hub; write hf://owner/repo/file.json or "
+    "hf://owner/repo@revision/file.json",
+    "LocalEntryNotFoundError": " is not in the local hub cache, and the hub cannot be reached or "
+    "HF_HUB_OFFLINE is set; try again with a network",
+    "EntryNotFoundError": ": there is no such file in that repository",
+    "RevisionNotFoundError": ": the repository has no such revision",
+    "GatedRepoError": ": the hub does not give it to everyone; accept its terms and log in first",
+    "RepositoryNotFoundError": ": there is no such repository on the hub, or only for others; "
+    "check the name, or log in with 'hf auth login'",
+    "OfflineModeIsEnabled": ": HF_HUB_OFFLINE is set, so nothing is sent",
+}
+"""What each of the client's errors means, special ones before their base classes."""
+
 _LARGEST_PROFILE_BYTES = 2**24
 """A larger JSON file in the hub's cache, such as a tokenizer, is not looked into."""
 
@@ -115,8 +129,7 @@ def push(file: str | Path, to: str, *, private: bool = False) -> str:
             revision=uri.revision,
             commit_message=f"kvalloc: {place}",
         )
-    kind = "" if uri.type == "model" else f"{uri.type}s/"
-    return f"hf://{kind}{uri.id}@{done.oid}/{place}"
+    return _source(uri.type, uri.id, done.oid, place)
 
 
 def cached_profiles() -> list[str]:
@@ -129,16 +142,20 @@ def cached_profiles() -> list[str]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
-    sources = []
-    for repository in repositories:
-        kind = "" if repository.repo_type == "model" else f"{repository.repo_type}s/"
-        for revision in repository.revisions:
-            for file in revision.files:
-                if file.file_path.suffix == ".json" and _holds_budgets(file.file_path):
-                    inside = file.file_path.relative_to(revision.snapshot_path).as_posix()
-                    commit = revision.commit_hash
-                    sources.append(f"hf://{kind}{repository.repo_id}@{commit}/{inside}")
-    return sorted(sources)
+    return sorted(
+        _source(repository.repo_type, repository.repo_id, revision.commit_hash, inside.as_posix())
+        for repository in repositories
+        for revision in repository.revisions
+        for file in revision.files
+        if file.file_path.suffix == ".json" and _holds_budgets(file.file_path)
+        for inside in [file.file_path.relative_to(revision.snapshot_path)]
+    )
+
+
+def _source(kind: str, repository: str, commit: str, file: str) -> str:
+    """Return the name of a file of one revision."""
+    folder = "" if kind == "model" else f"{kind}s/"
+    return f"hf://{folder}{repository}@{commit}/{file}"
 
 
 def _check(file: str | Path) -> None:
@@ -209,30 +226,10 @@ def _clear_errors(name: str) -> Iterator[None]:
         ) from error
     try:
         yield
-    except errors.HfUriError as error:
-        raise InputError(
-            f"{name} names nothing on the hub; write hf://owner/repo/file.json or "
-            "hf://owner/repo@revision/file.json"
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{name} is not in the local hub cache, and the hub cannot be reached or "
-            "HF_HUB_OFFLINE is set; try again with a network"
-        ) from error
-    except errors.EntryNotFoundError as error:
-        raise InputError(f"{name}: there is no such file in that repository") from error
-    except errors.RevisionNotFoundError as error:
-        raise InputError(f"{name}: the repository has no such revision") from error
-    except errors.GatedRepoError as error:
-        raise InputError(
-            f"{name}: the hub does not give it to everyone; accept its terms and log in first"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise InputError(
-            f"{name}: there is no such repository on the hub, or only for others; check the name, "
-            "or log in with 'hf auth login'"
-        ) from error
-    except errors.OfflineModeIsEnabled as error:
-        raise InputError(f"{name}: HF_HUB_OFFLINE is set, so nothing is sent") from error
     except Exception as error:  # every network library has errors of its own
-        raise InputError(f"{name}: the hub refuses: {one_line(error)}") from error
+        meanings = (
+            text for kind, text in _MEANINGS.items() if isinstance(error, getattr(errors, kind))
+        )
+        raise InputError(f"{name}{next(meanings, f': the hub refuses: {one_line(error)}')}") from (
+            error
+        )

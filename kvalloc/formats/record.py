@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     ValidationError,
     computed_field,
@@ -27,6 +28,7 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write, near_file
 from kvalloc.formats.tensors import Blocks, Digest, write_tensors
+from kvalloc.shape import ModelShape
 
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
@@ -53,6 +55,7 @@ __all__ = [
     "IntArray2D",
     "IntArray5D",
     "JsonRecord",
+    "MeasuredHeader",
     "Record",
     "digest_of",
     "digest_over",
@@ -408,6 +411,40 @@ class FileRecord(Record):
         if not isinstance(found, dict):
             raise cls.file_error(path, "header", found or "missing", cls.expected())
         return found
+
+
+class MeasuredHeader(FileRecord):
+    """Header of a safetensors file of what was measured on samples of text."""
+
+    METADATA: ClassVar[str] = "kvalloc"
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
+    PROVENANCE: ClassVar[tuple[str, ...]] = (
+        "text_digest",
+        "text_description",
+        "versions",
+        "created",
+    )
+
+    shape: ModelShape
+    """The model."""
+
+    context_tokens: int = Field(ge=1)
+    """Reference context, the longest sample, tokens."""
+
+    text_digest: str = ""
+    """SHA-256 over the token ids of all samples."""
+
+    text_description: str = ""
+    """Source of the text, for people."""
+
+    set_aside: dict[int, str] = Field(default_factory=dict)
+    """Requested samples that could not be measured, by place: their name and the reason."""
+
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the libraries that measured."""
+
+    created: str = ""
+    """ISO date of the measurement, UTC."""
 
 
 class JsonRecord(FileRecord):

@@ -8,7 +8,6 @@ follows spans, checks nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +23,7 @@ from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
+from kvalloc.formats.tensors import tensor_table
 
 __all__ = ["SavedCacheHeader", "StoredTensor", "tensor_digest"]
 
@@ -57,8 +57,8 @@ _TYPES = {
 }
 
 
-MOST_SECONDS = 1e9
-"""Notes of more than that are none."""
+MAX_SECONDS = 1e9
+"""A note of a longer time is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +142,7 @@ class SavedCacheHeader(FileRecord):
     def read_seconds(self) -> float | None:
         """How long reading the prompt took, if a note says so."""
         noted = self.notes.get("read_seconds")
-        if isinstance(noted, int | float) and 0 <= noted < MOST_SECONDS:
+        if isinstance(noted, int | float) and 0 <= noted < MAX_SECONDS:
             return float(noted)
         return None
 
@@ -203,20 +203,18 @@ class SavedCacheHeader(FileRecord):
 
 def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file that safetensors has opened."""
-    found = {}
+    tensors = {}
+    first, table = tensor_table(path)
     with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        table = json.loads(file.read(size))
-        table.pop("__metadata__", None)
-        for name, about in table.items():
-            start, end = about["data_offsets"]
-            dtype, n_bytes = _TYPES.get(about["dtype"], (about["dtype"], 0))
-            file.seek(8 + size + start)
+        for name, stated in table.items():
+            start, end = stated["data_offsets"]
+            dtype, n_bytes = _TYPES.get(stated["dtype"], (stated["dtype"], 0))
+            file.seek(first + start)
             data = np.fromfile(file, np.uint8, end - start)
-            if n_bytes and data.size != prod(about["shape"]) * n_bytes:  # it was changed just now
+            if n_bytes and data.size != prod(stated["shape"]) * n_bytes:  # changed since it opened
                 raise SavedCacheHeader.file_error(path, name, "cut off", "all of its bytes")
-            found[name] = StoredTensor(dtype=dtype, shape=tuple(about["shape"]), data=data)
-    return found
+            tensors[name] = StoredTensor(dtype=dtype, shape=tuple(stated["shape"]), data=data)
+    return tensors
 
 
 class _Contents:

@@ -22,12 +22,12 @@ from kvalloc.formats.record import (
     FloatArray5D,
     IntArray1D,
     IntArray2D,
+    MeasuredHeader,
     require,
     require_none,
     require_shape,
 )
 from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
-from kvalloc.shape import ModelShape
 
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
@@ -39,20 +39,12 @@ LOSS_NOISE_NATS = 1e-3
 """A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
 
 
-class ScoreHeader(FileRecord):
+class ScoreHeader(MeasuredHeader):
     """All of a score profile but its arrays."""
 
     NAME: ClassVar[str] = "score profile"
     MADE_BY: ClassVar[str] = "kvalloc profile"
-    METADATA: ClassVar[str] = "kvalloc"
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
-    PROVENANCE: ClassVar[tuple[str, ...]] = (
-        "interpolation_error",
-        "text_digest",
-        "text_description",
-        "versions",
-        "created",
-    )
+    PROVENANCE: ClassVar[tuple[str, ...]] = ("interpolation_error", *MeasuredHeader.PROVENANCE)
 
     kind: Literal["kvalloc.score_profile"] = "kvalloc.score_profile"
     """What the file is."""
@@ -60,17 +52,11 @@ class ScoreHeader(FileRecord):
     schema_version: Literal[2] = 2
     """How the file is to be read."""
 
-    shape: ModelShape
-    """The model."""
-
     scorer: str
     """Name of the scorer."""
 
     scorer_parameters: dict[str, Any]
     """What rebuilds it: ``get_scorer(scorer, **scorer_parameters)``."""
-
-    context_tokens: int = Field(ge=1)
-    """Reference context, tokens."""
 
     sinks: int = Field(ge=0)
     """First tokens of the prompt, never evicted and therefore left out of the curves."""
@@ -89,22 +75,6 @@ class ScoreHeader(FileRecord):
     interpolation_error: float = Field(default=0.0, ge=0, lt=1)
     """Largest measured difference between a curve and its interpolation on the grid; 0 when
     ``ranks`` holds every rank."""
-
-    text_digest: str = ""
-    """SHA-256 over the token ids of all samples."""
-
-    text_description: str = ""
-    """Where the text came from, for people."""
-
-    set_aside: dict[int, str] = Field(default_factory=dict)
-    """Samples that were asked for and could not be measured, by place: their name and why. The rest
-    is what it would be had they not been asked for, but for what is said of the text."""
-
-    versions: dict[str, str] = Field(default_factory=dict)
-    """Versions of the libraries that measured."""
-
-    created: str = ""
-    """ISO date of the measurement, UTC."""
 
 
 class ScoreProfile(ArrayRecord, ScoreHeader):

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from kvalloc.errors import InputError, ModelMismatchError, nearest, no_such
+from kvalloc.errors import InputError, ModelMismatchError, nearest
 from kvalloc.files import near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.hub import local_file, on_hub
@@ -63,16 +63,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     ProfileFileError
         If the file is not a sound budget profile.
     """
-    if isinstance(source, BudgetProfile):
-        return source
-    shipped = shipped_profiles()
-    if on_hub(source) or os.path.exists(source) or str(source) in shipped:
-        return _load(BudgetProfile, source, BUDGETS)
-    known = ", ".join(shipped) or "none"
-    near = nearest(str(source), shipped) or near_file(source)
-    raise InputError(
-        f"there is no budget profile {source}: no such file; {near}shipped ones: {known}"
-    )
+    return source if isinstance(source, BudgetProfile) else _load(BudgetProfile, source, BUDGETS)
 
 
 def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
@@ -90,8 +81,10 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
 
     Raises
     ------
+    InputError
+        If there is neither such a file nor such a name.
     ProfileFileError
-        If there is neither such a file nor such a name, or it holds no sound score profile.
+        If the file is not a sound score profile.
     """
     return source if isinstance(source, ScoreProfile) else _load(ScoreProfile, source, SCORES)
 
@@ -111,8 +104,10 @@ def load_surrogate(source: str) -> FittedSurrogate:
 
     Raises
     ------
+    InputError
+        If there is neither such a file nor such a name.
     ProfileFileError
-        If there is neither such a file nor such a name, or it holds no sound surrogate.
+        If the file is not a sound surrogate.
     """
     return _load(FittedSurrogate, source, SURROGATE)
 
@@ -123,8 +118,10 @@ def _load(kind: type[T], source: str | Path, ending: str) -> T:
         if name in shipped:
             with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:
                 return kind.load(file)
-        if nearest(name, shipped):
-            raise InputError(no_such(f"file or shipped {kind.NAME}", name, shipped))
+        near, known = nearest(name, shipped) or near_file(source), ", ".join(shipped) or "none"
+        raise InputError(
+            f"there is no {kind.NAME} {source}: no such file; {near}shipped ones: {known}"
+        )
     with local_file(source) as path:
         return kind.load(path)
 

@@ -15,25 +15,17 @@ from kvalloc.formats.record import (
     FloatArray5D,
     IntArray1D,
     IntArray5D,
+    MeasuredHeader,
     require,
     require_shape,
 )
-from kvalloc.shape import ModelShape
 
 
-class SurrogateHeader(FileRecord):
+class SurrogateHeader(MeasuredHeader):
     """All of a surrogate but its arrays."""
 
     NAME: ClassVar[str] = "surrogate"
     MADE_BY: ClassVar[str] = "kvalloc fit-scorer"
-    METADATA: ClassVar[str] = "kvalloc"
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
-    PROVENANCE: ClassVar[tuple[str, ...]] = (
-        "text_digest",
-        "text_description",
-        "versions",
-        "created",
-    )
 
     kind: Literal["kvalloc.surrogate"] = "kvalloc.surrogate"
     """What the file is."""
@@ -41,41 +33,20 @@ class SurrogateHeader(FileRecord):
     schema_version: Literal[1] = 1
     """How the file is to be read."""
 
-    shape: ModelShape
-    """The model."""
-
     target: str
     """Name of the scorer whose log is fitted."""
 
     target_parameters: dict[str, Any]
     """What rebuilds it."""
 
-    context_tokens: int = Field(ge=1)
-    """Longest prompt that it was fitted on, tokens."""
-
     samples: int = Field(ge=2)
-    """Prompts that it was fitted on."""
+    """Number of prompts that it was fitted on."""
 
     sinks: int = Field(ge=0)
     """First tokens of each, left out."""
 
     ridge: float = Field(gt=0)
     """Added to the diagonal of the features' correlation matrix."""
-
-    text_digest: str = ""
-    """SHA-256 over the token ids of all samples."""
-
-    text_description: str = ""
-    """Where the text came from, for people."""
-
-    set_aside: dict[int, str] = Field(default_factory=dict)
-    """Samples that were asked for and could not be measured, by place: their name and why."""
-
-    versions: dict[str, str] = Field(default_factory=dict)
-    """Versions of the libraries that fitted it."""
-
-    created: str = ""
-    """ISO date, UTC."""
 
 
 class FittedSurrogate(ArrayRecord, SurrogateHeader):
@@ -112,13 +83,11 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
         return self
 
 
-class SurrogatePartHeader(FileRecord):
+class SurrogatePartHeader(MeasuredHeader):
     """All of a part of a fit but its arrays."""
 
     NAME: ClassVar[str] = "surrogate part"
     MADE_BY: ClassVar[str] = "kvalloc fit-scorer --shard"
-    METADATA: ClassVar[str] = "kvalloc"
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("set_aside",)
 
     kind: Literal["kvalloc.surrogate_part"] = "kvalloc.surrogate_part"
     """What the file is."""
@@ -126,29 +95,8 @@ class SurrogatePartHeader(FileRecord):
     schema_version: Literal[1] = 1
     """How the file is to be read."""
 
-    shape: ModelShape
-    """The model."""
-
-    context_tokens: int = Field(ge=1)
-    """Longest prompt, tokens."""
-
     samples: int = Field(ge=2)
-    """Prompts of all parts."""
-
-    text_digest: str
-    """SHA-256 over the token ids of all samples."""
-
-    text_description: str
-    """Where the text came from, for people."""
-
-    set_aside: dict[int, str] = Field(default_factory=dict)
-    """As in a surrogate."""
-
-    versions: dict[str, str]
-    """Versions of the libraries that measured."""
-
-    created: str
-    """ISO date, UTC."""
+    """Number of prompts of all parts."""
 
 
 class SurrogatePart(ArrayRecord, SurrogatePartHeader):

@@ -127,14 +127,28 @@ def write_tensors(
     return digest_text
 
 
-def tensor_places(path: str | Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
-    """Return type, shape and first byte of each array of a file that `safetensors` opened."""
-    types = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
+def tensor_table(path: str | Path) -> tuple[int, dict[str, Any]]:
+    """Return what a file that `safetensors` opened states of each tensor.
+
+    Returns
+    -------
+    start : int
+        Place of the first byte after the header, from which ``data_offsets`` count.
+    table : dict
+        ``dtype``, ``shape`` and ``data_offsets`` by name.
+    """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         table = json.loads(file.read(length))
     table.pop("__metadata__", None)
+    return 8 + length, table
+
+
+def tensor_places(path: str | Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
+    """Return type, shape and first byte of each array of a file that `safetensors` opened."""
+    types = {name: np.dtype(dtype) for dtype, name in NAMES.items()}
+    start, table = tensor_table(path)
     return {
-        name: (types[one["dtype"]], tuple(one["shape"]), 8 + length + one["data_offsets"][0])
+        name: (types[one["dtype"]], tuple(one["shape"]), start + one["data_offsets"][0])
         for name, one in table.items()
     }

@@ -276,12 +276,13 @@ def make_loss_bits() -> Any:
 def published_schema(name: str) -> dict[str, Any]:
     """The JSON Schema of a file, or of its header, each field with its docstring."""
     from kvalloc.formats.policy import Policy
+    from kvalloc.formats.record import FileRecord
     from kvalloc.shape import ModelShape
 
     owner = pkgutil.resolve_name(SCHEMAS[name])
     schema: dict[str, Any] = owner.model_json_schema(mode="serialization")
     parts = schema.get("$defs", {})
-    described = [(schema, owner)]
+    described = [(schema, one) for one in owner.__mro__[: owner.__mro__.index(FileRecord)]]
     described += [
         (parts[one.__name__], one) for one in (ModelShape, Policy) if one.__name__ in parts
     ]
