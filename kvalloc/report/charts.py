@@ -21,7 +21,8 @@ from kvalloc.report.terminal import bar_scale
 Spec = dict[str, Any]
 
 _PERCENT_TICKS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1]
-
+_KL = "KL to the full cache, nats per token"
+_UNIT = [{"field": "layer"}, {"field": "head"}]
 
 FRONTIERS = (
     ("retention", "mean", "retention (share of the attention mass)"),
@@ -31,15 +32,11 @@ FRONTIERS = (
 
 
 def theme(*, ink: str, faint: str, empty: str, ramp: Sequence[str], names: Sequence[str]) -> Spec:
-    """Colours and type of a picture, as Vega-Lite's configuration."""
+    """Return colours and type of a picture as Vega-Lite's configuration."""
     axis = {
-        "labelColor": ink,
-        "titleColor": ink,
-        "gridColor": faint,
-        "domainColor": faint,
-        "tickColor": faint,
-        "labelFontSize": 12,
-        "titleFontSize": 12,
+        **dict.fromkeys(("labelColor", "titleColor"), ink),
+        **dict.fromkeys(("gridColor", "domainColor", "tickColor"), faint),
+        **dict.fromkeys(("labelFontSize", "titleFontSize"), 12),
         "titleFontWeight": "normal",
     }
     return {
@@ -82,89 +79,75 @@ THEMES = {
 
 
 def budget_map(rows: Sequence[Row], *, heads: int) -> Spec:
-    """One cell a layer and KV head, filled and coloured by the share that is kept.
+    """Return a map with a cell a layer and KV head, filled and coloured by the kept share.
 
     Parameters
     ----------
     rows : sequence of dict
-        As `Material.budget_rows` gives them.
+        As `Material.budget_rows` returns them.
     heads : int
         KV heads of a layer.
     """
     full = bar_scale(max(max(row["tokens"]) / row["context"] for row in rows))
+    legend = {
+        **{"title": f"kept; a full cell is {full:.0%}", "format": "%"},
+        **{"orient": "top", "direction": "horizontal", "gradientLength": 160},
+    }
+    high = {"calculate": f"datum.low + 0.88 * min(1, datum.share / {full})", "as": "high"}
+    color = _number("share", scale={"domain": [0, full]}, legend=legend)
     return {
         "data": {"values": list(rows)},
-        "transform": [
-            *_cells(heads),
-            {"calculate": f"datum.low + 0.88 * min(1, datum.share / {full})", "as": "high"},
-        ],
+        "transform": [*_cells(heads), high],
         "encoding": {
             "x": _layers_axis(),
             "y": _heads_axis("low", heads),
             "tooltip": _tooltip("layer", "head", "tokens", share=".1%", bits=""),
         },
         "layer": [
-            {"mark": {"type": "rect", "style": "empty"}, "encoding": {"y2": {"field": "top"}}},
-            {
-                "mark": "rect",
-                "encoding": {
-                    "y2": {"field": "high"},
-                    "color": {
-                        "field": "share",
-                        "type": "quantitative",
-                        "scale": {"domain": [0, full]},
-                        "legend": {
-                            **{"title": f"kept; a full cell is {full:.0%}", "format": "%"},
-                            **{"orient": "top", "direction": "horizontal"},
-                            "gradientLength": 160,
-                        },
-                    },
-                },
-            },
+            _marks({"type": "rect", "style": "empty"}, y2={"field": "top"}),
+            _marks("rect", y2={"field": "high"}, color=color),
         ],
     }
 
 
 def bits_map(rows: Sequence[Row], *, heads: int) -> Spec:
-    """One cell a layer and KV head with the bits of what it keeps.
+    """Return a map with a cell a layer and KV head and the bits of its entries.
 
     Parameters
     ----------
     rows, heads
         As in `budget_map`.
     """
+    low, middle = (_heads_axis(name, heads) for name in ("low", "middle"))
+    color = {"field": "bits", "type": "ordinal", "legend": None}
     return {
         "data": {"values": list(rows)},
-        "transform": [
-            *_cells(heads),
-            {"calculate": "datum.head + 0.5", "as": "middle"},
-        ],
+        "transform": [*_cells(heads), {"calculate": "datum.head + 0.5", "as": "middle"}],
         "encoding": {
             "x": _layers_axis(),
             "tooltip": _tooltip("layer", "head", "bits", "tokens", share=".1%"),
         },
         "layer": [
-            {
-                "mark": {"type": "rect", "opacity": 0.45},
-                "encoding": {
-                    "y": _heads_axis("low", heads),
-                    "y2": {"field": "top"},
-                    "color": {"field": "bits", "type": "ordinal", "legend": None},
-                },
-            },
-            {
-                "mark": {"type": "text", "fontSize": 10},
-                "encoding": {
-                    "y": _heads_axis("middle", heads),
-                    "text": {"field": "bits", "type": "quantitative"},
-                },
-            },
+            _marks({"type": "rect", "opacity": 0.45}, y=low, y2={"field": "top"}, color=color),
+            _marks({"type": "text", "fontSize": 10}, y=middle, text=_number("bits")),
         ],
     }
 
 
+def _marks(mark: str | Spec, *transform: Spec, **encoding: Any) -> Spec:
+    """Return a layer of marks, after transforms of its own if there are any."""
+    own = {"transform": list(transform)} if transform else {}
+    return {**own, "mark": mark, "encoding": encoding}
+
+
+def _number(field: str, title: str | None = None, **more: Any) -> Spec:
+    """Return the encoding of a quantity."""
+    titled = {} if title is None else {"title": title}
+    return {"field": field, "type": "quantitative", **titled, **more}
+
+
 def _cells(heads: int) -> list[Spec]:
-    """A row for each head of a row for a layer, and the lower and upper end of its cell."""
+    """Return the transforms from a row for a layer to one for each head, with its cell's ends."""
     return [
         {"calculate": f"sequence({heads})", "as": "head"},
         {"flatten": ["head", "tokens", "bits"]},
@@ -185,12 +168,11 @@ def _heads_axis(name: str, heads: int) -> Spec:
         "labelExpr": "floor(datum.value)",
         **{"grid": False, "ticks": False, "domain": False},
     }
-    scale = {"domain": [0, heads], "nice": False}
-    return {"field": name, "type": "quantitative", "title": "KV head", "axis": axis, "scale": scale}
+    return _number(name, "KV head", axis=axis, scale={"domain": [0, heads], "nice": False})
 
 
 def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
-    """Curves of all units, one of them brought out, and where budget profiles stand on it.
+    """Return the curves of all units, one of them thick, with the marks of budget profiles on it.
 
     Parameters
     ----------
@@ -206,70 +188,57 @@ def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
         With the parameters ``layer`` and ``head``, which choose the unit.
     """
     lines = curves.lines()
-    there = {line["head"] for line in lines}
+    heads = {line["head"] for line in lines}
     # a choice that was not measured shows what was: whole layers only, or every head
-    instead = {frozenset({WHOLE}): "true"}.get(frozenset(there), f"head == {WHOLE}")
-    if len(there) > 1 and WHOLE in there:
+    instead = {frozenset({WHOLE}): "true"}.get(frozenset(heads), f"head == {WHOLE}")
+    if len(heads) > 1 and WHOLE in heads:
         instead = "false"
     chosen = {"filter": f"datum.layer == layer && (datum.head == head || {instead})"}
-    context = f"datum.head == {WHOLE}" if WHOLE in there else "true"
-    place, spread = _curve_place(what, of_loss), _spread(curves)
-    first = lines[0]
+    context = {"filter": f"datum.head == {WHOLE}" if WHOLE in heads else "true"}
+    thin, thick = ({"type": "line", "strokeWidth": width} for width in (1, 3))
+    points = [
+        {"filter": "datum.layer == layer"},
+        {"calculate": f"sequence({WHOLE}, {curves.values.shape[1] - 1})", "as": "head"},
+        {"flatten": ["head", "share", "value"]},
+        chosen,
+        {"filter": "isValid(datum.value)"},
+    ]
+    tooltip = _tooltip("profile", "layer", share=".1%", value=".4f")
     return {
-        "params": [
-            {"name": "layer", "value": first["layer"]},
-            {"name": "head", "value": first["head"]},
-        ],
+        "params": [{"name": name, "value": lines[0][name]} for name in ("layer", "head")],
         "data": {"values": lines},
-        "encoding": place,
+        "encoding": _curve_place(what, of_loss),
         "layer": [
-            {
-                "transform": [{"filter": context}, *spread],
-                "mark": {"type": "line", "style": "context", "strokeWidth": 1},
-                "encoding": {"detail": [{"field": "layer"}, {"field": "head"}]},
-            },
-            {
-                "transform": [chosen, *spread],
-                "mark": {"type": "line", "strokeWidth": 3},
-                "encoding": {"detail": {"field": "head"}},
-            },
+            _marks({**thin, "style": "context"}, context, *_spread(curves), detail=_UNIT),
+            _marks(thick, chosen, *_spread(curves), detail={"field": "head"}),
             {
                 "data": {"values": curves.points()},
-                "transform": [
-                    {"filter": "datum.layer == layer"},
-                    {"calculate": f"sequence({WHOLE}, {curves.values.shape[1] - 1})", "as": "head"},
-                    {"flatten": ["head", "share", "value"]},
-                    chosen,
-                    {"filter": "isValid(datum.value)"},
-                ],
+                "transform": points,
                 "layer": [
-                    {"mark": {"type": "rule", "strokeDash": [3, 3]}, "encoding": {"y": None}},
-                    {
-                        "mark": {"type": "point", "filled": True, "size": 130, "opacity": 1},
-                        "encoding": {
-                            **_named("profile"),
-                            "tooltip": _tooltip("profile", "layer", share=".1%", value=".4f"),
-                        },
-                    },
+                    _marks({"type": "rule", "strokeDash": [3, 3]}, y=None),
+                    _marks(_points(130), **_named("profile"), tooltip=tooltip),
                 ],
             },
         ],
     }
 
 
+def _points(size: int) -> Spec:
+    return {"type": "point", "filled": True, "size": size, "opacity": 1}
+
+
 def _curve_place(what: str, of_loss: bool) -> Spec:
-    """Axes of a curve."""
+    """Return the axes of a curve."""
     scale: Spec = {"type": "symlog", "constant": 0.01} if of_loss else {"domain": [0, 1]}
     axis = {"format": "%", "tickCount": 10, "labelOverlap": "parity"}
-    kept = {"field": "share", "type": "quantitative", "title": "kept of the context", "axis": axis}
     return {
-        "x": {**kept, "scale": {"domain": [0, 1]}},
-        "y": {"field": "value", "type": "quantitative", "title": what, "scale": scale},
+        "x": _number("share", "kept of the context", axis=axis, scale={"domain": [0, 1]}),
+        "y": _number("value", what, scale=scale),
     }
 
 
 def _spread(curves: UnitCurves) -> list[Spec]:
-    """A row for each point of a row for a curve."""
+    """Return the transforms from a row for a curve to one for each of its points."""
     shares = [float(f"{share:.4g}") for share in curves.shares]
     return [
         {"calculate": json.dumps(shares), "as": "share"},
@@ -278,7 +247,7 @@ def _spread(curves: UnitCurves) -> list[Spec]:
 
 
 def layers_chart(curves: UnitCurves, *, what: str, of_loss: bool = False) -> Spec:
-    """Curves of all layers, or of the heads that were measured, coloured by depth; and their mean.
+    """Return the curves of all layers, or of the measured heads, coloured by depth; and the mean.
 
     Parameters
     ----------
@@ -288,35 +257,25 @@ def layers_chart(curves: UnitCurves, *, what: str, of_loss: bool = False) -> Spe
     lines = curves.lines()
     whole = [line for line in lines if line["head"] == WHOLE] or lines
     place = _curve_place(what, of_loss)
+    legend = {
+        **{"orient": "bottom-right", "direction": "horizontal"},
+        **{"gradientLength": 120, "offset": 12},
+    }
+    thin = {"type": "line", "strokeWidth": 1, "opacity": 0.8}
+    mean = {"type": "line", "strokeWidth": 3, "style": "mean"}
     return {
         "data": {"values": whole},
         "transform": _spread(curves),
         "encoding": place,
         "layer": [
-            {
-                "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.8},
-                "encoding": {
-                    "detail": [{"field": "layer"}, {"field": "head"}],
-                    "color": {
-                        "field": "layer",
-                        "type": "quantitative",
-                        "legend": {
-                            **{"orient": "bottom-right", "direction": "horizontal"},
-                            **{"gradientLength": 120, "offset": 12},
-                        },
-                    },
-                },
-            },
-            {
-                "mark": {"type": "line", "strokeWidth": 3, "style": "mean"},
-                "encoding": {"y": {**place["y"], "aggregate": "mean"}},
-            },
+            _marks(thin, detail=_UNIT, color=_number("layer", legend=legend)),
+            _marks(mean, y={**place["y"], "aggregate": "mean"}),
         ],
     }
 
 
 def strips_chart(rows: Sequence[Row], *, width: int) -> Spec:
-    """A strip of bars a name, one bar a layer: the share that it keeps.
+    """Return a strip of bars a name, one bar a layer: the share that it keeps.
 
     Parameters
     ----------
@@ -328,138 +287,89 @@ def strips_chart(rows: Sequence[Row], *, width: int) -> Spec:
     header = {"labelAngle": 0, "labelAlign": "left", "labelFontSize": 12, "labelPadding": 8}
     axis = {"format": "%", "values": [0, 1], "title": None, "labelFontSize": 10}
     order = {"field": "order", "op": "min"}
+    share = _number("share", axis=axis, scale={"domain": [0, 1]})
     return {
         "title": "What each solver lets a layer keep of the prompt",
         "data": {"values": list(rows)},
         "facet": {"row": {"field": "who", "title": None, "sort": order, "header": header}},
         "spacing": 14,
-        "spec": {
-            **{"width": width, "height": 44, "mark": "bar"},
-            "encoding": {
-                "x": _layers_axis(),
-                "y": {
-                    **{"field": "share", "type": "quantitative", "axis": axis},
-                    "scale": {"domain": [0, 1]},
-                },
-            },
-        },
+        "spec": {"width": width, "height": 44, **_marks("bar", x=_layers_axis(), y=share)},
     }
 
 
 def harm_chart(rows: Sequence[Row]) -> Spec:
-    """Measured KL of each name, the least first; filled where every needle was found.
+    """Return the measured KL of each name, the lowest first; filled if every needle was found.
 
     Parameters
     ----------
     rows : sequence of dict
         ``who``, ``kl``, ``found`` of ``of``.
     """
-    x = {
-        "field": "kl",
-        "type": "quantitative",
-        "title": "KL to the full cache, nats per token",
-        "scale": {"type": "log"},
-        "axis": _decades(),
-    }
     text = "format(datum.kl, '.2~g') + '; ' + datum.found + '/' + datum.of"
+    some, whole = ({"filter": f"datum.found {sign} datum.of"} for sign in ("<", "=="))
+    label = {"type": "text", "align": "left", "dx": 9}
     return {
         "data": {"values": list(rows)},
         "transform": [{"calculate": text, "as": "said"}],
         "encoding": {
-            "x": x,
+            "x": _number("kl", _KL, scale={"type": "log"}, axis=_decades()),
             "y": {"field": "who", "type": "nominal", "title": None, "sort": "x"},
         },
         "layer": [
-            {
-                "transform": [{"filter": "datum.found == datum.of"}],
-                "mark": {"type": "point", "filled": True, "size": 110, "opacity": 1},
-            },
-            {
-                "transform": [{"filter": "datum.found < datum.of"}],
-                "mark": {"type": "point", "size": 90},
-            },
-            {
-                "mark": {"type": "text", "align": "left", "dx": 9},
-                "encoding": {"text": {"field": "said"}},
-            },
+            _marks(_points(110), whole),
+            _marks({"type": "point", "size": 90}, some),
+            _marks(label, text={"field": "said"}),
         ],
     }
 
 
 def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, what: str) -> Spec:
-    """The best possible at every size as lines, and where budget profiles stand.
+    """Return the best possible at every size as lines, with the marks of budget profiles.
 
     Parameters
     ----------
     traced : sequence of dict
-        As `Material.frontier_rows` gives them.
+        As `Material.frontier_rows` returns them.
     points : sequence of dict
-        As `Material.point_rows` gives them.
+        As `Material.point_rows` returns them.
     by : str
         Which of their values is drawn: ``retention``, ``loss`` or ``price``.
     what : str
         Title of the vertical axis.
     """
-    y: Spec = {"field": by, "type": "quantitative", "title": what}
+    y = _number(by, what)
     if by == "price":
         y |= {"scale": {"type": "log"}, "axis": _decades()}
-    layers: list[Spec] = []
-    if traced:
-        line = {
-            "data": {"values": list(traced)},
-            "mark": {"type": "line", "strokeWidth": 2},
-            "encoding": {
-                "strokeDash": {"field": "curve", "type": "nominal", "title": None},
-                "tooltip": _tooltip("curve", share=".1%", retention=".4f", loss=".4f"),
-            },
-        }
-        layers.append(line)
-    if points:
-        mark = {
-            "data": {"values": list(points)},
-            "mark": {"type": "point", "filled": True, "size": 150, "opacity": 1},
-            "encoding": {
-                **_named("name"),
-                "tooltip": _tooltip("name", "solver", share=".1%", retention=".4f", loss=".4f"),
-            },
-        }
-        layers.append(mark)
+    formats = {"share": ".1%", "retention": ".4f", "loss": ".4f"}
+    dash = {"field": "curve", "type": "nominal", "title": None}
+    line = _marks(
+        {"type": "line", "strokeWidth": 2}, strokeDash=dash, tooltip=_tooltip("curve", **formats)
+    )
+    mark = _marks(_points(150), **_named("name"), tooltip=_tooltip("name", "solver", **formats))
+    drawn = [(line, traced), (mark, points)]
+    layers = [{"data": {"values": list(rows)}, **layer} for layer, rows in drawn if rows]
     return {"encoding": {"x": _bytes_axis([*traced, *points]), "y": y}, "layer": layers}
 
 
 def measured_chart(rows: Sequence[Row]) -> Spec:
-    """Measured KL of every method over its bytes, with its interval.
+    """Return the measured KL of every method over its bytes, with its interval.
 
     Parameters
     ----------
     rows : sequence of dict
-        As `Material.measured_rows` gives them, those with a KL and a share.
+        As `Material.measured_rows` returns them, those with a KL and a share.
     """
-    y = {
-        "field": "kl",
-        "type": "quantitative",
-        "title": "KL to the full cache, nats per token",
-        "scale": {"type": "symlog", "constant": 0.001},
-    }
+    tooltip = _tooltip("name", "source", "n", share=".1%", kl=".4f", score=".0%")
+    known, ends = {"filter": "isValid(datum.low)"}, {"y": _number("low"), "y2": {"field": "high"}}
     return {
         "data": {"values": list(rows)},
-        "encoding": {"x": _bytes_axis(rows, "of a cache at 16 bits"), "y": y},
+        "encoding": {
+            "x": _bytes_axis(rows, "of a cache at 16 bits"),
+            "y": _number("kl", _KL, scale={"type": "symlog", "constant": 0.001}),
+        },
         "layer": [
-            {
-                "transform": [{"filter": "isValid(datum.low)"}],
-                "mark": {"type": "rule", "strokeWidth": 1.5},
-                "encoding": {
-                    "y": {"field": "low", "type": "quantitative"},
-                    "y2": {"field": "high"},
-                },
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 150, "opacity": 1},
-                "encoding": {
-                    **_named("name"),
-                    "tooltip": _tooltip("name", "source", "n", share=".1%", kl=".4f", score=".0%"),
-                },
-            },
+            _marks({"type": "rule", "strokeWidth": 1.5}, known, **ends),
+            _marks(_points(150), **_named("name"), tooltip=tooltip),
         ],
     }
 
@@ -468,13 +378,12 @@ def _bytes_axis(rows: Sequence[Row], of: str = "of the full cache") -> Spec:
     least = min((row["share"] for row in rows), default=1.0)
     below = max((tick for tick in _PERCENT_TICKS if tick <= least), default=least)
     ticks = [tick for tick in _PERCENT_TICKS if tick >= below]
-    return {
-        "field": "share",
-        "type": "quantitative",
-        "title": f"bytes kept, {of}",
-        "scale": {"type": "log", "nice": False, "domain": [below, 1], "clamp": True},
-        "axis": {"format": "~%", "values": ticks, "labelOverlap": "parity"},
-    }
+    return _number(
+        "share",
+        f"bytes kept, {of}",
+        scale={"type": "log", "nice": False, "domain": [below, 1], "clamp": True},
+        axis={"format": "~%", "values": ticks, "labelOverlap": "parity"},
+    )
 
 
 def _decades() -> Spec:
@@ -482,7 +391,7 @@ def _decades() -> Spec:
 
 
 def _named(name: str) -> Spec:
-    """Colour and shape by a name, in one legend."""
+    """Return colour and shape by a name, in one legend."""
     named = {"field": name, "type": "nominal", "title": None}
     return {"color": named, "shape": named}
 
@@ -495,14 +404,14 @@ def _tooltip(*names: str, **formats: str) -> list[Spec]:
 
 
 def selectable(spec: Spec, field: str, value: str) -> Spec:
-    """Let a parameter of a field's name choose whose rows a chart shows.
+    """Return a chart whose rows are chosen by a parameter of a field's name.
 
     Parameters
     ----------
     spec : dict
     field : str
     value : str
-        What is shown at first.
+        The first choice.
     """
     chosen = {"filter": f"datum.{field} == {field}"}
     params, transform = [{"name": field, "value": value}], spec.get("transform", [])
