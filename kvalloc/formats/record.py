@@ -43,30 +43,6 @@ _LARGE_BYTES, _HOLES = 2**30, 1000
 """A safetensors file larger than this, of which less than one part in `_HOLES` is stored, is not
 read: it would cost its sender nothing and its reader all memory."""
 
-__all__ = [
-    "WHAT_TO_DO",
-    "ArrayRecord",
-    "FileRecord",
-    "FloatArray1D",
-    "FloatArray3D",
-    "FloatArray4D",
-    "FloatArray5D",
-    "IntArray1D",
-    "IntArray2D",
-    "IntArray5D",
-    "JsonRecord",
-    "MeasuredHeader",
-    "Record",
-    "digest_of",
-    "digest_over",
-    "first_fault",
-    "kind_of",
-    "require",
-    "require_none",
-    "require_shape",
-    "with_article",
-]
-
 _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
 """Of an indented JSON text, numbers of a list, such as a row of budgets, go on one line."""
 

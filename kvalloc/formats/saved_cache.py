@@ -25,8 +25,6 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
 from kvalloc.formats.tensors import tensor_table
 
-__all__ = ["SavedCacheHeader", "StoredTensor", "tensor_digest"]
-
 
 def _checked(stated: object) -> BudgetProfile:
     """Return the profile inside a header, its digest checked."""

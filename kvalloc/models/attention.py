@@ -30,16 +30,6 @@ from kvalloc.models.structure import check_decoder_only, decoder_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = [
-    "AttentionStates",
-    "AttentionSwitch",
-    "Compute",
-    "Handler",
-    "Observed",
-    "base_implementation",
-    "intercept_attention",
-]
-
 _PREFIX = "kvalloc_"
 
 

@@ -19,8 +19,6 @@ from kvalloc.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["known_frequencies", "layer_frequencies", "rotate"]
-
 _ROTATES: dict[str, Callable[[Any], bool]] = {
     "": lambda layer: True,
     "position_embeddings is not None": lambda layer: True,

@@ -14,23 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "check_decoder_only",
-    "context_limit",
-    "decoder_layers",
-    "decoder_of",
-    "is_compiled",
-    "end_tokens",
-    "input_device",
-    "is_packed",
-    "known_weights",
-    "plain_weight",
-    "repetition_penalty",
-    "rotary_settings",
-    "text_config",
-    "weights_digest",
-]
-
 _SAMPLES = 64
 """Elements of each sampled weight."""
 

@@ -24,12 +24,6 @@ _PERCENT_TICKS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1]
 _KL = "KL to the full cache, nats per token"
 _UNIT = [{"field": "layer"}, {"field": "head"}]
 
-FRONTIERS = (
-    ("retention", "mean", "retention (share of the attention mass)"),
-    ("loss", "loss", "predicted loss, nats per token"),
-)
-"""What the bytes buy: a row's field, the objective of its best, and the title of its axis."""
-
 
 def theme(*, ink: str, faint: str, empty: str, ramp: Sequence[str], names: Sequence[str]) -> Spec:
     """Return colours and type of a picture as Vega-Lite's configuration."""
@@ -171,16 +165,8 @@ def _heads_axis(name: str, heads: int) -> Spec:
     return _number(name, "KV head", axis=axis, scale={"domain": [0, heads], "nice": False})
 
 
-def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
+def curve_chart(curves: UnitCurves) -> Spec:
     """Return the curves of all units, one of them thick, with the marks of budget profiles on it.
-
-    Parameters
-    ----------
-    curves : UnitCurves
-    what : str
-        Title of the vertical axis.
-    of_loss : bool
-        Losses are drawn on a scale that is linear near 0 and logarithmic above.
 
     Returns
     -------
@@ -207,7 +193,7 @@ def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
     return {
         "params": [{"name": name, "value": lines[0][name]} for name in ("layer", "head")],
         "data": {"values": lines},
-        "encoding": _curve_place(what, of_loss),
+        "encoding": _curve_place(curves),
         "layer": [
             _marks({**thin, "style": "context"}, context, *_spread(curves), detail=_UNIT),
             _marks(thick, chosen, *_spread(curves), detail={"field": "head"}),
@@ -227,13 +213,14 @@ def _points(size: int) -> Spec:
     return {"type": "point", "filled": True, "size": size, "opacity": 1}
 
 
-def _curve_place(what: str, of_loss: bool) -> Spec:
-    """Return the axes of a curve."""
-    scale: Spec = {"type": "symlog", "constant": 0.01} if of_loss else {"domain": [0, 1]}
+def _curve_place(curves: UnitCurves) -> Spec:
+    """Return the axes of curves: that of losses is linear near 0 and logarithmic above."""
+    of_loss: Spec = {"type": "symlog", "constant": 0.01}
+    scale = of_loss if curves.of_loss else {"domain": [0, 1]}
     axis = {"format": "%", "tickCount": 10, "labelOverlap": "parity"}
     return {
         "x": _number("share", "kept of the context", axis=axis, scale={"domain": [0, 1]}),
-        "y": _number("value", what, scale=scale),
+        "y": _number("value", curves.what, scale=scale),
     }
 
 
@@ -246,17 +233,11 @@ def _spread(curves: UnitCurves) -> list[Spec]:
     ]
 
 
-def layers_chart(curves: UnitCurves, *, what: str, of_loss: bool = False) -> Spec:
-    """Return the curves of all layers, or of the measured heads, coloured by depth; and the mean.
-
-    Parameters
-    ----------
-    curves, what, of_loss
-        As in `curve_chart`.
-    """
+def layers_chart(curves: UnitCurves) -> Spec:
+    """Return the curves of all layers or measured heads, coloured by depth, and their mean."""
     lines = curves.lines()
     whole = [line for line in lines if line["head"] == WHOLE] or lines
-    place = _curve_place(what, of_loss)
+    place = _curve_place(curves)
     legend = {
         **{"orient": "bottom-right", "direction": "horizontal"},
         **{"gradientLength": 120, "offset": 12},

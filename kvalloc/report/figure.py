@@ -6,24 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report import charts
 from kvalloc.report.charts import Spec
-from kvalloc.report.material import Material, Row, UnitCurves
-from kvalloc.report.terminal import short_name
+from kvalloc.report.material import FRONTIERS, Material, Row, UnitCurves
+from kvalloc.report.terminal import merged_names, short_name
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint
     from kvalloc.formats.evaluation import EvaluationRow
-
-NEAR = 0.02
-"""Budgets that differ by less than this share of the context in every layer are drawn once."""
 
 WIDTH = 740
 """Pixels of a whole picture before it is scaled: about what a page of text is wide."""
@@ -91,25 +85,18 @@ def _budgets(material: Material) -> list[Spec]:
 def _curves(material: Material) -> list[Spec]:
     panels = []
     for name, scores in material.scores.items():
-        curves = UnitCurves.of_retention(scores, {})
-        title = f"{name}: retention by scorer {scores.scorer}"
-        panels.append({**charts.layers_chart(curves, what="retention"), "title": title})
-        if scores.has_losses:
-            curves = UnitCurves.of_loss(scores, {})
-            title = f"{name}: loss of each unit reduced alone, scorer {scores.scorer}"
-            drawn = charts.layers_chart(curves, what="loss, nats per token", of_loss=True)
-            panels.append({**drawn, "title": title})
+        for curves in UnitCurves.all_of(scores):
+            what = "loss of each unit reduced alone," if curves.of_loss else "retention by"
+            title = f"{name}: {what} scorer {scores.scorer}"
+            panels.append({**charts.layers_chart(curves), "title": title})
     return panels
 
 
 def _frontier(material: Material) -> list[Spec]:
-    traced, points = material.frontier_rows(), material.point_rows()
     return [
-        charts.frontier_chart(
-            best, [row for row in points if row[by] is not None], by=by, what=what
-        )
-        for by, objective, what in charts.FRONTIERS
-        if (best := [row for row in traced if row["objective"] == objective])
+        charts.frontier_chart(best, reached, by=by, what=what)
+        for by, what, best, reached in material.frontiers()
+        if best
     ]
 
 
@@ -152,7 +139,7 @@ def draw_frontier(points: Sequence[FrontierPoint], path: str | Path, *, title: s
         for point in points
     ]
     panels = []
-    for by, _, what in (*charts.FRONTIERS, ("price", "", "value of one more MiB")):
+    for by, _, what in (*FRONTIERS, ("price", "", "value of one more MiB")):
         if known := [row for row in rows if row[by] is not None]:
             panels.append(charts.frontier_chart(known, [], by=by, what=what))
     charts.save_chart(_stacked(panels, title), path)
@@ -197,18 +184,17 @@ def save_budget_figure(
     if not profiles:
         raise InputError("there is no budget profile to draw; give at least one")
     rows = []
-    for order, names in enumerate(_near_groups(profiles)):
-        profile = profiles[names[0]]
+    for order, (name, profile) in enumerate(merged_names(profiles).items()):
         kept = f"{profile.retained_bytes / profile.full_bytes:.1%} of the bytes"
-        shares = _layer_shares(profile)
+        shares = profile.budgets.mean(axis=1) / profile.context_tokens
         rows += [
             {
-                "who": [short_name(" = ".join(names), NAMES), kept],
+                "who": [short_name(name, NAMES), kept],
                 **{"order": order, "layer": layer, "share": share},
             }
             for layer, share in enumerate(shares.tolist())
         ]
-    curves = charts.layers_chart(UnitCurves.of_retention(scores, {}), what="retention")
+    curves = charts.layers_chart(UnitCurves.retention(scores, {}))
     half = {"width": WIDTH // 2 - 40, "height": 300}
     said: Spec = {"text": "Layers differ in what they need", "subtitle": "thick: their mean"}
     below = [{**curves, **half, "title": said}]
@@ -235,25 +221,3 @@ def save_budget_figure(
         **{"align": "none", "spacing": 30, **apart},
     }
     charts.save_chart(whole, path)
-
-
-def _near_groups(profiles: Mapping[str, BudgetProfile]) -> list[list[str]]:
-    """Names whose budgets could not be told apart, together."""
-    groups: list[list[str]] = []
-    for name, profile in profiles.items():
-        for group in groups:
-            other = profiles[group[0]]
-            apart = np.abs(_layer_shares(other) - _layer_shares(profile))
-            same_context = other.context_tokens == profile.context_tokens
-            if other.level == profile.level and same_context and np.all(apart < NEAR):
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups
-
-
-def _layer_shares(profile: BudgetProfile) -> FloatArray:
-    """Kept share of the context in each layer, mean over heads, ``(n_layers,)``."""
-    shares: FloatArray = profile.budgets.mean(axis=1) / profile.context_tokens
-    return shares

@@ -1,4 +1,4 @@
-"""What some files hold together: the material of a report or a picture."""
+"""The content of some files together: the material of a report or a picture."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ CURVE_POINTS = 33
 """Budgets at which a retention curve is drawn, closer together where it bends."""
 
 FRONTIER_POINTS = 24
+
+RETENTION, LOSS = "retention", "loss, nats per token"
+
+FRONTIERS = (
+    ("retention", "mean", "retention (share of the attention mass)"),
+    ("loss", "loss", "predicted loss, nats per token"),
+)
+"""What the bytes buy: a row's field, the objective of its best, and the title of its axis."""
 
 Row = dict[str, Any]
 
@@ -68,12 +76,12 @@ class Material:
         if not files:
             raise InputError("there is nothing to report on; name at least one file")
         named: dict[str, str] = {}
-        found: dict[str, Any] = {}
+        records: dict[str, Any] = {}
         for file in dict.fromkeys(map(str, files)):
             record = load_file(file)
             name = Path(file).stem if os.path.exists(file) else file
-            name = name if name not in found else file
-            for other, first in found.items():
+            name = name if name not in records else file
+            for other, first in records.items():
                 try:
                     first.shape.require_same_model(record.shape)
                 except ModelMismatchError as error:
@@ -81,10 +89,10 @@ class Material:
                         f"{named[other]} and {file} do not belong together: the first is of "
                         f"{model_text(first.shape)}; the second of {model_text(record.shape)}"
                     ) from error
-            named[name], found[name] = file, record
+            named[name], records[name] = file, record
 
         def of(kind: type[Any]) -> dict[str, Any]:
-            return {name: one for name, one in found.items() if isinstance(one, kind)}
+            return {name: one for name, one in records.items() if isinstance(one, kind)}
 
         return cls(
             files=named,
@@ -105,7 +113,7 @@ class Material:
         return shape
 
     def budget_rows(self) -> list[Row]:
-        """One row a profile and layer: tokens and bits of each KV head."""
+        """Return a row for each profile and layer: tokens and bits of each KV head."""
         return [
             {
                 "profile": name,
@@ -122,8 +130,15 @@ class Material:
             for layer in profile.shape.full_layers
         ]
 
+    def frontiers(self) -> Iterator[tuple[str, str, list[Row], list[Row]]]:
+        """Yield name, axis title, the best possible and the budget profiles of each frontier."""
+        traced, points = self.frontier_rows(), self.point_rows()
+        for by, objective, what in FRONTIERS:
+            best = [row for row in traced if row["objective"] == objective]
+            yield by, what, best, [row for row in points if row[by] is not None]
+
     def frontier_rows(self) -> list[Row]:
-        """The best possible at every size by the score profiles, for layers and for heads."""
+        """Return the best possible at every size by the score profiles, for layers and heads."""
         return [
             {"curve": f"best {level} budgets by {name}", "objective": objective, **_facts(point)}
             for name, scores in self.scores.items()
@@ -133,7 +148,7 @@ class Material:
         ]
 
     def point_rows(self) -> list[Row]:
-        """Where each budget profile stands: bytes, predicted retention and loss."""
+        """Return a row for each budget profile: bytes, predicted retention and loss."""
         return [
             {
                 "name": name,
@@ -146,7 +161,7 @@ class Material:
         ]
 
     def measured_rows(self) -> list[Row]:
-        """What evaluations measured, those inside budget profiles included; no full caches."""
+        """Return the rows of evaluations, also of those in budget profiles, without full caches."""
         rows = [
             _measured(row, source, str(row["name"]))
             for source, evaluation in self.evaluations.items()
@@ -161,7 +176,7 @@ class Material:
 
 
 def _traced(scores: ScoreProfile, level: Any, objective: Any) -> list[FrontierPoint]:
-    """A frontier, or nothing where the score profile does not know such units."""
+    """Return a frontier, empty if the score profile has no such units."""
     if objective == "loss" and not scores.has_losses:
         return []
     try:
@@ -180,7 +195,7 @@ def _facts(point: FrontierPoint) -> Row:
 
 
 def _measured(row: Mapping[str, Any], source: str, name: str) -> Row:
-    """A row of an evaluation as a picture takes it; what is left out or no number is None."""
+    """Return a row of an evaluation for a picture; what is left out or no number is None."""
 
     def number(value: object) -> float | None:
         return value if isinstance(value, int | float) else None
@@ -200,9 +215,9 @@ def _measured(row: Mapping[str, Any], source: str, name: str) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCurves:
-    """What a score profile says of every unit, and where budget profiles stand on it.
+    """Curves of every unit of a score profile, and the marks of budget profiles on them.
 
-    Units are whole layers, first, and their KV heads; NaN is what was not measured.
+    Units are whole layers, first, and their KV heads. NaN is what was not measured.
 
     Attributes
     ----------
@@ -214,18 +229,33 @@ class UnitCurves:
         The share that each budget profile keeps, and the curve's value there.
     layers : tuple of int
         Those that get budgets.
+    what : str
+        What ``values`` are, and their unit.
     """
 
     layers: tuple[int, ...]
+    what: str
     shares: FloatArray
     values: FloatArray
     marks: dict[str, tuple[FloatArray, FloatArray]]
 
+    @property
+    def of_loss(self) -> bool:
+        """Whether these are loss curves."""
+        return self.what != RETENTION
+
     @classmethod
-    def of_retention(
-        cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
-    ) -> UnitCurves:
-        """Retention curves of every layer and head, the mean over samples."""
+    def all_of(
+        cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile] | None = None
+    ) -> list[UnitCurves]:
+        """Return retention curves, and loss curves if they were measured."""
+        marked = profiles or {}
+        losses = [cls.losses(scores, marked)] if scores.has_losses else []
+        return [cls.retention(scores, marked), *losses]
+
+    @classmethod
+    def retention(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
+        """Return retention curves of every layer and head, the mean over samples."""
 
         def with_layers(heads: FloatArray) -> FloatArray:
             """Of values of heads, ``(n_samples, n_layers, n_kv_heads, n_points)``."""
@@ -243,11 +273,11 @@ class UnitCurves:
             marks[name] = (_shares(scores, kept), with_layers(heads[..., None])[..., 0])
         drawn = with_layers(interpolate_curves(scores.curves, scores.ranks, ranks))
         layers, shares = scores.shape.full_layers, _shares(scores, ranks)
-        return cls(layers=layers, shares=shares, values=drawn, marks=marks)
+        return cls(layers=layers, what=RETENTION, shares=shares, values=drawn, marks=marks)
 
     @classmethod
-    def of_loss(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
-        """Loss curves of the scorer's best entries, of layers or of heads as they were measured.
+    def losses(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
+        """Return loss curves of the scorer's best entries, of layers or heads as measured.
 
         Raises
         ------
@@ -264,18 +294,18 @@ class UnitCurves:
         for name, ranks in _ranks(scores, profiles):
             at = ranks + scores.protected_tokens
             kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
-            found = np.full(kept.shape, np.nan)
+            losses = np.full(kept.shape, np.nan)
             # where whole layers were measured, their heads had one budget
             if places.stop is None or profiles[name].level == "layer":
                 for unit in np.ndindex(*curves.shape[:2]):
                     place = (unit[0], unit[1] + places.start)
-                    found[place] = np.interp(kept[place], levels, curves[unit], left=np.nan)
-            marks[name] = (kept / scores.context_tokens, found)
+                    losses[place] = np.interp(kept[place], levels, curves[unit], left=np.nan)
+            marks[name] = (kept / scores.context_tokens, losses)
         layers, shares = scores.shape.full_layers, levels / scores.context_tokens
-        return cls(layers=layers, shares=shares, values=values, marks=marks)
+        return cls(layers=layers, what=LOSS, shares=shares, values=values, marks=marks)
 
     def lines(self) -> list[Row]:
-        """One row a unit with a curve: ``layer``, ``head`` (`WHOLE` for all) and its values."""
+        """Return a row for each unit with a curve: ``layer``, ``head`` (or `WHOLE`), ``values``."""
         known = np.argwhere(np.isfinite(self.values[..., 0])).tolist()
         return [
             {"layer": layer, "head": place - 1, "values": _rounded(self.values[layer, place])}
@@ -284,7 +314,7 @@ class UnitCurves:
         ]
 
     def points(self) -> list[Row]:
-        """One row a budget profile and layer: share and value of all heads, then of each."""
+        """Return a row for each budget profile and layer: shares and values, all heads first."""
         return [
             {
                 "profile": name,
@@ -300,7 +330,7 @@ class UnitCurves:
 def _ranks(
     scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
 ) -> Iterator[tuple[str, FloatArray]]:
-    """Kept evictable entries of each profile, at the score profile's context where they scale."""
+    """Yield the kept evictable entries of each profile, at the score profile's context."""
     for name, profile in profiles.items():
         if profile.context_tokens > scores.protected_tokens:
             yield name, evictable_rank(scores, profile.budgets, profile.context_tokens)
@@ -312,5 +342,5 @@ def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
 
 
 def _rounded(values: FloatArray) -> list[float | None]:
-    """Four digits of each, None for NaN."""
+    """Return four digits of each, None for NaN."""
     return [float(f"{value:.4g}") if value == value else None for value in values.tolist()]

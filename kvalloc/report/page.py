@@ -1,4 +1,4 @@
-"""One page that holds all it needs: what files of kvalloc say, with figures that can be asked."""
+"""One self-contained HTML page about files of kvalloc, with interactive figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvalloc.report.wording import (
 from kvalloc.units import size
 
 DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
-MOST_TOKENS = 2**17
+MAX_TOKENS = 2**17
 """Longest prompt of the memory calculator where the model does not say one."""
 
 Table = tuple[str, tuple[str, ...], list[list[Row]]]
@@ -69,7 +69,7 @@ def write_report(files: Sequence[str | Path], output: str | Path) -> None:
 
 
 def page(material: Material) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     from jinja2 import Environment
 
     def part(ending: str) -> str:
@@ -84,7 +84,7 @@ def page(material: Material) -> str:
 
 
 def _facts(material: Material) -> dict[str, Any]:
-    """Everything that the template names."""
+    """Return everything that the template names."""
     shape, profiles = material.shape, material.profiles
     budgets, measured = material.budget_rows(), material.measured_rows()
     plotted = [row for row in measured if row["kl"] is not None and row["share"] is not None]
@@ -134,12 +134,9 @@ def _facts(material: Material) -> dict[str, Any]:
 
 
 def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str]]:
-    """Charts of what the bytes buy, by name, with their captions; specifications are added."""
-    traced, points = material.frontier_rows(), material.point_rows()
+    """Add charts of the frontiers; return their names and captions."""
     shown = []
-    for by, objective, what in charts.FRONTIERS:
-        best = [row for row in traced if row["objective"] == objective]
-        reached = [row for row in points if row[by] is not None]
+    for by, what, best, reached in material.frontiers():
         if best or len(reached) > 1:
             name = f"frontier-{by}"
             specs[name] = charts.frontier_chart(best, reached, by=by, what=what)
@@ -153,28 +150,24 @@ def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[
 
 
 def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str, str]]:
-    """Charts of the units' curves, by name, with their captions; specifications are added."""
+    """Add charts of the units' curves; return their names and captions."""
     shown = []
     for place, (name, scores) in enumerate(material.scores.items()):
-        kinds = {"retention": UnitCurves.of_retention(scores, material.profiles)}
-        if scores.has_losses:
-            kinds["loss, nats per token"] = UnitCurves.of_loss(scores, material.profiles)
-        for what, curves in kinds.items():
-            chart = f"curves-{place}-{what[:4]}"
-            of_loss = what != "retention"
-            specs[chart] = charts.curve_chart(curves, what=what, of_loss=of_loss)
+        for curves in UnitCurves.all_of(scores, material.profiles):
+            chart = f"curves-{place}-{curves.what[:4]}"
+            specs[chart] = charts.curve_chart(curves)
             text = (
-                f"{name}: {what.partition(',')[0]} of one unit by scorer {scores.scorer} (thick), "
-                "all others thin. Marks are what the budget profiles chose for it."
+                f"{name}: {curves.what.partition(',')[0]} of one unit by scorer {scores.scorer} "
+                "(thick), all others thin. Marks are what the budget profiles chose for it."
             )
             shown.append({"name": chart, "text": text})
     return shown
 
 
 def _memory(material: Material) -> dict[str, Any]:
-    """Bytes of a full cache and of each profile's at prompts of many lengths, one at a time."""
+    """Return the bytes of a full cache and of each profile's for one prompt of many lengths."""
     shape = material.shape
-    most = shape.max_context_tokens or MOST_TOKENS
+    most = shape.max_context_tokens or MAX_TOKENS
     own = {one.context_tokens for one in material.profiles.values()}
     steps = {step * 2**power for step in (2, 3) for power in range(6, 20)}
     contexts = sorted(length for length in {*steps, *own, most} if 256 <= length <= most)
@@ -202,7 +195,7 @@ def _memory(material: Material) -> dict[str, Any]:
 
 
 def _summary(material: Material) -> list[dict[str, str]]:
-    """What each file comes to, a line each."""
+    """Return a line about each file."""
     lines = []
     for name, profile in material.profiles.items():
         kept, whole = profile.retained_bytes, profile.full_bytes
@@ -232,7 +225,7 @@ def _summary(material: Material) -> list[dict[str, str]]:
 
 
 def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
-    """What these files leave out, and what would bring it."""
+    """Return what these files leave out, and what would add it."""
     lines = []
     if not material.profiles:
         lines.append(
@@ -256,14 +249,14 @@ def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
 
 
 def _cell(value: object, form: str = "") -> Row:
-    """A cell of a table: its text, and the number to sort by where it is one."""
+    """Return a cell of a table: its text, and the number to sort by if it is one."""
     if isinstance(value, int | float):
         return {"text": format(value, form), "value": value}
     return {"text": "-" if value is None else str(value), "value": "" if value is None else None}
 
 
 def _layer_table(material: Material) -> Table:
-    """Tokens that each layer keeps in the mean over its heads, a column a profile."""
+    """Return the tokens of each layer, mean over its heads, a column a profile."""
     rows = [
         [
             _cell(layer),
@@ -313,7 +306,7 @@ def _decision_table(material: Material) -> Table:
 
 
 def _sources(material: Material) -> list[dict[str, Any]]:
-    """What every file says of itself, in the words of `kvalloc inspect`."""
+    """Return the fields of every file, in the words of `kvalloc inspect`."""
     words: dict[type, Any] = {
         BudgetProfile: budget_fields,
         ScoreProfile: score_fields,

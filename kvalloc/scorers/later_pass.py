@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CARRIED_TOKENS", "SMALLEST_CHUNK", "Later", "LaterStep"]
-
 CARRIED_TOKENS = 8
 """Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
 
