@@ -1,23 +1,25 @@
-"""A prompt from the command line, and its answer as it comes: what generate and chat share."""
+"""A prompt from the command line, and answers as they come: what generate and chat share."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.cli.output import note, wants_json
 from kvalloc.cli.progress import slow
-from kvalloc.cli.reduction import model_shape
+from kvalloc.cli.reduction import Reduction, cache_facts, kept_text, model_shape, note_way
 from kvalloc.errors import InputError
-from kvalloc.files import near_file
+from kvalloc.files import check_writable
 from kvalloc.models.structure import input_device
-from kvalloc.prompts.chat import without_chat
+from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text, encode
+from kvalloc.prompts.texts import decoded, read_utf8
 from kvalloc.units import Option, check_temperature, size
 
 if TYPE_CHECKING:
@@ -42,10 +44,11 @@ class PromptOptions:
     max_new_tokens : int, default 128
         Length of an answer at most, tokens.
     temperature : float
-        Draw each token of an answer at this temperature, such as 0.7; by default always the most
-        likely one is taken.
+        Draw each token at this temperature, such as 0.7; by default the most likely one is taken.
     seed : int
         With `temperature`: draws the answer, the same one each time; 0 by default.
+    save_cache : Path
+        Save all that was read and answered, for 'kvalloc chat --cache'.
     """
 
     prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None
@@ -54,20 +57,18 @@ class PromptOptions:
     max_new_tokens: Annotated[int, Option("N", ANSWER, least=1)] = 128
     temperature: Annotated[float | None, Option("T", ANSWER)] = None
     seed: Annotated[int | None, Option("N", ANSWER, least=0)] = None
+    save_cache: Annotated[Path | None, Option("FILE", ANSWER)] = None
 
-    @classmethod
-    def of(cls, typed: Mapping[str, Any]) -> Self:
-        """Make it of everything that was typed.
+    def __post_init__(self) -> None:
+        """Refuse a temperature that no answer can be drawn at, and a file that cannot be written.
 
         Raises
         ------
         InputError
-            If the answer cannot be drawn so.
         """
-        names = {one.name for one in fields(cls)} & {*typed}
-        options = cls(**{name: typed[name] for name in names})
-        check_temperature(options.temperature)
-        return options
+        check_temperature(self.temperature)
+        if self.save_cache is not None:
+            check_writable(self.save_cache)
 
     def read(self) -> tuple[str, str]:
         """Read the prompt.
@@ -80,16 +81,16 @@ class PromptOptions:
         Raises
         ------
         InputError
-            If there is none or there are two, or it is empty, unreadable or no text.
+            If there is none, or it is empty, unreadable or no text.
         """
         if self.prompt is not None:
             text, where = check_text(self.prompt, "--prompt"), "--prompt"
         elif self.prompt_file is not None:
-            text, where = _file_text(self.prompt_file), self.prompt_file.name
+            text, where = read_utf8(self.prompt_file), self.prompt_file.name
         elif sys.stdin is None or sys.stdin.isatty():
             raise InputError("there is no prompt; give --prompt TEXT, --prompt-file FILE or stdin")
         else:
-            text, where = _decoded(sys.stdin.buffer.read(), "stdin"), "stdin"
+            text, where = decoded(sys.stdin.buffer.read(), "stdin"), "stdin"
         if not text.strip():
             raise InputError(f"the prompt from {where} is empty; give some text")
         return text, where
@@ -111,70 +112,6 @@ def check_text(text: str, where: str) -> str:
             "UTF-8"
         ) from error
     return text
-
-
-def _file_text(file: Path) -> str:
-    try:
-        return _decoded(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        raise InputError(f"there is no file {file}; {near_file(file)}check the path") from None
-    except OSError as error:
-        raise InputError(f"cannot read {file} ({error.strerror})") from error
-
-
-def _decoded(data: bytes, where: str) -> str:
-    if b"\0" in data:
-        raise InputError(f"{where} is not text (it holds zero bytes); give UTF-8 text")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{where} is not UTF-8 text (byte {error.start} cannot be read); convert it to UTF-8"
-        ) from error
-
-
-def prompt_ids(tokenizer: Any, text: str, in_chat: bool) -> tuple[int, ...]:
-    """Return the tokens of a prompt, in the model's chat form or as it stands."""
-    if not in_chat:
-        return encode(tokenizer, text, special=True)
-    messages = [{"role": "user", "content": text}]
-    return encode(tokenizer, chat_text(tokenizer, messages, way_out=without_chat()))
-
-
-def check_room(loaded: LoadedModel, n_tokens: int, options: PromptOptions) -> None:
-    """Refuse more tokens than leave room for an answer.
-
-    Raises
-    ------
-    InputError
-    """
-    limit, longest = model_shape(loaded).max_context_tokens, options.max_new_tokens
-    if limit is not None and n_tokens + longest > limit:
-        raise InputError(
-            f"{n_tokens:,} tokens to read leave no room for an answer of up to {longest:,} within "
-            f"the {limit:,} tokens of {loaded.model_id}; shorten the text, or --max-new-tokens"
-        )
-
-
-def save(cache: Any, path: Path, notes: Mapping[str, Any]) -> None:
-    """Save what a cache holds, and say so."""
-    from kvalloc.runtime.saving import save_cache
-
-    cache.evict()  # nobody asks before it is saved: what has been read decides
-    save_cache(cache, path, notes=notes)
-    note(f"saved as {path}, {size(path.stat().st_size)}")
-
-
-def feed(loaded: LoadedModel, cache: Any, ids: Sequence[int]) -> None:
-    """Let the model read tokens into a cache."""
-    import torch
-
-    from kvalloc.models.quiet import quiet_transformers
-
-    if ids:
-        prompt = torch.tensor([[*ids]], device=input_device(loaded.model))
-        with torch.no_grad(), quiet_transformers():
-            loaded.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
 
 
 @dataclass(kw_only=True)
@@ -210,73 +147,212 @@ class Answer:
         return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
 
 
-def write_answer(
-    loaded: LoadedModel,
-    cache: Any,
-    ids: Sequence[int],
-    options: PromptOptions,
-    *,
-    ends: Collection[int],
-    keep: bool,
-    waiting: str = "",
-    at_first: Callable[[], object] = lambda: None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Answer:
-    """Write an answer, on stdout as it comes unless JSON is wanted.
+@dataclass(kw_only=True)
+class Conversation:
+    """A model, its cache, and what the next turn follows.
 
-    Parameters
+    Attributes
     ----------
-    loaded : LoadedModel
-    cache : transformers.Cache
-        What the model has read.
-    ids : sequence of int
-        What follows it.
+    reduction : Reduction
     options : PromptOptions
-    ends : collection of int
-        Tokens that end an answer.
-    keep : bool
-        Leave question and answer in the cache; otherwise it stays as it was.
-    waiting : str
-        What is shown until the first token.
-    at_first : callable
-        Called with the first token, before it is read.
-    stopped : callable
-        Whether the answer is to end with the token that has come.
+    loaded : LoadedModel
+    make_cache : callable
+        Makes an empty cache for a prompt of that many tokens.
+    in_chat : bool
+        Whether turns are put into the model's chat form.
+    cache : transformers.Cache or None
+        What has been read; None before the first turn.
+    answered : bool
+        Whether the cache ends with an answer.
+    document : str
+        Name of what was read first.
+    read_seconds, load_seconds : float or None
+        What reading the document took, now or before it was saved, and loading it; None where it
+        was not read, or not loaded.
     """
-    import torch
-    from transformers import TextStreamer
 
-    from kvalloc.models.quiet import quiet_transformers
-    from kvalloc.runtime.answering import answer
+    reduction: Reduction
+    options: PromptOptions
+    loaded: LoadedModel
+    make_cache: Callable[[int], Any]
+    in_chat: bool
+    cache: Any = None
+    answered: bool = False
+    document: str = ""
+    read_seconds: float | None = None
+    load_seconds: float | None = None
+    _unread: Sequence[int] = ()
+    """The last token of an answer that it does not end with: it was written, not read."""
 
-    streamer: Any = TextStreamer(loaded.tokenizer, skip_special_tokens=True)
-    written = Answer()
-    with ExitStack() as until_first, quiet_transformers():
-        if waiting:
-            until_first.enter_context(slow(waiting))
-        tokens = answer(
-            loaded.model,
-            cache,
-            ids,
-            max_new_tokens=options.max_new_tokens,
-            ends=ends,
-            keep=keep,
-            temperature=options.temperature,
-            seed=options.seed or 0,
-        )
-        try:
-            for token in tokens:
-                written.times.append(time.perf_counter())
-                written.tokens.append(token)
-                if len(written.tokens) == 1:
-                    until_first.close()
-                    at_first()
-                if not wants_json():
-                    streamer.put(torch.tensor([token]))
-                if stopped():
-                    break
-        finally:
-            if not wants_json():  # what is printed next gets a line of its own
-                streamer.end()
-    written.text = loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
-    return written
+    @classmethod
+    def begin(cls, reduction: Reduction, options: PromptOptions) -> Self:
+        """Load the model, for a conversation in which nothing was said yet.
+
+        Raises
+        ------
+        KVAllocError
+            As `Reduction.load`, or if the model has no chat form and one is wanted.
+        """
+        loaded, make_cache = reduction.load()
+        in_chat = wants_chat(loaded.tokenizer, options.chat)
+        return cls(
+            reduction=reduction, options=options, loaded=loaded, make_cache=make_cache,
+            in_chat=in_chat,
+        )  # fmt: skip
+
+    @cached_property
+    def form(self) -> DocumentForm:
+        """Return what stands around a document, questions and answers."""
+        return DocumentForm.of(self.loaded.tokenizer, self.in_chat)
+
+    @cached_property
+    def ends(self) -> set[int]:
+        """Return the tokens that end an answer."""
+        from kvalloc.evaluate.caches import end_tokens
+
+        return end_tokens(self.loaded.model, self.loaded.tokenizer)
+
+    @property
+    def seen_tokens(self) -> int:
+        """Return the number of tokens that have been read."""
+        return 0 if self.cache is None else int(self.cache.get_seq_length())
+
+    def turn_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of the next turn, with what calls for its answer."""
+        tokenizer = self.loaded.tokenizer
+        if self.cache is not None:
+            return (*self._unread, *self.form.question_ids(tokenizer, text, turn=self.answered))
+        if not self.in_chat:
+            return encode(tokenizer, text, special=True)
+        messages = [{"role": "user", "content": text}]
+        return encode(tokenizer, chat_text(tokenizer, messages, way_out=without_chat()))
+
+    def check_room(self, n_tokens: int) -> None:
+        """Refuse more tokens than leave room for an answer.
+
+        Raises
+        ------
+        InputError
+        """
+        limit = model_shape(self.loaded).max_context_tokens
+        tokens, longest = self.seen_tokens + n_tokens, self.options.max_new_tokens
+        if limit is not None and tokens + longest > limit:
+            raise InputError(
+                f"{tokens:,} tokens to read leave no room for an answer of up to {longest:,} within"
+                f" the {limit:,} tokens of {self.loaded.model_id}; shorten the text, or "
+                "--max-new-tokens"
+            )
+
+    def open_cache(self, n_tokens: int) -> None:
+        """Make the cache for a prompt of that many tokens, and say which way it takes."""
+        self.cache = self.make_cache(n_tokens)
+        note_way(self.cache, self.reduction)
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Let the model read tokens into the cache."""
+        import torch
+
+        from kvalloc.models.quiet import quiet_transformers
+
+        if ids:
+            prompt = torch.tensor([[*ids]], device=input_device(self.loaded.model))
+            with torch.no_grad(), quiet_transformers():
+                self.loaded.model(input_ids=prompt, past_key_values=self.cache, logits_to_keep=1)
+
+    def answer(
+        self,
+        text: str,
+        *,
+        keep: bool = True,
+        at_first: Callable[[], object] = lambda: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """Answer a turn, on stdout as the answer comes unless JSON is wanted.
+
+        Parameters
+        ----------
+        text : str
+            The turn.
+        keep : bool
+            Leave turn and answer in the cache; otherwise it stays as it was.
+        at_first : callable
+            Called with the first token, before it is read.
+        stopped : callable
+            Whether the answer is to end with the token that has come.
+
+        Raises
+        ------
+        InputError
+            If there is no room for it.
+        """
+        import torch
+        from transformers import TextStreamer
+
+        from kvalloc.models.quiet import quiet_transformers
+        from kvalloc.runtime.answering import answer
+
+        ids, options = self.turn_ids(text), self.options
+        self.check_room(len(ids))
+        if self.cache is None:
+            self.open_cache(len(ids))
+        streamer: Any = TextStreamer(self.loaded.tokenizer, skip_special_tokens=True)
+        written = Answer()
+        with ExitStack() as until_first, quiet_transformers():
+            until_first.enter_context(slow("reading the prompt"))
+            tokens = answer(
+                self.loaded.model,
+                self.cache,
+                ids,
+                max_new_tokens=options.max_new_tokens,
+                ends=self.ends,
+                keep=keep,
+                temperature=options.temperature,
+                seed=options.seed or 0,
+            )
+            try:
+                for token in tokens:
+                    written.times.append(time.perf_counter())
+                    written.tokens.append(token)
+                    if len(written.tokens) == 1:
+                        until_first.close()
+                        at_first()
+                    if not wants_json():
+                        streamer.put(torch.tensor([token]))
+                    if stopped():
+                        break
+            finally:
+                if not wants_json():  # what is printed next gets a line of its own
+                    streamer.end()
+        written.text = self.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
+        if keep:
+            self.answered = True
+            self._unread = [token for token in written.tokens[-1:] if token not in self.ends]
+        return written
+
+    def save(self) -> None:
+        """Save what the cache holds where that was typed, and say so."""
+        from kvalloc.runtime.saving import save_cache
+
+        if (path := self.options.save_cache) is None:
+            return
+        self.read(self._unread)
+        self.cache.evict()  # nothing follows before it is saved: what has been read decides
+        noted = ("document", "read_seconds", "answered")
+        notes = {"chat": self.in_chat, **{name: getattr(self, name) for name in noted}}
+        save_cache(self.cache, path, notes=notes)
+        note(f"saved as {path}, {size(path.stat().st_size)}")
+
+    def cache_facts(self, n_tokens: int | None = None) -> dict[str, Any]:
+        """Return what the cache stores; see `cache_facts`.
+
+        Parameters
+        ----------
+        n_tokens : int, optional
+            Length of the prompt that budgets are stated for; all that was read by default.
+        """
+        return cache_facts(self.loaded, self.cache, n_tokens or self.seen_tokens)
+
+    def kept_text(self) -> str:
+        """Return what is kept of all that was read, in words."""
+        facts = self.cache_facts()
+        return kept_text(self.cache, facts["share"], facts["retained_bytes"], facts["full_bytes"])

@@ -14,6 +14,7 @@ from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
+from kvalloc.report.terminal import number_text
 from kvalloc.units import Option, parse_bits, parse_fraction, share_text, size
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def eval(model: str, **given: Any) -> None:
     if wants_json():
         print_json(rows)
     else:
-        _print_rows(rows)
+        print_evaluation(rows)
 
 
 def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
@@ -342,7 +343,7 @@ def _note_slid_out(full: dict[str, Any]) -> None:
 
 
 COLUMNS = (
-    *(("task", "task", ""), ("cache", "name", ""), ("bytes", "bytes", "")),
+    *(("task", "task", ""), ("cache", "name", ""), ("bytes", "retained_bytes", "bytes")),
     *(("of 16 bits", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
     *(("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
     *((name, name, ".4f") for name in POSITIONS),
@@ -358,29 +359,28 @@ PAIRED = (
 """Columns of the two tables: heading, what stands there, and how a number is shown."""
 
 
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        row |= {"bytes": size(row["retained_bytes"]), **row["kl_by_position"]}
-    _print(COLUMNS, rows)
+def print_evaluation(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of an evaluation, and methods against each other; what is unknown is a dash."""
+    shown = [{**row, **row.get("kl_by_position", {})} for row in rows]
+    _print(COLUMNS, shown)
     paired = []
-    for row in rows:
-        for one in row["paired"]:
-            shown = {**row, **one}
-            if one["kl_ratio"] is None:  # against the full cache: the KL itself is the difference
-                shown |= {"kl_difference": None, "kl_difference_ci95": None}
+    for row in shown:
+        for one in row.get("paired", ()):
             if one["kl_ratio"] is not None or one["score_difference"] is not None:
-                paired.append(shown)
+                paired.append({**row, **one})
     if paired:
         _print(PAIRED, paired)
 
 
 def _print(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = [heading for heading, _, _ in columns]
-    cells = [[_shown(row[key], form) for _, key, form in columns] for row in rows]
-    print_table(headings, cells, keys=2)
+    stated = [column for column in columns if any(column[1] in row for row in rows)]
+    cells = [[_cell(row.get(key), form) for _, key, form in stated] for row in rows]
+    print_table([heading for heading, _, _ in stated], cells, keys=2)
 
 
-def _shown(value: Any, form: str) -> str:
+def _cell(value: Any, form: str) -> str:
+    if form == "bytes":
+        return size(value) if isinstance(value, int) else "-"
     if isinstance(value, list):
-        return "..".join(format(end, form) for end in value)
-    return "-" if value is None else format(value, form)
+        return "..".join(number_text(end, form, "-") for end in value) or "-"
+    return str(value) if isinstance(value, str) else number_text(value, form, "-")

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import Any
 
 from kvalloc.allocation.request import RequestOptions
-from kvalloc.cli.answers import (
-    PROMPT,
-    Answer,
-    PromptOptions,
-    check_room,
-    feed,
-    prompt_ids,
-    save,
-    write_answer,
-)
-from kvalloc.cli.options import takes
+from kvalloc.cli.answers import Conversation, PromptOptions
+from kvalloc.cli.options import ModelFlags, from_typed, takes
 from kvalloc.cli.output import duration, note, print_json, wants_json
-from kvalloc.cli.reduction import (
-    OF_A_PROMPT,
-    Reduction,
-    cache_facts,
-    kept_text,
-    load_with_caches,
-    model_shape,
-    note_way,
-    note_whole,
-)
-from kvalloc.prompts.chat import wants_chat
-from kvalloc.units import Option, size
-
-if TYPE_CHECKING:
-    from kvalloc.models.loading import LoadedModel
+from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, kept_text, model_shape, note_whole
+from kvalloc.units import size
 
 EXAMPLES = """\
   kvalloc generate demo --budget 20% --prompt-file prompt.txt
@@ -44,10 +21,8 @@ EXAMPLES = """\
 """
 
 
-@takes(RequestOptions, Reduction, PromptOptions, only={RequestOptions: OF_A_PROMPT})
-def generate(
-    model: str, save_cache: Annotated[Path | None, Option("FILE", PROMPT)] = None, **typed: Any
-) -> None:
+@takes(RequestOptions, Reduction, PromptOptions, ModelFlags, only={RequestOptions: OF_A_PROMPT})
+def generate(model: str, **typed: Any) -> None:
     """Answer one prompt with a reduced cache.
 
     The cache keeps of the prompt only what the budget profile grants, or what is decided for the
@@ -55,78 +30,49 @@ def generate(
     on top of it. A --budget and nothing else is kept in the best way that needs nothing measured;
     --memory beside it is what the cache may take meanwhile. The answer goes to stdout, what it took
     to stderr.
-
-    Parameters
-    ----------
-    save_cache : Path
-        Save the cache with prompt and answer, for 'kvalloc chat --cache'.
     """
-    from kvalloc.evaluate.caches import end_tokens
-
-    reduction, options = Reduction.of(model, typed), PromptOptions.of(typed)
-    reduction.check()
-    if save_cache is not None:
-        from kvalloc.files import check_writable
-
-        check_writable(save_cache)
+    reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
     text, where = options.read()
-    loaded, make_cache = load_with_caches(reduction)
-    in_chat = wants_chat(loaded.tokenizer, options.chat)
-    ids = prompt_ids(loaded.tokenizer, text, in_chat)
-    check_room(loaded, len(ids), options)
-    cache = make_cache(len(ids))
-    note_way(cache, reduction)
-    ends = end_tokens(loaded.model, loaded.tokenizer)
-    facts, answer = _answer(loaded, cache, ids, options, ends)
-    note_whole(cache, len(ids))
-    if save_cache is not None:
-        feed(loaded, cache, [token for token in answer.tokens[-1:] if token not in ends])
-        notes = {"document": where, "read_seconds": answer.first_seconds, "chat": in_chat}
-        save(cache, save_cache, {**notes, "answered": True})
+    conversation = Conversation.begin(reduction, options)
+    facts = _answer(conversation, text)
+    note_whole(conversation.cache, facts["prompt_tokens"])
+    conversation.document, conversation.read_seconds = where, facts["prefill_seconds"]
+    conversation.save()
     if wants_json():
-        profile = None if reduction.full else reduction.profile
-        print_json({"model": loaded.model_id, "profile": profile, **facts})
+        print_json(facts)
     else:
-        _note_figures(cache, facts)
+        _note_figures(conversation.cache, facts)
 
 
-def _answer(
-    loaded: LoadedModel,
-    cache: Any,
-    ids: Sequence[int],
-    options: PromptOptions,
-    ends: Collection[int],
-) -> tuple[dict[str, Any], Answer]:
-    """Answer a prompt; returns its figures too, None where one is unknown."""
-    from transformers import DynamicCache
-
+def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
+    """Answer a prompt; return its figures, None where one is unknown."""
     from kvalloc.evaluate.caches import stored_bytes
     from kvalloc.runtime.account import kept_bytes
 
-    at_first: dict[str, Any] = {}
+    n_tokens, at_first = len(conversation.turn_ids(text)), {}
 
     def measure() -> None:
+        cache = conversation.cache
         at_first["share"] = getattr(cache, "share", 1.0)
         at_first["prompt_retained_bytes"] = stored_bytes(cache)
 
-    answer = write_answer(
-        loaded, cache, ids, options,
-        ends=ends, keep=True, waiting="reading the prompt", at_first=measure,
-    )  # fmt: skip
-    facts = {
+    answer = conversation.answer(text, at_first=measure)
+    if not conversation.reduction.full:
+        # where the cache tells prompt and answer apart, also of a prompt that was evicted late
+        kept = kept_bytes(conversation.cache.layers)
+        at_first = at_first if kept is None else {"prompt_retained_bytes": kept}
+    return {
+        "model": conversation.loaded.model_id,
+        "profile": conversation.reduction.profile,
         "answer": answer.text,
-        "prompt_tokens": len(ids),
+        "prompt_tokens": n_tokens,
         "new_tokens": len(answer.tokens),
-        **cache_facts(loaded, cache, len(ids)),
-        "prompt_full_bytes": model_shape(loaded).full_bytes(len(ids)),
+        **conversation.cache_facts(n_tokens),
+        **at_first,
+        "prompt_full_bytes": model_shape(conversation.loaded).full_bytes(n_tokens),
         "prefill_seconds": answer.first_seconds,
-        "decision_seconds": getattr(cache, "decision_seconds", None),
         "decode_tokens_per_second": answer.tokens_per_second,
     }
-    kept = None if isinstance(cache, DynamicCache) else kept_bytes(cache.layers)
-    if kept is None:
-        return {**facts, **at_first}, answer
-    return {**facts, "prompt_retained_bytes": kept}, answer  # also where it was evicted late
 
 
 def _note_figures(cache: Any, facts: Mapping[str, Any]) -> None:

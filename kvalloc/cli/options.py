@@ -6,9 +6,20 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer.core import TyperCommand
@@ -16,6 +27,8 @@ from typer.core import TyperCommand
 from kvalloc.cli.output import printing
 from kvalloc.cli.values import NAMES
 from kvalloc.units import Option, described
+
+T = TypeVar("T")
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
@@ -193,6 +206,11 @@ def takes(
         return run
 
     return decorate
+
+
+def from_typed(kind: type[T], typed: Mapping[str, Any]) -> T:
+    """Make a dataclass of those of its fields that were typed."""
+    return kind(**{one.name: typed[one.name] for one in fields(kind) if one.name in typed})  # type: ignore[arg-type]
 
 
 def _helps(documented: object) -> dict[str, tuple[str, str]]:

@@ -217,9 +217,3 @@ def running(model: str, given: Mapping[str, Any]) -> Iterator[LoadedModel]:
         with slow(f"loading {model} in workers"):
             stack.enter_context(workers)
         yield LoadedModel(model=workers, tokenizer=tokenizer, model_id=model_id)
-
-
-def note_set_aside(set_aside: Mapping[int, str]) -> None:
-    """Say which samples could not be measured."""
-    for reason in set_aside.values():
-        note(f"set aside, and named in the file: {reason}")

@@ -1,25 +1,25 @@
-"""What says on the command line how a prompt's cache is reduced, and what was kept of it."""
+"""How a prompt's cache is reduced, as typed, and what was kept of the prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from kvalloc.allocation.request import TARGETS, Request, RequestOptions
-from kvalloc.cli.options import MODEL
+from kvalloc.allocation.request import TARGETS
+from kvalloc.cli.options import MODEL, from_typed
 from kvalloc.cli.output import SLID_OUT, is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.cli.values import typed_options
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, no_such
 from kvalloc.online.conflicts import TARGET, check_conflicts
 from kvalloc.units import Option, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.loading import LoadedModel
-    from kvalloc.runtime import CacheOptions
     from kvalloc.shape import ModelShape
 
 BUDGETS, KEPT = "Budgets", "Which entries stay"
@@ -27,10 +27,6 @@ BUDGETS, KEPT = "Budgets", "Which entries stay"
 
 OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_loss"), "level")
 """What of a request can be decided from one prompt: it has no loss curves."""
-
-_PICKING = ("policy", "policy_option", "decode_every", "bounded", "surrogate")
-_REDUCING = (*OF_A_PROMPT, "profile", "full", "solver", *_PICKING)
-"""Options that say how a prompt is reduced: a saved cache was reduced when it was saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +58,6 @@ class Reduction:
         a second read of the prompt. By default the one that ships for the model, if any.
     allow_other_model : bool
         Accept a profile of a model of the same sizes.
-    dtype : str
-        Of weights and cache: float32, bfloat16 or float16. float32 by default, and with a saved
-        cache what it was saved in.
-    device : str
-        Such as cuda:0; the CPU by default.
     """
 
     model: str
@@ -82,129 +73,76 @@ class Reduction:
     bounded: Annotated[bool, Option("", KEPT)] = False
     surrogate: Annotated[Path | None, Option("FILE", KEPT)] = None
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
-    dtype: Annotated[str | None, Option("NAME", MODEL)] = None
-    device: Annotated[str | None, Option("NAME", MODEL)] = None
 
     @classmethod
     def of(cls, model: str, typed: Mapping[str, Any]) -> Self:
-        """Make it of everything that was typed."""
-        names = {field.name for field in fields(cls)} & {*typed}
-        return cls(model=model, typed=typed, **{name: typed[name] for name in names})
-
-    @property
-    def target(self) -> RequestOptions:
-        """Return what was typed of a request."""
-        return {name: self.typed[name] for name in OF_A_PROMPT if name in self.typed}  # type: ignore[return-value]
-
-    @property
-    def by_default(self) -> bool:
-        """Return whether a budget is all that is typed of how a prompt is reduced."""
-        reducing = {*_REDUCING} & {*self.typed}
-        of_default = {"budget", "memory", "decode_every", "bounded", "surrogate"}
-        return "budget" in reducing and reducing <= of_default
-
-    def given(self, *names: str) -> list[str]:
-        """Return those of some options that were typed, as flags."""
-        return [option(name) for name in names if name in self.typed]
-
-    def check(self) -> None:
-        """Refuse options that exclude each other, and a prompt without budgets.
+        """Read it from everything that was typed.
 
         Raises
         ------
         InputError
+            If options exclude each other, or none says how a prompt is reduced.
         """
-        check_conflicts(self.typed)
-        if not self.given(*TARGET, "profile", "full", "cache"):
+        check_conflicts(typed)
+        if not {*TARGET, "profile", "full", "cache"} & typed.keys():
             raise InputError(
                 "say which budgets to use with --profile P.json, decide them for the prompt with "
                 "--target-retention 0.9, or take the full cache with --full"
             )
+        return from_typed(cls, {**typed, "model": model, "typed": typed})
 
+    @property
+    def target(self) -> dict[str, Any]:
+        """Return what was typed of the target of each prompt."""
+        return {name: self.typed[name] for name in (*OF_A_PROMPT, "solver") if name in self.typed}
 
-def load_with_caches(reduction: Reduction) -> tuple[LoadedModel, Callable[[int], Any]]:
-    """Load the model, after everything that can be refused without it.
+    def load(self) -> tuple[LoadedModel, Callable[[int], Any]]:
+        """Load the model, after everything that can be refused without it.
 
-    Returns
-    -------
-    tuple of LoadedModel and callable
-        The model, and what makes an empty cache for a prompt of that many tokens, once.
+        Returns
+        -------
+        tuple of LoadedModel and callable
+            The model, and what makes an empty cache for a prompt of that many tokens.
 
-    Raises
-    ------
-    KVAllocError
-        If model and budgets do not fit, or the policy cannot be made.
-    """
-    from kvalloc.formats.shipped_profiles import load_profile
-    from kvalloc.models.loading import require_run_packages
+        Raises
+        ------
+        KVAllocError
+            If model and budgets do not fit, or the policy cannot be made.
+        """
+        from kvalloc.models.loading import require_run_packages
 
-    profile = None if reduction.profile is None else load_profile(reduction.profile)
-    if reduction.target and not reduction.by_default:
-        Request.parse(**reduction.target)
-    require_run_packages()
-    from kvalloc.runtime import CacheOptions
+        require_run_packages()
+        from kvalloc.evaluate.methods import full_cache
+        from kvalloc.online.application import cache_maker
+        from kvalloc.runtime import CacheOptions
 
-    options = CacheOptions(
-        policy=reduction.policy,
-        policy_options=_policy_options(reduction, profile),
-        decode_every=reduction.decode_every,
-        bounded=reduction.bounded,
-        allow_other_model=reduction.allow_other_model,
-        surrogate=reduction.surrogate,
-    )
-    if reduction.by_default:
-        from kvalloc.online.default import Default
+        names = ("policy", "decode_every", "bounded", "allow_other_model", "surrogate")
+        options = CacheOptions(
+            policy_options=self._policy_options(), **{name: getattr(self, name) for name in names}
+        )
+        make = None if self.full else cache_maker(self.profile, options, **self.target)
+        loaded = load(self.model, self.typed)
+        if make is None:
+            full = full_cache(loaded.model)
+            return loaded, lambda tokens: full.make_cache()
+        if self.profile is not None:
+            make(loaded.model)  # a profile of another model is refused before anything is read
+        return loaded, partial(make, loaded.model)
 
-        default = Default.parse(**reduction.target, options=options)
-        loaded = load(reduction.model, reduction.typed)
-        return loaded, lambda tokens: default.cache(loaded.model, tokens)
-    loaded = load(reduction.model, reduction.typed)
-    cache = _cache(reduction, loaded.model, profile, options)
-    return loaded, lambda tokens: cache
+    def _policy_options(self) -> dict[str, Any]:
+        """Return the policy's parameters, each of the type that it takes."""
+        if self.policy is None:
+            return dict.fromkeys(self.policy_option)  # refused: they belong to a policy
+        from kvalloc.problem.registry import SCORERS, names, plugin_options
+        from kvalloc.runtime.policies import policy_class, policy_names
+        from kvalloc.scorers import scorer_class
 
-
-def _cache(
-    reduction: Reduction, model: Any, profile: BudgetProfile | None, options: CacheOptions
-) -> Any:
-    """Make a cache that is the same for a prompt of any length."""
-    if reduction.full:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=model.config)
-    if profile is not None:
-        from kvalloc.runtime.making import build_cache
-
-        return build_cache(model, profile, options)
-    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
-
-    target = PromptTarget.parse(**reduction.target, solver=reduction.solver)
-    return make_prompt_cache(model, target, options)
-
-
-def _policy_options(reduction: Reduction, profile: BudgetProfile | None) -> dict[str, Any]:
-    """Return the policy's parameters, each of its type.
-
-    Raises
-    ------
-    InputError
-        If the policy cannot be made of them.
-    """
-    if reduction.policy is None:
-        return dict.fromkeys(reduction.policy_option)  # which belong to a policy
-    from kvalloc.formats.budget_profile import Policy
-    from kvalloc.problem.registry import SCORERS, names, plugin_options
-    from kvalloc.runtime.policies import changed_policy, policy_class, policy_names, policy_of
-    from kvalloc.scorers import scorer_class
-
-    name, policies, options = reduction.policy, policy_names(), {}
-    if name in (*policies, *names(SCORERS)):
+        name, policies = self.policy, policy_names()
+        if name not in (every := (*policies, *names(SCORERS))):
+            raise InputError(no_such("policy or scorer", name, every))
         known = plugin_options(policy_class(name) if name in policies else scorer_class(name))
         known.pop("scorer", None)
-        options = typed_options("policy", name, known, [*reduction.policy_option], example="seed=1")
-    some_policy = Policy(scorer="xkv", scorer_parameters={}, sinks=4, window=8)
-    policy = some_policy if profile is None else profile.policy
-    policy_of(changed_policy(policy, name, options))
-    return options
+        return typed_options("policy", name, known, [*self.policy_option], example="seed=1")
 
 
 def model_shape(loaded: LoadedModel) -> ModelShape:
@@ -216,7 +154,10 @@ def model_shape(loaded: LoadedModel) -> ModelShape:
 
 def note_way(cache: Any, reduction: Reduction) -> None:
     """Say which way the default took, unless ``--verbose`` says it already."""
-    if reduction.by_default and not is_verbose():
+    from kvalloc.online.default import Default
+
+    reducing = {"profile": reduction.profile, "policy": reduction.policy, **reduction.target}
+    if Default.is_asked(**reducing) and not is_verbose():
         note(cache.profile.detail)
 
 
@@ -237,7 +178,7 @@ def note_whole(cache: Any, n_tokens: int) -> None:
 
 
 def cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[str, Any]:
-    """Return what a cache holds, and the target that it was decided for, for ``--json``.
+    """Return what a cache stores, and the target that it was decided for, for ``--json``.
 
     Parameters
     ----------
@@ -250,11 +191,11 @@ def cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[str
     -------
     dict
         ``policy``, ``scorer``, ``other_policies``: who picks the entries; ``requested``: the
-        target of budgets that were decided for this prompt; ``retention``: what they reach of it,
-        where that is known; ``granted_bytes``: what the budgets allow a prompt of this length;
-        ``share``: what is stored of it, of a cache at 16 bits;
-        ``retained_bytes``, ``full_bytes``: what is stored now, and what a full cache would store.
-        None where there is none, as of a full cache.
+        target of budgets that were decided for this prompt, ``retention``: what they reach of it,
+        ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow a prompt
+        of this length; ``share``: what is stored of it, of a cache at 16 bits; ``retained_bytes``,
+        ``full_bytes``: what is stored now, and what a full cache would store. None where there is
+        none, as of a full cache.
     """
     from kvalloc.evaluate.caches import full_bytes, stored_bytes
 
@@ -268,6 +209,7 @@ def cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[str
         "other_policies": [] if profile is None else [one.title for one in profile.other_policies],
         "requested": None if decided is None else known,
         "retention": None if decided is None else decided.retention,
+        "decision_seconds": getattr(cache, "decision_seconds", None),
         "granted_bytes": None if profile is None else profile.retained_bytes_at(prompt_tokens),
         "share": getattr(cache, "share", 1.0),
         "retained_bytes": stored_bytes(cache),

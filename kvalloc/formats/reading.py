@@ -30,7 +30,7 @@ _FOREIGN = {
     b"\x89PNG": "a PNG picture",
     b"PK\x03\x04": "a ZIP archive",
     b"<": "HTML or SVG",
-    b"{": "JSON of another kind",
+    b"{": "JSON of another kind, or cut short",
 }
 """Files of others by their first bytes."""
 
@@ -80,7 +80,7 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
         field="file",
         found=with_article(kind) if kind else _foreign(path),
         expected=" or ".join(map(with_article, kinds)),
-        way_out=WHAT_TO_DO.get(kind, "name another file").format(source),
+        way_out=WHAT_TO_DO.get(kind, "name another file, or make this one again").format(source),
     )
 
 

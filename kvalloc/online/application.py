@@ -109,11 +109,35 @@ def apply(
     )
     given = {"profile": profile, **vars(options), **asked}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])
+    return Applied(model, partial(cache_maker(profile, options, **asked), model))
+
+
+def cache_maker(
+    profile: BudgetProfile | str | Path | None,
+    options: CacheOptions,
+    **asked: Unpack[PromptOptions],
+) -> Callable[..., BudgetCache]:
+    """Return what makes a cache of a model for a prompt; refuse what can be without a model.
+
+    Parameters
+    ----------
+    profile, options, **asked
+        As for `apply`; a profile and a target do not exclude each other here.
+
+    Returns
+    -------
+    callable
+        Takes the model, and what `Applied` says of a prompt.
+
+    Raises
+    ------
+    KVAllocError
+        If the profile cannot be read, or the target is none.
+    """
     if profile is None:
-        if Default.is_asked(policy=policy, policy_options=policy_options, **asked):
-            return Applied(model, partial(Default.parse(options=options, **asked).cache, model))
-        target = PromptTarget.parse(**asked)
-        return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, options)))
+        if Default.is_asked(policy=options.policy, **asked):
+            return Default.parse(options=options, **asked).cache
+        return _of_any_size(make_prompt_cache, PromptTarget.parse(**asked), options)
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if not isinstance(profile, BudgetProfile):
@@ -121,12 +145,12 @@ def apply(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-    return Applied(model, _of_any_size(partial(build_cache, model, profile, options)))
+    return _of_any_size(build_cache, profile, options)
 
 
-def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:
+def _of_any_size(make: Callable[..., BudgetCache], *how: Any) -> Callable[..., BudgetCache]:
     """Caches that are the same for every prompt."""
-    return lambda tokens=None, lengths=(), embedded=False, **more: make(**more)
+    return lambda model, tokens=None, lengths=(), embedded=False, **more: make(model, *how, **more)
 
 
 class Applied:

@@ -115,7 +115,7 @@ def read_texts(paths: Iterable[str | Path]) -> list[Document]:
         if path.suffix.lower() == ".jsonl":
             reader = option("prompts", keyword="read_prompts")
             raise InputError(f"{path} holds JSONL prompts; read it with {reader}, not as text")
-        text = _read_utf8(path)
+        text = read_utf8(path)
         if not text.strip():
             raise InputError(f"{path} is empty; give a file with text in it")
         documents.append(Document(text=text, name=path.name))
@@ -163,7 +163,7 @@ def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         names file, line and field.
     """
     file, empty = Path(path), True
-    for number, line in enumerate(_read_utf8(file).split("\n"), start=1):
+    for number, line in enumerate(read_utf8(file).split("\n"), start=1):
         if line.strip():
             empty = False
             yield number, _parse_object(line, f"{file.name}, line {number}")
@@ -249,7 +249,7 @@ def _read_folder(folder: Path) -> list[Document]:
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     ]
-    documents = [Document(text=_read_utf8(file), name=file.name) for file in files]
+    documents = [Document(text=read_utf8(file), name=file.name) for file in files]
     documents = [document for document in documents if document.text.strip()]
     if not documents:
         raise InputError(
@@ -259,7 +259,8 @@ def _read_folder(folder: Path) -> list[Document]:
     return documents
 
 
-def _read_utf8(path: Path) -> str:
+def read_utf8(path: Path) -> str:
+    """Return the text of a file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
@@ -268,13 +269,18 @@ def _read_utf8(path: Path) -> str:
     except (OSError, ValueError) as error:  # the latter where a name holds a zero byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read {path} ({reason})") from error
+    return decoded(data, str(path))
+
+
+def decoded(data: bytes, where: str) -> str:
+    """Return UTF-8 text; refuse other bytes, which are called ``where``."""
     if b"\0" in data:
-        raise InputError(f"{path} is not text (it holds zero bytes); give a UTF-8 text file")
+        raise InputError(f"{where} is not text (it holds zero bytes); give a UTF-8 text file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it to UTF-8"
+            f"{where} is not UTF-8 text (byte {error.start} cannot be read); convert it to UTF-8"
         ) from error
 
 

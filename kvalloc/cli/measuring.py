@@ -1,18 +1,23 @@
-"""The prompts of the commands that measure losses: given, or made by the tasks' rules."""
+"""What profile and fit-scorer share: the texts that are measured, and the measurement."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
+from kvalloc.cli.output import duration, note
+from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.measure import Document, Prompt
 
 PROMPTS = "On which text or prompts"
 DEFAULT_CONTEXT = 1024
+DEFAULT_KINDS = ("needle", "pairs", "kl", "code")
+"""`kvalloc.prompts.calibration.KINDS`, which is not imported without need."""
 
 
 class PromptOptions(TypedDict, total=False):
@@ -50,6 +55,82 @@ class PromptOptions(TypedDict, total=False):
 
 Prompts = Callable[[Any], "list[Document | Prompt]"]
 """Gives the prompts, for a tokenizer."""
+
+
+def measure(
+    function: Callable[..., Any],
+    options: type,
+    model: str,
+    given: Mapping[str, Any],
+    *,
+    each: int,
+    kinds: Sequence[str] = DEFAULT_KINDS,
+) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """Measure a model on the texts or prompts that the user names.
+
+    Parameters
+    ----------
+    function : callable
+        `kvalloc.profile` or `kvalloc.fit_scorer`.
+    options : type
+        The ``TypedDict`` of its options.
+    model : str
+    given : mapping
+        What was typed of its options, of `PromptOptions` and of where the model runs, ``output``
+        and ``resume`` included.
+    each : int
+        Prompts of every kind and form that are made by default.
+    kinds : sequence of str
+        Tasks that make prompts where the user names no text; texts that ship without any.
+
+    Returns
+    -------
+    tuple of object, dict and dict
+        What was measured; file and time, for ``--json`` and for people.
+
+    Raises
+    ------
+    KVAllocError
+        If anything cannot be read, written, made or measured. What can be refused without the model
+        is refused before it is loaded.
+    """
+    from kvalloc.measure.checkpoint import check_output
+
+    output, resume = given["output"], given["resume"]
+    check_output(output, resume=resume)
+    wanted = {name: given[name] for name in options.__annotations__ if name in given}
+    prompts, made = read_prompt_options(given, each=each, default=kinds)
+    if made and "sampling_ratio" in given:
+        raise InputError(
+            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
+            "say how many with --samples"
+        )
+    start = time.perf_counter()
+    with running(model, given) as loaded:
+        texts = prompts(loaded.tokenizer)
+        if made:
+            wanted["samples"] = len(texts)
+        # losses are counted as the layers of a prefill that take as long
+        with ProgressBar("measuring", unit="layers") as progress:
+            measured = function(
+                loaded.model,
+                loaded.tokenizer,
+                texts,
+                output=output,
+                resume=resume,
+                progress=progress,
+                model_id=loaded.model_id,
+                **wanted,
+            )
+    for reason in measured.set_aside.values():
+        note(f"set aside, and named in the file: {reason}")
+    seconds, count = time.perf_counter() - start, output.stat().st_size
+    facts = {"output": output, "seconds": seconds, "file_bytes": count}
+    shown = {
+        "time": f"{duration(seconds)}, loading included",
+        "written": f"{output} ({size(count)})",
+    }
+    return measured, facts, shown
 
 
 def read_prompt_options(
@@ -115,10 +196,11 @@ def read_prompt_options(
 
 
 def _read(given: Mapping[str, Any]) -> list[Document | Prompt]:
-    from kvalloc.measure import read_prompts, read_texts
+    from kvalloc.measure import default_texts, read_prompts, read_texts
 
     texts: list[Document | Prompt] = [*read_texts(given.get("text", ()))]
-    return texts + [one for file in given.get("prompts", ()) for one in read_prompts(file)]
+    texts += [prompt for file in given.get("prompts", ()) for prompt in read_prompts(file)]
+    return texts or [*default_texts()]
 
 
 def _lengths(text: str | None, context: int) -> tuple[int, ...]:
