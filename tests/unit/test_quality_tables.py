@@ -15,9 +15,7 @@ from bench_quality import CELLS as ALL_CELLS
 from bench_quality import report, shown_in
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
-from quality.picture import spread
 from quality.tables import (
-    LEAST_KL,
     against_best,
     at_share,
     current,
@@ -55,6 +53,8 @@ def rows():
 
 
 def test_the_ratio_is_to_the_best_peer_of_each_cell():
+    tiny = [row("text", n, name, kl) for n in (0, 1) for name, kl in (("default", 9e-4), ("A", 0))]
+    assert against_best(tiny, "default", ("text",))["text"].ratio == 1.0  # both below LEAST_KL
     found = against_best(rows(), "default", CELLS)
     # text 0.15 of 0.6, facts 0.15 of 0.3
     assert found["text"].ratio == pytest.approx(0.25)
@@ -92,24 +92,10 @@ def test_what_was_exact_before_an_eviction_is_compared_to_nobody():
     assert "mean" not in against_best([gone, peer], "A", ("text",))
 
 
-def test_losses_below_a_thousandth_count_as_equal():
-    some = [row("text", n, method, kl) for n in (0, 1) for method, kl in (("default", 9e-4),
-            ("A", 1e-9))]  # fmt: skip
-    assert against_best(some, "default", ("text",))["text"].ratio == 1.0
-    assert LEAST_KL == 0.001
-
-
-def test_what_takes_its_own_bytes_stands_where_it_fits():
-    plain = [row("text", 0, name, 0.1, share=None, bytes=share)
-             for name, share in (("8 bits", 0.54), ("4 bits", 0.29))]  # fmt: skip
-    full = row("text", 0, "full", 0.0, share=None, bytes=1.0)
-    some = [*rows(), *plain, full]
-    assert {one["method"] for one in at_share(some, 0.2)} == {"A", "B", "default"}
-    assert {one["method"] for one in at_share(some, 0.5)} == {"8 bits", "4 bits"}
-
-
 def test_the_table_says_positions_bytes_and_of_how_many_prompts():
     some = [*rows(), row("text", 2, "A", 0.6)]
+    assert {one["method"] for one in at_share(some, 0.2)} == {"A", "B", "default"}
+    assert at_share(some, 0.5) == []
     heading, first, _, last = position_table(some, CELLS)
     assert heading.split() == ["bytes", "exact", "prompts", *CELLS, "mean"]
     assert first.split() == ["A", "20.0%", "0", "2-3", ".600/.600/-", ".800/.800/-", ".700"]
@@ -146,12 +132,9 @@ def test_the_picture_shows_what_all_cells_have_and_says_of_how_many(tmp_path, mo
     targets = report(some, "a-model", [0.2])
     # of the one prompt that KVzip was put to as well, 0.3 of the best peers' 0.6: no interval
     assert [word for _, word in targets] == ["MISSED", "met"]
-    surely = against_best(rows(), "default", CELLS)["mean"].high < 1
-    assert report(rows(), "b-model", [0.2])[0][1] == ("met" if surely else "MISSED")
     assert (tmp_path / "quality" / "shares-a-model.png").stat().st_size > 10_000
     tiny = [row("text", n, method, 1e-4) for n in (0, 1) for method in ("default", "A")]
     assert report(tiny, "c-model", [0.2])[0][1] == "equal"
-    assert report(tiny, "c-model", [0.2])[0][0].startswith("20%, default: 1.00 [1.00..1.00]")
 
 
 def test_it_says_at_which_positions_a_peer_is_surely_better():
@@ -176,10 +159,3 @@ def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
     assert mean_kl(found) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
     assert set(CELLS) < set(KINDS) == set(ALL_CELLS)
     assert sorted(ORDER) == list(range(OF))
-
-
-def test_labels_do_not_stand_upon_each_other():
-    placed = spread({"a": 0.1, "b": 0.1, "c": 1.0}, gap=0.2)
-    assert placed["a"] == pytest.approx(0.1)
-    assert placed["b"] == pytest.approx(0.1 * 10**0.2)
-    assert placed["c"] == pytest.approx(1.0)

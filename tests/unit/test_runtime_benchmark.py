@@ -51,7 +51,11 @@ def fitting(model: Any, caches: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
     model: Any, profile: Any
 ) -> None:
-    found = fitting(model, prefilled(model, layer=profile, head=tiny.by_head(profile)))
+    caches = prefilled(model, layer=profile, head=tiny.by_head(profile))
+    before = {name: stored_bytes(cache) for name, cache in caches.items()}
+    found = fitting(model, caches)
+    assert {name: stored_bytes(cache) for name, cache in caches.items()} == before
+    assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
     entry_rows = tiny.N_LAYERS * tiny.N_KV_HEADS
     memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
     for name, row in found.items():
@@ -63,15 +67,6 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
         assert f"each with {ANSWER_TOKENS} decoded tokens" in row["note"]
         assert row_met({**row, "target": row["ratio"]})
         assert not row_met({**row, "target": row["ratio"] + 0.1})
-
-
-def test_counting_rows_leaves_the_caches_at_the_prompt(model: Any, profile: Any) -> None:
-    caches = prefilled(model, layer=profile)
-    before = {name: stored_bytes(cache) for name, cache in caches.items()}
-    first = fitting(model, caches)["layer"]
-    assert {name: stored_bytes(cache) for name, cache in caches.items()} == before
-    assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
-    assert fitting(model, caches)["layer"]["ratio"] == first["ratio"]
 
 
 def test_rows_that_fit_beside_sliding_layers(model: Any) -> None:
@@ -128,34 +123,14 @@ def asked(*options: str) -> Any:
         return bench_runtime.parse_arguments()
 
 
-def test_decoding_has_rounds_of_its_own() -> None:
-    usual = asked()
-    assert (usual.repeats, usual.decode_rounds) == (7, 9)
-    few = asked("--repeats", "3")
+def test_options_and_those_of_another_process() -> None:
+    few, quick = asked("--repeats", "3"), asked("--quick", "--decode-rounds", "5", "--batch", "3")
     assert (few.repeats, few.decode_rounds) == (3, 9)
-    quick = asked("--quick", "--decode-rounds", "5")
-    assert (quick.repeats, quick.decode_rounds, quick.tokens, quick.batch) == (2, 5, 512, 2)
-
-
-def test_another_process_is_asked_for_the_same() -> None:
-    arguments = asked("--quick", "--decode-rounds", "5", "--batch", "3", "--share", "30%")
-    again = asked(*bench_runtime.options_of(arguments))
-    names = ("tokens", "batch", "new_tokens", "decode_rounds", "repeats", "share", "dtype", "peer")
-    for name in (*names, "prefill_tokens"):
-        assert getattr(again, name) == getattr(arguments, name), name
-
-
-@pytest.mark.parametrize("number", ["0", "-3", "2.5", "many", ""])
-@pytest.mark.parametrize("option", ["--decode-rounds", "--repeats", "--batch", "--tokens"])
-def test_no_rounds_are_refused(
-    option: str, number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        asked(option, number)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert option in error
-    assert f"{number!r} is not a whole number from 1 on" in error
+    assert (quick.repeats, quick.decode_rounds, quick.tokens) == (2, 5, 512)
+    again, names = asked(*bench_runtime.options_of(quick)), ("tokens", "batch", "share", "peer")
+    assert [getattr(again, name) for name in names] == [getattr(quick, name) for name in names]
+    with pytest.raises(SystemExit):
+        asked("--repeats", "0")
 
 
 def test_ratios_are_those_of_each_round() -> None:

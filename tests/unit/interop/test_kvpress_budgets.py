@@ -5,17 +5,13 @@ tests/integration/test_kvpress.py has the same with kvpress itself.
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
 from factories import make_budget_profile
+from press_stand_ins import N_PROMPT, BasePress, ScorerPress, install, prompt_ids
 from scorer_oracle import make_states
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError, ModelMismatchError, UnsupportedRequestError
@@ -24,34 +20,7 @@ from kvalloc.interop.kvpress_budgets import PressScorer, budget_press
 from kvalloc.models.loading import shape_of
 from kvalloc.models.rope import rotate
 
-N_PROMPT = 30
 RECENT = Policy(scorer="streaming", scorer_parameters={"window": 3}, sinks=2, window=3)
-
-
-class BasePress:
-    def post_init_from_model(self, model):
-        pass
-
-    def forward_hook(self, module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
-        given = (kwargs["hidden_states"], layer.keys, layer.values, None, kwargs)
-        layer.keys, layer.values = self.compress(module, *given)
-        return output
-
-    @contextmanager
-    def __call__(self, model):
-        self.post_init_from_model(model)
-        layers = [layer.self_attn for layer in model.model.layers]
-        hooks = [one.register_forward_hook(self.forward_hook, with_kwargs=True) for one in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-class ScorerPress(BasePress):
-    compression_ratio = 0.0
 
 
 class NormPress(ScorerPress):
@@ -81,16 +50,12 @@ class NeedyPress(ScorerPress):
 
 
 class BlindPress(BasePress):
-    compression_ratio = 0.0
+    """Gives no scores."""
 
 
 @pytest.fixture(autouse=True)
 def kvpress(monkeypatch):
-    module = ModuleType("kvpress")
-    module.__spec__ = ModuleSpec("kvpress", None)
-    for cls in (BasePress, ScorerPress, NormPress, LastPress, NeedyPress, BlindPress):
-        setattr(module, cls.__name__, cls)
-    monkeypatch.setitem(sys.modules, "kvpress", module)
+    install(monkeypatch, NormPress, LastPress, NeedyPress, BlindPress)
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +69,9 @@ def budgets_of(model, rows, **changes):
 
 
 def read_prompt(model, press):
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(2, VOCABULARY, (1, N_PROMPT), generator=generator)
     cache = DynamicCache(config=model.config)
     with torch.inference_mode(), press(model):
-        model.model(input_ids=ids, past_key_values=cache)
+        model.model(input_ids=torch.tensor([prompt_ids()]), past_key_values=cache)
     return cache
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 import pytest
 import torch
+from press_stand_ins import N_PROMPT, BasePress, install, prompt_ids
 from runtime_oracle import Oracle
-from tiny_models import VOCABULARY, equal_budgets, tiny_model
+from tiny_models import equal_budgets, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.accounting.costs import stored_bytes
@@ -21,53 +20,29 @@ from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name, r
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
-N_PROMPT, N_LAYERS, N_HEADS, HEAD_DIM = 30, 3, 2, 8
+N_LAYERS, N_HEADS, HEAD_DIM = 3, 2, 8
 ANSWER = (5, 9, 17, 33)
 
 
-class BasePress:
-    """The interface that kvpress's presses have: a context manager that hooks the layers."""
-
-    def __init__(self, compression_ratio: float = 0.0) -> None:
-        self.compression_ratio = compression_ratio
-
-    def forward_hook(self, module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
-        assert kwargs["hidden_states"].shape[1] == layer.keys.shape[2]
-        layer.keys, layer.values = self.compress(module, layer.keys, layer.values)
-        return output
-
-    @contextmanager
-    def __call__(self, model):
-        hooks = [
-            layer.self_attn.register_forward_hook(self.forward_hook, with_kwargs=True)
-            for layer in model.model.layers
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def n_kept(self, keys):
-        return int(keys.shape[2] * (1 - self.compression_ratio))
+def n_kept(press, keys):
+    return int(keys.shape[2] * (1 - press.compression_ratio))
 
 
 class RecentPress(BasePress):
     """Evicts all but the last entries; in layer 0 one more than elsewhere."""
 
-    def compress(self, module, keys, values):
-        kept = self.n_kept(keys) + (module.layer_idx == 0)
+    def compress(self, module, hidden, keys, values, *_):
+        kept = n_kept(self, keys) + (module.layer_idx == 0)
         return keys[:, :, -kept:].contiguous(), values[:, :, -kept:].contiguous()
 
 
 class HidingPress(BasePress):
     """Hides the first entries of head 0 and frees nothing, as head-wise presses do."""
 
-    def compress(self, module, keys, values):
-        hidden = torch.arange(N_HEADS * (keys.shape[2] - self.n_kept(keys)))
-        nought = torch.zeros_like(hidden)
-        module.masked_key_indices = (nought, nought, hidden)
+    def compress(self, module, hidden, keys, values, *_):
+        places = torch.arange(N_HEADS * (keys.shape[2] - n_kept(self, keys)))
+        nought = torch.zeros_like(places)
+        module.masked_key_indices = (nought, nought, places)
         return keys, values
 
 
@@ -94,7 +69,7 @@ class RereadPress(BasePress):
 
 
 class UnwillingPress(BasePress):
-    def compress(self, module, keys, values):
+    def compress(self, module, hidden, keys, values, *_):
         raise AssertionError("Query length 30 should be greater than the window size 64")
 
 
@@ -104,22 +79,13 @@ class RatiolessPress:
 
 @pytest.fixture(autouse=True)
 def kvpress(monkeypatch):
-    module = ModuleType("kvpress")
-    module.__spec__ = ModuleSpec("kvpress", None)
-    for cls in (BasePress, RecentPress, HidingPress, WrappedPress, RereadPress, UnwillingPress):
-        setattr(module, cls.__name__, cls)
-    module.RatiolessPress = RatiolessPress
-    monkeypatch.setitem(sys.modules, "kvpress", module)
+    install(monkeypatch, RecentPress, HidingPress, WrappedPress, RereadPress, UnwillingPress,
+            RatiolessPress)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-def ids(seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(2, VOCABULARY, (N_PROMPT,), generator=generator).tolist())
 
 
 def method(text):
@@ -145,9 +111,9 @@ def test_what_a_press_leaves_is_what_is_attended_to(model, press, share, kept):
     hidden = hides(press, kept)
     # of what is hidden, the last entry stands in, which is not
     kept_entries = torch.where(hidden, N_PROMPT - 1, torch.arange(N_PROMPT))[:, None]
-    oracle = Oracle(model, torch.tensor([ids()]), dict(enumerate(kept_entries)))
+    oracle = Oracle(model, torch.tensor([prompt_ids()]), dict(enumerate(kept_entries)))
     expected = oracle.logits(torch.tensor([ANSWER]))[0]
-    reduced = method(f"kvpress:{press}@{share}%").compress(model, ids())
+    reduced = method(f"kvpress:{press}@{share}%").compress(model, prompt_ids())
     at_once = reduced.fork().feed(ANSWER, last=len(ANSWER))
     torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)
     one_by_one = torch.cat([reduced.feed([token], last=1) for token in ANSWER])
@@ -163,8 +129,8 @@ def test_what_a_press_leaves_is_what_is_attended_to(model, press, share, kept):
 def test_what_a_press_keeps_can_be_rounded_as_we_store_it(model, press, share, kept, bits):
     """Each head's kept entries alone, in their order; what is hidden changes no scale."""
     hidden = hides(press, kept)
-    plain = method(f"kvpress:{press}@{share}%").compress(model, ids())
-    reduced = method(f"kvpress:{press}@{share}%@{bits}bits").compress(model, ids())
+    plain = method(f"kvpress:{press}@{share}%").compress(model, prompt_ids())
+    reduced = method(f"kvpress:{press}@{share}%@{bits}bits").compress(model, prompt_ids())
     for place, (mine, whole) in enumerate(
         zip(reduced.cache.layers, plain.cache.layers, strict=True)
     ):
@@ -184,22 +150,15 @@ def test_what_a_press_keeps_can_be_rounded_as_we_store_it(model, press, share, k
 
 
 def test_masks_stay_with_their_prompt(model):
-    first = method("kvpress:Hiding@60%").compress(model, ids())
+    first = method("kvpress:Hiding@60%").compress(model, prompt_ids())
     alone = first.fork().feed(ANSWER, last=1)
     full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
-    before = full.compress(model, ids(7)).feed(ANSWER, last=1)
-    method("kvpress:Hiding@80%").compress(model, ids(7)).feed(ANSWER, last=1)
+    before = full.compress(model, prompt_ids(7)).feed(ANSWER, last=1)
+    method("kvpress:Hiding@80%").compress(model, prompt_ids(7)).feed(ANSWER, last=1)
     assert torch.equal(first.feed(ANSWER, last=1), alone)
-    assert torch.equal(full.compress(model, ids(7)).feed(ANSWER, last=1), before)
+    assert torch.equal(full.compress(model, prompt_ids(7)).feed(ANSWER, last=1), before)
     masks = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
     assert masks == [None] * N_LAYERS
-
-
-def test_nothing_is_lost_at_all_entries(model):
-    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
-    expected = full.compress(model, ids()).feed(ANSWER, last=len(ANSWER))
-    reduced = method("kvpress:Reread@100%").compress(model, ids())
-    torch.testing.assert_close(reduced.feed(ANSWER, last=len(ANSWER)), expected)
 
 
 def test_names_are_read_and_written_alike():
@@ -228,26 +187,24 @@ def test_what_is_no_peer_is_refused(text, said):
         method(text)
 
 
-def test_a_cache_that_rounds_by_itself_is_not_rounded_again():
-    name = read_peer_name("kvpress:Recent@20%@4bits")
-    with pytest.raises(InputError, match="Recent@20%@4bits: bits are for a plain cache"):
-        KvpressMethod(name=name, make_cache=DynamicCache)
-
-
-def test_sliding_layers_see_their_window_and_positions_go_on():
-    """Such a layer stores no more than its window, however many tokens follow."""
-    sliding = tiny_model("gemma3")
-    expected = full_cache(sliding).compress(sliding, ids()).feed(ANSWER, last=len(ANSWER))
-    reduced = method("kvpress:Reread@100%").compress(sliding, ids())
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_nothing_is_lost_at_all_entries_and_positions_go_on(family):
+    """A sliding layer stores no more than its window, however many tokens follow."""
+    model = tiny_model(family)
+    expected = full_cache(model).compress(model, prompt_ids()).feed(ANSWER, last=len(ANSWER))
+    reduced = method("kvpress:Reread@100%").compress(model, prompt_ids())
     at_once = reduced.fork().feed(ANSWER, last=len(ANSWER))
     torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)
     one_by_one = torch.cat([reduced.feed([token], last=1) for token in ANSWER])
     torch.testing.assert_close(one_by_one, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_press_that_refuses_a_prompt_is_one_line(model):
+def test_a_press_that_refuses_a_prompt_and_two_roundings_are_one_line(model):
     with pytest.raises(InputError, match="Unwilling@20%.*30 tokens.*window size"):
-        method("kvpress:Unwilling@20%").compress(model, ids())
+        method("kvpress:Unwilling@20%").compress(model, prompt_ids())
+    name = read_peer_name("kvpress:Recent@20%@4bits")
+    with pytest.raises(InputError, match="Recent@20%@4bits: bits are for a plain cache"):
+        KvpressMethod(name=name, make_cache=DynamicCache)
 
 
 def test_peers_keep_what_the_profiles_keep(model):
