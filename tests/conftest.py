@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rounded-models",
         type=int,
-        default=12,
+        default=24,
         help="so many random models with entries below 16 bits answer as a float64 oracle",
     )
     parser.addoption(

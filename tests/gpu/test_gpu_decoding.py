@@ -12,8 +12,6 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     model,
     profile,
     run,
-    test_biased_entries_of_equal_number_stay_where_they_are,
-    test_what_is_held_apart_joins_for_everything_else,
     test_what_is_kept_stays_where_it_is_while_decoding,
 )
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import WIDTHS
+from kvalloc.runtime.attention import backends
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.packed import LayerEntries
@@ -33,12 +36,12 @@ def stored_of(
 ) -> Stored:
     """Random entries, with channels of very different size; counts (batch, n_kv_heads)."""
     sizes = [torch.logspace(-1, 0.5, dim) for dim in dims]
-    found: Stored = {}
+    stored: Stored = {}
     for place in np.ndindex(*np.shape(counts)):
         count = int(np.asarray(counts)[place])
         keys, values = ((torch.randn(count, len(s)) * s).to(device, dtype) for s in sizes)
-        found[place] = keys, values, (torch.randn(count) * 3).to(device) if biased else None
-    return found
+        stored[place] = keys, values, (torch.randn(count) * 3).to(device) if biased else None
+    return stored
 
 
 def piece_of(stored: Stored) -> Any:
@@ -50,14 +53,6 @@ def piece_of(stored: Stored) -> Any:
         return Segment(keys, values, places, bias)
 
     return piece
-
-
-def ragged_of(stored: Stored, counts: IntArray) -> KeptEntries:
-    """Stored without padding."""
-    piece = piece_of(stored)
-    return KeptEntries.of(
-        [[piece(b, h) for h in range(counts.shape[1])] for b in range(len(counts))]
-    )
 
 
 def even_of(keys: Tensor, values: Tensor, bias: Tensor | None = None) -> KeptEntries:
@@ -81,6 +76,14 @@ def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:
     """The numbers that packed entries stand for."""
     pieces = {place: entries.piece(*place) for place in np.ndindex(*counts.shape)}
     return {place: (one[0], one[1], one[3]) for place, one in pieces.items()}
+
+
+def exact_numbers(stored: Stored, counts: IntArray, bits: list[int]) -> Stored:
+    """The numbers that codes stand for, which are not rounded to half precision once more."""
+    wide = {place: (one[0].float(), one[1].float(), one[2]) for place, one in stored.items()}
+    exact = unpacked(packed_of(wide, counts, bits), counts)
+    whole = unpacked(packed_of(stored, counts, bits), counts)
+    return {place: (whole if bits[place[1]] == 16 else exact)[place] for place in stored}
 
 
 def call_of(
@@ -143,19 +146,51 @@ def by_definition(call: AttentionCall, stored: Stored) -> tuple[Tensor, float]:
     return out, largest
 
 
-def check(found: Tensor, call: AttentionCall, stored: Stored) -> None:
+def check(output: Tensor, call: AttentionCall, stored: Stored) -> None:
     """A logit's error in float32 grows with its size, and a weight's with that of its logit."""
     expected, largest = by_definition(call, stored)
-    assert found.dtype == call.queries.dtype
-    assert found.is_contiguous()
-    assert found.shape == expected.shape
-    worst = (found.double() - expected).abs().max()
-    assert worst <= 1e-6 * largest + HALF_A_STEP.get(found.dtype, 0.0) * float(expected.abs().max())
+    assert output.dtype == call.queries.dtype
+    assert output.is_contiguous()
+    assert output.shape == expected.shape
+    worst = (output.double() - expected).abs().max()
+    step = HALF_A_STEP.get(output.dtype, 0.0)
+    assert worst <= 1e-6 * largest + step * float(expected.abs().max())
+
+
+def cut(call: AttentionCall) -> AttentionCall:
+    """As models give them: views of larger tensors, tokens before heads; one row's for all rows."""
+    batch = len(call.queries)
+
+    def view(states: Tensor) -> Tensor:
+        wide = torch.cat([states, states], dim=-1).transpose(1, 2).contiguous()
+        return wide.transpose(1, 2)[..., : states.shape[-1]]
+
+    sinks = call.sink_logits
+    return replace(
+        call,
+        queries=view(call.queries),
+        keys=view(call.keys[:1]).expand(batch, -1, -1, -1),
+        values=view(call.values),
+        visible=None if call.visible is None else call.visible[:1],
+        sink_logits=None if sinks is None else torch.stack([sinks, sinks], dim=1).double()[:, 0],
+    )
+
+
+def attended(
+    attend_part: Callable[[AttentionCall, KeptEntries], Tensor],
+    call: AttentionCall,
+    parts: Sequence[KeptEntries],
+) -> Tensor:
+    """What one backend answers, whatever the call; heads of several widths joined as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        backend = SimpleNamespace(attend=attend_part)
+        patch.setattr(backends, "chosen", lambda call, kept: backend)
+        return backends.attend(call, parts)
 
 
 def triton_cases(
     halves: tuple[torch.dtype, ...],
-) -> Iterator[tuple[IntArray, int, int, int, int, int, bool, torch.dtype, int]]:
+) -> Iterator[tuple[IntArray, list[int], int, int, int, int, bool, torch.dtype, int]]:
     """Entries of each head, bits, head_dim, group, new and older tokens, extras, type, programs.
 
     Among the lengths of segments are none, less than a block of columns, whole blocks, and several
@@ -167,21 +202,23 @@ def triton_cases(
     for counts, (n_new, before), extras, programs in itertools.product(
         (skewed, even), ((1, 0), (1, 600), (5, 3)), (False, True), (1, 99)
     ):
-        yield counts, 16, 24 if extras else 64, 3, n_new, before, extras, next(types), programs
-    yield skewed, 16, 16, 5, 27, 3, True, torch.float32, 2  # several blocks of query rows
+        dim, bits = 24 if extras else 64, [16] * counts.shape[1]
+        yield counts, bits, dim, 3, n_new, before, extras, next(types), programs
+    yield skewed, [16] * 3, 16, 5, 27, 3, True, torch.float32, 2  # several blocks of query rows
     for bits, dim, group, n_new, extras, programs in (
-        (8, 32, 1, 1, False, 1),
-        (4, 32, 3, 5, True, 99),
-        (8, 64, 3, 1, True, 99),
-        (4, 64, 3, 1, False, 2),
-        (8, 128, 2, 5, True, 1),
-        (4, 128, 2, 1, True, 1),
-        (4, 80, 1, 2, False, 1),
-        (8, 24, 2, 2, False, 2),
-        (5, 64, 3, 5, True, 99),
-        (5, 80, 2, 1, False, 2),
-        (3, 64, 3, 1, True, 2),
-        (3, 16, 1, 2, False, 99),
+        ([8] * 3, 32, 1, 1, False, 1),
+        ([4] * 3, 32, 3, 5, True, 99),
+        ([8] * 3, 64, 3, 1, True, 99),
+        ([4] * 3, 64, 3, 1, False, 2),
+        ([8] * 3, 128, 2, 5, True, 1),
+        ([4] * 3, 128, 2, 1, True, 1),
+        ([4] * 3, 80, 1, 2, False, 1),
+        ([8] * 3, 24, 2, 2, False, 2),
+        ([5] * 3, 64, 3, 5, True, 99),
+        ([5] * 3, 80, 2, 1, False, 2),
+        ([3] * 3, 64, 3, 1, True, 2),
+        ([3] * 3, 16, 1, 2, False, 99),
+        ([16, 5, 8], 32, 3, 1, True, 2),
     ):
         for dtype in (torch.float32, *(halves if dim == 64 else ())):
             yield skewed, bits, dim, group, n_new, 3, extras, dtype, programs
@@ -189,59 +226,29 @@ def triton_cases(
 
 def check_triton(device: str) -> dict[torch.dtype, float]:
     """The largest error of the Triton kernels in each type; raises where it is too large."""
-    from kvalloc.runtime.attention.backends import attend
     from kvalloc.runtime.attention.triton import TritonBackend, triton_attention
-    from kvalloc.runtime.quantization import rotated
 
     # Triton's interpreter has no bfloat16 (it multiplies the raw bits).
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
     worst: dict[torch.dtype, float] = {}
-
-    def answer(call: AttentionCall, kept: KeptEntries, programs: int) -> Tensor:
-        """The kernel's, where values are turned as the cache asks for it."""
-        if not WIDTHS[kept.bits].turned:
-            return triton_attention(call, kept, programs=programs)
-        numbers = {"queries": call.queries.float(), "keys": call.keys.float()}
-        turned = replace(call, **numbers, values=rotated(call.values))
-        found = triton_attention(turned, kept, programs=programs)
-        return rotated(found).to(call.queries.dtype)
-
-    def compare(found: Tensor, call: AttentionCall, stored: Stored) -> None:
-        expected, _ = by_definition(call, stored)
-        assert found.dtype == call.queries.dtype
-        assert found.shape == expected.shape
-        assert found.is_contiguous()
-        error = (found.cpu().double() - expected).abs().max().item()
-        worst[found.dtype] = max(worst.get(found.dtype, 0.0), error)
-        assert error < (1e-5 if found.dtype == torch.float32 else 2e-2), (call, error)
-
     for counts, bits, dim, group, n_new, before, extras, dtype, programs in triton_cases(halves):
         stored = stored_of(counts, (dim, dim), dtype, biased=extras, device=device)
         call = call_of(
             counts, (dim, dim), dtype, group=group, n_new=n_new, before=before, extras=extras,
             device=device,
         )  # fmt: skip
-        entries = packed_of(stored, counts, [bits] * counts.shape[1])
-        found = answer(call, entries.parts[0], programs)
-        compare(found, call, unpacked(entries, counts))
-        if n_new > 1:  # as models give them: cut from larger tensors, tokens before heads
-            given = {"queries": call.queries, "keys": call.keys, "values": call.values}
-            wide = {name: torch.cat([one, one], dim=-1) for name, one in given.items()}
-            cut = {
-                name: one.transpose(1, 2).contiguous().transpose(1, 2)[..., :dim]
-                for name, one in wide.items()
-            }
-            again = answer(replace(call, **cut), entries.parts[0], programs)
-            assert torch.equal(again, found)
-
-    # heads of every width in one layer, on the way that the cache takes on this device
-    counts = np.array([[2 * 128 + 67, 128, 0], [3, 64, 5 * 128 + 127]])
-    for extras in (False, True):
-        stored = stored_of(counts, (64, 64), torch.float32, biased=extras, device=device)
-        call = call_of(counts, (64, 64), torch.float32, group=3, extras=extras, device=device)
-        entries = packed_of(stored, counts, [16, 5, 8])
-        compare(attend(call, entries.parts), call, unpacked(entries, counts))
-        assert device == "cpu" or TritonBackend().refusal(call, entries.parts[0]) is None
+        entries = packed_of(stored, counts, bits)
+        for one in (call, cut(call)) if n_new > 1 else (call,):
+            result = attended(partial(triton_attention, programs=programs), one, entries.parts)
+            expected, _ = by_definition(one, unpacked(entries, counts))
+            assert result.dtype == dtype
+            assert result.shape == expected.shape
+            assert result.is_contiguous()
+            error = (result.cpu().double() - expected).abs().max().item()
+            worst[dtype] = max(worst.get(dtype, 0.0), error)
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2), (bits, one, error)
+            if device == "cuda":  # it is what the cache takes here
+                assert all(TritonBackend().refusal(one, part) is None for part in entries.parts)
     return worst
 
 

@@ -7,7 +7,9 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,17 +20,17 @@ import pytest
 import torch
 from attention_cases import (
     HALF_A_STEP,
+    attended,
     call_of,
     check,
+    cut,
     even_of,
+    exact_numbers,
     packed_of,
-    ragged_of,
     stored_of,
-    unpacked,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_choice import WITH, WITHOUT, kernel_choice
 
 import kvalloc
 from kvalloc.runtime.attention import backends, cpu
@@ -45,22 +47,24 @@ needs_kernel = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
 )
 BACKENDS = [pytest.param("kernel", marks=needs_kernel), "torch"]
-LENGTHS = st.sampled_from([0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 700])
+LENGTHS = st.sampled_from([0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 700, 3000])
 
 
 @st.composite
-def cases(draw: Any) -> tuple[AttentionCall, Any, bool]:
-    """What is asked, how many entries each head keeps, and whether they are biased."""
+def cases(draw: Any, turned: bool) -> tuple[AttentionCall, Any, bool]:
+    """A call, entries of each row and head, and whether they are biased."""
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    counts = np.array([[draw(LENGTHS) for _ in range(heads)] for _ in range(batch)])
-    n_new = draw(st.sampled_from([1, 1, 2, 7, 51]))
+    each = st.just(draw(LENGTHS)) if draw(st.booleans()) else LENGTHS
+    counts = np.array([[draw(each) for _ in range(heads)] for _ in range(batch)])
+    value_dims = [64, 8] if turned else [64, 8, 9, 80]  # a power of two can be turned
+    dims = draw(st.sampled_from([64, 128, 8, 7, 24, 65])), draw(st.sampled_from(value_dims))
     torch.manual_seed(draw(st.integers(0, 99)))
     call = call_of(
         counts,
-        (draw(st.sampled_from([64, 128, 8, 7, 24, 65])), draw(st.sampled_from([64, 8, 9, 80]))),
+        dims,
         draw(st.sampled_from([torch.float32, *HALF_A_STEP])),
         group=draw(st.integers(1, 5)),
-        n_new=n_new,
+        n_new=draw(st.sampled_from([1, 1, 2, 7, 51])),
         before=draw(st.sampled_from([0, 1, 66])),
         extras=True,
         sharpness=draw(st.sampled_from([0.1, 1, 20])),
@@ -68,91 +72,44 @@ def cases(draw: Any) -> tuple[AttentionCall, Any, bool]:
     for name in ("visible", "softcap", "sink_logits"):
         if draw(st.booleans()):
             call = replace(call, **{name: None})
+    call = cut(call) if draw(st.booleans()) else call
     return call, counts, draw(st.booleans())
 
 
 def answer(
     backend: str,
     call: AttentionCall,
-    kept: KeptEntries,
+    parts: Sequence[KeptEntries],
     *,
     threads: int = 2,
     scratch: int = 1 << 20,
 ) -> torch.Tensor:
-    if backend == "kernel":
-        return cpu_attention(call, kept, threads=threads)
+    kernel = partial(cpu_attention, threads=threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_torch, "SCRATCH_NUMBERS", scratch)
-        return TorchBackend().attend(call, kept)
+        return attended(kernel if backend == "kernel" else TorchBackend().attend, call, parts)
 
 
-def dims_of(call: AttentionCall) -> tuple[int, int]:
-    return int(call.keys.shape[-1]), int(call.values.shape[-1])
-
-
+@pytest.mark.parametrize("widths", [[16], [8], [5], [4], [3], [16, 8, 4], [3, 16, 5]])
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
-    case=cases(), threads=st.integers(1, 4), scratch=st.sampled_from([1, 1 << 14, 1 << 20]),
-    exact=st.booleans(),
+    data=st.data(), threads=st.sampled_from([1, 2, 3, 7, 64]),
+    scratch=st.sampled_from([1, 1 << 12, 1 << 14, 1 << 20]), exact=st.booleans(),
 )  # fmt: skip
-def test_entries_of_different_number(
-    backend: str, case: Any, threads: int, scratch: int, exact: bool
+def test_any_call_over_any_entries_is_answered_by_the_definition(
+    backend: str, widths: list[int], data: Any, threads: int, scratch: int, exact: bool
 ) -> None:
-    call, counts, biased = case
-    stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
-    kept = ragged_of(stored, counts)
+    call, counts, biased = data.draw(cases(turned=3 in widths))
+    bits = (3 * widths)[: counts.shape[1]]
+    dims = int(call.keys.shape[-1]), int(call.values.shape[-1])
+    stored = stored_of(counts, dims, call.queries.dtype, biased=biased)
+    parts = packed_of(stored, counts, bits).parts
     if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them
-        wide = (t.double() for t in (call.queries, call.keys, call.values))
+        wide = (states.double() for states in (call.queries, call.keys, call.values))
         call = replace(call, **dict(zip(("queries", "keys", "values"), wide, strict=True)))
-    check(answer(backend, call, kept, threads=threads, scratch=scratch), call, stored)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), bits=st.sampled_from([8, 5, 4]), threads=st.integers(1, 4))
-def test_entries_at_fewer_bits(backend: str, case: Any, bits: int, threads: int) -> None:
-    """The numbers that codes stand for are not rounded to half precision once more."""
-    call, counts, biased = case
-    stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
-    (kept,) = packed_of(stored, counts, [bits] * counts.shape[1]).parts
-    wide = {place: (one[0].float(), one[1].float(), one[2]) for place, one in stored.items()}
-    rounded = unpacked(packed_of(wide, counts, [bits] * counts.shape[1]), counts)
-    check(answer(backend, call, kept, threads=threads, scratch=3000), call, rounded)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=50, deadline=None)
-@given(
-    case=cases(),
-    n_kept=LENGTHS,
-    biased=st.booleans(),
-    scratch=st.sampled_from([1 << 12, 1 << 20]),
-)
-def test_entries_of_equal_number(
-    backend: str, case: Any, n_kept: int, biased: bool, scratch: int
-) -> None:
-    call, counts, _ = case
-    counts = np.full_like(counts, n_kept)
-    stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
-    kept = ragged_of(stored, counts)
-    check(answer(backend, call, kept, scratch=scratch), call, stored)
-
-
-@pytest.mark.parametrize("kernel", [WITH, WITHOUT])
-@pytest.mark.parametrize("n_new", [1, 7])
-@pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [5, 16, 5], [3, 3, 3], [16, 3, 5]])
-@pytest.mark.parametrize("dims", [(16, 16), (64, 128), (8, 4)])
-def test_heads_of_every_width(
-    dims: tuple[int, int], widths: list[int], extras: bool, n_new: int, kernel: str
-) -> None:
-    counts = np.array([[300, 64, 5], [128, 200, 0]])
-    torch.manual_seed(0)
-    entries = packed_of(stored_of(counts, dims, torch.float32, biased=extras), counts, widths)
-    call = call_of(counts, dims, torch.float32, n_new=n_new, extras=extras)
-    with kernel_choice(kernel):
-        check(attend(call, entries.parts), call, unpacked(entries, counts))
+    found = answer(backend, call, parts, threads=threads, scratch=scratch)
+    check(found, call, exact_numbers(stored, counts, bits))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -224,7 +181,7 @@ def test_the_scratch_is_bounded(peak_bytes: Any) -> None:
     counts = np.array([[200, 300]])
     stored = stored_of(counts, (8, 8), torch.float32, biased=False)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
-    kept, peaks = ragged_of(stored, counts), []
+    kept, peaks = packed_of(stored, counts, [16, 16]).parts, []
     for scratch in (1 << 16, 1 << 23):
         peaks.append(peak_bytes(lambda: answer("torch", call, kept, scratch=scratch)))  # noqa: B023
     assert peaks[0] <= 2 * call.queries.nbytes + 5 * (1 << 16) * 4 < peaks[1]
@@ -236,7 +193,7 @@ def test_the_scratch_over_other_types_is_bounded(peak_bytes: Any, bits: int) -> 
     """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
     stored = stored_of(counts, (16, 16), torch.float16, biased=False)
-    (kept,) = packed_of(stored, counts, [bits] * 3).parts
+    kept = packed_of(stored, counts, [bits] * 3).parts
     call = call_of(counts, (16, 16), torch.float16, n_new=2)
     peak = peak_bytes(lambda: answer("torch", call, kept, scratch=1))
     assert peak <= 5 * int(counts.sum()) * 2 * 16 * 4 // 12
@@ -297,7 +254,7 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[
     table = np.array(counts)
     call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
     stored = stored_of(table, (16, 16), torch.float32, biased=False)
-    found = cpu_attention(call, ragged_of(stored, table), threads=2)[0, 0]
+    found = answer("kernel", call, packed_of(stored, table, [16] * 3).parts)[0, 0]
     for head, count in enumerate(counts[0]):
         if not count:
             assert found[head].isnan().all()
@@ -305,36 +262,6 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[
         keys, values, _ = stored[0, head]
         exact = (call.queries[0, head].double() @ keys.double().T * 0.25).softmax(-1)
         assert (found[head] - (exact @ values.double())[0]).abs().max() < 1e-5
-
-
-@needs_kernel
-def test_threads_share_entries_and_say_the_same() -> None:
-    """One long head among empty ones: all threads read it."""
-    counts = np.array([[0, 5000, 0, 3]])
-    torch.manual_seed(0)
-    call = call_of(counts, (16, 16), torch.float32)
-    stored = stored_of(counts, (16, 16), torch.float32, biased=False)
-    entries = ragged_of(stored, counts)
-    for threads in (1, 2, 3, 7, 64):
-        check(cpu_attention(call, entries, threads=threads), call, stored)
-
-
-@needs_kernel
-def test_tensors_that_are_cut_from_others() -> None:
-    """Their numbers do not stand one after the other, or one row stands for all."""
-    torch.manual_seed(0)
-    whole = torch.randn(2, 5, 3, 60)
-    call = AttentionCall(
-        queries=torch.randn(2, 2, 6, 16).transpose(1, 2),
-        keys=whole[:1, :, :, 7:23].transpose(1, 2).expand(2, -1, -1, -1),
-        values=whole[..., 30:54].transpose(1, 2),
-        scaling=0.25,
-        visible=torch.tensor([[True, False, True, True, True]]),
-        sink_logits=torch.randn(6, 2, dtype=torch.float64)[:, 0],
-    )
-    counts = np.array([[3, 0, 70], [128, 1, 9]])
-    stored = stored_of(counts, (16, 24), torch.float32, biased=True)
-    check(CpuBackend().attend(call, ragged_of(stored, counts)), call, stored)
 
 
 @needs_kernel

@@ -1,13 +1,25 @@
-"""Masks over the entries that a layer stores."""
+"""Masks: over the entries that a layer stores, and as models of each attention show them.
+
+Every policy and arrival on each attention is in test_matrix.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from prompt_runs import run
+from scorer_oracle import SCORERS
 
+import kvalloc
+from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.attention.masks import mask_function, stored_mask
+from kvalloc.scorers import get_scorer
 
 NAMES = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 
@@ -61,3 +73,62 @@ def test_additive_masks_stay_finite_in_their_own_type() -> None:
         assert torch.isfinite(mask).all()
         lowest = torch.finfo(dtype).min
         assert mask[0, 0].tolist() == [[0, 0, 0, lowest], [0, 0, 0, 0]]
+
+
+@pytest.fixture(params=["flex_attention", "padding_only"])
+def attention(request: pytest.FixtureRequest, attention_on_cpu: Any) -> Iterator[str]:
+    with attention_on_cpu(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("scorer", [name for name in SCORERS if get_scorer(name).later is None])
+def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, scorer: str) -> None:
+    """Padding and causal attention, as the model shows them: the same scores as on sdpa."""
+    ids, mask = tiny.prompt(90, 2), torch.ones(2, 90, dtype=torch.long)
+    mask[1, :49] = 0
+    own = get_scorer(scorer)
+    scores = []
+    for name in (attention, "sdpa"):
+        model = tiny.tiny_model("llama", name)
+        seen: list[torch.Tensor] = []
+
+        def look(states: AttentionStates, compute: Any, seen: list[torch.Tensor] = seen) -> Any:
+            if states.layer == 0:  # later layers differ by rounding
+                seen.append(own.score(states, sinks=2))
+            return compute(states.mask)
+
+        with torch.no_grad(), intercept_attention(model, look):
+            model(ids, attention_mask=mask)
+        scores += seen
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-7)
+
+
+def test_profiling_sees_the_same_curves(attention: str) -> None:
+    curves = []
+    for name in (attention, "sdpa"):
+        model = tiny_models.tiny_model(attention=name)
+        scores = kvalloc.profile(
+            model, tiny_models.WordTokenizer(), [tiny_models.words(300)], samples=2, context=60
+        )
+        curves.append(torch.from_numpy(scores.curves))
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=1e-5)
+
+
+def test_budgets_that_a_prompt_hands_out(tiny: ModuleType, attention: str) -> None:
+    """The budgets of all heads are those of sdpa."""
+    ids, mask = tiny.prompt(90, 2), torch.ones(2, 90, dtype=torch.long)
+    mask[1, :49] = 0
+    found = []
+    for name in (attention, "sdpa"):
+        model = tiny.tiny_model("llama", name)
+        profile = tiny.by_head(tiny.make_profile(model, 90, 0.4), spread=9).replace(by_prompt=True)
+        cache, shadow = make_cache(model, profile), tiny.Shadow(model)
+        run(model, ids, cache, mask)
+        shadow.logits(ids, mask)
+        shadow.follow(cache)
+        own = torch.nn.functional.pad(mask, (0, 3), value=1)
+        question = tiny.prompt(3, 2, seed=3)
+        assert tiny.worst(run(model, question, cache, own), shadow.logits(question, own)) < 1e-4
+        assert (cache.kept_tokens_by_row[0] - 3 != profile.budgets).any()  # row 1 is shorter
+        found.append(cache)
+    assert tiny.same_kept(*found)

@@ -7,45 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import Stored, packed_of, stored_of
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import InputError
-from kvalloc.runtime.kept import Segment
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
 
 BATCH, HEADS = 2, 3
 
 
-def numbers(counts: Any, head_dim: int, dtype: torch.dtype, seed: int = 0) -> dict[Any, Any]:
-    """Keys and values of each row and head, with channels of very different size."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for row, head in np.ndindex(*np.shape(counts)):
-        count = int(counts[row][head])
-        keys, values = torch.randn(2, count, head_dim, generator=generator)
-        keys = keys * torch.logspace(-2, 1, head_dim)
-        found[row, head] = keys.to(dtype), values.to(dtype)
-    return found
-
-
-def piece_of(found: dict[Any, Any], biased: bool = False) -> Any:
-    def piece(row: int, head: int) -> Any:
-        keys, values = found[row, head]
-        every = torch.arange(keys.shape[0])
-        bias = (every % 5).float() if biased else None
-        return Segment(keys, values, (2 * every).int(), bias)
-
-    return piece
-
-
-def rounded(found: dict[Any, Any], row: int, head: int, bits: int) -> tuple[Any, Any]:
+def rounded(stored: Stored, row: int, head: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As the measuring side rounds them."""
-    keys, values = (one[None, None] for one in found[row, head])
+    keys, values = (numbers[None, None] for numbers in stored[row, head][:2])
     return quantised_keys(keys, bits)[0, 0], quantised_values(values, bits)[0, 0]
+
+
+def stored_in(entries: LayerEntries) -> int:
+    """Bytes of the storages."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in entries.tensors())
+
+
+def of_one_head(keys: torch.Tensor, values: torch.Tensor, bits: int) -> LayerEntries:
+    return packed_of({(0, 0): (keys, values, None)}, np.array([[len(keys)]]), [bits])
 
 
 counts_strategy = st.lists(
@@ -65,32 +52,28 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
 ) -> None:
     if head_dim & (head_dim - 1):
         bits = [max(width, 4) for width in bits]
-    found, widths = numbers(counts, head_dim, dtype), np.array(bits)
-    table = np.array(counts, dtype=np.int64)
-    entries = LayerEntries.packed(table.shape, piece_of(found), widths)
+    table, widths = np.array(counts, dtype=np.int64), np.array(bits)
+    stored = stored_of(counts, (head_dim, head_dim), dtype, biased=False)
+    entries = packed_of(stored, table, bits)
     shape = make_shape(head_dim=head_dim, dtype_bytes=torch.empty(0, dtype=dtype).element_size())
-    stored = sum(tensor.untyped_storage().nbytes() for tensor in entries.tensors())
-    assert stored == int(stored_bytes(table, widths[None], shape).sum())
+    assert stored_in(entries) == int(stored_bytes(table, widths[None], shape).sum())
     assert np.array_equal(entries.lengths, table)
     assert np.array_equal(entries.bits, widths)
     swapped = entries.rows(torch.tensor([1, 0, 1]))
     for row, head in np.ndindex(*table.shape):
-        keys, values = rounded(found, row, head, bits[head])
+        keys, values = rounded(stored, row, head, bits[head])
         for one, place in ((entries, row), (swapped, 1 - row)):
             own = one.piece(place, head)
             assert torch.equal(own[0], keys)
             assert torch.equal(own[1], values)
-            assert own[2].tolist() == list(range(0, 2 * int(table[row, head]), 2))
+            assert own[2].tolist() == list(range(table[row, head]))
 
 
 def test_four_bits_by_hand() -> None:
     """Channel by channel for keys: 16 equal steps from the least to the largest number."""
     keys = torch.tensor([[0.0, -3.0], [15.0, 0.0], [7.4, 12.0]])
     values = torch.tensor([[0.0, 30.0], [1.0, 1.0], [-1.0, 0.0]])
-    every = torch.arange(3)
-    entries = LayerEntries.packed(
-        (1, 1), lambda row, head: Segment(keys, values, every.int()), np.array([4])
-    )
+    entries = of_one_head(keys, values, 4)
     found = entries.piece(0, 0)
     assert found[0].tolist() == [[0.0, -3.0], [15.0, 0.0], [7.0, 12.0]]
     assert found[1][1].tolist() == [1.0, 1.0]
@@ -104,13 +87,11 @@ def test_three_bits_by_hand() -> None:
     sign = torch.tensor([[1.0, 1], [1, -1]])
     matrix = torch.kron(torch.kron(sign, sign), sign) / 8**0.5
     turned = torch.tensor([[0.0, 7, 1, 2, 3, 4, 5, 6], [0, 14, 2, 4, 6, 8, 10, 12]])
-    values, every = turned @ matrix, torch.arange(2)
+    values = turned @ matrix
     assert torch.allclose(rotated(values), turned, atol=1e-5)
     assert torch.allclose(rotated(rotated(values)), values, atol=1e-5)
     keys = torch.arange(16.0).view(2, 8)
-    entries = LayerEntries.packed(
-        (1, 1), lambda row, head: Segment(keys, values, every.int()), np.array([3])
-    )
+    entries = of_one_head(keys, values, 3)
     codes = entries.parts[0]
     assert codes.keys.shape == (2, 4)
     word = sum(code << 3 * place for place, code in enumerate([0, 7, 1, 2, 3, 4, 5, 6]))
@@ -127,11 +108,7 @@ def test_five_bits_by_hand() -> None:
     codes = [0, 31, 1, 17, 2, 30, 5, 9]
     keys = torch.tensor([codes, [31, 0, 31, 31, 31, 0, 31, 31], [0, 31, 0, 0, 0, 31, 0, 0]])
     values = torch.tensor([[0.0, 15, 1, 2, 3, 4, 5, 6]]).expand(3, 8)
-    entries = LayerEntries.packed(
-        (1, 1),
-        lambda row, head: Segment(keys.float(), values, torch.arange(3).int()),
-        np.array([5]),
-    )
+    entries = of_one_head(keys.float(), values, 5)
     (stored,) = entries.parts
     word = sum(code << 5 * place for place, code in enumerate(codes))
     assert stored.keys[0].tolist() == list(word.to_bytes(5, "little"))
@@ -153,8 +130,7 @@ def test_more_entries_behind_and_fewer_again(
 ) -> None:
     """Whole blocks stay bit for bit; a block that was not full is rounded once more."""
     table, widths = np.array(counts, dtype=np.int64), np.array(bits)
-    found = numbers(counts, 8, torch.float32)
-    entries = LayerEntries.packed(table.shape, piece_of(found), widths)
+    entries = packed_of(stored_of(counts, (8, 8), torch.float32, biased=False), table, bits)
     first = 600
     keys, values = torch.randn(2, BATCH, HEADS, added, 8)
     columns = torch.arange(first, first + added, dtype=torch.int32)
@@ -164,8 +140,7 @@ def test_more_entries_behind_and_fewer_again(
     cut = more.before(first + added - removed)
     shape = make_shape(head_dim=8, dtype_bytes=4)
     for one in (more, cut):
-        stored = sum(tensor.untyped_storage().nbytes() for tensor in one.tensors())
-        assert stored == int(stored_bytes(one.lengths, widths[None], shape).sum())
+        assert stored_in(one) == int(stored_bytes(one.lengths, widths[None], shape).sum())
     for row, head in np.ndindex(*table.shape):
         before, after = entries.piece(row, head), more.piece(row, head)
         count = int(table[row, head])

@@ -12,6 +12,7 @@ from live_storage import LiveStorage
 
 import kvalloc
 from kvalloc.models.loading import shape_of
+from kvalloc.runtime.attention import torch as by_torch
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
 SHARE = 0.2
@@ -122,3 +123,25 @@ def test_late_eviction_holds_little_more_than_the_full_cache(
     assert cache.reduced
     full = 2 * (TOKENS + AWAITED) * 30 * shape.n_kv_heads * shape.bytes_per_entry
     assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
+
+
+def test_chunks_need_what_is_kept_and_one_layer_in_full(
+    tiny: ModuleType, peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peak of all tensors alive, above that of one chunk without any cache."""
+    monkeypatch.setattr(by_torch, "SCRATCH_NUMBERS", 1 << 14)
+    model, ids, chunk = tiny.tiny_model(), tiny.prompt(TOKENS), 100
+    layer_bytes = TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
+    profile = tiny.by_head(tiny.make_profile(model, TOKENS, SHARE), spread=60)
+    cache = kvalloc.make_cache(model, profile)
+
+    def in_chunks() -> None:
+        with cache.prefill():
+            for part in ids.split(chunk, dim=1):
+                model(part, past_key_values=cache, logits_to_keep=1)
+
+    with torch.no_grad():
+        alone = peak_bytes(lambda: model(ids[:, :chunk], use_cache=False, logits_to_keep=1))
+        above = peak_bytes(in_chunks) - alone
+    scratch = 5 * (1 << 14) * 4 + layer_bytes * chunk // TOKENS
+    assert above <= cache.retained_bytes + layer_bytes + scratch
