@@ -91,7 +91,7 @@ class Evaluation(JsonRecord):
     __str__ = __repr__
 
     def of(self, name: str) -> dict[str, Any]:
-        """The part about one method, small enough for a budget profile.
+        """Return the part about one method, small enough for a budget profile.
 
         Parameters
         ----------

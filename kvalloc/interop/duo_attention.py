@@ -41,7 +41,7 @@ class DuoAttention(ExportTarget):
     engine_keeps = "sinks and the most recent tokens in streaming heads"
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """StreamingLLM, with all that the smallest head keeps as sinks and window."""
+        """Return StreamingLLM with all entries of the smallest head as sinks and window."""
         smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
         own = profile.policy
         return recent_tokens(own.replace(window=max(1, own.window, smallest - own.sinks)))
@@ -62,7 +62,7 @@ class DuoAttention(ExportTarget):
     def read(
         self, path: Path, like: BudgetProfile, *, sparsity: float | None = None
     ) -> BudgetProfile:
-        """Budgets of the heads; see `ExportTarget.read`.
+        """Read budgets of heads; see `ExportTarget.read`.
 
         Parameters
         ----------

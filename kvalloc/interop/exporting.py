@@ -24,7 +24,7 @@ TARGETS: dict[str, ExportTarget] = {
 
 
 def export_target(name: str) -> ExportTarget:
-    """The target of that name.
+    """Return the target of a name.
 
     Raises
     ------

@@ -72,14 +72,14 @@ def read_peer_name(text: str) -> PeerName:
         If it is none of these, the share is not above 0% and at most 100%, or there are no such
         bits.
     """
-    found = _NAME.fullmatch(text.strip())
-    if found is None:
+    match = _NAME.fullmatch(text.strip())
+    if match is None:
         raise InputError(
             f"there is no peer {text!r}; write kvpress:NAME, kvpress:NAME(NAME), "
             "kvpress:NAME@20% or kvpress:NAME@20%@4bits, such as kvpress:SnapKV or "
             "kvpress:AdaKV(SnapKV)"
         )
-    press, inner, share, bits = found.groups()
+    press, inner, share, bits = match.groups()
     if share is not None and not 0 < float(share) <= 100:
         raise InputError(f"{text} keeps {share}% of the entries; ask for more than 0, at most 100")
     width = int(bits or 16)
@@ -91,7 +91,7 @@ def read_peer_name(text: str) -> PeerName:
 
 
 def require_kvpress() -> Any:
-    """The package kvpress.
+    """Return the package kvpress.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def require_kvpress() -> Any:
 
 
 def make_press(name: PeerName) -> Any:
-    """A new press of kvpress, at its own defaults.
+    """Return a new press of kvpress at its own defaults.
 
     Raises
     ------
@@ -175,7 +175,7 @@ class PeerCompressed(Compressed):
             return next_logits(self.model, self.cache, ids, last=last, position_ids=positions)
 
     def _attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """The layer's own attention under a mask for what this layer stores."""
+        """Compute the layer's own attention under a mask for its stored entries."""
         import torch
 
         n_new, n_total = states.queries.shape[2], states.keys.shape[2]
@@ -329,18 +329,18 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
 
 
 def peer_methods(names: Sequence[PeerName], tokenizer: Any) -> dict[str, Method]:
-    """The peers, by what they are called in the table."""
+    """Return the peers by their names in the table."""
     path = getattr(tokenizer, "name_or_path", None)
     return {str(name): KvpressMethod(name=name, tokenizer_path=path) for name in names}
 
 
 def _share(profile: BudgetProfile) -> float:
-    """Share of all entries that a profile keeps, in thousandths."""
+    """Return the share of all entries that a profile keeps, in thousandths."""
     return round(profile.retained_tokens / (profile.budgets.size * profile.context_tokens), 3)
 
 
 def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
-    """What a press has marked on a layer's module, ``(n_kv_heads, n_stored)``; None for nothing."""
+    """Return the mask ``(n_kv_heads, n_stored)`` that a press has put on a layer, or None."""
     import torch
 
     marked = getattr(layer.self_attn, "masked_key_indices", None)
@@ -370,7 +370,7 @@ def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
 def _kept_bytes(
     held_bytes: int, layers: Sequence[tuple[Any, Tensor | None]], bits: int, shape: ModelShape
 ) -> int:
-    """Of the bytes that these layers hold, those of what is not hidden, rounded to so many bits."""
+    """Return the bytes of the visible entries of layers, rounded to a width."""
     kept = every = 0
     for layer, marked in layers:
         counts = [_entries(layer)] * shape.n_kv_heads
@@ -382,7 +382,7 @@ def _kept_bytes(
 
 
 def _entries(layer: Any) -> int:
-    """Entries that a layer stores; the length of a sliding one is all that it has seen."""
+    """Return the entries that a layer stores; a sliding one's length is all that it has seen."""
     return int(layer.keys.shape[2] if layer.is_sliding else layer.get_seq_length())
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] = ()) -> Any:
-    """A press of kvpress that keeps a profile's budgets.
+    """Return a press of kvpress that keeps a profile's budgets.
 
     Used as kvpress' own are: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
     inside says which entries are the best; sinks and window of the profile stay whatever it says.
@@ -133,11 +133,11 @@ class PressScorer(Scorer):
         _require_scores(make_press(read_peer_name(f"kvpress:{self.press}")))
 
     def query_rows(self, n_tokens: int) -> int:
-        """All of them: presses look at the whole prompt."""
+        """Return the whole prompt: presses look at all of it."""
         return n_tokens
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`.
+        """Return the scores of one layer's entries; see `Scorer.score`.
 
         Raises
         ------

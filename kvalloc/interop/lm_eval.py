@@ -96,7 +96,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
             self._method = CacheMethod(make_cache=make)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Log likelihood of each continuation after its context, and whether it is the greedy one.
+        """Return the log likelihood of each continuation, and whether it is the greedy one.
 
         Parameters
         ----------
@@ -111,7 +111,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return [self._likelihood(*request.args) for request in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Not defined here: a text on its own has no prompt that could be compressed.
+        """Refuse: a text on its own has no prompt that could be compressed.
 
         Raises
         ------
@@ -123,7 +123,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         )
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Greedy answers, cut at the first stop text.
+        """Return greedy answers, cut at the first stop text.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat in the model's own form, for ``--apply_chat_template``."""
+        """Return a chat in the model's own form, for ``--apply_chat_template``."""
         return str(
             self._tokenizer.apply_chat_template(
                 chat_history,
@@ -198,7 +198,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     def _compressed(
         self, prompt: tuple[int, ...], n_answer: int
     ) -> tuple[Compressed, tuple[int, ...]]:
-        """The prompt in a reduced cache, and its last tokens, which come after."""
+        """Return the prompt in a reduced cache, and its last tokens, which come after."""
         if not prompt:
             marks = sorted(end_tokens(self._model, self._tokenizer))
             if not marks:

@@ -58,7 +58,7 @@ class LUKV(ExportTarget):
     def read(
         self, path: Path, like: BudgetProfile, *, evicted: float | None = None
     ) -> BudgetProfile:
-        """Budgets at one total; see `ExportTarget.read`.
+        """Read the budgets at one total; see `ExportTarget.read`.
 
         Parameters
         ----------

@@ -41,7 +41,7 @@ class OpenVINO(ExportTarget):
     engine_keeps = "what the prompt's last tokens look at, in blocks of 32 tokens"
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """SnapKV, with sinks and window in whole blocks."""
+        """Return SnapKV with sinks and window in whole blocks."""
         own = profile.policy
         whole = [BLOCK_TOKENS * max(1, -(-n // BLOCK_TOKENS)) for n in (own.sinks, own.window)]
         sinks, window = whole
@@ -78,7 +78,7 @@ class OpenVINO(ExportTarget):
 
 
 def scheduler_config(path: str | Path) -> Any:
-    """A ``SchedulerConfig`` of openvino_genai from a file that ``kvalloc export`` wrote.
+    """Return a ``SchedulerConfig`` of openvino_genai from a file of ``kvalloc export``.
 
     Parameters
     ----------

@@ -46,13 +46,13 @@ class CSV(ExportTarget):
         write_text(path, text.getvalue())
 
     def read_table(self, path: Path) -> Table:
-        """Columns of text or numbers."""
+        """Read columns of text or numbers."""
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
-        """Budgets, and bits where it has some; see `ExportTarget.read`."""
+        """Read budgets, and bits if it has some; see `ExportTarget.read`."""
         wanted: dict[str, Any] = {}
         try:
             table = self.read_table(path)
@@ -95,13 +95,13 @@ class Parquet(CSV):
             _pyarrow("parquet").write_table(_pyarrow().table(dict(table)), temporary)
 
     def read_table(self, path: Path) -> Table:
-        """Columns."""
+        """Read columns of text or numbers."""
         table: Table = _pyarrow("parquet").read_table(path).to_pydict()
         return table
 
 
 def budget_table(profile: BudgetProfile) -> Table:
-    """A row for each KV head: layer, head, tokens, bits, policy.
+    """Return a row for each KV head: layer, head, tokens, bits, policy.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def budget_table(profile: BudgetProfile) -> Table:
 
 
 def curve_table(scores: ScoreProfile) -> Table:
-    """A row for each point of a score profile's curves: layer, head, curve, tokens, value.
+    """Return a row for each point of a score profile's curves: layer, head, curve, tokens, value.
 
     Parameters
     ----------

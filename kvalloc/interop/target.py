@@ -60,7 +60,7 @@ class ExportTarget(ABC):
     engine_keeps: ClassVar[str] = ""
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """The nearest of kvalloc's policies to how the engine picks a profile's entries."""
+        """Return kvalloc's policy that is nearest to how the engine picks entries."""
         return profile.policy
 
     @abstractmethod
@@ -68,7 +68,7 @@ class ExportTarget(ABC):
         """Write what is left of a profile once everything is gone that cannot be said."""
 
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
-        """Budgets from a file, on a profile that says the rest: model, context and policy.
+        """Read budgets from a file; model, context and policy come from another profile.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class Restriction:
 def restrict(
     profile: BudgetProfile, target: ExportTarget, accept: Collection[str] = ()
 ) -> BudgetProfile:
-    """The nearest profile that a target can say.
+    """Return the nearest profile that a target can express.
 
     Parameters
     ----------
@@ -150,20 +150,20 @@ def restrict(
 
 
 def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
-    """What a target cannot say of a profile, in words, by the names of the restrictions."""
+    """Return what a target cannot express of a profile, by the names of the restrictions."""
     named = [one for one in RESTRICTIONS if one.name in target.restrictions]
     words = {one.name: one.lost(profile, target) for one in named}
     return {name: text for name, text in words.items() if text}
 
 
 def bytes_at_16_bits(profile: BudgetProfile) -> int:
-    """Bytes kept at the reference context; a number at 16 bits counts two, whatever its type."""
+    """Return the bytes kept at the reference context, two for a number at 16 bits."""
     half = replace(profile.shape, dtype_bytes=2)
     return profile.model_copy(update={"shape": half}).retained_bytes
 
 
 def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> BudgetProfile:
-    """The budgets of prompts of another length, as the reference ones.
+    """Return a profile whose reference context is another length.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> Bu
 
 
 def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
-    """A profile that keeps everything: what `ExportTarget.read` starts from where there is none.
+    """Return a profile that keeps everything: a start for `ExportTarget.read`.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
 
 
 def imported(like: BudgetProfile, path: Path, **said: Any) -> BudgetProfile:
-    """A profile of what a foreign file says, the rest being that of another one.
+    """Return a profile with the values of a foreign file, the rest from another profile.
 
     Parameters
     ----------
@@ -230,14 +230,14 @@ def imported(like: BudgetProfile, path: Path, **said: Any) -> BudgetProfile:
 
 
 def layer_bits(profile: BudgetProfile) -> list[int]:
-    """Bits of the first head of each layer, ``(n_layers,)``."""
+    """Return the bits of the first head of each layer, ``(n_layers,)``."""
     if profile.bits is None:
         return [16] * profile.shape.n_layers
     return [int(one) for one in profile.bits[:, 0]]
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file, atomically.
+    """Write a text file, atomically.
 
     Raises
     ------
@@ -261,7 +261,7 @@ _UNDECIDED: dict[str, Any] = {
 def _changed(
     profile: BudgetProfile, changes: dict[str, Any], most_bytes: int | None
 ) -> BudgetProfile:
-    """A profile with other fields, whose wishes for budgets are rounded to so many bytes."""
+    """Return a profile with other fields, real-valued budgets rounded to at most these bytes."""
     changes = {**_UNDECIDED, **changes}
     policy, wanted = changes.get("policy", profile.policy), changes.pop("wanted", None)
     if wanted is None and ("bits" in changes or policy != profile.policy):
@@ -298,7 +298,7 @@ def _changed(
 
 
 def _full(profile: BudgetProfile, array: IntArray) -> IntArray:
-    """The rows of layers that get budgets."""
+    """Return the rows of layers that get budgets."""
     return array[list(profile.shape.full_layers)]
 
 
@@ -324,19 +324,19 @@ def _shares(profile: BudgetProfile, _: ExportTarget) -> str:
 
 
 def _beyond_scores(profile: BudgetProfile) -> list[str]:
-    """What a profile asks of its policy beyond the best entries by one score."""
-    policy, found = profile.policy, []
+    """Return what a profile needs beyond the best entries by one score."""
+    policy, names = profile.policy, []
     if profile.by_prompt:
-        found.append("budgets that each prompt hands out among the heads")
+        names.append("budgets that each prompt hands out among the heads")
     if profile.unit_policies is not None:
-        found.append("policies of single heads")
+        names.append("policies of single heads")
     if policy.name != "score":
-        found.append(f"the policy {policy.name} (fitted values, biases and all)")
-    return found
+        names.append(f"the policy {policy.name} (fitted values, biases and all)")
+    return names
 
 
 def alone(policy: Policy) -> dict[str, Any]:
-    """The fields of a profile all of whose heads have one policy."""
+    """Return the fields of a profile all of whose heads have one policy."""
     alone = {"other_policies": (), "unit_policies": None}
     return {"policy": policy, "by_prompt": False, **alone}
 
@@ -346,17 +346,17 @@ def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> str:
     beyond = _beyond_scores(profile)
     if own.replace(label="") == engine and not beyond:
         return ""
-    found = ", ".join([*beyond, f"entries by {own.scorer}, {own.sinks} sinks, window {own.window}"])
-    return f"{found}: the engine keeps {target.engine_keeps}"
+    needs = ", ".join([*beyond, f"entries by {own.scorer}, {own.sinks} sinks, window {own.window}"])
+    return f"{needs}: the engine keeps {target.engine_keeps}"
 
 
 def _width(bits: IntArray, target: ExportTarget) -> int:
-    """The narrowest of a target's widths that takes nothing from any of these."""
+    """Return the narrowest width of a target that loses nothing of these."""
     return min(width for width in target.widths if width >= int(bits.max()))
 
 
 def _by_layer(profile: BudgetProfile, target: ExportTarget) -> IntArray:
-    """The bits that a target can say, none below a profile's own."""
+    """Return the bits that a target can express, none below a profile's own."""
     assert profile.bits is not None  # asked of profiles that have some
     said = np.full_like(profile.bits, 16)
     full = list(profile.shape.full_layers)
@@ -370,9 +370,9 @@ def _by_layer(profile: BudgetProfile, target: ExportTarget) -> IntArray:
 def _one_width(profile: BudgetProfile, target: ExportTarget) -> str:
     if profile.bits is None or (_by_layer(profile, target) == profile.bits).all():
         return ""
-    found = "/".join(map(str, np.unique(_full(profile, profile.bits))[::-1]))
-    left = "/".join(map(str, np.unique(_full(profile, _by_layer(profile, target)))[::-1]))
-    return f"entries at {found} bits: it has {left} bits for them, and keeps fewer"
+    before = "/".join(map(str, np.unique(_full(profile, profile.bits))[::-1]))
+    after = "/".join(map(str, np.unique(_full(profile, _by_layer(profile, target)))[::-1]))
+    return f"entries at {before} bits: it has {after} bits for them, and keeps fewer"
 
 
 def _heads(profile: BudgetProfile, _: ExportTarget) -> str:
@@ -392,7 +392,7 @@ def _layers(profile: BudgetProfile, _: ExportTarget) -> str:
 
 
 def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
-    """The most entries in every head, in whole blocks, that take no more bytes."""
+    """Return the largest common budget, in whole blocks, that takes no more bytes."""
     mean = _full(profile, profile.budgets).mean() // target.block_tokens * target.block_tokens
     budgets = profile.budgets.copy()
     budgets[list(profile.shape.full_layers)] = int(mean)
@@ -411,7 +411,7 @@ def _classes(profile: BudgetProfile, _: ExportTarget) -> str:
 
 
 def _full_or_streaming(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
-    """The heads with most entries keep all, as many as the others' entries allow."""
+    """Let the heads with the largest budgets keep all, within the entries of all."""
     own, most = _full(profile, profile.budgets), profile.context_tokens
     few = profile.policy.protected_tokens
     classes = np.full(own.size, few)

@@ -36,7 +36,7 @@ class TensorRTLLM(ExportTarget):
     engine_keeps = "sinks and the most recent tokens"
 
     def policy(self, profile: BudgetProfile) -> Policy:
-        """StreamingLLM."""
+        """Return StreamingLLM."""
         return recent_tokens(profile.policy)
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
@@ -59,7 +59,7 @@ kv_cache_config:
 
 
 def recent_tokens(own: Policy) -> Policy:
-    """StreamingLLM with the sinks and the window of another policy."""
+    """Return StreamingLLM with the sinks and the window of another policy."""
     return Policy(
         scorer="streaming",
         scorer_parameters={"window": own.window},

@@ -105,7 +105,7 @@ class AttentionStates:
     stored_keys: Tensor | None = None
 
     def kv_head(self, head: int) -> AttentionStates:
-        """One KV head of them with the query heads that share it, and nothing that was noted."""
+        """Return one KV head with the query heads that share it, without notes."""
         group = self.queries.shape[1] // self.keys.shape[1]
         mine, its = slice(head, head + 1), slice(head * group, (head + 1) * group)
         mask = self.mask
@@ -127,7 +127,7 @@ class AttentionStates:
         )
 
     def unobserved(self) -> AttentionStates:
-        """The same without the queries that `observed` counts already."""
+        """Return the states without the queries that `observed` counts already."""
         if self.observed is None or not self.older:
             return self
         mask = None if self.mask is None else self.mask[:, :, self.older :]
@@ -155,7 +155,7 @@ class Observed:
     totals: dict[str, Tensor] = field(default_factory=dict)
 
     def kept(self, indices: Tensor) -> Observed:
-        """The same after an eviction.
+        """Return the notes after an eviction.
 
         Parameters
         ----------
@@ -166,7 +166,7 @@ class Observed:
         return replace(self, columns=columns)
 
     def rows(self, indices: Tensor) -> Observed:
-        """The same for other rows of the batch, ``(n_rows,)``."""
+        """Return the notes of other rows of the batch, ``(n_rows,)``."""
         columns = None if self.columns is None else self.columns[indices.to(self.columns.device)]
         totals = {name: total[indices.to(total.device)] for name, total in self.totals.items()}
         return replace(self, columns=columns, totals=totals)
@@ -248,7 +248,7 @@ _lock = threading.Lock()
 
 
 def _handler_of(module_id: int) -> _Active | None:
-    """The innermost interception of a module in this context."""
+    """Return the innermost interception of a module in this context."""
     active = _active.get()
     while active is not None and module_id not in active.module_ids:
         active = active.outer
@@ -328,7 +328,7 @@ class AttentionSwitch:
             _active.reset(token)
 
     def _count(self, step: int) -> None:
-        """One more that is within, or one fewer: lend views to the modules, or take them back."""
+        """Count users of the switch; lend views to the modules, or take them back."""
         decoder = self._decoder()
         if decoder is None:
             return
@@ -343,7 +343,7 @@ class AttentionSwitch:
 
 
 def _attention_modules(decoder: nn.Module) -> list[Any]:
-    """The modules that look their attention function up, and pass themselves to it."""
+    """Return the modules that look their attention function up and pass themselves to it."""
     return [
         module
         for module in decoder.modules()
@@ -362,7 +362,7 @@ def rotates_halves(model: nn.Module) -> bool:
 
 
 def base_implementation(config: Any) -> str:
-    """Name of a model's attention implementation, e.g. ``"sdpa"``.
+    """Return the name of a model's attention implementation, e.g. ``"sdpa"``.
 
     Parameters
     ----------
@@ -384,7 +384,7 @@ def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
 
 @cache
 def _wrapper_name(base: str) -> str:
-    """The name under which a wrapper of an implementation is registered, which it then is."""
+    """Register the wrapper of an implementation, and return its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_PREFIX + base, _wrapper_of(base))
@@ -447,15 +447,15 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
 
 
 def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    """gpt-oss hands them over for flash attention, and its eager function takes its module's."""
-    found = kwargs.get("s_aux")
-    if found is None:
-        found = getattr(module, "sinks", None)
-    return None if found is None else found.reshape(-1)
+    """Return the sink logits: gpt-oss passes them to flash attention, eager reads the module's."""
+    logits = kwargs.get("s_aux")
+    if logits is None:
+        logits = getattr(module, "sinks", None)
+    return None if logits is None else logits.reshape(-1)
 
 
 def _output_projection(module: nn.Module, width: int) -> Tensor | Callable[[], Tensor] | None:
-    """The weight, or the method that unpacks it, of a layer that torch has quantized."""
+    """Return the output projection's weight, or the method that unpacks a quantized one."""
     weight: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     return weight if callable(weight) or getattr(weight, "shape", ())[1:] == (width,) else None
 

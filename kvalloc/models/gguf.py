@@ -36,7 +36,7 @@ def converted_folder(
     *,
     notify: Callable[[str], None] | None = None,
 ) -> Path:
-    """The model folder of a ``.gguf`` file, converted now if it is not in the cache.
+    """Return the model folder of a ``.gguf`` file, converted now if it is not in the cache.
 
     Parameters
     ----------
@@ -67,13 +67,13 @@ def converted_folder(
 
     base = cache_folder() / "gguf"
     key = f"{_digest(file)}-{dtype}-{_FORMAT}"
-    found = _find(base, f"*-{key}-{transformers.__version__}")
-    if found is not None:
-        return found
+    folder = _find(base, f"*-{key}-{transformers.__version__}")
+    if folder is not None:
+        return folder
     if Version(transformers.__version__) < Version(_OLDEST_READER):
-        found = _find(base, f"*-{key}-*")
-        if found is not None:
-            return found
+        folder = _find(base, f"*-{key}-*")
+        if folder is not None:
+            return folder
         raise MissingDependencyError(
             f"transformers {transformers.__version__} reads the tokenizer of GGUF files wrongly; "
             f"load {file.name} once with transformers {_OLDEST_READER} or newer: "
@@ -87,8 +87,8 @@ def converted_folder(
 
 def _find(base: Path, pattern: str) -> Path | None:
     # hidden folders are conversions that have not ended
-    found = sorted(folder for folder in base.glob(pattern) if not folder.name.startswith("."))
-    return found[-1] if found else None
+    folders = sorted(folder for folder in base.glob(pattern) if not folder.name.startswith("."))
+    return folders[-1] if folders else None
 
 
 def _convert(file: Path, target: Path, dtype: str) -> Path:

@@ -65,7 +65,7 @@ class LoadedModel:
     model_id: str
 
     def __repr__(self) -> str:
-        """One line; the model by itself fills a screen."""
+        """Return one line; the model by itself fills a screen."""
         model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
         kind = type(model).__name__
         return f"LoadedModel({self.model_id}, {kind}, {dtype} on {model.device})"
@@ -85,7 +85,7 @@ class ModelSource:
         return load_model(**vars(self), notify=notify)
 
     def tokenizer(self, notify: Callable[[str], None] | None = None) -> tuple[Any, str]:
-        """The tokenizer alone, and the model's id."""
+        """Return the tokenizer alone, and the model's id."""
         require_run_packages()
         folder, model_id, _ = _locate(self.source, self.dtype, notify)
         with quiet_transformers():
@@ -169,7 +169,7 @@ def check_not_loaded(model: object) -> None:
 
 
 def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
-    """The sizes of a model's KV cache, read from its config.
+    """Return the sizes of a model's KV cache, read from its config.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def require_run_packages() -> None:
 
 
 def demo_file() -> Path | None:
-    """The demo model's ``.gguf`` file in its installed package, or None."""
+    """Return the demo model's ``.gguf`` file in its installed package, or None."""
     # the package itself cannot be imported without llama-cpp-python: only its folder is wanted
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
@@ -240,7 +240,7 @@ def demo_file() -> Path | None:
 
 
 def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tuple[str, str, bool]:
-    """What to give to transformers, the model's id, and whether it is in a folder of a cache."""
+    """Return transformers' source, the model's id, and whether it is in a folder of a cache."""
     if source == DEMO:
         file = demo_file()
         if file is not None:
@@ -316,7 +316,7 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
-    """What `_locate` returns, by one short request before many.
+    """Return the result of `_locate` for a hub id, by one short request before many.
 
     An unknown id or a missing network shows at once. Where the hub does not answer, the folder in
     its cache is read as any other: by the id transformers would go on asking for minutes.
@@ -353,7 +353,7 @@ def _on_hub(model_id: str, *, demo: bool = False) -> tuple[str, str, bool]:
 
 
 def _read_pretrained(folder: str, model_id: str, options: dict[str, Any] | None) -> tuple[Any, Any]:
-    """The model, None without options, and its tokenizer."""
+    """Return the model (None without options) and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and warnings of transformers inside; as it was afterwards."""
+    """Silence progress bars and warnings of transformers inside the ``with``."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()

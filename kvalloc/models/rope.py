@@ -33,7 +33,7 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
 
 
 def layer_frequencies(layer: nn.Module, rotary: nn.Module | None) -> Tensor | str:
-    """RoPE inverse frequencies of a layer, also where kinds of layers have their own (Gemma 3).
+    """Return the RoPE inverse frequencies of a layer, which kinds of layers may differ in.
 
     Parameters
     ----------
@@ -56,13 +56,17 @@ def layer_frequencies(layer: nn.Module, rotary: nn.Module | None) -> Tensor | st
         return f"a layer of {kind.__name__} does not rotate its queries"
     # read from `vars`: a failing attribute search costs much at each layer of each token
     own = vars(layer).get("layer_type")
-    found = None if own is None else getattr(rotary, f"{own}_inv_freq", None)
-    found = getattr(rotary, "inv_freq", None) if found is None else found
-    return f"{type(rotary).__name__} has no inverse frequencies" if found is None else found
+    frequencies = None if own is None else getattr(rotary, f"{own}_inv_freq", None)
+    frequencies = getattr(rotary, "inv_freq", None) if frequencies is None else frequencies
+    return (
+        f"{type(rotary).__name__} has no inverse frequencies"
+        if frequencies is None
+        else frequencies
+    )
 
 
 def known_frequencies(frequencies: Tensor | str, *, who: str, instead: str) -> Tensor:
-    """Inverse frequencies, or an error where there are none.
+    """Return inverse frequencies, or raise if they are not known.
 
     Parameters
     ----------
@@ -120,17 +124,17 @@ def _rotation(kind: Any) -> Callable[[Any], bool] | str:
     if halves is None or halves(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
         return f"{kind.__name__} does not rotate halves of its queries"
     try:
-        found = _conditions(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))
+        conditions = _conditions(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))
     except (OSError, TypeError, SyntaxError):
-        found, why = None, "cannot be read"
+        conditions, why = None, "cannot be read"
     else:
         why = "does not show it"
     unknown = f"it is not known when {kind.__name__} does so: the source of its forward {why}"
-    return unknown if found is None else _ROTATES.get(" and ".join(found), unknown)
+    return unknown if conditions is None else _ROTATES.get(" and ".join(conditions), unknown)
 
 
 def _conditions(node: ast.AST) -> list[str] | None:
-    """What stands around the first call of ``apply_rotary_pos_emb``; None without a call."""
+    """Return the conditions around the first call of ``apply_rotary_pos_emb``; None without one."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "apply_rotary_pos_emb":
         return []
     for child in ast.iter_child_nodes(node):

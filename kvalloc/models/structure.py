@@ -19,14 +19,14 @@ _SAMPLES = 64
 
 
 def decoder_of(model: Any) -> Any:
-    """The model without its language-model head; every forward passes through it once."""
+    """Return the model without its language-model head; each forward passes through it once."""
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
     return model if decoder is None else decoder
 
 
 def decoder_layers(model: Any) -> Any:
-    """The decoder's layers in order; None where the decoder has no ``layers``."""
+    """Return the decoder's layers in order; None if it has no ``layers``."""
     return getattr(decoder_of(model), "layers", None) or None
 
 
@@ -47,7 +47,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def plain_weight(weight: Tensor | Callable[[], Tensor]) -> Tensor:
-    """A layer's weight as numbers, also where torch has quantized it.
+    """Return a layer's weight as numbers, also if torch has quantized it.
 
     A layer of ``torch.ao.quantization.quantize_dynamic`` has a method in its place.
     """
@@ -61,24 +61,24 @@ def is_packed(module: Any) -> bool:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where token ids belong: with the embeddings."""
+    """Return the device of token ids: that of the embeddings."""
     return plain_weight(model.get_input_embeddings().weight).device
 
 
 def text_config(model: Any) -> Any:
-    """The config of the model's decoder, also where the model's own config has several parts."""
+    """Return the config of the model's decoder, also if the model's config has several parts."""
     of_text = getattr(model.config, "get_text_config", None)
     return model.config if of_text is None else of_text(decoder=True)
 
 
 def context_limit(model: Any) -> int | None:
-    """Tokens that the model was made for; None where its config does not say."""
+    """Return the tokens that the model was made for; None if its config does not say."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """What the model ends a turn with."""
+    """Return the tokens that end a turn of the model."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
@@ -105,13 +105,13 @@ def check_decoder_only(model: Any) -> None:
 
 
 def rotary_settings(config: Any) -> str | None:
-    """Rotary settings as JSON in one order; None where the config has none."""
-    found = getattr(config, "rope_parameters", None)
-    return None if not found else json.dumps(found, sort_keys=True, default=str)
+    """Return rotary settings as JSON in one order; None if the config has none."""
+    settings = getattr(config, "rope_parameters", None)
+    return None if not settings else json.dumps(settings, sort_keys=True, default=str)
 
 
 def known_weights(model: Any) -> dict[str, str | None]:
-    """By what `ModelShape.require_same_model` knows a model's weights again.
+    """Return what `ModelShape.require_same_model` compares a model's weights by.
 
     A few elements are read of the embedding and of each matrix of the first and the last layer.
     The digest is of their values as bfloat16, so it is the same of weights in float32 and of the
@@ -151,7 +151,7 @@ def known_weights(model: Any) -> dict[str, str | None]:
 
 
 def weights_digest(module: Any) -> str:
-    """A digest of weights as they are, from samples of each, so that a large model takes no time.
+    """Return a digest of weights from samples of each, fast also for a large model.
 
     Names, shapes and types of all parameters and 64 values of each, spread evenly: another
     checkpoint, a fine-tune or another type gives another digest. Somebody who changes values in
@@ -173,7 +173,7 @@ def weights_digest(module: Any) -> str:
 
 
 def _samples(weight: Tensor) -> Tensor:
-    """Up to `_SAMPLES` elements, spread evenly, as float32 on the CPU."""
+    """Return up to `_SAMPLES` elements, spread evenly, as float32 on the CPU."""
     import torch
 
     count = min(_SAMPLES, weight.numel())

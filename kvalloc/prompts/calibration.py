@@ -106,7 +106,7 @@ def calibration_prompts(
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:
-    """The case with the whole answer after it, also what an evaluation begins for the model.
+    """Return a case as a prompt with the whole answer after it, its given start included.
 
     To begin the answer by itself the model has to find its place in the prompt, and what that
     needs is then part of the loss.

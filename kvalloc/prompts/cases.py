@@ -40,7 +40,7 @@ class Expected:
     max_new_tokens: int = ANSWER_TOKENS
 
     def score(self, answer: str) -> float | None:
-        """How good an answer is by the metric, 0..1; None where nothing is asked."""
+        """Return the score of an answer by the metric, 0..1; None if there is no right answer."""
         if not self.answers:
             return None
         return find_metric(self.metric).score(self._counts(answer), self.answers, self.classes)

@@ -28,7 +28,7 @@ def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
 
 
 def without_chat() -> str:
-    """The way out where a chat form is of no use."""
+    """Return the way out for a chat form that cannot be used."""
     return f"use {option('no_chat', keyword='chat=False')}"
 
 
@@ -55,7 +55,7 @@ class DocumentForm:
 
     @classmethod
     def of(cls, tokenizer: Any, chat: bool | None = None) -> DocumentForm:
-        """The model's own chat form, or none.
+        """Return the model's own chat form, or none.
 
         Parameters
         ----------
@@ -90,9 +90,9 @@ class DocumentForm:
         return cls(before=before, after=after, turn=turn, special=False)
 
     def document_ids(self, tokenizer: Any, text: str) -> tuple[int, ...]:
-        """Tokens of a document and all that stands in front of the first question."""
+        """Return the tokens of a document and of all that stands before the first question."""
         return encode(tokenizer, f"{self.before}{text.rstrip()}\n\n", special=self.special)
 
     def question_ids(self, tokenizer: Any, question: str, *, turn: bool = False) -> tuple[int, ...]:
-        """Tokens of a question and what calls for its answer; after an answer in a ``turn``."""
+        """Return the tokens of a question up to its answer, after an earlier answer if ``turn``."""
         return encode(tokenizer, f"{self.turn if turn else ''}{question.strip()}{self.after}")

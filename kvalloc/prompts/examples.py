@@ -36,12 +36,12 @@ class Question(Expected):
     prefix: str = ""
 
     def filled(self, *answers: str, **values: object) -> Question:
-        """The same with these answers, and values in the places of text and prefix."""
+        """Return the question with these answers, and values in the places of text and prefix."""
         text, prefix = (one.format(**values) for one in (self.text, self.prefix))
         return replace(self, text=text, prefix=prefix, answers=answers)
 
     def turn(self, question_ids: tuple[int, ...], begun_tokens: int = 0) -> Turn:
-        """The question as a model is asked it."""
+        """Return the question as a turn of a case."""
         expected = {field.name: getattr(self, field.name) for field in fields(Expected)}
         return Turn(question_ids=question_ids, begun_tokens=begun_tokens, **expected)
 
@@ -128,7 +128,7 @@ def fitted(
     *,
     task: str,
 ) -> Example:
-    """The largest example whose prompt, first question included, fits.
+    """Return the largest example whose prompt, first question included, fits.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def fitted(
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
-    """Tokens of a text, of any length, with the tokenizer's own first token where asked."""
+    """Return the tokens of a text of any length, with a start token if ``special``."""
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return tuple(int(token) for token in ids)
 
@@ -186,7 +186,7 @@ def chat_text(
     where: str = "",
     way_out: str = "use a model without one",
 ) -> str:
-    """Messages in the model's chat form, up to where its answer begins.
+    """Return messages in the model's chat form, up to the start of its answer.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def chat_text(
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Tokens of a prompt, as they are given, or of its text or chat.
+    """Return the tokens of a prompt: its own, or those of its text or chat.
 
     Raises
     ------
@@ -231,7 +231,7 @@ def _chats(tokenizer: Any, example: Example) -> bool:
 
 
 def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
-    """The prompt's text up to the context's end, and from there to the answer's start."""
+    """Return the prompt's text up to the context's end, and from there to the answer's start."""
     question = example.questions[0]
     if not _chats(tokenizer, example):
         return example.context, _plain(example, question)
@@ -245,7 +245,7 @@ def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
 
 
 def _later(tokenizer: Any, example: Example, question: Question) -> str:
-    """What stands between the answer before and the start of this one."""
+    """Return the text between the previous answer and the start of this one."""
     if not _chats(tokenizer, example):
         return _plain(example, question)
     messages = [

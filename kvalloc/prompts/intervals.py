@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 
 
 def resampled_means(tasks: Sequence[FloatArray], *, seed: int = 0) -> list[FloatArray]:
-    """Means of prompts that are drawn with replacement, for each task.
+    """Return means over prompts that are drawn with replacement, for each task.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def interval(
     *,
     seed: int = 0,
 ) -> list[float] | None:
-    """95% percentile bootstrap interval of a mean over tasks, prompts drawn within their task.
+    """Return the 95% percentile bootstrap interval of a mean over tasks, resampled in each task.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ class Metric:
     Attributes
     ----------
     of : callable
-        ``of(said, right, classes)`` gives 0..1.
+        ``of(answer, right, classes)`` gives 0..1.
     every : bool
         Whether all right answers are wanted, not any of them.
     """
@@ -39,24 +39,24 @@ class Metric:
     of: Callable[[str, str, Sequence[str]], float]
     every: bool = False
 
-    def score(self, said: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-        """The best score against any right answer, or the mean where all are wanted, 0..1.
+    def score(self, answer: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+        """Return the best score against the right answers, or the mean if all are needed, 0..1.
 
         Parameters
         ----------
-        said : str
+        answer : str
             What the model wrote.
         answers : sequence of str
             Right answers.
         classes : sequence of str
             All labels there are; only classification reads them.
         """
-        scores = [float(self.of(said, right, classes)) for right in answers]
+        scores = [float(self.of(answer, right, classes)) for right in answers]
         return sum(scores) / len(scores) if self.every else max(scores)
 
 
-def contained(said: str, right: str, _: Sequence[str] = ()) -> bool:
-    """Whether the right answer stands in what was said, letter case aside.
+def contained(answer: str, right: str, _: Sequence[str] = ()) -> bool:
+    """Return whether the right answer stands in an answer, letter case aside.
 
     A right answer of digits is a number of its own: commas and spaces within a number do not
     count, and a longer number is no match.
@@ -67,13 +67,13 @@ def contained(said: str, right: str, _: Sequence[str] = ()) -> bool:
     (True, False)
     """
     if right.isdigit():
-        plain = _BETWEEN_DIGITS.sub("", said)
+        plain = _BETWEEN_DIGITS.sub("", answer)
         return re.search(rf"(?<!\d){right}(?!\d)", plain) is not None
-    return right.casefold() in said.casefold()
+    return right.casefold() in answer.casefold()
 
 
-def f1(said: str, right: str, _: Sequence[str] = ()) -> float:
-    """Harmonic mean of precision and recall of words, 0..1.
+def f1(answer: str, right: str, _: Sequence[str] = ()) -> float:
+    """Return the harmonic mean of precision and recall of words, 0..1.
 
     Words are compared in lower case, without punctuation and English articles, each as often as it
     stands there.
@@ -84,15 +84,17 @@ def f1(said: str, right: str, _: Sequence[str] = ()) -> float:
 
     Examples
     --------
-    >>> f1("The big cat sat.", "a cat")  # 1 of 3 words right, 1 of 1 found
+    >>> f1("The big cat sat.", "a cat")  # 1 of 3 words right, 1 of 1 right
     0.5
     """
-    mine, theirs = _words(said), _words(right)
-    return _harmonic((Counter(mine) & Counter(theirs)).total(), len(mine), len(theirs))
+    answer_words, right_words = _words(answer), _words(right)
+    return _harmonic(
+        (Counter(answer_words) & Counter(right_words)).total(), len(answer_words), len(right_words)
+    )
 
 
-def rouge_l(said: str, right: str, _: Sequence[str] = ()) -> float:
-    """F1 of the longest common subsequence of words, 0..1.
+def rouge_l(answer: str, right: str, _: Sequence[str] = ()) -> float:
+    """Return the F1 of the longest common subsequence of words, 0..1.
 
     References
     ----------
@@ -105,19 +107,19 @@ def rouge_l(said: str, right: str, _: Sequence[str] = ()) -> float:
     >>> round(rouge_l("a b c d", "a c x"), 4)  # a c: 2 of 4 and 2 of 3
     0.5714
     """
-    mine, theirs = said.split(), right.split()
-    row = [0] * (len(theirs) + 1)
-    for word in mine:
+    answer_words, right_words = answer.split(), right.split()
+    row = [0] * (len(right_words) + 1)
+    for word in answer_words:
         diagonal = 0
-        for place, other in enumerate(theirs, start=1):
+        for place, other in enumerate(right_words, start=1):
             above = row[place]
             row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
             diagonal = above
-    return _harmonic(row[-1], len(mine), len(theirs))
+    return _harmonic(row[-1], len(answer_words), len(right_words))
 
 
-def classification(said: str, right: str, classes: Sequence[str]) -> float:
-    """Share of the right label among all labels that were said, 0..1.
+def classification(answer: str, right: str, classes: Sequence[str]) -> float:
+    """Return the share of the right label among all labels in the answer, 0..1.
 
     A label that is part of the right one does not count as another.
 
@@ -130,13 +132,13 @@ def classification(said: str, right: str, classes: Sequence[str]) -> float:
     >>> classification("city or country", "city", ["city", "country", "date"])
     0.5
     """
-    named = [label for label in classes if label in said]
+    named = [label for label in classes if label in answer]
     kept = [label for label in named if label == right or label not in right]
     return 1.0 / len(kept) if right in kept else 0.0
 
 
-def edit_similarity(said: str, right: str, _: Sequence[str] = ()) -> float:
-    r"""Similarity of the first line that is code to the right one, 0..1.
+def edit_similarity(answer: str, right: str, _: Sequence[str] = ()) -> float:
+    r"""Return the similarity of the answer's first line of code to the right one, 0..1.
 
     The first line without a back-tick, ``#`` or ``//`` is what counts, as in LongBench's
     ``code_sim_score``. There the similarity is the rounded ratio of the package ``fuzzywuzzy``;
@@ -147,13 +149,13 @@ def edit_similarity(said: str, right: str, _: Sequence[str] = ()) -> float:
     >>> edit_similarity("# next\nreturn x + 1", "return x")
     0.8
     """
-    lines = said.lstrip("\n").split("\n")
+    lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in _CODE_NOISE)), "")
     return difflib.SequenceMatcher(None, line, right, autojunk=False).ratio()
 
 
-def retrieval(said: str, right: str, _: Sequence[str] = ()) -> float:
-    """Share of the numbers said that are the right paragraph's, 0..1.
+def retrieval(answer: str, right: str, _: Sequence[str] = ()) -> float:
+    """Return the share of the answer's numbers that are the right paragraph's, 0..1.
 
     References
     ----------
@@ -164,28 +166,28 @@ def retrieval(said: str, right: str, _: Sequence[str] = ()) -> float:
     >>> retrieval("Paragraph 7, not 12", "Paragraph 7")
     0.5
     """
-    found = _PARAGRAPH.search(right)
-    if found is None:
+    match = _PARAGRAPH.search(right)
+    if match is None:
         raise InputError(
             f"the answer {right!r} is not 'Paragraph N', which the metric retrieval needs; "
             f"choose another {option('metric')}"
         )
-    return _share_of_numbers(said, found.group(1))
+    return _share_of_numbers(answer, match.group(1))
 
 
-def count(said: str, right: str, _: Sequence[str] = ()) -> float:
-    """Share of the numbers said that are the right one, 0..1.
+def count(answer: str, right: str, _: Sequence[str] = ()) -> float:
+    """Return the share of the answer's numbers that are the right one, 0..1.
 
     References
     ----------
     LongBench's ``count_score``.
     """
-    return _share_of_numbers(said, right.strip())
+    return _share_of_numbers(answer, right.strip())
 
 
-def exact(said: str, right: str, _: Sequence[str] = ()) -> float:
-    """1 where it is the right answer, but for case, punctuation and articles; else 0."""
-    return float(_words(said) == _words(right))
+def exact(answer: str, right: str, _: Sequence[str] = ()) -> float:
+    """Return 1 for the right answer, whatever its case, punctuation and articles; else 0."""
+    return float(_words(answer) == _words(right))
 
 
 METRICS = {
@@ -203,7 +205,7 @@ METRICS = {
 
 
 def find_metric(name: str) -> Metric:
-    """The metric of a name.
+    """Return the metric of a name.
 
     Raises
     ------
@@ -219,11 +221,11 @@ def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def _harmonic(common: int, said: int, right: int) -> float:
-    """F1 of so many common items among those said and the right ones."""
-    return 2 * common / (said + right) if common else 0.0
+def _harmonic(common: int, answer: int, right: int) -> float:
+    """Return the F1 of the common items among the answer's and the right ones."""
+    return 2 * common / (answer + right) if common else 0.0
 
 
-def _share_of_numbers(said: str, right: str) -> float:
-    numbers = _NUMBER.findall(said)
+def _share_of_numbers(answer: str, right: str) -> float:
+    numbers = _NUMBER.findall(answer)
     return numbers.count(right) / len(numbers) if numbers else 0.0

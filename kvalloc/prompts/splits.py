@@ -36,7 +36,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 def check_split(name: str) -> Split:
-    """The split of a name.
+    """Return the split of a name.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def check_split(name: str) -> Split:
 
 
 def split_texts(split: Split) -> dict[str, str]:
-    """The shipped public-domain texts of a split, by name.
+    """Return the shipped public-domain texts of a split, by name.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def belongs(name: str, split: Split) -> bool:
 
 
 def stream(split: Split, task: str, seed: int) -> random.Random:
-    """Random numbers that no other split, task or seed draws."""
+    """Return random numbers that no other split, task or seed draws."""
     return random.Random(f"kvalloc/{split}/{task}/{seed}")
 
 
@@ -91,8 +91,8 @@ def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
     """
     for text in texts:
         held_out = _held_out_runs()
-        found = Counter(held_out[run] for run in _runs(_whole(text)) if run in held_out)
-        for source, count in found.items():
+        counts = Counter(held_out[run] for run in _runs(_whole(text)) if run in held_out)
+        for source, count in counts.items():
             if count > MOST_RUNS:
                 where = text.where if isinstance(text, Prompt) else text.name or "a text"
                 raise InputError(
@@ -104,13 +104,13 @@ def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
 def _whole(text: Document | Prompt) -> str:
     if isinstance(text, Document):
         return text.text
-    said = (str(message.get("content", "")) for message in text.messages)
-    return " ".join([text.text, *said, text.question])
+    messages = (str(message.get("content", "")) for message in text.messages)
+    return " ".join([text.text, *messages, text.question])
 
 
 @cache
 def _held_out_runs() -> dict[int, str]:
-    """Which held-out text each run of words is of, by the run's hash."""
+    """Return the held-out text of each run of words, by the run's hash."""
     return {
         run: name
         for name, text in shipped_texts(PREFIXES["held-out"]).items()

@@ -172,7 +172,7 @@ def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def prompt_of(fields: dict[str, Any], name: str, line: int) -> Prompt:
-    """The prompt of one object; see `read_prompts`."""
+    """Return the prompt of one object; see `read_prompts`."""
     where = f"{name}, line {line}"
     texts = {key: _text(fields.get(key)) for key in ("prompt", "text", "question_after")}
     joined = "\n\n".join(filter(None, (_text(fields.get(key)) for key in ("context", "input"))))
@@ -211,7 +211,7 @@ def check_context(fields: dict[str, Any], where: str, way_out: str) -> None:
 
 
 def shipped_texts(prefix: str) -> dict[str, str]:
-    """The public-domain texts that ship with kvalloc and whose names begin so, by file name."""
+    """Return the shipped public-domain texts whose names have this prefix, by file name."""
     folder = resources.files("kvalloc") / "data" / "texts"
     files = sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []
     return {
@@ -222,7 +222,7 @@ def shipped_texts(prefix: str) -> dict[str, str]:
 
 
 def default_texts() -> list[Document]:
-    """The public-domain texts that ship with kvalloc for profiling, in the order of their names.
+    """Return the public-domain texts that ship with kvalloc for profiling, by name.
 
     The shipped haystacks of the needle questions are not among them: what is measured on one
     text is to hold on another.
@@ -232,13 +232,13 @@ def default_texts() -> list[Document]:
     InputError
         If the installation lacks them.
     """
-    found = shipped_texts("profile_")
-    if not found:
+    texts = shipped_texts("profile_")
+    if not texts:
         raise InputError(
             "the texts that ship with kvalloc are missing from this installation; reinstall "
             f"kvalloc, or name a text with {option('text', keyword='texts')}"
         )
-    return [Document(text=text, name=name) for name, text in found.items()]
+    return [Document(text=text, name=name) for name, text in texts.items()]
 
 
 def _read_folder(folder: Path) -> list[Document]:
@@ -318,12 +318,12 @@ def _integer(digits: str) -> int | float:
 
 
 def _text(value: object) -> str:
-    """A string with more than blanks in it; empty for anything else."""
+    """Return a string that is not blank; empty for anything else."""
     return value if isinstance(value, str) and value.strip() else ""
 
 
 def given_answers(fields: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
-    """What a field gives as answer, one or a list, without empty ones.
+    """Return the answers of a field, one or a list, without empty ones.
 
     Raises
     ------

@@ -422,5 +422,5 @@ def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
 
 @cache
 def javascript() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script that asks for nothing from a network."""
+    """Return Vega, Vega-Lite and Vega-Embed in one script that makes no request."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

@@ -146,7 +146,7 @@ def draw_frontier(points: Sequence[FrontierPoint], path: str | Path, *, title: s
 
 
 def _stacked(panels: Sequence[Spec], title: str) -> Spec:
-    """Panels below each other, each with scales and legends of its own."""
+    """Return panels below each other, each with its own scales and legends."""
     sized = [{"width": WIDTH, "height": 260, **panel} for panel in panels]
     apart = {"color": "independent", "shape": "independent", "strokeDash": "independent"}
     resolve = {"scale": apart, "legend": apart}

@@ -258,7 +258,7 @@ class UnitCurves:
         """Return retention curves of every layer and head, the mean over samples."""
 
         def with_layers(heads: FloatArray) -> FloatArray:
-            """Of values of heads, ``(n_samples, n_layers, n_kv_heads, n_points)``."""
+            """Return curves of layers and heads from those of heads and samples."""
             of_layers = np.einsum("slh,slhp->lp", scores.head_shares, heads) / scores.n_samples
             return np.concatenate([of_layers[:, None], heads.mean(axis=0)], axis=1)
 

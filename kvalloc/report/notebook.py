@@ -22,7 +22,7 @@ def profile_html(profile: BudgetProfile | ScoreProfile) -> str:
 
 
 def _budget_html(profile: BudgetProfile) -> str:
-    """A budget profile: what it states, and the share of the context that each layer keeps."""
+    """Return the fields of a budget profile and the share of the context that each layer keeps."""
     names = ("model", "asked", "solver", "retention", "predicted loss", "bound", "bytes", "bits")
     shares = profile.budgets.mean(axis=1) / profile.context_tokens
     what = f"kept of {profile.context_tokens:,} tokens, layer by layer"
@@ -30,7 +30,7 @@ def _budget_html(profile: BudgetProfile) -> str:
 
 
 def _scores_html(scores: ScoreProfile) -> str:
-    """A score profile: what was measured, and what each layer needs for 90% of its score mass."""
+    """Return the fields of a score profile and the need of each layer for 90% of its score mass."""
     names = ("model", "scorer", "context", "samples", "loss curves", "text", "made")
     needed = [(tokens or 0) / scores.context_tokens for tokens in tokens_for(scores, 0.9)]
     what = "needed for a retention of 0.9, layer by layer"

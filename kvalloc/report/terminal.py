@@ -25,7 +25,7 @@ _SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, 80 where there is none, and no more than is readable."""
+    """Return the columns of the terminal, at most `_MAX_WIDTH`, 80 without a terminal."""
     return min(shutil.get_terminal_size((80, 24)).columns, _MAX_WIDTH)
 
 
@@ -91,12 +91,12 @@ def table_lines(
 
 
 def _columns(text: str) -> int:
-    """Columns of a terminal that a text takes: two for wide characters, none for combining ones."""
+    """Return the terminal columns of a text: two for wide characters, none for combining ones."""
     return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
 
 
 def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
-    """A number in a format, or what stands for one that is not known.
+    """Return a number in a format, or the text for an unknown one.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def bar(share: float, width: int, *, unicode: bool | None = None) -> str:
 
 
 def sparks(shares: Sequence[float], *, unicode: bool | None = None) -> str:
-    """One character a share (0..1), the higher the more; a digit where stdout has no blocks.
+    """Return one character a share (0..1), higher for more; a digit if stdout has no blocks.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def sparks(shares: Sequence[float], *, unicode: bool | None = None) -> str:
 
 
 def bar_scale(largest: float) -> float:
-    """What a bar of full length stands for: a round share not below the largest (0..1)."""
+    """Return the share of a full bar: a round one, not below the largest (0..1)."""
     return next((scale for scale in _SCALES if largest <= scale), 1.0)
 
 
@@ -250,7 +250,7 @@ def _block(columns: Mapping[str, FloatArray], width: int, unicode: bool | None) 
 
 
 def short_name(name: str, width: int) -> str:
-    """A heading that fits: the first of several names and how many more, else cut."""
+    """Return a heading that fits: the first of several names and the number of others, else cut."""
     first, *others = name.split(" = ")
     counted = f"{first} = {len(others)} more" if others and len(name) > width else name
     return one_line(counted, width)

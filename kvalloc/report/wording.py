@@ -26,7 +26,7 @@ RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
 def model_text(shape: ModelShape) -> str:
-    """A model on one line."""
+    """Return a model on one line."""
     sliding = shape.n_layers - len(shape.full_layers)
     kinds = f" ({sliding} of them sliding, window {shape.sliding_window})" if sliding else ""
     return (
@@ -36,7 +36,7 @@ def model_text(shape: ModelShape) -> str:
 
 
 def decision_fields(decided: BudgetProfile) -> dict[str, str]:
-    """What a budget profile states of its decision, for people; empty where it does not apply."""
+    """Return the fields of a decision, for people; empty where one does not apply."""
     kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
     granted = requested_bytes(decided)
     of_granted = "" if granted is None else f" (of {size(granted)} granted)"
@@ -59,7 +59,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
 
 
 def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, str]:
-    """What a budget profile holds, for people; empty where it does not apply.
+    """Return the fields of a budget profile, for people; empty where one does not apply.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
 
 
 def request_text(decided: BudgetProfile) -> str:
-    """What was asked for, for people."""
+    """Return the request of a decision, for people."""
     request = Request.stated(decided)
     if request is None:
         way = " in a form that can be read" if decided.requested else ""
@@ -117,7 +117,7 @@ def request_text(decided: BudgetProfile) -> str:
 
 
 def value_heading(request: Request | None) -> str:
-    """What to call the optimised value beside retention and loss; empty where it is one of them."""
+    """Return the name of the optimised value; empty if it is the retention or the loss."""
     if request is None:
         return ""
     if request.objective == "worst":
@@ -128,7 +128,7 @@ def value_heading(request: Request | None) -> str:
 
 
 def limit_texts(request: Request) -> list[str]:
-    """What else was asked for, one text each."""
+    """Return the limits and other terms of a request, one text each."""
     caps = (cap.text.partition("=") for cap in request.cap)
     texts = [f"layers {which} within {limit}" for which, _, limit in caps]
     if request.workloads == "worst":
@@ -145,24 +145,24 @@ def limit_texts(request: Request) -> list[str]:
 
 
 def solver_text(decided: BudgetProfile) -> str:
-    """Who was asked to decide, and who did where that is another one."""
+    """Return the requested solver, and the one that decided if it is another."""
     if decided.decided_by in ("", decided.solver):
         return decided.solver
     return f"{decided.solver} ({decided.decided_by})"
 
 
 def ended_text(decided: BudgetProfile) -> str:
-    """Why the solver stopped, for people."""
+    """Return the solver's reason for stopping, for people."""
     return decided.termination.replace("_", " ")
 
 
 def why_text(decided: BudgetProfile) -> str:
-    """The solver's own line, without the name that stands in front of it."""
+    """Return the solver's own line without its name."""
     return decided.detail.removeprefix(f"{decided.decided_by}: ")
 
 
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
-    """An objective or bound with its unit; a loss as it is measured, from 0 up."""
+    """Return an objective or bound with its unit; a loss counts from 0 up."""
     if value is None or not decided.solver:
         return "unknown"
     if decided.sense == "min_cost":
@@ -174,7 +174,7 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
 
 
 def bound_text(decided: BudgetProfile) -> str:
-    """The bound, who proved it, and the gap."""
+    """Return the bound, its source and the gap."""
     text = objective_text(decided.bound, decided)
     if decided.bound is None:
         return text
@@ -182,7 +182,7 @@ def bound_text(decided: BudgetProfile) -> str:
 
 
 def price_text(decided: BudgetProfile) -> str:
-    """What a little more memory buys, or a little more retention costs; empty if unknown."""
+    """Return what a little more memory or retention is worth; empty if unknown."""
     price = decided.value_per_mib
     if price is None:
         return ""
@@ -207,20 +207,20 @@ def price_text(decided: BudgetProfile) -> str:
 
 
 def _little(kept_bytes: int) -> int:
-    """A round amount that is small beside what is kept: 1, 10 or 100 KiB, MiB or GiB."""
+    """Return a round amount far below the kept bytes: 1, 10 or 100 KiB, MiB or GiB."""
     amounts = [10**digits * 1024**power for power in (1, 2, 3) for digits in (0, 1, 2)]
     return max((amount for amount in amounts if 20 * amount <= kept_bytes), default=amounts[0])
 
 
 def requested_bytes(decided: BudgetProfile) -> int | None:
-    """Bytes that were granted for the whole cache; None when a retention was the target."""
+    """Return the bytes granted for the whole cache; None if the target was no size."""
     granted = decided.requested.get("bytes")
     known = isinstance(granted, int) and 0 <= granted < 2**63
     return granted if known else None
 
 
 def retention_text(decided: BudgetProfile) -> str:
-    """The retention, or why there is none."""
+    """Return the retention, or why it is unknown."""
     if decided.retention is not None:
         return f"{decided.retention:.6f}"
     chosen = decided.unit_policies is not None
@@ -228,7 +228,7 @@ def retention_text(decided: BudgetProfile) -> str:
 
 
 def bits_text(decided: BudgetProfile) -> str:
-    """Which share of the kept entries is stored at which width; empty where none was chosen."""
+    """Return the share of the kept entries at each width; empty if no widths were chosen."""
     if decided.bits is None:
         return ""
     kept = decided.budgets.sum()
@@ -240,7 +240,7 @@ def bits_text(decided: BudgetProfile) -> str:
 
 
 def policies_text(decided: BudgetProfile) -> str:
-    """How many KV heads have which policy; empty where all have the same."""
+    """Return the number of KV heads of each policy; empty if all have the same."""
     if decided.unit_policies is None:
         return ""
     table = decided.unit_policies[list(decided.shape.full_layers)]
@@ -250,7 +250,7 @@ def policies_text(decided: BudgetProfile) -> str:
 
 
 def cost_text(decided: BudgetProfile) -> str:
-    """What was bounded instead of stored bytes, in the layers that get budgets; else empty."""
+    """Return the bounded cost of the decided layers; empty if it is stored bytes."""
     if decided.cost_bytes is None or not decided.full_cost_bytes:
         return ""
     share = decided.cost_bytes / decided.full_cost_bytes
@@ -263,7 +263,7 @@ def cost_text(decided: BudgetProfile) -> str:
 
 
 def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
-    """What the whole cache lost when measured, for people; nothing where it was not."""
+    """Return the measured loss of the whole cache, for people; empty if not measured."""
     measured = decided.measured_loss
     if measured is None:
         return {}
@@ -285,7 +285,7 @@ def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
 
 
 def score_fields(profile: ScoreProfile) -> dict[str, str]:
-    """What a score profile holds, for people."""
+    """Return the fields of a score profile, for people."""
     shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
@@ -306,7 +306,7 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
 
 
 def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
-    """Tokens per KV head with which each layer keeps this share of its score mass.
+    """Return the tokens per KV head with which each layer keeps a share of its score mass.
 
     Parameters
     ----------
@@ -329,7 +329,7 @@ def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
 
 
 def losses_text(profile: ScoreProfile) -> str:
-    """What losses a score profile holds, in a few words."""
+    """Return in a few words which losses a score profile has."""
     if profile.loss_tokens is None:
         return "not measured"
     levels = profile.loss_tokens
@@ -390,13 +390,13 @@ def _parameters(parameters: dict[str, Any]) -> str:
 
 
 def budget_spread(profile: BudgetProfile) -> tuple[int, float, int]:
-    """Smallest, mean and largest decided budget, tokens."""
+    """Return the smallest, mean and largest decided budget, tokens."""
     decided = profile.budgets[list(profile.shape.full_layers)]
     return int(decided.min()), float(decided.mean()), int(decided.max())
 
 
 def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
-    """What an evaluation holds, for people."""
+    """Return the fields of an evaluation, for people."""
     settings = {name: value for name, value in evaluation.settings.items() if value is not None}
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     return {
@@ -414,7 +414,7 @@ def _plain_text(value: object) -> str:
 
 
 def proof_text(profile: BudgetProfile) -> str:
-    """How good a decision is, in plain words."""
+    """Return in plain words how good a decision is."""
     if profile.bound is None:
         if profile.decided_by or profile.solver:
             return "No bound is known: nothing says how far these budgets are from the best."

@@ -15,12 +15,12 @@ __all__ = ["Scorer", "get_scorer", "scorer_class", "scorer_names"]
 
 
 def scorer_names() -> list[str]:
-    """Names of all registered scorers, sorted, without importing them."""
+    """Return the names of all registered scorers, sorted, without importing them."""
     return names(SCORERS)
 
 
 def scorer_class(name: str) -> type[Scorer]:
-    """The class of a registered scorer, for its summary and reference.
+    """Return the class of a registered scorer, for its summary and reference.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def scorer_class(name: str) -> type[Scorer]:
 
 
 def get_scorer(name: str, **parameters: Any) -> Scorer:
-    """A scorer by name.
+    """Return a scorer by name.
 
     Parameters
     ----------

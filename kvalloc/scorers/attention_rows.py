@@ -19,7 +19,7 @@ _WINDOW_ELEMENTS = 1 << 24
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
-    """Attention weights of the last tokens, in float32.
+    """Return the attention weights of the last tokens, in float32.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
 def window_votes(
     states: AttentionStates, window: int, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The same reduced over the rows, one KV head at a time where there are many tokens.
+    """Return the window's weights reduced over its rows, in memory of one KV head if large.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def window_votes(
 
 
 def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
-    """Attention weights of some of the new tokens, in float32.
+    """Return the attention weights of some of the new tokens, in float32.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
 
 def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:
-    """Logits of some of the new tokens with some keys, before any mask, in float32.
+    """Return logits of some new tokens with some keys, before any mask, in float32.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int
 
 
 def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Softmax over the tokens, next to one more logit a query head where there is one.
+    """Return the softmax over the tokens, with the sink logit of each query head if any.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
-    """Columns of padding and sinks: the first `sinks` tokens that the newest token sees.
+    """Return the columns of padding and of the first `sinks` tokens that the newest one sees.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
 
 
 def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
-    """Logits in float32 without a float32 copy of all keys of a half-precision model."""
+    """Return logits in float32 without a float32 copy of all half-precision keys."""
     import torch
 
     if keys.dtype == torch.float32:
@@ -192,7 +192,7 @@ def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
-    """The mask's rows as (batch or 1, n_kv_heads or 1, group or 1, end - first, n_tokens).
+    """Return mask rows, (batch or 1, n_kv_heads or 1, group or 1, end - first, n_tokens).
 
     None stands for plain causal attention.
     """
@@ -219,7 +219,7 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
 
 
 def _block_rows(mask: Any, states: AttentionStates, first: int, end: int) -> Tensor:
-    """The same of flex attention's `BlockMask`, whose rule says what each row sees."""
+    """Return the rows of flex attention's `BlockMask`, whose rule says what each row sees."""
     import torch
 
     rule = getattr(mask, "mask_mod", None)

@@ -50,7 +50,7 @@ class Scorer(Parameterized, ABC):
 
     @abstractmethod
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Importance of each entry for what comes next; higher is kept.
+        """Return the importance of each entry for what comes next; higher is kept.
 
         Parameters
         ----------
@@ -82,7 +82,7 @@ class Scorer(Parameterized, ABC):
         return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)
 
     def query_rows(self, n_tokens: int) -> int:
-        """How many of a prompt's last queries `score` wants to see.
+        """Return the number of a prompt's last queries that `score` reads.
 
         Where a prompt arrives in chunks, the cache holds so many of them back for it.
 
@@ -99,7 +99,7 @@ class Scorer(Parameterized, ABC):
         return self.window if self.holds_queries else 0
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """What to remember of a chunk of the prompt that is not the last one.
+        """Return what to remember of a chunk of the prompt that is not the last one.
 
         Scorers that look at all queries need it: `score` sees those of the last chunk, and finds
         what this returned as ``states.observed``. The scorer itself holds nothing.
@@ -154,7 +154,7 @@ class Scorer(Parameterized, ABC):
         return (self.name, *sorted(self.parameters().items()))
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """What to remember of tokens after the prompt, or of a piece of its repetition.
+        """Return what to remember of tokens after the prompt, or of a piece of its repetition.
 
         Only called where `later` is not None; `score` finds the last one returned under
         `later_key` in ``states.later``.
@@ -179,17 +179,17 @@ class Scorer(Parameterized, ABC):
         )
 
     def later_notes(self, states: AttentionStates) -> Observed:
-        """What the scorer noted of the tokens after this prompt.
+        """Return the scorer's notes about the tokens after this prompt.
 
         Raises
         ------
         UnsupportedRequestError
             If there were none.
         """
-        found = (states.later or {}).get(self.later_key)
-        if found is None:
+        notes = (states.later or {}).get(self.later_key)
+        if notes is None:
             raise self._prompt_only()
-        return found
+        return notes
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
         """Refuse a model that the scorer was not made for; none by default.
@@ -227,13 +227,13 @@ class Scorer(Parameterized, ABC):
 
 
 def awaited_tokens(scorers: Iterable[Scorer]) -> int:
-    """How many tokens have to follow a prompt before all of these scorers have seen theirs."""
+    """Return the number of tokens after a prompt that these scorers wait for."""
     asked = (scorer.later for scorer in scorers)
     return max((one.tokens for one in asked if one and one.kind == "following"), default=0)
 
 
 def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
-    """The repetitions that these scorers ask for, each once."""
+    """Return the repetitions that these scorers ask for, each once."""
     asked = (scorer.later for scorer in scorers)
     return list(dict.fromkeys(one for one in asked if one and one.kind == "repeat"))
 
@@ -241,7 +241,7 @@ def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
 def following_notes(
     scorers: Iterable[Scorer], states: AttentionStates, n_prompt: int, *, sinks: int
 ) -> dict[Hashable, Observed]:
-    """What scorers note of the tokens that followed a prompt, by their `later_key`.
+    """Return the notes of scorers about the tokens after a prompt, by their `later_key`.
 
     Parameters
     ----------

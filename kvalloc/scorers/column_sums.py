@@ -20,7 +20,7 @@ _LEAST_ROWS = 16
 
 
 def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed:
-    """Attention that each entry has got from all rows so far, mean over the query heads.
+    """Return the attention to each entry from all rows so far, mean over the query heads.
 
     ``sum over rows q of forgetting ** (last - q) * A[q, column]``
 
@@ -50,7 +50,7 @@ def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed
 
 
 def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
-    """Attention that each entry gets, the rows added up by weight, mean over the query heads.
+    """Return the weighted sum of the rows' attention to each entry, mean over query heads.
 
     Parameters
     ----------
@@ -77,14 +77,14 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * n_tokens), _LEAST_ROWS)
     for first in range(int(wanted[0]), int(wanted[-1]) + 1, rows):
         end = min(first + rows, n_new)
-        found = attention_rows(states, first, end).mean(dim=2)
+        attention = attention_rows(states, first, end).mean(dim=2)
         block = weights[first:end, None]
-        columns[..., : found.shape[-1]] += (found * block).sum(dim=2)
+        columns[..., : attention.shape[-1]] += (attention * block).sum(dim=2)
     return columns
 
 
 def last_rows(states: AttentionStates, tokens: range) -> Tensor:
-    """Weights of rows, 1 for those of certain last tokens.
+    """Return weights of rows, 1 for those of certain last tokens.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ class CriticalKV(PooledScorer):
     epsilon: NonNegative = 1e-4
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`.
+        """Return the scores of one layer's entries; see `Scorer.score`.
 
         Raises
         ------

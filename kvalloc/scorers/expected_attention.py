@@ -61,7 +61,7 @@ class ExpectedAttention(Scorer):
     epsilon: NonNegative = 0.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`.
+        """Return the scores of one layer's entries; see `Scorer.score`.
 
         Raises
         ------
@@ -100,16 +100,16 @@ class ExpectedAttention(Scorer):
             positions = torch.arange(first, first + block.shape[2], device=real.device) + start
             block = rotate(block, -positions, frequencies)
             block = block * real[:, :, first : first + _BLOCK_TOKENS, None]
-            found = {"sum": block.sum(dim=2).double()}
+            sums = {"sum": block.sum(dim=2).double()}
             if self.covariance:
-                found["outer"] = (block.transpose(2, 3) @ block).double()
-            totals |= {name: totals.get(name, 0.0) + each for name, each in found.items()}
+                sums["outer"] = (block.transpose(2, 3) @ block).double()
+            totals |= {name: totals.get(name, 0.0) + addend for name, addend in sums.items()}
         if before is not None:
             totals = {name: total + before.totals.get(name, 0.0) for name, total in totals.items()}
         return Observed(n_tokens=start + n_new, totals=totals)
 
     def _expected_logits(self, states: AttentionStates, seen: Observed) -> Tensor:
-        """(batch, n_kv_heads, group, n_tokens)."""
+        """Return the expected logits, (batch, n_kv_heads, group, n_tokens)."""
         import torch
 
         batch, n_kv_heads, n_tokens, head_dim = states.keys.shape
@@ -142,7 +142,7 @@ def _frequencies(states: AttentionStates) -> Tensor:
 
 
 def _mean_rotation(positions: Tensor, frequencies: Tensor, head_dim: int) -> Tensor:
-    """Mean over the positions of the matrix that `rotate` applies, (head_dim, head_dim)."""
+    """Return the mean over positions of the matrix that `rotate` applies, (head_dim, head_dim)."""
     import torch
 
     basis = torch.eye(head_dim, device=positions.device)[:, None].expand(-1, positions.numel(), -1)

@@ -36,11 +36,11 @@ class H2O(Scorer):
     window: Positive = 32
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         columns = add_columns(states, forgetting=self.forgetting).columns
         assert columns is not None
         return self.without_protected(columns, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
-        """The sums so far; see `Scorer.observe`."""
+        """Return the sums so far; see `Scorer.observe`."""
         return add_columns(states, forgetting=self.forgetting)

@@ -35,7 +35,7 @@ class KeyDiff(Scorer):
     window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         from torch.nn import functional
 
         directions = functional.normalize(states.keys.float(), dim=-1)

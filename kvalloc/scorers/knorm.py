@@ -36,6 +36,6 @@ class KNorm(Scorer):
     window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         scores = states.keys.float().norm(dim=-1).clamp_(min=_LEAST_NORM).reciprocal_()
         return self.without_protected(scores, states, sinks=sinks)

@@ -51,7 +51,7 @@ class Later:
     nearby: int | None = None
 
     def furthest(self, n_tokens: int) -> int:
-        """Tokens that the longest repetition of a prompt of `n_tokens` adds to it, 0 for none."""
+        """Return the tokens that the longest repetition of a prompt adds to it, 0 for none."""
         if self.kind == "following":
             return 0
         first = len(self.instruction) + min(self.tokens, n_tokens)
@@ -89,7 +89,7 @@ class LaterStep:
         return self.n_prompt if self.shown is None else int(self.shown.numel())
 
     def places(self, columns: Tensor) -> Tensor:
-        """Where among the keys the entries of some of the prompt's columns are."""
+        """Return the places among the keys of some of the prompt's columns."""
         import torch
 
         return columns if self.shown is None else torch.searchsorted(self.shown, columns)

@@ -88,7 +88,7 @@ class Lookahead(PooledScorer):
         return (self.name, self.tokens, self.row_reduce)
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Sums or maxima over the queries of the last tokens; see `Scorer.observe_later`."""
+        """Return sums or maxima over the queries of the last tokens; see `Scorer.observe_later`."""
         batch, n_heads, n_queries = states.queries.shape[:3]
         rows = min(self.tokens, n_queries)
         if rows:
@@ -102,7 +102,7 @@ class Lookahead(PooledScorer):
         )
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         import torch
 
         batch, n_kv_heads, n_tokens, _ = states.keys.shape
@@ -126,5 +126,5 @@ class Lookahead(PooledScorer):
         return self.pooled(votes, states, sinks=sinks)
 
     def query_rows(self, n_tokens: int) -> int:
-        """Those that vote."""
+        """Return the number of voting queries."""
         return self.votes

@@ -89,7 +89,7 @@ class Parameterized:
                 raise InputError(f"{self.kind} {self.name}: {name} is {value!r}, {error}") from None
 
     def parameters(self) -> dict[str, Any]:
-        """What builds this plug-in again: every field by its name."""
+        """Return the fields by name, which build this plug-in again."""
         plugin: Any = self
         return {field.name: getattr(self, field.name) for field in fields(plugin)}
 
@@ -101,7 +101,7 @@ def _field_types(cls: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any) -> Any:
-    """The value of a field as its annotation has it.
+    """Return the value of a field, checked against its annotation.
 
     Raises
     ------

@@ -42,18 +42,18 @@ class PooledScorer(Scorer):
     gamma: float = 0.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         return self.pooled(window_votes(states, self.window, self._votes), states, sinks=sinks)
 
     def _votes(self, rows: Tensor) -> Tensor:
-        """What the window's rows give each entry, ``(batch, n_kv_heads, group, n_tokens)``."""
+        """Return the window's votes for each entry, ``(batch, n_kv_heads, group, n_tokens)``."""
         votes = rows.mean(dim=3)
         if self.gamma and rows.shape[3] > 1:
             votes = votes + self.gamma * rows.var(dim=3)
         return votes
 
     def pooled(self, votes: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores from what each query head gives each entry.
+        """Return scores from the votes of each query head for each entry.
 
         Parameters
         ----------

@@ -15,7 +15,7 @@ _BLOCK_TOKENS = 1024
 
 
 def projected_value_norms(states: AttentionStates) -> Tensor:
-    """L1 norm of each entry's value behind the output projection.
+    """Return the L1 norm of each entry's value behind the output projection.
 
     ``mean over the group's query heads h of || v W_O[h] ||_1``, block by block of tokens, so that
     the scratch is ``batch x 1024 x hidden_size``.
@@ -77,7 +77,7 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
 
 
 def _weight(states: AttentionStates) -> Tensor | None:
-    """The output projection as plain numbers, or None."""
+    """Return the output projection as plain numbers, or None."""
     if states.output_projection is None:
         return None
     weight = plain_weight(states.output_projection)

@@ -94,7 +94,7 @@ class Reconstruction(PooledScorer):
         return (self.name, self.later)
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Largest weights so far, (batch, n_query_heads, n_prompt); see `Scorer.observe_later`."""
+        """Return the largest weights so far, (batch, n_query_heads, n_prompt)."""
         import torch
 
         assert step.repeated is not None  # it asked for a repetition
@@ -129,7 +129,7 @@ class Reconstruction(PooledScorer):
         return Observed(n_tokens=n_rows, columns=votes)
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         noted = self.later_notes(states)
         assert noted.columns is not None  # `observe_later` made it
         n_kv_heads, n_tokens = states.keys.shape[1:3]
@@ -141,7 +141,7 @@ class Reconstruction(PooledScorer):
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
-    """Token ids of a text such as ``"198+198+52"``; a single one may come as a number."""
+    """Return the token ids of a text such as ``"198+198+52"``; a single one may be a number."""
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else "?"
     if not re.fullmatch(r"(\d+(\+\d+)*)?", text):
         raise InputError(

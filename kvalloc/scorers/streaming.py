@@ -34,7 +34,7 @@ class Streaming(Scorer):
     window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries: ``(position + 1) / n_tokens``; see `Scorer.score`."""
+        """Return ``(position + 1) / n_tokens`` of each entry; see `Scorer.score`."""
         import torch
 
         n_tokens = states.keys.shape[2]

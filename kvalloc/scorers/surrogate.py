@@ -87,7 +87,7 @@ class Surrogate(Scorer):
         )
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`.
+        """Return the scores of one layer's entries; see `Scorer.score`.
 
         Raises
         ------
@@ -118,24 +118,24 @@ class Surrogate(Scorer):
         return self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
 
     def _weights(self, states: AttentionStates, features: Tensor) -> Tensor:
-        """Those of the heads that are there, (n_kv_heads, n_features + 1)."""
+        """Return the weights of the present heads, (n_kv_heads, n_features + 1)."""
         import torch
 
         layers, first = self.fitted.shape.full_layers, states.first_head
-        found = None
+        weights = None
         if states.layer in layers:
             heads = slice(first, first + features.shape[1])
-            found = self.fitted.weights[layers.index(states.layer)][heads]
-        if found is None or found.shape != (features.shape[1], features.shape[3] + 1):
+            weights = self.fitted.weights[layers.index(states.layer)][heads]
+        if weights is None or weights.shape != (features.shape[1], features.shape[3] + 1):
             raise UnsupportedRequestError(
                 f"the surrogate {self.file} was not fitted to layer {states.layer} of this model "
                 "as it is; make one for it with 'kvalloc fit-scorer'"
             )
-        return torch.tensor(found).to(features)
+        return torch.tensor(weights).to(features)
 
 
 def entry_features(states: AttentionStates) -> Tensor:
-    """What the score of an entry is predicted from.
+    """Return the features from which an entry's score is predicted.
 
     Parameters
     ----------

@@ -40,12 +40,12 @@ class TOVA(Scorer):
     window: Positive = 1
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
+        """Return the scores of one layer's entries; see `Scorer.score`."""
         batch, n_kv_heads, n_tokens, _ = states.keys.shape
         shared = window_attention(states, 1)[:, :, :, 0].mean(dim=(1, 2))
         scores = shared[:, None].expand(batch, n_kv_heads, n_tokens).clone()
         return self.without_protected(scores, states, sinks=sinks)
 
     def query_rows(self, n_tokens: int) -> int:
-        """The last one."""
+        """Return 1: the last query."""
         return 1

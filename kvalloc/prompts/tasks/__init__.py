@@ -25,7 +25,7 @@ TASKS: dict[str, Task] = {task.name: task for module in _MODULES for task in mod
 
 
 def find_tasks(names: Sequence[str]) -> list[Task]:
-    """The tasks of these names.
+    """Return the tasks of these names.
 
     Raises
     ------

@@ -25,7 +25,7 @@ LEAST_LINES = 30
 
 
 def _modules(split: Split) -> list[Path]:
-    """The standard library's own modules of a split, one file each, by name."""
+    """Return the standard library's own modules of a split, one file each, by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return [
         folder / f"{name}.py"

@@ -30,7 +30,7 @@ QUESTION = Question(
 
 
 def _of_split(split: Split) -> dict[str, list[str]]:
-    """Every question that can be made of a split's things, by label."""
+    """Return every question that can be made of a split's things, by label."""
     places = words("places")
     things = [thing for thing in words("things") if belongs(thing, split)]
     return {

@@ -124,7 +124,7 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
 
 
 def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
-    """A task of the user's own prompts, in the order of the file.
+    """Return a task of the user's own prompts, in the order of the file.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
     words = example.context.split(" ")
 
     def without_middle(kept: int) -> Case:
-        """With so many first and last words, as LongBench cuts what is too long."""
+        """Return the case with the first and last words alone, as LongBench shortens it."""
         return made(" ".join([*words[:kept], *words[-kept:]]).strip())
 
     kept = bisect_right(

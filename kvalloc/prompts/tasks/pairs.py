@@ -49,7 +49,7 @@ def _pairs(brief: Brief) -> Draft:
 
 
 def _keys(brief: Brief, count: int) -> list[str]:
-    """Words of the split, and two words where there are no more of one."""
+    """Return words of the split, and pairs of words once there are no more of one."""
     words = plain_words(brief.request.split)
     keys = dict.fromkeys(brief.draw.sample(words, min(count, len(words))))
     while len(keys) < count:

@@ -54,7 +54,7 @@ def _facts(brief: Brief) -> Draft:
 
 
 def _own(brief: Brief) -> Draft:
-    """No answer is right: the full cache's own is what others are held against."""
+    """Return a question without a right answer: the full cache's answer is the reference."""
     question = replace(OWN_QUESTION, max_new_tokens=brief.request.answer_tokens)
     return brief.scattered(OWN_LEAD, (), (), (question,))
 

@@ -15,7 +15,7 @@ QUESTION_TOKENS = 32
 
 
 def _pieces(request: PromptRequest) -> list[Case]:
-    """Pieces of running text with what follows them."""
+    """Return pieces of running text with the tokens that follow them."""
     if request.opened:
         raise InputError(
             "the task kl asks no question, so none can come in a second turn; ask for "

@@ -142,7 +142,7 @@ class Brief:
     words_per_token: float
 
     def excerpt_words(self) -> list[str]:
-        """Words of the text from a random place on, somewhat more than will fit."""
+        """Return the words of the text from a random place on, somewhat more than will fit."""
         words = self.text.split()
         enough = math.ceil(SPARE * self.words_per_token * self.request.n_tokens)
         begin = self.draw.randrange(max(1, len(words) - enough))
@@ -155,7 +155,7 @@ class Brief:
         depths: Sequence[float],
         questions: Sequence[Question],
     ) -> Draft:
-        """Questions about sentences that are scattered over an excerpt of the text.
+        """Return questions about sentences that are scattered over an excerpt of the text.
 
         Parameters
         ----------
@@ -192,7 +192,7 @@ class Draft:
 
 
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
-    """A task whose prompts are made by rule.
+    """Return a task whose prompts are made by rule.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def scatter(text: str, sentences: Sequence[str], depths: Sequence[float]) -> str
     depths : sequence of float, (n_hidden,)
         Share of the text's characters before it, 0..1.
     """
-    boundaries = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
+    boundaries = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     places = [
         (min(boundaries, key=lambda place: abs(place - depth * len(text))), order, sentence)
         for order, (depth, sentence) in enumerate(zip(depths, sentences, strict=True))
