@@ -68,6 +68,9 @@ POSITION_BYTES = 4
 BIAS_BYTES = 4
 """Of an entry's logit bias, float32."""
 
+RANKING_BYTES = 16
+"""Of an entry, while its layer waits for the others of its sharing group."""
+
 GATHER_CLUSTER_TOKENS = 16
 """Cluster of MPCache's example: T = 1024 tokens in C = 64 clusters (Table 2)."""
 
@@ -200,6 +203,26 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
     )
 
 
+def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1) -> int:
+    """Return the bytes of what is held in full while a prompt is read with eviction.
+
+    A layer is reduced as soon as it was read, the layers of a sharing group when the last of them
+    was. Until then keys and values are as the model made them.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    tokens : int
+        Length of the prompt, padding included.
+    rows : int
+        Prompts that are read together.
+    layers : int
+        Layers of the largest sharing group; 1 where none share.
+    """
+    entry = 2 * shape.head_dim * shape.dtype_bytes + RANKING_BYTES * (layers > 1)
+    return layers * shape.n_kv_heads * tokens * rows * entry
+
+
 def head_cost(
     cost: Cost, tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, page_tokens: int = 1
 ) -> IntArray:
@@ -307,9 +330,13 @@ class CacheCosts:
     batch : int
         Prompts.
     page_tokens : int
-    rounded : bool
-        Whether entries may be stored at fewer bits. Then every entry costs its position, too, and
+    beside_bytes : int
+        Bytes of an entry beside its numbers: its position, its logit bias. Where any are counted,
         shares are of a cache at 16 bits a number, in whatever type the model has them.
+    columns : int or None
+        Length of the longest prompt of the batch; None where all are `context_tokens` long.
+    read_layers : int
+        Layers that are held in full together while a prompt is read, see `reading_bytes`.
     heads : int
         KV heads of all full-attention layers and rows; this and what follows is computed.
     full : int
@@ -320,6 +347,8 @@ class CacheCosts:
         Entries of one KV head of a sliding layer, which no budget changes.
     sliding_layer_bytes, sliding_bytes : int
         Bytes of one sliding layer in whole pages, and of all of them.
+    reading_bytes : int
+        Bytes that the cache takes beside what is kept while the prompts are read.
 
     Raises
     ------
@@ -332,7 +361,9 @@ class CacheCosts:
     context_tokens: int
     batch: int
     page_tokens: int
-    rounded: bool = False
+    beside_bytes: int = 0
+    columns: int | None = None
+    read_layers: int = 1
 
     heads: int = field(init=False)
     full: int = field(init=False)
@@ -340,24 +371,26 @@ class CacheCosts:
     sliding_entries: int = field(init=False)
     sliding_layer_bytes: int = field(init=False)
     sliding_bytes: int = field(init=False)
+    reading_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         shape, page = self.shape, self.page_tokens
         check_size(shape, self.cost, self.context_tokens, page, self.batch)
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
-        whole = replace(shape, dtype_bytes=2) if self.rounded else shape
+        whole = replace(shape, dtype_bytes=2) if self.beside_bytes else shape
         full = heads * int(head_cost(self.cost, self.context_tokens, 16, whole, page))
         entry = shape.bytes_per_entry * self.batch
-        sliding_entries = shape.sliding_entries(self.context_tokens)
-        pages = -(-sliding_entries // page)
+        columns = self.columns or self.context_tokens
+        pages = -(-shape.sliding_entries(columns) // page)
         sliding = shape.n_kv_heads * pages * page * entry
         self.__dict__.update(
             heads=heads,
             full=full,
-            grain=entry if full % entry == 0 and not self.rounded else 1,
-            sliding_entries=sliding_entries,
+            grain=entry if full % entry == 0 and not self.beside_bytes else 1,
+            sliding_entries=shape.sliding_entries(self.context_tokens),
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
+            reading_bytes=reading_bytes(shape, columns, self.batch, self.read_layers),
         )
 
     @property
@@ -371,7 +404,8 @@ class CacheCosts:
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
         """Return the cost of budgets of one KV head, one row; see `head_cost`."""
-        beside = POSITION_BYTES * np.asarray(tokens, dtype=np.int64) * self.rounded
+        count = -(-np.asarray(tokens, dtype=np.int64) // page_tokens) * page_tokens
+        beside = self.beside_bytes * count
         return head_cost(self.cost, tokens, bits, self.shape, page_tokens) + beside
 
     def of_budget(self, tokens: int) -> int:

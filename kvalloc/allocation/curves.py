@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import CacheCosts
+from kvalloc.accounting.costs import POSITION_BYTES, CacheCosts
 from kvalloc.allocation.request import WEIGHT_SHAPES, Request
 from kvalloc.errors import InputError, command, option
 from kvalloc.formats.policy import places_of
@@ -34,11 +34,14 @@ class RequestCurves:
         Its objective, level, weights, policies and groups of layers.
     sample : int or None
         One sample, or the mean of all.
+    columns : int or None
+        Length of the longest prompt of a batch; None where all are as long as the context.
     """
 
     scores: ScoreProfile
     request: Request
     sample: int | None = None
+    columns: int | None = None
 
     @cached_property
     def context_tokens(self) -> int:
@@ -56,13 +59,16 @@ class RequestCurves:
             If that is more bytes than can be counted.
         """
         request = self.request
+        rounded = request.bits is not None and request.cost == "bytes"
         return CacheCosts(
             shape=self.scores.shape,
             cost=request.cost,
             context_tokens=self.context_tokens,
             batch=request.batch,
             page_tokens=request.page,
-            rounded=request.bits is not None and request.cost == "bytes",
+            beside_bytes=POSITION_BYTES * (rounded or request.target.at_peak),
+            columns=self.columns,
+            read_layers=max(map(len, request.groups), default=1),
         )
 
     # Values of options

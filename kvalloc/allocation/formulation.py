@@ -16,6 +16,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.dominance import Undominated, undominated
+from kvalloc.scorers import get_scorer
 from kvalloc.shape import ModelShape
 
 EVEN_OPTIONS = 256
@@ -99,7 +100,11 @@ def choose_objective(
 
 
 def pose(
-    scores: ScoreProfile, request: Request, problem: AllocationProblem | None = None
+    scores: ScoreProfile,
+    request: Request,
+    problem: AllocationProblem | None = None,
+    *,
+    columns: int | None = None,
 ) -> PosedRequest:
     """Choose the groups of layers of a request and formulate its problem.
 
@@ -109,6 +114,8 @@ def pose(
     request : Request
     problem : AllocationProblem, optional
         Its problem, if it is known already.
+    columns : int, optional
+        Length of the longest prompt of the batch, where it is not the context.
 
     Returns
     -------
@@ -119,7 +126,8 @@ def pose(
     InputError, InfeasibleError
         As `formulate` and `kvalloc.allocation.sharing.choose_groups`.
     """
-    curves, bound, requested = RequestCurves(scores=scores, request=request), None, {}
+    curves, bound = RequestCurves(scores=scores, request=request, columns=columns), None
+    requested = {}
     if request.share_groups is not None:
         requested["share_groups"] = request.record()["share_groups"]
     if isinstance(request.share_groups, int):
@@ -186,6 +194,7 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     """
     request, shape = curves.request, curves.scores.shape
     _check_context(curves)
+    _check_peak(curves)
     costs = curves.costs
     tokens = _option_tokens(curves)
     options, weights = _options(curves, tokens)
@@ -341,6 +350,26 @@ def _check_context(curves: RequestCurves) -> None:
             f"a largest budget of {request.max_tokens} tokens is below the "
             f"{scores.protected_tokens} of sinks and window, which are never evicted; give "
             f"{option('max_tokens', scores.protected_tokens)} or more"
+        )
+
+
+def _check_peak(curves: RequestCurves) -> None:
+    """Raise an `InputError` for policies whose cache takes more at its peak than what is kept."""
+    request, scores = curves.request, curves.scores
+    if not request.target.at_peak or request.objective != "loss":
+        return
+    evicting = [
+        one.title
+        for one in scores.policies
+        if get_scorer(one.scorer, **one.scorer_parameters).later is None
+    ]
+    offered = [scores.policies[place].title for place in curves.offered_policies()]
+    holding = next((title for title in offered if title not in evicting), None)
+    if holding is not None:
+        raise InputError(
+            f"the policy {holding} holds the whole prompt before it evicts, so at its peak the "
+            f"cache is a full one, beyond {request.target}; give "
+            f"{option('loss_policies', ','.join(evicting))}, or a size with {option('budget')}"
         )
 
 

@@ -86,6 +86,8 @@ class Target(ABC):
     """What messages say before the nearest target that can be met."""
     is_fixed: ClassVar[bool] = False
     """Whether budgets stay as they are at another prompt length, instead of growing with it."""
+    at_peak: ClassVar[bool] = False
+    """Whether it is about all that the cache takes, while the prompts are read, too."""
 
     value: float
     typed: object = field(default=None, compare=False, repr=False)
@@ -254,9 +256,6 @@ class _Loss(Target):
 class _Size(Target):
     """A size that the kept entries fit in, with the largest value there is (XKV, Eq. 17)."""
 
-    includes_sliding: ClassVar[bool] = False
-    """Whether the layers that store the same whatever is decided count, too."""
-
     def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
         best = "least" if what.endswith("loss") else "most"
         return f"{best} {what} in {self.amount(counted)}"
@@ -270,17 +269,21 @@ class _Size(Target):
         """Return the size in the unit of the costs."""
 
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
-        fixed = costs.sliding_bytes if self.includes_sliding else 0
-        capacity = self.cost(costs) - fixed
+        beside = self.beside(costs)
+        capacity = self.cost(costs) - sum(beside.values())
         if capacity < floor_cost:
             number, smallest = self.nearest(floor_cost, costs)
-            sliding = f", and the sliding layers {fixed:,}" if fixed else ""
+            others = "".join(f", and {name} {cost:,}" for name, cost in beside.items() if cost)
             raise InfeasibleError(
                 f"{self} is below the floors: sinks, window and minimum budgets take "
-                f"{floor_cost:,} {costs.unit}{sliding}; ask for at least {smallest}",
+                f"{floor_cost:,} {costs.unit}{others}; ask for at least {smallest}",
                 nearest=number,
             )
         return capacity
+
+    def beside(self, costs: CacheCosts) -> dict[str, int]:
+        """Return what the size holds beside the layers with budgets, by name."""
+        return {}
 
 
 class _Share(_Size):
@@ -341,19 +344,26 @@ class _TokensPerHead(_Size):
 
 
 class _Memory(_Size):
-    """Bytes for the whole cache."""
+    """Bytes that the cache may take at its peak, while the prompts are read."""
 
     kind = "memory"
     keyword = "memory"
     read_value = staticmethod(parse_bytes)
     is_fixed = True
-    includes_sliding = True
+    at_peak = True
 
     value: int
 
     def shown(self) -> str | int:
         text = bytes_text(self.value)
         return self.value if text.isdigit() else text
+
+    def beside(self, costs: CacheCosts) -> dict[str, int]:
+        read = "one layer" if costs.read_layers == 1 else f"{costs.read_layers} layers"
+        return {
+            "the sliding layers": costs.sliding_bytes,
+            f"{read} in full while the prompt is read": costs.reading_bytes,
+        }
 
     def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
         return bytes_text(self.value)
@@ -362,7 +372,7 @@ class _Memory(_Size):
         return self.value
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
-        needed = int(reached) + costs.sliding_bytes
+        needed = int(reached) + sum(self.beside(costs).values())
         return needed, _Memory(value=needed)
 
 
@@ -388,11 +398,12 @@ class RequestOptions(TypedDict, total=False):
     budget_tokens : int
         At most N entries per KV head on average.
     memory : str or int
-        At most this much for the whole cache, such as 512MiB.
+        Bytes that the cache may take at its peak, such as 512MiB: what is kept of all prompts, and
+        one layer in full while they are read.
     context : int
         Prompt length that the target holds for, tokens; that of the score profile by default.
     batch : int, default 1
-        Prompts that share the memory.
+        Prompts that are read together.
     workloads : {"mean", "worst", "cvar"}, default "mean"
         What counts of the samples, each a workload: their mean, the worst one, or the mean of the
         worst share `tail` of them.
@@ -812,6 +823,9 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "whole cost with {option[budget]}, or {option[cost=bytes]}": lambda r: (
         r.cost != "bytes" and r.target.kind == "memory"
     ),
+    "layers that share entries are held in full together while the prompt is read, so with "
+    "{option[memory]} the groups are named, such as {option[share_groups=2-3,4-5]}; or give a "
+    "size with {option[budget]}": lambda r: r.target.at_peak and isinstance(r.share_groups, int),
     "caps are about stored bytes and the cost is {r.cost}; leave them out, or take "
     "{option[cost=bytes]}": lambda r: r.cost != "bytes" and r.cap,
 }

@@ -28,7 +28,7 @@ def generate(model: str, **typed: Any) -> None:
     The cache keeps of the prompt only what the budget profile grants, or what is decided for the
     prompt itself with --target-retention, --budget, --budget-tokens or --memory; the answer comes
     on top of it. A --budget and nothing else is kept in the best way that needs nothing measured;
-    --memory beside it is what the cache may take meanwhile. The answer goes to stdout, what it took
+    --memory beside it takes a way whose peak fits. The answer goes to stdout, what it took
     to stderr.
     """
     reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)

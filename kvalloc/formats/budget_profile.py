@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvalloc.accounting.costs import (
     bits_fault,
     check_size,
     entries_in_share,
+    reading_bytes,
     stored_bytes,
 )
 from kvalloc.accounting.rounding import apportion
@@ -344,6 +346,39 @@ class BudgetProfile(JsonRecord):
         """Return the bytes kept of ``batch`` prompts of ``context_tokens`` tokens."""
         return int(self.head_bytes_at(context_tokens).sum()) * batch
 
+    def peak_bytes_at(
+        self,
+        context_tokens: int,
+        batch: int = 1,
+        *,
+        columns: int | None = None,
+        chunked: bool = False,
+    ) -> int:
+        """Return the bytes that a cache takes at its peak if it evicts while prompts are read.
+
+        That is what is kept, with positions and logit biases, and one layer (the largest group of
+        layers that share entries) in full. Values that are fitted are float32 meanwhile.
+
+        Parameters
+        ----------
+        context_tokens, batch : int
+            Length and number of the prompts.
+        columns : int, optional
+            Length with padding.
+        chunked : bool
+            Whether they come in several forwards: nothing is rounded before the last one.
+        """
+        shape, kept = self.shape, self.budgets_for(context_tokens)
+        stored = self.retained_bytes_at(context_tokens)
+        if chunked and self.bits is not None:
+            stored = reading_bytes(shape, int(kept.sum())) // shape.n_kv_heads
+        entries = int(kept[list(shape.full_layers)].sum())
+        stored += entries * (POSITION_BYTES + BIAS_BYTES * self.policy.biased)
+        if self.policy.name == "attention_matching":
+            shape = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
+        together = max(map(len, self.share_groups), default=1)
+        return stored * batch + reading_bytes(shape, columns or context_tokens, batch, together)
+
     def head_bytes_at(self, context_tokens: int) -> IntArray:
         """Return the bytes that each KV head keeps of a prompt, ``(n_layers, n_kv_heads)``."""
         budgets = self.budgets_for(context_tokens)
@@ -366,6 +401,11 @@ class BudgetProfile(JsonRecord):
         if self.bits is not None or (kept < context_tokens).any():
             stored += int(kept.sum()) * (POSITION_BYTES + BIAS_BYTES * self.policy.biased)
         return stored / (kept.size * context_tokens * shape.bytes_per_entry)
+
+    @property
+    def fits_a_peak(self) -> bool:
+        """Whether all that the cache takes while the prompts are read was to fit a size."""
+        return bool(self.requested.get("target") == "memory")
 
     @property
     def target_text(self) -> str:

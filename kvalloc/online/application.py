@@ -66,8 +66,8 @@ def apply(
     cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
-    (`kvalloc.online.default`); ``memory`` beside it is what the cache may take while a prompt is
-    read. Which way was taken is logged (``kvalloc.online.default``, level INFO) and stands in
+    (`kvalloc.online.default`), with ``memory`` beside it in a way whose peak fits. Which way was
+    taken is logged (``kvalloc.online.default``, level INFO) and stands in
     ``last_cache.profile.detail``. Whoever says how budgets are decided or entries are picked, such
     as ``scorer="snapkv", solver="uniform"``, gets budgets decided for each prompt.
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvalloc.accounting.costs import entries_in_share, stored_bytes
+from kvalloc.accounting.costs import entries_in_share, reading_bytes, stored_bytes
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_surrogate
@@ -411,11 +411,11 @@ class Default:
         With padding they are of more columns than tokens.
         """
         columns = columns or tokens
-        one_layer = columns * shape.n_kv_heads * shape.bytes_per_entry * rows
+        one_layer = reading_bytes(shape, columns, rows)
         if way in ("early", "whole") or (way == "decided" and not chunked):
             _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
             kept = decided or self.profile(shape, tokens, way)
-            return kept.retained_bytes_at(tokens, rows) + one_layer
+            return kept.peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
         voting = way in ("late", "bounded")
         held = min(VOTES, tokens) + AWAITED if voting else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim

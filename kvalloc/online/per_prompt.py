@@ -45,10 +45,6 @@ class PromptOptions(RequestOptions, total=False):
 
     Parameters
     ----------
-    memory : str or int
-        Such as 512MiB: beside a budget, what the cache may take while a prompt is read. Alone,
-        what is kept of all rows of a batch together, each getting what it would if all were as
-        long.
     level : {"layer", "head"}
         What gets a budget of its own, where budgets are decided from each prompt; a layer by
         default.
@@ -140,6 +136,7 @@ class PromptTarget:
                 sinks=self.sinks,
                 window=self.scorer.window,
             ),
+            requested=self.request.target.record(),
             detail="everything, until a prompt has come",
         )
 
@@ -181,18 +178,23 @@ def make_prompt_cache(
     ----------
     XKV, Section IV-A.
     """
-    options = options or CacheOptions()
+    options, memory = options or CacheOptions(), target.request.target
     undecided = options.with_policy(target.undecided(shape_of(model)))
     whole = undecided.replace(detail="keeps the prompt whole, which is too short to leave any out")
 
-    def decide_row(decoder: nn.Module, row: IntArray, rows: int) -> BudgetProfile:
+    def decide_row(decoder: nn.Module, row: IntArray, rows: int, columns: int) -> BudgetProfile:
         if row.size <= target.sinks + target.scorer.window:
+            size = undecided.shape.full_bytes(row.size, rows)
+            if memory.at_peak and size > memory.value:
+                raise InfeasibleError(
+                    f"{memory} is below the {size:,} bytes of a prompt that leaves nothing to evict"
+                )
             return whole
         scores = prompt_scores(
             decoder, row, scorer=target.scorer, sinks=target.sinks, shape=undecided.shape
         )
         try:
-            problem = pose(scores, replace(target.request, batch=rows))
+            problem = pose(scores, replace(target.request, batch=rows), columns=columns)
         except InfeasibleError:
             if target.request.target.is_fixed:
                 raise
@@ -207,7 +209,8 @@ def make_prompt_cache(
 
     def decide_rows(decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
         different = {row.tobytes(): row for row in rows}  # those of a beam search are equal
-        profiles = {key: decide_row(decoder, row, len(rows)) for key, row in different.items()}
+        size = len(rows), max(row.size for row in rows)
+        profiles = {key: decide_row(decoder, row, *size) for key, row in different.items()}
         return [profiles[row.tobytes()] for row in rows]
 
     chosen = replace(options, policy=None, policy_options=None)  # it is the profile's now

@@ -147,6 +147,8 @@ class Plan:
         # a group evicts after its last layer, when the queries of its others have gone
         holds |= policy.holds and (decode_every is not None or bool(profile.share_groups))
         holds_chunks = holds or policy.holds
+        more = holds or options.bounded or policy.combines
+        refusals.refuse(beyond_memory=profile.fits_a_peak and more and policy.name)
         scorers = [scorer for each in wanted.values() for scorer in each]
         if decode_every is not None:
             refusals.refuse(
@@ -411,6 +413,8 @@ class Prompt:
         self._targets = {}
         if not step.seen:
             self._in_chunks = not step.completes
+            late = self._in_chunks and self.plan.bits
+            refusals.refuse(rounded_beyond_memory=late and self.plan.profile.fits_a_peak)
         if step.follows and self._evicts_late:  # all layers evict at once, after a forward
             step = replace(step, budgets=None, remember=False)
         holds = self._holds(step)

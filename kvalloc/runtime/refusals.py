@@ -81,6 +81,10 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
         "followed the prompt, and this profile waits for none; leave it out",
         "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
+        "beyond_memory": "these budgets were decided for {option[memory]} at its peak, and here "
+        "the policy {0} takes more than what is kept and one layer in full while the prompt is "
+        "read; choose another policy, leave out {option[bounded]} and {option[decode_every]}, or "
+        "decide by {option[budget]}",
         # What the model is set to, and what a call asks for
         "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
         "them out, or take prompt_lookup_num_tokens or assistant_model",
@@ -118,6 +122,9 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "unannounced_chunk": "this generate() prefills in chunks, which a cache cannot tell "
         "from follow-ups; say how long the prompt is: kvalloc.make_cache(model, profile, "
         "prompt_tokens={0}), or use kvalloc.apply, which does so",
+        "rounded_beyond_memory": "these budgets were decided for {option[memory]} at its peak, and "
+        "of a prompt in chunks nothing is rounded before the last one; send it in one piece, or "
+        "solve again without {option[bits]}",
         "merges_chunks": "the policy {0} merges entries, for which it has to see the whole prompt; "
         "send it in one piece, or choose another policy",
         "adds_up_chunks": "one of this profile's policies adds up the attention of all tokens, "

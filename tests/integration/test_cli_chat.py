@@ -252,7 +252,7 @@ def test_budgets_for_the_prompt(folder):
         (["--budget", "much"], ["much"]),
         (["--budget", "20%", "--memory", "1MiB", "--solver", "greedy"], ["two targets"]),
         (["--budget", "20%", "--memory", "1KiB"], ["--memory 1KiB is 1.00", "full cache is held"]),
-        (["--memory", "1KiB"], ["--memory 1KiB", "4,608 bytes"]),
+        (["--memory", "1KiB"], ["--memory 1KiB", "one layer in full"]),
         (["--budget", "20%", "--full"], ["--full"]),
         (["--budget", "20%", "--allow-other-model"], ["--allow-other-model", "stored profile"]),
         (["--level", "head"], ["--level", "--budget 20%"]),

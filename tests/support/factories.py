@@ -150,7 +150,7 @@ def make_choices(
     policies = tuple(
         Policy(
             scorer="xkv" if name == "critical" else name,
-            scorer_parameters=dict(scores.scorer_parameters),
+            scorer_parameters={"window": scores.window},
             sinks=scores.sinks,
             window=scores.window,
             name="critical" if name == "critical" else "score",

@@ -75,6 +75,15 @@ def test_policies_that_no_unit_takes_are_not_listed() -> None:
     assert retained.unit_policies is None
 
 
+def test_a_policy_that_holds_the_whole_prompt_does_not_go_with_a_peak() -> None:
+    scores = make_choices(3, names=("tova", "lookahead"))
+    refusal = "lookahead holds the whole prompt .* give loss_policies='xkv,tova', or a size"
+    with pytest.raises(InputError, match=refusal):
+        solve(scores, memory="5kB", **LOSS)
+    chosen = solve(scores, memory="5kB", loss_policies="xkv,tova", level="head")
+    assert chosen.other_policies
+
+
 def test_sliding_layers_have_no_policy() -> None:
     shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
     scores = make_choices(1, shape=shape)

@@ -86,6 +86,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"budget_tokens": 0}, "keeps nothing"),
             ({"memory": "lots"}, "not a size"),
             ({"memory": "1MiB", "cost": "decode-bytes"}, "memory is a size of stored bytes"),
+            ({"memory": "1MiB", "share_groups": 4}, "with memory the groups are named"),
         )
     ),
     *(
@@ -285,38 +286,42 @@ SLIDING = make_shape(
 
 def test_sliding_layers_are_paid_for_but_not_decided() -> None:
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
+    for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
+        costs = make_curves(scores, budget=0.5, context=context, batch=batch).costs
+        assert costs.sliding_bytes == 2 * 2 * entries * SLIDING.bytes_per_entry * batch
     problem = formulate(scores, Request.parse(memory=SLIDING.full_bytes(100)))
     assert problem.layers.tolist() == [0, 3]
     assert problem.weights.tolist() == [0.5, 0.5]
-    constant = 2 * 2 * 19 * SLIDING.bytes_per_entry
-    for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
-        costs = make_curves(scores, budget=0.5, context=context, batch=batch).costs
-        stored = 2 * 2 * entries * SLIDING.bytes_per_entry * batch
-        assert costs.sliding_bytes == stored
-    assert problem.capacity_bytes == SLIDING.full_bytes(100) - constant
-    profile = solve(scores, memory=SLIDING.full_bytes(100))
+    profile = solve(scores, memory=2 * SLIDING.full_bytes(100))
     assert profile.budgets.tolist() == [[100, 100], [19, 19], [19, 19], [100, 100]]
     assert profile.retained_bytes == profile.full_bytes == SLIDING.full_bytes(100)
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_memory_is_never_exceeded_sliding_layers_and_pages_included(page: int, batch: int) -> None:
-    scores = make_scores(1, shape=SLIDING, context_tokens=100)
-    full = SLIDING.full_bytes(100, batch)
-    for share in (0.5, 0.55, 0.61, 0.77, 0.93):
-        asked = int(share * full)
-        profile = solve(scores, memory=asked, page=page, batch=batch)
-        assert profile.retained_bytes <= asked
-
-
-@pytest.mark.parametrize("asked", [1, 100, 1216, 1217, 1535])
-def test_too_little_memory_names_what_would_do(asked: int) -> None:
-    scores = make_scores(1, shape=SLIDING, context_tokens=100)
-    with pytest.raises(InfeasibleError, match=re.escape("ask for at least memory=1536")) as caught:
-        solve(scores, memory=asked)
-    assert caught.value.nearest == 1536
-    assert solve(scores, memory=int(caught.value.nearest)).retained_bytes == 1536
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [
+        *(
+            (lambda: make_scores(1, shape=SLIDING, context_tokens=100), asked)
+            for asked in ({}, {"page": 16}, {"batch": 3}, {"batch": 3, "page": 16, "context": 60})
+        ),
+        (make_bits, {"bits": (16, 8, 4), "page": 8, "batch": 2}),
+        (make_shared_scores, {"share_groups": "2-3,4-5", "batch": 2}),
+    ],
+)
+def test_memory_is_a_peak_and_too_little_names_what_would_do(make: Any, asked: Any) -> None:
+    """Sliding layers, positions, pages and what is held in full while a prompt is read count."""
+    scores = make()
+    with pytest.raises(InfeasibleError, match="in full while the prompt is read") as caught:
+        solve(scores, memory=1, **asked)
+    least = caught.value.nearest
+    with pytest.raises(InfeasibleError, match=re.escape(f"ask for at least memory={least}")):
+        solve(scores, memory=least - 1, **asked)
+    for memory in (least, *(int(least * (1 + share)) for share in (0.1, 0.33, 0.7))):
+        profile = solve(scores, memory=memory, **asked)
+        assert profile.peak_bytes_at(profile.context_tokens, profile.batch) <= memory
+        if memory == least:
+            floor = max(scores.protected_tokens, profile.page_tokens)
+            assert profile.budgets[0].tolist() == [floor] * scores.shape.n_kv_heads
 
 
 @pytest.mark.parametrize(
@@ -344,10 +349,8 @@ def test_everything_is_kept_at_100_percent_with_pages_that_do_not_divide_the_con
     assert profile.budgets.min() == profile.context_tokens
 
 
-def test_batch_shares_the_memory() -> None:
-    scores = make_scores()
-    one = solve(scores, memory=2000)
-    three = solve(scores, memory=6000, batch=3)
+def test_prompts_that_are_read_together_share_the_memory() -> None:
+    one, three = (solve(make_scores(), memory=4000 * rows, batch=rows) for rows in (1, 3))
     assert one.budgets.tolist() == three.budgets.tolist()
     assert three.retained_bytes == 3 * one.retained_bytes
 
@@ -358,7 +361,7 @@ def test_batch_shares_the_memory() -> None:
         ({"target_retention": 0.9}, "proportional"),
         ({"budget": "20%"}, "proportional"),
         ({"budget_tokens": 20}, "fixed"),
-        ({"memory": 3000}, "fixed"),
+        ({"memory": 4000}, "fixed"),
     ],
 )
 def test_relative_targets_scale_and_absolute_ones_do_not(target: dict[str, Any], rule: str) -> None:

@@ -37,7 +37,7 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
             {"target_retention": 0.8},
             {"target_retention": 0.7, "level": "head"},
             {"budget_tokens": 12, "level": "head", "min_tokens": 7},
-            {"memory": 2000, "page": 4, "context": 60, "batch": 2},
+            {"memory": 7000, "page": 4, "context": 60, "batch": 2},
             {"budget": 0.5, "objective": "mean", "solver": "pyramid"},
             {"budget": 0.5, "solver": "ilp", "page": 4},
             {"budget": 0.5, "average": "allocations"},
@@ -45,7 +45,7 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
             {"target_retention": 0.9, "level": "head", "weights": [[0, 1], [2, 1], [1, 1]]},
         )
     ),
-    (lambda: make_scores(3, shape=SLIDING), {"memory": 1500}),
+    (lambda: make_scores(3, shape=SLIDING), {"memory": 3000}),
     *(
         (lambda: make_scores(5, n_samples=3), {**goal, **asked, "level": level})
         for goal in ({"budget": "35%"}, {"target_retention": 0.8})
@@ -53,7 +53,7 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
         for level in ("layer", "head")
     ),
     (lambda: make_bits(3), {"budget": "25%", "level": "head", **BITS}),
-    (make_bits, {"memory": 3000, "page": 8, "batch": 2, **BITS}),
+    (make_bits, {"memory": 5000, "page": 8, "batch": 2, **BITS}),
     (make_bits, {"budget": "30%", "weights": [0.2, 1, 3], **BITS}),
     (make_bits, {"budget": "30%", "objective": "worst", **BITS}),
     (lambda: make_losses(5), {"target_loss": 0.05, "level": "head", "solver": "dp"}),

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from factories import make_bits, make_scores, make_shared_scores
 from live_storage import LiveStorage
 
 import kvalloc
+from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
+from kvalloc.online.default import Default
 from kvalloc.runtime.attention import torch as by_torch
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
@@ -96,6 +99,89 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     if "shared" in mode:  # a group is held until its last layer, with its rankings
         layer = max(map(len, GROUPS)) * (layer + 2 * 2 * TOKENS * tiny.N_KV_HEADS * 8)
     assert max(above) <= kept + layer
+
+
+SOLVED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "by head": (make_scores, {"level": "head"}),
+    "in pages": (make_scores, {"page": 16}),
+    "bits": (make_bits, {"level": "head", "bits": (16, 8, 4)}),
+    "bits alike": (make_bits, {"bits": (8,)}),
+    "shared": (make_shared_scores, {"share_groups": "2-3,4-6"}),
+}
+SERVED: dict[str, dict[str, Any]] = {
+    "decided": {"level": "head", "solver": "greedy"},
+    "default": {"budget": "20%"},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [*SOLVED, *SERVED])
+def test_memory_is_a_peak(
+    tiny: ModuleType,
+    way: str,
+    dtype: torch.dtype,
+    padded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvalloc.online.default.VOTES", 8)  # what scores take is not the cache's
+    model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
+    watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
+    mask, shape = torch.ones_like(ids), shape_of(model)
+    if padded:
+        mask[1, :300] = 0
+
+    def read(**known: Any) -> Any:
+        return model(ids, attention_mask=mask, logits_to_keep=1, **known)
+
+    plain = watched.peaks(lambda: read(use_cache=False))
+    memory = int(0.4 * shape.full_bytes(TOKENS, 2))
+    if way in SOLVED:
+        make, asked = SOLVED[way]
+        sizes = {"n_layers": LAYERS} if make is make_shared_scores else {"shape": shape}
+        scores = make(context_tokens=TOKENS, n_samples=1, **sizes).replace(shape=shape)
+        profile = kvalloc.solve(scores, memory=memory, batch=2, **asked)
+        cache = kvalloc.make_cache(model, profile)
+        found = watched.peaks(lambda: read(past_key_values=cache))
+    else:
+        if "budget" in SERVED[way]:
+            memory = Default.parse(**SERVED[way]).peak_bytes(shape, TOKENS, 2, "early")
+        with kvalloc.apply(model, memory=memory, **SERVED[way]) as applied:
+            found = watched.peaks(read)[-len(plain) :]  # without the mini-prefill
+        assert applied.last_cache is not None
+        cache = applied.last_cache
+    assert cache.reduced
+    assert 0.4 * memory < max(a - b for a, b in zip(found, plain, strict=True)) <= memory
+
+
+def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet(
+    tiny: ModuleType,
+) -> None:
+    """Codes are made when the last chunk has come."""
+    model, ids = tiny.tiny_model(num_hidden_layers=LAYERS), tiny.prompt(TOKENS)
+    default, shape, stored = Default.parse("20%"), shape_of(model), [0]
+    rounded, whole = (
+        default.peak_bytes(shape, TOKENS, 1, "early", chunked=chunked) for chunked in (False, True)
+    )
+    model.generation_config.prefill_chunk_size = 250
+
+    def mark(*_: Any) -> None:
+        stored.append(0 if applied.last_cache is None else applied.last_cache.retained_bytes)
+
+    hooks = [one.register_forward_pre_hook(mark) for one in model.get_decoder().layers]
+    settings = {"max_new_tokens": 1, "do_sample": False}
+    with kvalloc.apply(model, budget="20%", memory=whole) as applied:
+        model.generate(ids, **settings)
+        assert applied.last_cache is not None
+        assert "evicts while the prompt is read" in applied.last_cache.profile.detail
+    with (
+        kvalloc.apply(model, budget="20%", memory=whole - 1),
+        pytest.raises(InputError, match="needs"),
+    ):
+        model.generate(ids, **settings)
+    for hook in hooks:
+        hook.remove()
+    assert rounded < max(stored) <= whole
 
 
 @pytest.mark.parametrize("padded", [False, True])

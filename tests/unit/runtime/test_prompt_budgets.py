@@ -13,6 +13,7 @@ import torch
 from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, generate, run
 
 import kvalloc
+from kvalloc.accounting.costs import reading_bytes
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
@@ -77,9 +78,13 @@ def test_each_prompt_gets_its_own_budgets(tiny: ModuleType, model: Any) -> None:
     assert found[2].context_tokens == 30
 
 
+PEAK = 4 * 2 * 20 * (128 + 4) + 2 * CONTEXT * 128
+"""Of 20 entries a head with their positions, and one layer in full."""
+
+
 @pytest.mark.parametrize(
     "target",
-    [{"budget": "30%"}, {"budget": 0.3}, {"budget_tokens": 20}, {"memory": 4 * 2 * 20 * 128}],
+    [{"budget": "30%"}, {"budget": 0.3}, {"budget_tokens": 20}, {"memory": PEAK}],
 )
 def test_every_target_of_a_size_is_met(
     tiny: ModuleType, model: Any, target: dict[str, Any]
@@ -225,9 +230,28 @@ def test_a_loaded_cache_decides_for_no_other_prompt(
 
 
 def test_memory_is_for_all_rows_also_where_they_are_equal(tiny: ModuleType, model: Any) -> None:
-    target = PromptTarget.parse(memory="40KiB", **TARGET)
+    target = PromptTarget.parse(memory="90KiB", **TARGET)
     for rows in (1, 2, 3):
         cache = make_prompt_cache(model, target)
         run(model, tiny.prompt(CONTEXT).repeat(rows, 1), cache)
-        assert 39 * 1024 < cache.retained_bytes <= 40 * 1024
-        assert len(set(map(id, cache.row_profiles))) == 1
+        (profile,) = {id(one): one for one in cache.row_profiles}.values()
+        assert 0.97 * 90 * 1024 < profile.peak_bytes_at(CONTEXT, rows) <= 90 * 1024
+    small = PromptTarget.parse(memory="1KiB", **TARGET)
+    with pytest.raises(InfeasibleError, match="memory='1KiB' is below the 5,120"):
+        run(model, tiny.prompt(5), make_prompt_cache(model, small))
+
+
+def test_of_rows_of_different_length_the_longest_is_in_memory_while_it_is_read(
+    tiny: ModuleType, model: Any
+) -> None:
+    cache = make_prompt_cache(model, PromptTarget.parse(memory="90KiB", **TARGET))
+    mask = torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[0, :30] = 0
+    run(model, tiny.prompt(CONTEXT, 2), cache, mask)
+    shape, (short, long) = shape_of(model), cache.row_profiles
+    assert short.requested["bytes"] == long.requested["bytes"]
+    kept = [
+        one.peak_bytes_at(own) - reading_bytes(shape, own)
+        for one, own in ((short, CONTEXT - 30), (long, CONTEXT))
+    ]
+    assert 0.9 * 90 * 1024 < sum(kept) + reading_bytes(shape, CONTEXT, 2) <= 90 * 1024

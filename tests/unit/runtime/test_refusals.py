@@ -201,6 +201,12 @@ def beside(tiny: ModuleType, model: Any, other: Any, scorer: str = "xkv", **opti
     make_cache(model, profile.replace(unit_policies=table, other_policies=others), **options)
 
 
+def at_peak(tiny: ModuleType, model: Any, **changes: Any) -> Any:
+    """A profile that was decided for a memory."""
+    asked = {"target": "memory", "value": 10**6}
+    return tiny.make_profile(model, CONTEXT, 0.3).replace(requested=asked, **changes)
+
+
 def cropped_into_prompt(tiny: ModuleType, model: Any) -> None:
     cache = made(tiny, model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20, 20, 20]))
     for tokens in (CONTEXT, 2):
@@ -390,6 +396,20 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "bounded_shared": (
         lambda tiny, model: make_cache(model, shared(tiny, model), bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
+    ),
+    "beyond_memory": (
+        lambda tiny, model: make_cache(model, at_peak(tiny, model), policy="reconstruction"),
+        "decided for memory at its peak, and here the policy score takes more",
+    ),
+    "rounded_beyond_memory": (
+        lambda tiny, model: forward(
+            tiny,
+            model,
+            make_cache(
+                model, at_peak(tiny, model, bits=np.full((4, 2), 8)), prompt_tokens=CONTEXT + 1
+            ),
+        ),
+        "nothing is rounded before the last one; send it in one piece",
     ),
     "assisted": (partial(generated, use_mtp=True), "leave them out, or take prompt_lookup"),
     "drafts_unannounced": (
