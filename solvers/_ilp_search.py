@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -22,12 +23,15 @@ from kvalloc.solvers._ilp_program import (
     Program,
     encode,
 )
-from kvalloc.solvers._levels import LevelSets, level_sets
+from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import Prices, best_prices
 from kvalloc.solvers._repair import best_known
 
 REPAIR_SECONDS = 5.0
 """Longest search for a choice to start from."""
+
+MOST_LEVELS = 512
+"""With more, the table of neighbouring levels is too large."""
 
 FEWER_LEVELS = 64
 """Where sets of all levels are too many, a start is sought with about so many of them."""
@@ -181,35 +185,25 @@ class Search:
             return self._core(choices, prices, known, None)
         if known.picked is not None and choices.n_levels(known.picked) > self.most:
             known = NOTHING
-        sets = level_sets(choices, prices, self.most)
-        if known.picked is None:
-            known = self._first_levels(choices, sets)
-        if sets is None or known.picked is None:
-            return self._core(choices, prices, known, self.most)
-        return self._best_levels(choices, sets, known)
-
-    def _first_levels(self, choices: Choices, sets: LevelSets | None) -> Found:
-        """A pick with few levels: of the set that loses least, or where there are many, of some."""
-        if sets is not None:
-            return self._with_levels(choices, sets, tuple(sets.best()))
         levels = np.unique(choices.tokens[choices.exists])
-        some = levels[:: -(-levels.size // FEWER_LEVELS)]
-        try:
-            return self._free(choices.restricted(np.isin(choices.tokens, some)))
-        except InfeasibleError:
-            return NOTHING
+        if levels.size <= MOST_LEVELS:
+            return self._best_levels(choices, LevelSets.of(choices, prices, self.most), known)
+        if known.picked is None:
+            some = levels[:: -(-levels.size // FEWER_LEVELS)]
+            with contextlib.suppress(InfeasibleError):
+                known = self._free(choices.restricted(np.isin(choices.tokens, some)))
+        return self._core(choices, prices, known, self.most)
 
     def _best_levels(self, choices: Choices, sets: LevelSets, best: Found) -> Found:
-        """The best pick over all sets of levels that could beat the known one."""
-        assert best.picked is not None  # checked by the caller
-        prices, known = sets.prices, best.picked
-        listed = sets.within(self._room(choices, prices, best))
-        # Too many sets, or each a hard problem of its own: one program, with fewer levels.
-        if listed is None:
-            usable = sets.levels[sets.usable(prices.room(choices, choices.objective(known)))]
-            usable = np.union1d(usable, choices.tokens[choices.index, known])
-            fewer = choices.restricted(np.isin(choices.tokens, usable))
-            return self._core(fewer, best_prices(fewer), best, self.most)
+        """Return the best pick over all sets of levels that could beat the known one."""
+        prices = sets.prices
+        if best.picked is None:
+            best = self._with_levels(choices, sets, sets.best())
+        listed = None
+        if best.picked is not None:
+            listed = sets.within(self._room(choices, prices, best))
+        if listed is None or best.picked is None:  # too many sets: one program for all
+            return self._core(choices, prices, best, self.most)
         loose: list[float] = []  # bounds of what was not decided
         for lost, places in listed:
             if lost > self._room(choices, prices, best):
@@ -221,7 +215,7 @@ class Search:
             if not found.infeasible:
                 loose.append(found.bound)
                 best = self._better(choices, best, found)
-        assert best.picked is not None  # it starts with one
+        assert best.picked is not None  # it starts with one, and only a better one follows
         if self.options.gap > 0:
             room = max(0.0, self._room(choices, prices, best))
             loose.append(prices.beyond(choices, room))

@@ -1,7 +1,4 @@
-"""What budget rules share: a rule says who gets how much of a total; this finds the total.
-
-And their lists of numbers, from code or from a command line.
-"""
+"""The base of budget rules, and the lists of numbers that their options take."""
 
 from __future__ import annotations
 
@@ -17,80 +14,70 @@ from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 
 Rule = Callable[[int], IntArray]
+"""The choice that a rule makes of each number, ``(n_units,)``; it costs more for a larger one."""
 
 
 class SharingRule(Solver):
-    """A rule that says who gets how many of some steps; the base finds how many there are.
+    """A row of choices, each more expensive than the one before, of which one is taken.
 
-    It proves nothing: all steps that the capacity holds, or the fewest that meet the target.
+    The largest that fits in the capacity, or the smallest that meets the target. It proves nothing.
     """
 
     needs_one_step: ClassVar[bool] = True
 
     @abstractmethod
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
-        """Return the option of each unit by the steps they add up to, and a line on the rule."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+        """Return the choices by number, from 0 on, and the largest number."""
+
+    @abstractmethod
+    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
+        """Return one line on the rule and the choice that it made."""
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The rule's choice; see the class.
+        """Return the rule's choice; see the class.
 
         Raises
         ------
         InfeasibleError
-            If the rule cannot meet the target with all steps.
+            If the rule's largest choice does not meet the target.
         """
-        rule, detail = self.rule(problem)
-        most = int(problem.last_options.sum())
-        if problem.sense is Sense.MAX_VALUE:
-            steps = min(most, problem.spendable_steps)
-        else:
-            steps = fewest_for_target(problem, rule, 0, most)
-        return Solution.of(problem, rule(steps), detail=detail)
+        rule, most = self.rule(problem)
+        maximise = problem.sense is Sense.MAX_VALUE
 
+        def is_beyond(number: int) -> bool:
+            choice = rule(number)
+            if maximise:
+                return problem.cost(choice) > problem.spendable_bytes
+            return problem.meets_target(problem.objective_value(choice))
 
-def fewest_for_target(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:
-    """The smallest number for which the rule's choice meets the target, by bisection.
-
-    Raises
-    ------
-    InfeasibleError
-        If not even ``high`` does.
-    """
-
-    def meets(number: int) -> bool:
-        return problem.meets_target(problem.objective_value(rule(number)))
-
-    if not meets(high):
-        best = problem.objective_value(rule(high))
-        raise InfeasibleError(
-            f"this rule reaches {best:.6g} at most, below the target of {problem.target:g}; use "
-            "greedy",
-            nearest=best,
-        )
-    return low + bisect_left(range(low, high), True, key=meets)
-
-
-def most_within_capacity(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:
-    """The largest number for which the rule's choice fits in the capacity, by bisection."""
-    more = range(low + 1, high + 1)
-    spendable = problem.spendable_bytes
-    return low + bisect_left(more, True, key=lambda n: problem.cost(rule(n)) > spendable)
+        number = most
+        if is_beyond(most):
+            number = bisect_left(range(most), True, key=is_beyond) - int(maximise)
+        elif not maximise:
+            best = problem.objective_value(rule(most))
+            raise InfeasibleError(
+                f"{self.name} reaches {best:.6g} at most, below the target of "
+                f"{problem.target:g}; use greedy",
+                nearest=best,
+            )
+        choice = rule(number)
+        return Solution.of(problem, choice, detail=self.describe(problem, choice))
 
 
 def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
-    """Mean budget of a unit in tokens when ``steps`` option steps are handed out."""
+    """Return the mean budget of a unit in tokens when ``steps`` option steps are handed out."""
     return float(problem.tokens[:, 0].mean()) + steps / problem.n_units * tokens_per_step(problem)
 
 
 def tokens_per_step(problem: AllocationProblem) -> int:
-    """Tokens between neighbouring options: 1, or a page."""
+    """Return the tokens between neighbouring options: 1, or a page."""
     return int(problem.tokens[0, 1] - problem.tokens[0, 0]) if problem.n_options > 1 else 1
 
 
 def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
-    """A list of numbers that an option of a solver holds.
+    """Return the numbers that an option of a solver gives.
 
     Parameters
     ----------
@@ -115,11 +102,11 @@ def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
     """
     try:
         parts = given.replace(",", " ").split() if isinstance(given, str) else given
-        found = np.asarray([float(part) for part in parts], dtype=np.float64)
+        values = np.asarray([float(part) for part in parts], dtype=np.float64)
     except (TypeError, ValueError):
         raise InputError(
             f"{what} are {str(given)[:80]!r}, expected numbers such as 0.5,0.3"
         ) from None
-    if found.size == 0 or not np.all(np.isfinite(found)) or float(found.min()) < 0:
+    if values.size == 0 or not np.all(np.isfinite(values)) or float(values.min()) < 0:
         raise InputError(f"{what} must be finite numbers >= 0, at least one")
-    return found
+    return values

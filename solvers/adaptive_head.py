@@ -58,8 +58,8 @@ class AdaptiveHead(SharingRule):
         self.alpha = alpha
         self.safeguard = safeguard
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
-        """Ada-KV's budgets of some steps."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+        """Return Ada-KV's budgets by the steps that they add up to."""
         members = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
         room = np.array([int(problem.last_options[units].sum()) for units in members])
 
@@ -71,7 +71,11 @@ class AdaptiveHead(SharingRule):
                 choice[units] = self._share_layer(problem, units, int(share))
             return choice
 
-        return adaptive, f"alpha {self.alpha:g}, {self.safeguard} safeguard"
+        return adaptive, problem.spendable_steps
+
+    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
+        """Return the rule's parameters."""
+        return f"alpha {self.alpha:g}, {self.safeguard} safeguard"
 
     def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
         last = problem.last_options[units]
@@ -88,6 +92,6 @@ class AdaptiveHead(SharingRule):
 
 
 def _best_counts(gains: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int) -> IntArray:
-    """How many of the ``count`` largest numbers stand in each row; ties go to the upper row."""
+    """Count the ``count`` largest numbers by row; ties go to the upper row."""
     order = np.argsort(-gains, axis=None, kind="stable")[:count]
     return np.bincount(order // gains.shape[1], minlength=gains.shape[0]).astype(np.int64)

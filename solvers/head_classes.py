@@ -8,12 +8,12 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
-from kvalloc.solvers._rules import numbers
+from kvalloc.errors import InputError
+from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.solvers._rules import Rule, SharingRule, numbers
 
 
-class HeadClasses(Solver):
+class HeadClasses(SharingRule):
     """Two classes of heads: retrieval heads keep everything, streaming heads sinks and recent.
 
     The heads that lose most value as streaming heads become retrieval heads, as many as fit in
@@ -51,6 +51,7 @@ class HeadClasses(Solver):
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent"
     reference: ClassVar[str] = "DuoAttention, RazorAttention"
     needs_heads: ClassVar[bool] = True
+    needs_one_step: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class HeadClasses(Solver):
         )
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True where units are single heads and all of them fit as streaming heads."""
+        """Return True where units are single heads that all fit as streaming heads."""
         refusal = super().can_solve(problem)
         if refusal is not True:
             return refusal
@@ -87,50 +88,53 @@ class HeadClasses(Solver):
             )
         return True
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """As many retrieval heads as fit, or the fewest that the target needs."""
-        choice = self._streaming(problem)
-        units, last = problem.units, problem.last_options
-        extra = problem.costs[units, last] - problem.costs[units, choice]
-        order = self._order(problem, choice, extra)
-        retrieval = 0
-        for unit in order.tolist():
-            if problem.sense is Sense.MIN_COST:
-                if problem.meets_target(problem.objective_value(choice)):
-                    break
-            elif problem.cost(choice) + int(extra[unit]) > problem.spendable_bytes:
-                continue
-            choice[unit] = problem.option_counts[unit] - 1
-            retrieval += 1
-        reached = problem.objective_value(choice)
-        if not problem.meets_target(reached):
-            raise InfeasibleError(
-                f"two classes of heads reach {reached:.6g} at most, below the target of "
-                f"{problem.target:g}; use greedy",
-                nearest=reached,
-            )
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+        """Return the choices by the number of retrieval heads."""
+        streaming, last = self._streaming(problem), problem.last_options
+        extra = self._extra_bytes(problem)
+        left = problem.spendable_bytes - problem.cost(streaming)
+        order: list[int] = []
+        for unit in self._order(problem, streaming, extra).tolist():
+            if problem.sense is Sense.MIN_COST or extra[unit] <= left:
+                left -= int(extra[unit])
+                order.append(unit)
+
+        def classes(n_retrieval: int) -> IntArray:
+            choice = streaming.copy()
+            choice[order[:n_retrieval]] = last[order[:n_retrieval]]
+            return choice
+
+        return classes, len(order)
+
+    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
+        """Return the number of retrieval heads, and whether the sort is the best choice."""
+        retrieval = int((choice > self._streaming(problem)).sum())
+        extra = self._extra_bytes(problem)
         same = np.unique(extra[extra > 0]).size <= 1 and self.importance is None
-        detail = (
+        return (
             f"{retrieval} retrieval heads of {problem.n_units}, the others keep "
-            f"{self._streaming_tokens} tokens"
+            f"{self._streaming_tokens} tokens{'; best of all two-class choices' if same else ''}"
         )
-        detail += "; best of all two-class choices" if same else ""
-        return Solution.of(problem, choice, detail=detail)
 
     @property
     def _streaming_tokens(self) -> int:
         return self.recent_tokens + self.sink_tokens
 
+    def _extra_bytes(self, problem: AllocationProblem) -> IntArray:
+        """Return the bytes that each head takes beyond its streaming budget, ``(n_units,)``."""
+        return (
+            problem.costs[problem.units, problem.last_options]
+            - (problem.costs[problem.units, self._streaming(problem)])
+        )
+
     def _streaming(self, problem: AllocationProblem) -> IntArray:
-        """Each head's smallest option that holds sinks and recent, ``(n_units,)``."""
+        """Return each head's smallest option that holds sinks and recent, ``(n_units,)``."""
         too_small = (problem.tokens < self._streaming_tokens) & problem.exists
         streaming: IntArray = np.minimum(too_small.sum(axis=1), problem.last_options)
         return streaming
 
     def _order(self, problem: AllocationProblem, streaming: IntArray, extra: IntArray) -> IntArray:
-        """Heads that could become retrieval heads, the most important first; ties to the lower."""
+        """Return the possible retrieval heads, most important first; ties go to the lower one."""
         loss = problem.gains(streaming, problem.last_options)
         rank = loss / np.maximum(extra, 1) if self.importance is None else self.importance
         able = np.flatnonzero((extra > 0) & (loss > 0))

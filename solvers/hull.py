@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +11,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.problem import AllocationProblem, SameBudget, SideConstraint, Solution, Solver
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import upper_hull
+from kvalloc.solvers._prices import best_prices, upper_hull
 
 
 class Hull(Solver):
@@ -20,9 +19,9 @@ class Hull(Solver):
 
     Segments are taken whole, by falling gain per byte over all units, while the capacity lasts or
     until the target is met. The first one that does not fit is left out and later ones that do
-    fit are still taken; for a target, what turned out not to be needed is given back. Taking the
-    first one in part would solve the linear relaxation exactly, and that is the bound. Optimal is
-    claimed only when the bound meets the objective.
+    fit are still taken; for a target, segments that are not needed are given back. Taking the
+    first one in part would solve the linear relaxation exactly. Its optimum is that of the
+    Lagrangian dual, and the bound. Optimal is claimed only when the bound meets the objective.
 
     References
     ----------
@@ -40,7 +39,7 @@ class Hull(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The hull greedy's choice and the bound of the relaxation; takes milliseconds.
+        """Return the hull greedy's choice and the bound of the relaxation, in milliseconds.
 
         Raises
         ------
@@ -55,7 +54,7 @@ class Hull(Solver):
         return Solution.of(
             problem,
             choices.expand(picked),
-            bound=_relaxation(choices, segments),
+            bound=best_prices(choices).bound,
             detail=f"{segments.rows.size:,} hull segments",
         )
 
@@ -95,7 +94,7 @@ def _segments(choices: Choices) -> _Segments:
 
 
 def _most_value(choices: Choices, segments: _Segments) -> IntArray:
-    """Whole segments while they fit; a row whose segment did not fit takes no later one."""
+    """Take whole segments while they fit; a row whose segment did not fit takes no later one."""
     picked = choices.floors.copy()
     left = choices.budget_bytes - choices.floor_bytes
     fitting = int(np.searchsorted(np.cumsum(segments.bytes), left, side="right"))
@@ -116,15 +115,15 @@ def _most_value(choices: Choices, segments: _Segments) -> IntArray:
 
 
 def _least_cost(choices: Choices, segments: _Segments) -> IntArray:
-    """Whole segments until the target is met, then the dearest that is not needed goes back."""
+    """Take whole segments until the target is met; give back those not needed, largest first."""
 
     def after(count: int) -> IntArray:
         picked = choices.floors.copy()
         picked[segments.rows[:count]] = segments.columns[:count]
         return picked
 
-    every = range(segments.rows.size)
-    taken = bisect_left(every, True, key=lambda count: choices.satisfies(after(count)))
+    counts = range(segments.rows.size)
+    taken = bisect_left(counts, True, key=lambda count: choices.satisfies(after(count)))
     picked = after(taken)
     before, earlier = [], choices.floors.copy()
     for row, column in zip(segments.rows[:taken], segments.columns[:taken], strict=True):
@@ -138,26 +137,3 @@ def _least_cost(choices: Choices, segments: _Segments) -> IntArray:
         if not choices.satisfies(picked):
             picked[row] = segments.columns[place]
     return picked
-
-
-def _relaxation(choices: Choices, segments: _Segments) -> float:
-    """Optimum of the linear relaxation: all segments in order, the last one in part."""
-    spent = np.concatenate(([0], np.cumsum(segments.bytes)))
-    floors = choices.value(choices.floors)
-    if not choices.minimise:
-        left = choices.budget_bytes - choices.floor_bytes
-        whole = int(np.searchsorted(spent, left, side="right")) - 1
-        bound = floors + math.fsum(segments.gains[:whole])
-        if whole < segments.gains.size:
-            share = (left - int(spent[whole])) / int(segments.bytes[whole])
-            bound += share * float(segments.gains[whole])
-        return bound
-    missing = choices.target_value - floors
-    gained = np.concatenate(([0.0], np.cumsum(segments.gains)))
-    whole = int(np.searchsorted(gained, missing, side="left"))
-    if missing <= 0 or segments.gains.size == 0:
-        return float(choices.floor_bytes)
-    whole = min(whole, segments.gains.size) - 1
-    share = min(1.0, (missing - float(gained[whole])) / float(segments.gains[whole]))
-    relaxed = int(spent[whole]) + share * int(segments.bytes[whole])
-    return choices.rounded_up(choices.floor_bytes + relaxed)

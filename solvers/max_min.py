@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -15,12 +13,6 @@ from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint,
 from kvalloc.problem.constraints import GroupCap, SameBudget
 from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._choices import Choices
-
-MOST_LEVELS = 1_000_000
-"""Options up to which all levels are sorted once, instead of halving towards the right one."""
-
-HALVINGS = 128
-"""Halvings of the level; float64 rarely has digits for more, and what is left is looked up."""
 
 
 class MaxMin(Solver):
@@ -54,20 +46,26 @@ class MaxMin(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The common level; see the class. The time limit is never needed."""
+        """Return the choice of the common level; see the class. It takes milliseconds.
+
+        Raises
+        ------
+        InfeasibleError
+            If no level meets the target within the side constraints.
+        """
         worst = problem.aggregate is Aggregate.WORST
-        # Capacity or target are this file's business; the rows are the same for both.
+        # The rows are the same for a capacity and for a target, which is met here.
         capacity = problem.capacity_bytes
         rows = Choices.of(
             problem.with_capacity(problem.max_cost_bytes if capacity is None else capacity)
         )
-        filling = _Filling(rows, rows.worth if worst else _shares(rows))
+        filling = _WaterFilling(rows, rows.worth if worst else _shares(rows))
         if problem.sense is Sense.MAX_VALUE:
             picked = filling.fill()
         elif worst:
             picked = filling.lowest_for(problem.lowest_accepted_value)
         else:
-            picked = filling.fewest_meeting(
+            picked = filling.fill(
                 lambda pick: problem.meets_target(problem.objective_value(rows.expand(pick)))
             )
         choice = rows.expand(picked)
@@ -86,7 +84,7 @@ class MaxMin(Solver):
 
 
 def _shares(rows: Choices) -> FloatArray:
-    """Each option's worth as a share of its row's best, 0..1, ``(n_rows, n_columns)``."""
+    """Return each option's worth as a share of its row's best, ``(n_rows, n_columns)``."""
     best = rows.worth.max(axis=1, keepdims=True)
     least = np.where(rows.exists, rows.worth, np.inf).min(axis=1, keepdims=True)
     if float(least.min()) >= 0.0:
@@ -97,14 +95,14 @@ def _shares(rows: Choices) -> FloatArray:
     return np.where(flat & rows.exists, 1.0, shares)
 
 
-class _Filling:
-    """Rows that rise together, like water, until something is full.
+class _WaterFilling:
+    """The highest common level of all rows within limits, then what single rows can still rise.
 
     Parameters
     ----------
     rows : Choices
     levels : ndarray of float64, (n_rows, n_columns)
-        What is levelled; -inf where there is no option.
+        Level that each option reaches; -inf where there is no option.
     """
 
     def __init__(self, rows: Choices, levels: FloatArray) -> None:
@@ -114,7 +112,7 @@ class _Filling:
         self.top: FloatArray = self.levels[:, -1]
 
     def at(self, level: float) -> IntArray:
-        """First column of each row that reaches the level, or its best, ``(n_rows,)``."""
+        """Return each row's first column that reaches the level, or its best, ``(n_rows,)``."""
         wanted = np.minimum(level, self.top)
         low = np.zeros(self.rows.n_rows, dtype=np.int64)
         return first_where(
@@ -124,92 +122,60 @@ class _Filling:
         )
 
     def fits(self, picked: IntArray) -> bool:
-        """Whether capacity and caps hold."""
+        """Return whether capacity and caps hold."""
         rows = self.rows
         if rows.capacity_bytes is not None and rows.cost(picked) > rows.capacity_bytes:
             return False
         return rows.satisfies_caps(picked)
 
-    def fill(self, enough: Callable[[IntArray], bool] | None = None) -> IntArray:
-        """The highest level that fits, then the rows that still can rise, until none can.
+    def fill(self, is_enough: Callable[[IntArray], bool] = lambda picked: False) -> IntArray:
+        """Return the pick of the highest level that fits, its rows raised until none can rise.
 
-        With ``enough`` it stops as soon as that holds.
+        It stops as soon as a pick is enough.
         """
         picked = self.rows.floors.copy()
         active = np.ones(self.rows.n_rows, dtype=np.bool_)
-        while np.any(active):
-            frozen = picked
-
-            def rise(level: float, still: IntArray = frozen) -> IntArray:
-                return np.where(active, np.maximum(self.at(level), still), still)
-
-            low, high = self._highest(rise, self.fits)
-            picked = rise(low)
-            if high is None or (enough is not None and enough(picked)):
-                break
-            if not self._step(picked, active, enough):
-                break
+        while np.any(active) and not is_enough(picked):
+            picked = self._at_highest_level(picked, active, is_enough)
+            self._step(picked, active, is_enough)
         return picked
 
     def lowest_for(self, level: float) -> IntArray:
-        """The cheapest pick at a level, or the highest that fits where it does not."""
+        """Return the cheapest pick at a level, or the highest that fits where it does not."""
         picked = self.at(level)
         return picked if self.fits(picked) else self.fill()
 
-    def fewest_meeting(self, enough: Callable[[IntArray], bool]) -> IntArray:
-        """The lowest level that is enough, its last rows raised one after the other."""
-        if enough(self.rows.floors):
-            return self.rows.floors
-        low, high = self._highest(self.at, lambda picked: not enough(picked))
-        if high is None or not self.fits(self.at(high)):
-            return self.fill(enough)
-        picked, ceiling = self.at(low), self.at(high)
-        order = np.flatnonzero(ceiling > picked)
-        for row in order[np.argsort(self.levels[order, picked[order]], kind="stable")]:
-            picked[row] = ceiling[row]
-            if enough(picked):
-                break
-        return picked
+    def _at_highest_level(
+        self, start: IntArray, active: BoolArray, is_enough: Callable[[IntArray], bool]
+    ) -> IntArray:
+        """Return the active rows at the highest level that fits and is not enough yet.
 
-    def _highest(
-        self, pick: Callable[[float], IntArray], accepted: Callable[[IntArray], bool]
-    ) -> tuple[float, float | None]:
-        """The highest level accepted and the lowest that is not; None when all are.
-
-        Picks grow with the level, and the lowest level of all is taken to be accepted.
+        Picks grow with the level. The interval between an accepted level and the highest one that
+        is left is halved; both ends move on to the next level that changes a pick.
         """
         low, high = float(self.levels[:, 0].min()), float(self.top.max())
-        if accepted(pick(high)):
-            return high, None
-        candidates = self._sorted_levels
-        if candidates is None:
-            for _ in range(HALVINGS):
-                middle = low + 0.5 * (high - low)
-                if not low < middle < high:
-                    return low, high
-                low, high = (middle, high) if accepted(pick(middle)) else (low, middle)
-            candidates = np.unique(self.levels[(self.levels > low) & (self.levels < high)])
-        first, last = np.searchsorted(candidates, (low, high)).tolist()
-        between = [low, *candidates[first:last].tolist(), high]  # low is accepted, high is not
-        inner = range(1, len(between) - 1)
-        last = 1 + bisect_left(inner, True, key=lambda at: not accepted(pick(between[at])))
-        return between[last - 1], between[last]
-
-    @cached_property
-    def _sorted_levels(self) -> FloatArray | None:
-        """All levels, or None where there are too many."""
-        return np.unique(self.levels) if self.levels.size <= MOST_LEVELS else None
+        level, best = high, start.copy()
+        while low < high:
+            columns = self.at(level)
+            picked = np.where(active, np.maximum(columns, start), start)
+            if self.fits(picked) and not is_enough(picked):
+                best, reached = picked, self.levels[self.rows.index, columns]
+                low = float(reached[reached >= level].min())
+            else:
+                missed = self.levels[self.rows.index, np.maximum(columns - 1, 0)]
+                high = float(missed[missed < level].max())
+            level = low + 0.5 * (high - low)
+            if not low < level:
+                level = high
+        return best
 
     def _step(
         self,
         picked: IntArray,
         active: BoolArray,
-        enough: Callable[[IntArray], bool] | None,
-    ) -> bool:
-        """Raise each active row by one better option where it fits; the others become inactive.
-
-        Returns False when nothing is left to do.
-        """
+        is_enough: Callable[[IntArray], bool],
+    ) -> None:
+        """Raise each active row by one better option where it fits; the others become inactive."""
         heights = self.levels[self.rows.index, picked]
         moving = np.flatnonzero(active)
         for row in moving[np.argsort(heights[moving], kind="stable")].tolist():
@@ -221,6 +187,5 @@ class _Filling:
             picked[row] = after
             if not self.fits(picked):
                 picked[row], active[row] = before, False
-            elif enough is not None and enough(picked):
-                return False
-        return True
+            elif is_enough(picked):
+                return

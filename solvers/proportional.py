@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -132,7 +133,7 @@ class Proportional(SharingRule):
         self.most = limit
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True where all entries cost the same and there is a weight for every unit."""
+        """Return True where all entries cost the same and there is a weight for every unit."""
         n_layers = np.unique(problem.layers).size
         if self.weights is not None and self.weights.size not in (problem.n_units, n_layers):
             expected = " or ".join(
@@ -144,13 +145,13 @@ class Proportional(SharingRule):
             )
         return super().can_solve(problem)
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
-        """Budgets by weight, within the limits."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+        """Return the budgets by weight, by the steps that they add up to."""
         shares = self._shares(problem)
-        return lambda steps: self._share_steps(problem, shares, steps), self._describe()
+        return partial(self._share_steps, problem, shares), problem.spendable_steps
 
     def _shares(self, problem: AllocationProblem) -> FloatArray:
-        """Weights with mean 1, ``(n_units,)``."""
+        """Return weights with mean 1, ``(n_units,)``."""
         if self.weight == "threshold":
             raw = _tokens_needed(problem, self.threshold)
         elif self.weights is None:
@@ -172,7 +173,7 @@ class Proportional(SharingRule):
         return raw / mean if mean > 0 else np.ones(problem.n_units)
 
     def _share_steps(self, problem: AllocationProblem, shares: FloatArray, steps: int) -> IntArray:
-        """Options of all units, adding up to ``steps``; limits give way where they cannot hold."""
+        """Share ``steps`` steps out among the units; limits that cannot hold are left out."""
         size = tokens_per_step(problem)
         first, last = problem.tokens[:, 0], problem.last_options
         low = np.clip(-(-(self.floor_tokens - first) // size), 0, last)
@@ -189,7 +190,8 @@ class Proportional(SharingRule):
         wanted = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
         return apportion(wanted, steps, minimum=low, maximum=high)
 
-    def _describe(self) -> str:
+    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
+        """Return the rule's parameters."""
         stated = (
             (True, f"weight {self.weight}"),
             (self.weight == "threshold", f"threshold {self.threshold:g}"),
@@ -203,7 +205,7 @@ class Proportional(SharingRule):
 
 
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
-    """Entropy of the gains of a unit's entries, nats, or as a share of the most possible."""
+    """Return the entropy of the gains of a unit's entries, nats, or as a share of its maximum."""
     count = int(problem.option_counts[unit])
     gains = np.maximum(np.diff(problem.values[unit, :count]), 0.0)
     entries = np.diff(problem.tokens[unit, :count])
@@ -219,9 +221,9 @@ def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> floa
 
 
 def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
-    """Entries above its smallest option that retain a share of a unit's best value, ``(n_units,)``.
+    """Return the entries that a unit needs for a share of its best value, ``(n_units,)``.
 
-    A unit that has it from the start counts as one, so that no weight is zero.
+    They are counted above its smallest option, and are at least one, so that no weight is zero.
     """
     needed = np.ones(problem.n_units)
     for unit, count in enumerate(problem.option_counts.tolist()):
@@ -234,7 +236,7 @@ def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
 
 
 def _two_groups(similarity: FloatArray, small_share: float) -> FloatArray:
-    """Weights of two groups of units: ``small_share`` for the more similar ones.
+    """Return weights of two groups of units: ``small_share`` for the more similar ones.
 
     The split is the one with the least squared distance to the group means (k-means with k = 2,
     which in one dimension is a cut of the sorted numbers).

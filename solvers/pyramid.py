@@ -46,8 +46,8 @@ class Pyramid(SharingRule):
             raise InputError(f"pyramid: beta is {beta:g}, expected more than 1")
         self.beta = beta
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, str]:
-        """The pyramid of some steps."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+        """Return the pyramids by the steps that they add up to."""
         _, unit_layer = np.unique(problem.layers, return_inverse=True)
 
         def pyramid(steps: int) -> IntArray:
@@ -61,7 +61,11 @@ class Pyramid(SharingRule):
             options = (line[unit_layer] - problem.tokens[:, 0]) / tokens_per_step(problem)
             return apportion(options, steps, maximum=problem.last_options)
 
-        return pyramid, f"beta {self.beta:g}"
+        return pyramid, problem.spendable_steps
+
+    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
+        """Return the rule's parameter."""
+        return f"beta {self.beta:g}"
 
 
 def pyramid_line(
@@ -72,7 +76,7 @@ def pyramid_line(
     protected_tokens: int,
     beta: float = 20.0,
 ) -> FloatArray:
-    """PyramidKV's budgets before any rounding.
+    """Return PyramidKV's budgets before any rounding.
 
     Parameters
     ----------

@@ -7,11 +7,11 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
-from kvalloc.solvers._rules import fewest_for_target, most_within_capacity
+from kvalloc.problem import AllocationProblem
+from kvalloc.solvers._rules import Rule, SharingRule
 
 
-class Uniform(Solver):
+class Uniform(SharingRule):
     """Every unit keeps the same number of entries.
 
     The largest that fits, or the smallest that meets the target. Entries that do not divide evenly
@@ -25,17 +25,16 @@ class Uniform(Solver):
     name: ClassVar[str] = "uniform"
     summary: ClassVar[str] = "the same budget for every unit"
     reference: ClassVar[str] = "SnapKV, H2O, StreamingLLM"
+    needs_one_step: ClassVar[bool] = False
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """The largest common budget within the capacity, or the smallest that meets the target."""
+    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+        """Return the common budgets by their tokens."""
 
         def same(tokens: int) -> IntArray:
             return problem.options_within(np.full(problem.n_units, tokens))
 
-        find = most_within_capacity if problem.sense is Sense.MAX_VALUE else fewest_for_target
-        tokens = find(problem, same, int(problem.tokens[:, 0].min()), problem.context_tokens)
-        choice = same(tokens)
-        most = int(problem.chosen_tokens(choice).max())
-        return Solution.of(problem, choice, detail=f"{most} tokens for every unit")
+        return same, problem.context_tokens
+
+    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
+        """Return the common budget."""
+        return f"{int(problem.chosen_tokens(choice).max())} tokens for every unit"

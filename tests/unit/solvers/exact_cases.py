@@ -179,5 +179,8 @@ def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
         return choices.exists.copy()
 
     monkeypatch.setattr(Search, "_kept", all_options)
-    monkeypatch.setattr("kvalloc.solvers._ilp_search.level_sets", lambda *problem: None)
-    monkeypatch.setattr(Search, "_first_levels", lambda *search: NOTHING)
+
+    def one_program(self, choices, sets, best):
+        return self._core(choices, sets.prices, NOTHING, self.most)
+
+    monkeypatch.setattr(Search, "_best_levels", one_program)

@@ -88,7 +88,7 @@ def test_a_target_above_what_keeping_everything_gives():
     falling = np.array([0.0, 0.5, 0.4])
     problem = heads([falling, falling], target=1.0)
     solver = get_solver("head_classes", recent_tokens=0, sink_tokens=0)
-    with pytest.raises(InfeasibleError, match=r"two classes of heads reach 0\.8 at most"):
+    with pytest.raises(InfeasibleError, match=r"head_classes reaches 0\.8 at most"):
         solve_problem(problem, solver)
 
 
