@@ -271,7 +271,7 @@ def _tail_goal(
     program: Program, choices: Choices, rows: IntArray, columns: IntArray
 ) -> tuple[Row, float, float, int]:
     """The same for the tail of the scenarios, with its variables and rows."""
-    real = _worth_in_scenarios(choices, rows, columns)
+    real = choices.scenario_worth[:, rows, columns]
     count = real.shape[0]
     share = Fraction(choices.problem.tail_share).limit_denominator(MOST_PARTS) * count
     share = max(share, Fraction(1))
@@ -295,18 +295,6 @@ def _tail_goal(
         program.hint += [at, *np.maximum(0, at - reached).tolist()]
     goal = Row(variables=variables, coefficients=np.array([parts] + [-of] * count))
     return goal, base, step / parts, choices.n_rows * parts
-
-
-def _worth_in_scenarios(choices: Choices, rows: IntArray, columns: IntArray) -> FloatArray:
-    """Weighted worth of options in each scenario, ``(n_scenarios, n_picks)``."""
-    problem = choices.problem
-    assert problem.scenarios is not None  # the goal is that of a problem with scenarios
-    worth = np.zeros((problem.scenarios.shape[0], rows.size))
-    for unit in range(problem.n_units):
-        own = np.flatnonzero(rows == choices.row_of[unit])
-        options = choices.option_of[unit, columns[own]]
-        worth[:, own] += problem.weights[unit] * problem.scenarios[:, unit, options]
-    return worth
 
 
 def _add_levels(program: Program, tokens: IntArray, most: int) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, TailBound, is_closed, tail_bound
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, is_closed, tail_bound
 from kvalloc.problem.constraints import MaxDistinct
-from kvalloc.solvers import _tail_repair
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import (
     Answer,
@@ -24,7 +23,7 @@ from kvalloc.solvers._ilp_program import (
     encode,
 )
 from kvalloc.solvers._levels import LevelSets
-from kvalloc.solvers._prices import Prices, best_prices
+from kvalloc.solvers._prices import Prices, best_prices, tail_prices
 from kvalloc.solvers._repair import best_known
 
 REPAIR_SECONDS = 5.0
@@ -349,23 +348,8 @@ class Search:
         here too; its losses say which options cannot be part of anything better than what is
         known, and the program holds the others.
         """
-        bound = tail_bound(self.problem)
-        mean = Choices.of(self.problem.reweighted(bound.weights))
-        known = self._known_tail(bound, mean)
-        return self._core(self.choices, best_prices(mean), known, self.most)
-
-    def _known_tail(self, bound: TailBound, mean: Choices) -> Found:
-        """A pick that keeps everything, where one is found easily."""
-        if not self.problem.constraints:
-            choice = _tail_repair.best_known(self.problem, bound, self.repair_until)
-            return Found(picked=choice, bound=bound.bound)
-        try:
-            found = Search(self.options, mean.problem, self.repair_until).run()
-        except InfeasibleError:
-            return Found(picked=None, bound=bound.bound)
-        if found.picked is not None:
-            choice = self.choices.expand(found.picked)
-            able = self.problem.side_fault(choice) is None
-            if able and self.problem.meets_target(self.problem.objective_value(choice)):
-                return Found(picked=found.picked, bound=bound.bound)
-        return Found(picked=None, bound=bound.bound)
+        prices = tail_prices(self.problem, tail_bound(self.problem))
+        known = best_known(self.choices, prices, self.repair_until)
+        if known is not None and self.most and self.choices.n_levels(known) > self.most:
+            known = None
+        return self._core(self.choices, prices, Found(picked=known, bound=prices.bound), self.most)

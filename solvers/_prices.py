@@ -9,6 +9,7 @@ Only options on the upper hull of a row have a part in it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import AllocationProblem, TailBound
 from kvalloc.solvers._choices import Choices
 
 ROUNDS = 100
@@ -43,8 +45,8 @@ class Prices:
         Worth of a byte of each cap.
     loss : ndarray of float64, (n_rows, n_columns)
         How much less an option nets than its row's best; inf where there is none.
-    start : ndarray of int64, (n_rows,)
-        A pick to repair: a feasible one where that was possible.
+    starts : tuple of ndarray of int64, (n_rows,)
+        Picks to repair: feasible ones where that was possible.
     only_cost : bool
         The target asks for nothing: worth has no part in the losses, which are bytes.
     """
@@ -54,7 +56,7 @@ class Prices:
     per_byte: float
     per_cap: tuple[float, ...]
     loss: FloatArray
-    start: IntArray
+    starts: tuple[IntArray, ...]
     only_cost: bool = False
 
     def room(self, choices: Choices, known: float, gap: float = 0.0) -> float:
@@ -121,6 +123,21 @@ def best_prices(choices: Choices) -> Prices:
     return prices_at(choices, price, np.zeros(0), over if choices.minimise else under)
 
 
+def tail_prices(problem: AllocationProblem, bound: TailBound) -> Prices:
+    """Return the prices of several workloads at the best weights of them, those of a bound.
+
+    The weights make a problem of one workload, whose bound and losses hold for the worst share
+    too. The even weights give one more start.
+    """
+    even = np.full_like(bound.weights, 1.0 / bound.weights.size)
+    means = [Choices.of(problem.reweighted(weights)) for weights in (bound.weights, even)]
+    prices = [best_prices(mean) for mean in means]
+    starts = prices[0].starts + prices[1].starts
+    if means[0].n_rows == problem.n_units:
+        starts += (bound.choice,)
+    return dataclasses.replace(prices[0], starts=starts)
+
+
 def _prices_of_floors(choices: Choices) -> Prices:
     """Only the cost counts: an option loses what it costs beyond its row's cheapest."""
     floors = choices.costs[choices.index, choices.floors]
@@ -132,7 +149,7 @@ def _prices_of_floors(choices: Choices) -> Prices:
         per_byte=1.0,
         per_cap=(0.0,) * len(choices.caps),
         loss=loss,
-        start=choices.floors,
+        starts=(choices.floors,),
         only_cost=True,
     )
 
@@ -207,7 +224,7 @@ def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: Int
         per_byte=per_byte,
         per_cap=tuple(per_cap.tolist()) or (0.0,) * len(choices.caps),
         loss=loss,
-        start=start,
+        starts=(start,),
     )
 
 
@@ -270,7 +287,7 @@ def _beyond_caps(choices: Choices) -> InfeasibleError:
     prices = best_prices(free)
     tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
     names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")
-    nearest = free.value(prices.start)
+    nearest = free.value(prices.starts[0])
     return InfeasibleError(
         f"a target of {choices.target_value:g} cannot be met within the caps of {names}; "
         f"{nearest:g} can; raise the caps or ask for that",

@@ -1,113 +1,145 @@
-"""From a pick at some price to a good feasible one: reach the target, then move and exchange."""
+"""From a pick at some price to a good feasible one: reach the target, then move and exchange.
+
+Of several workloads each change is judged by what it does to the worst share itself.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.problem import tail_places
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices
 
-ROUNDS = 1000
-"""Most improvements of one pick; a safety net, dozens are common."""
+ROUNDS = 2000
+"""Limit on the improvements of one pick; a safety net, dozens are common."""
 
-TRIED_PAIRS = 64
-"""So many of the best exchanges are checked against the caps in a round."""
+NEAR = 4096
+"""Options that a change may lead to: those that lose least at the prices."""
+
+PAIRED = 128
+"""Options that are exchanged in pairs: those that lose least at the prices."""
+
+TRIED = 64
+"""Best changes of a round that are checked against capacity, target and caps."""
+
+MARGIN = 1e-13
+"""Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
 
 
 def best_known(choices: Choices, prices: Prices, deadline: float) -> IntArray | None:
-    """The best pick that repairing finds, keeping capacity, target and caps.
+    """Return the best pick that repair reaches within capacity, target and caps.
 
     Parameters
     ----------
     choices : Choices
     prices : Prices
-        Its start is repaired.
+        Each of its starts is repaired.
     deadline : float
         ``time.monotonic()`` at which to stop improving.
 
     Returns
     -------
     ndarray of int64, (n_rows,), or None
-        None when none was found that meets the target within the caps.
+        None when no pick meets the target within the caps.
     """
-    picked: IntArray | None = prices.start
-    if not choices.satisfies(prices.start):
-        picked = _reach_target(choices, prices.start) if choices.minimise else choices.floors
-    if picked is None:
-        return None
+    repaired = (_repaired(choices, prices, start, deadline) for start in prices.starts)
+    known = [picked for picked in repaired if picked is not None]
+    return max(known, key=lambda picked: _merit(choices, picked), default=None)
+
+
+def _repaired(
+    choices: Choices, prices: Prices, start: IntArray, deadline: float
+) -> IntArray | None:
+    """Return the pick that is reached from one start; None when none meets the target."""
+    picked: IntArray | None = start
+    if not choices.satisfies(start):
+        picked = _reach_target(choices, start) if choices.minimise else choices.floors
     for _ in range(ROUNDS):
-        if time.monotonic() > deadline:
+        if picked is None or time.monotonic() > deadline:
             break
         room = prices.room(choices, choices.objective(picked))
-        if room < 0:
+        improved = None if room < 0 else _improved(choices, prices, picked, room)
+        if improved is None:
             break
-        tried = _changed(choices, prices.worth_keeping(room), picked)
-        if tried is None or not choices.satisfies(tried):
-            break
-        if not choices.better(choices.objective(tried), choices.objective(picked)):
-            break  # the last digit of a sum: nothing real is left to gain
-        picked = tried
+        picked = improved
     return picked
 
 
-def _changed(choices: Choices, kept: BoolArray, picked: IntArray) -> IntArray | None:
-    """The pick after the best change of one row, else after the best exchange of two."""
+def _improved(choices: Choices, prices: Prices, picked: IntArray, room: float) -> IntArray | None:
+    """Return the pick after the best change of one row, else of two; None where none is better.
+
+    ``room`` is what the options of a better pick lose at most.
+    """
+    kept = prices.worth_keeping(room) & choices.exists
     kept[choices.index, picked] = False
     rows, columns = np.nonzero(kept)
-    now = picked[rows]
-    worth = choices.worth[rows, columns] - choices.worth[rows, now]
-    bytes_ = (choices.costs[rows, columns] - choices.costs[rows, now]).astype(np.float64)
-    if choices.minimise:
-        gain, use = -bytes_, -worth
-        room = np.inf if choices.target is None else choices.value(picked) - choices.target
-    else:
-        gain, use, room = worth, bytes_, float(choices.budget_bytes - choices.cost(picked))
-    able = (use <= room) & (gain > 0)
-    if choices.caps and able.any():
-        able &= _within_caps(choices, picked)[rows, columns]
-    if able.any():
-        best = int(np.argmax(np.where(able, gain, -np.inf)))
-        changed = picked.copy()
-        changed[rows[best]] = columns[best]
-        return changed
-    order = np.argsort(use, kind="stable")
-    rows, columns, gain, use = rows[order], columns[order], gain[order], use[order]
-    for one, other in _pairs(rows, gain, use, room):
-        changed = picked.copy()
-        changed[rows[[one, other]]] = columns[[one, other]]
-        if choices.satisfies_caps(changed):
-            return changed
+    lost = prices.loss[rows, columns] - prices.loss[rows, picked[rows]]
+    near = np.argsort(lost, kind="stable")[:NEAR]
+    rows, columns = rows[near], columns[near]
+    gained, bytes_ = _differences(choices, picked, rows, columns)
+    pairs = np.stack(np.triu_indices(min(rows.size, PAIRED), k=1), axis=1)
+    pairs = pairs[rows[pairs[:, 0]] != rows[pairs[:, 1]]]
+    for moves in (np.arange(rows.size)[:, None], pairs):
+        scores = _scores(choices, picked, gained[moves].sum(axis=1), bytes_[moves].sum(axis=1))
+        if choices.caps and moves is not pairs:
+            scores[~_within_caps(choices, picked)[rows, columns]] = -np.inf
+        for best in np.argsort(-scores, kind="stable")[:TRIED].tolist():
+            if not np.isfinite(scores[best]):
+                break
+            changed = picked.copy()
+            changed[rows[moves[best]]] = columns[moves[best]]
+            if choices.satisfies(changed) and _merit(choices, changed) > _merit(choices, picked):
+                return changed
     return None
 
 
-def _pairs(
-    rows: IntArray, gain: FloatArray, use: FloatArray, room: float
-) -> Iterator[tuple[int, int]]:
-    """The exchanges of two rows that gain most, of changes sorted by what they use.
+def _merit(choices: Choices, picked: IntArray) -> tuple[float, float]:
+    """Return what is optimised, higher is better; of equal costs the higher value."""
+    value = choices.value(picked)
+    return (-float(choices.cost(picked)), value) if choices.minimise else (value, 0.0)
 
-    The partners that a change can still afford are a prefix; the best of each prefix is a running
-    maximum. Where that best partner is a change of the same row, the pair is passed over.
-    """
-    if rows.size < 2:
-        return
-    running = np.maximum.accumulate(gain)
-    fresh = np.concatenate(([True], gain[1:] > running[:-1]))
-    leader = np.maximum.accumulate(np.where(fresh, np.arange(gain.size), 0))
-    reach = np.searchsorted(use, room - use, side="right") - 1
-    partner = leader[np.maximum(reach, 0)]
-    total = gain + gain[partner]
-    able = (reach >= 0) & (rows[partner] != rows) & (total > 0)
-    for one in np.argsort(np.where(able, -total, np.inf), kind="stable")[:TRIED_PAIRS].tolist():
-        if able[one]:
-            yield one, int(partner[one])
+
+def _differences(
+    choices: Choices, picked: IntArray, rows: IntArray, columns: IntArray
+) -> tuple[FloatArray, IntArray]:
+    """Return the worth in each scenario, ``(n, n_scenarios)``, and the bytes that options add."""
+    worth, now = choices.scenario_worth, picked[rows]
+    bytes_ = choices.costs[rows, columns] - choices.costs[rows, now]
+    return (worth[:, rows, columns] - worth[:, rows, now]).T, bytes_
+
+
+def _values(choices: Choices, picked: IntArray, gained: FloatArray) -> FloatArray:
+    """Return the value of a pick after each of some changes, ``(n_changes,)``."""
+    now = choices.scenario_worth[:, choices.index, picked].sum(axis=1)
+    values: FloatArray = np.sort(now + gained, axis=-1) @ tail_places(
+        now.size, choices.problem.tail_share
+    )
+    return values
+
+
+def _scores(choices: Choices, picked: IntArray, gained: FloatArray, bytes_: IntArray) -> FloatArray:
+    """Return how good each of some changes is; -inf where it does not improve the pick."""
+    values, now = _values(choices, picked, gained), choices.value(picked)
+    margin = MARGIN * max(1.0, abs(now))
+    if not choices.minimise:
+        able = (bytes_ <= choices.budget_bytes - choices.cost(picked)) & (values > now + margin)
+        return np.where(able, values, -np.inf)
+    able = (bytes_ < 0) | ((bytes_ == 0) & (values > now + margin))
+    if choices.target is not None:
+        able &= values >= choices.target - margin
+    # Bytes first; among equal ones the change that leaves most to give back.
+    spread = float(np.ptp(values)) if values.size else 0.0
+    return np.where(
+        able, -bytes_ + 0.5 * (values - values.min(initial=0.0)) / (spread or 1.0), -np.inf
+    )
 
 
 def _within_caps(choices: Choices, picked: IntArray) -> BoolArray:
-    """Which options no cap forbids when only their row changes, ``(n_rows, n_columns)``."""
+    """Return the options that no cap forbids when one row changes, ``(n_rows, n_columns)``."""
     able: BoolArray = np.ones(choices.worth.shape, dtype=np.bool_)
     for cap in choices.caps:
         spare = cap.capacity_bytes - cap.load(picked)
@@ -118,21 +150,17 @@ def _within_caps(choices: Choices, picked: IntArray) -> BoolArray:
 
 def _reach_target(choices: Choices, start: IntArray) -> IntArray | None:
     """Raise rows within the caps, most worth per byte first, until the target is met."""
-    picked = start.copy()
-    if not choices.satisfies_caps(picked):
-        picked = choices.floors.copy()
+    picked = start.copy() if choices.satisfies_caps(start) else choices.floors.copy()
     for _ in range(choices.n_rows * choices.n_columns):
         if choices.satisfies(picked):
             return picked
-        able = choices.exists & _within_caps(choices, picked)
-        now = choices.index, picked
-        gain = np.where(able, choices.worth - choices.worth[now][:, None], -np.inf)
-        cost = choices.costs - choices.costs[now][:, None]
-        rate = np.where((gain > 0) & (cost > 0), gain / np.maximum(cost, 1), -np.inf)
-        # A gain without a cost is possible where a dearer option is worth less.
-        rate = np.where((gain > 0) & (cost <= 0), np.inf, rate)
-        row, column = divmod(int(np.argmax(rate)), choices.n_columns)
-        if not rate[row, column] > 0:
+        rows, columns = np.nonzero(choices.exists & _within_caps(choices, picked))
+        gained, bytes_ = _differences(choices, picked, rows, columns)
+        gain = _values(choices, picked, gained) - _values(choices, picked, 0.0 * gained)
+        # A gain without a cost is possible where a more expensive option is worth less.
+        rate = np.where(bytes_ > 0, gain / np.maximum(bytes_, 1), np.inf)
+        best = int(np.argmax(np.where(gain > 0, rate, -np.inf)))
+        if not gain[best] > 0:
             return None
-        picked[row] = column
+        picked[rows[best]] = columns[best]
     return None

@@ -7,7 +7,9 @@ from typing import ClassVar
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Solution, Solver, deadline_after
 from kvalloc.problem.bounds import tail_bound
-from kvalloc.solvers._tail_repair import best_known
+from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._prices import tail_prices
+from kvalloc.solvers._repair import best_known
 
 
 class CVaR(Solver):
@@ -37,7 +39,7 @@ class CVaR(Solver):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.TAIL})
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True for the tail of several workloads without side constraints."""
+        """Return True for the tail of several workloads without side constraints."""
         if problem.aggregate is not Aggregate.TAIL:
             return (
                 "cvar is for the worst share of several workloads, and this problem has one; use "
@@ -48,7 +50,7 @@ class CVaR(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """A near-optimal choice and the dual bound.
+        """Return a near-optimal choice and the dual bound.
 
         Raises
         ------
@@ -59,8 +61,10 @@ class CVaR(Solver):
         """
         deadline = deadline_after(time_limit_seconds)
         bound = tail_bound(problem)
-        choice = best_known(problem, bound, deadline)
-        if choice is None:
+        choices = Choices.of(problem)
+        prices = tail_prices(problem, bound)
+        picked = best_known(choices, prices, deadline)
+        if picked is None:
             raise SolverError(
                 "cvar found no choice that meets the target in the worst workloads, and cannot "
                 "say that there is none; use ilp"
@@ -68,4 +72,5 @@ class CVaR(Solver):
         shares = ", ".join(f"{weight:.3g}" for weight in bound.weights[:8])
         more = ", ..." if bound.weights.size > 8 else ""
         detail = f"weights of the workloads {shares}{more}"
+        choice = choices.expand(picked)
         return Solution.of(problem, choice, bound=bound.bound, detail=detail, deadline=deadline)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
 from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
@@ -91,7 +90,7 @@ class ILP(Solver):
         return Options(gap=self.gap, workers=self.workers, backend=BACKENDS[backend])
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True, unless CP-SAT is asked for workloads."""
+        """Return True, unless CP-SAT is to solve for several workloads."""
         if problem.aggregate is Aggregate.TAIL and self.backend == "cp_sat":
             # OR-Tools 9.15 spends minutes or all memory on wide variables, with a dozen options.
             return (
@@ -103,7 +102,7 @@ class ILP(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The optimum, or the best choice and bound when time runs out.
+        """Return the optimum, or the best choice and bound when time runs out.
 
         Raises
         ------
@@ -139,18 +138,20 @@ class ILP(Solver):
         return solution
 
     def _infeasible(self, problem: AllocationProblem) -> InfeasibleError:
-        """What is too much together; `kvalloc.allocation.infeasibility` finds out which of it."""
+        """Return the error that names what is too much together.
+
+        `kvalloc.allocation.infeasibility` finds out which part of it.
+        """
         goal = (
             f"a capacity of {problem.capacity_bytes:,} bytes"
             if problem.target is None
             else f"a target of {problem.target:g}"
         )
-        kinds = (MaxDistinct, SameBudget, GroupCap)
-        asked = [[c for c in problem.constraints if isinstance(c, kind)] for kind in kinds]
-        sides = [_describe(mine) for mine in asked if mine]
+        sides = [f"{name} ({limit})" for name, limit in (c.stated() for c in problem.constraints)]
         if sides:
+            more = f" and {len(sides) - 3} more" if len(sides) > 3 else ""
             return InfeasibleError(
-                f"no choice can work: {goal} with {' and '.join(sides)}; relax one of them"
+                f"no choice can work: {goal} with {', '.join(sides[:3])}{more}; relax one of them"
             )
         # What each of several workloads can reach, they may not reach together.
         nearest, way_out = self._most_reachable(problem), "ask for less"
@@ -161,7 +162,7 @@ class ILP(Solver):
         )
 
     def _most_reachable(self, problem: AllocationProblem) -> float | None:
-        """The largest value that any choice has, where it is found."""
+        """Return the largest value that any choice has, None where it is not known in time."""
         free = problem.with_capacity(problem.max_cost_bytes)
         try:
             search = Search(self._options(problem), free, time.monotonic() + REACH_SECONDS)
@@ -169,14 +170,3 @@ class ILP(Solver):
         except InfeasibleError:
             return None
         return None if picked is None else search.choices.value(picked)
-
-
-def _describe(constraints: Sequence[SideConstraint]) -> str:
-    first = constraints[0]
-    if isinstance(first, MaxDistinct):
-        return f"at most {first.most} different budgets"
-    if isinstance(first, GroupCap):
-        names = [c.name for c in constraints if isinstance(c, GroupCap)]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"the caps of {', '.join(names[:3])}{more}"
-    return "units that share a budget"
