@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, product
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.engine.contract import ModelFacts
+from kvalloc.engine.contract import Advance, Engine, Failed, ModelFacts
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.score_profile import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.formats.sharing_groups import runs_of
@@ -51,6 +51,65 @@ class Steps:
         self.done = min(self.done + steps, self.total)
         if self._progress is not None:
             self._progress(self.done, self.total)
+
+
+def measured_samples(
+    engine: Engine,
+    measure: Callable[[Any, list[int], Advance], Sequence[Mapping[str, Any]]],
+    groups: Iterable[list[int]],
+    kept: Checkpoint | None,
+    steps: Steps,
+    *,
+    sample_steps: int,
+    sizes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
+    """Yield what each sample gave, by its number; or why it failed by itself.
+
+    A group whose samples are all in the checkpoint is not measured again; a part of one is, with
+    its companions, so that the sums are the same bit for bit. Each sample of a group that failed
+    runs again alone.
+
+    Parameters
+    ----------
+    engine : Engine
+    measure : callable
+        Measures the samples of a group, as `Engine.run` calls it.
+    groups : iterable of list of int
+        Numbers of the samples that run together.
+    kept : Checkpoint or None
+        Where finished samples are kept.
+    steps : Steps
+    sample_steps : int
+        Steps of one sample.
+    sizes : mapping, optional
+        Shapes that the arrays of a kept sample must have.
+    """
+    left: dict[int, list[int]] = {}
+    for group in groups:
+        pieces = [] if kept is None else [kept.load(_name(index), sizes) for index in group]
+        known = [piece[0] for piece in pieces if piece is not None]
+        if len(known) == len(group):
+            steps.advance(len(group) * sample_steps)
+            yield from zip(group, known, strict=True)
+        else:
+            left[group[0]] = group
+    while left:
+        alone: dict[int, list[int]] = {}
+        for number, result in engine.run(measure, left, steps.advance):
+            if not isinstance(result, Failed):
+                for index, sample in zip(left[number], result, strict=True):
+                    if kept is not None:
+                        kept.save(_name(index), sample)
+                    yield index, sample
+            elif len(left[number]) > 1:
+                alone |= {index: [index] for index in left[number]}
+            else:
+                yield number, result
+        left = alone
+
+
+def _name(index: int) -> str:
+    return f"sample_{index:05d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,16 +269,6 @@ class Job:
             sizes |= {"losses": losses, "loss_stderr": losses}
         return sizes
 
-    def finished(self, kept: Checkpoint | None, place: int) -> Measured | None:
-        """A finished sample, or None when there is none that can be trusted."""
-        found = None if kept is None else kept.load(_name(place), self.sizes())
-        return None if found is None else found[0]
-
-    def keep(self, kept: Checkpoint | None, place: int, sample: Measured) -> None:
-        """Keep a finished sample."""
-        if kept is not None:
-            kept.save(_name(place), sample)
-
     def record(self, facts: ModelFacts) -> dict[str, Any]:
         """Everything that decides the numbers, for the manifest of a checkpoint."""
         return {
@@ -238,7 +287,3 @@ class Job:
             "chunk": self.chunk,
             "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
-
-
-def _name(place: int) -> str:
-    return f"sample_{place:05d}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from kvalloc.errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +71,26 @@ def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
         )
     if full_logits.shape[0] < 1:
         raise InputError("there is no prediction to compare; give an answer of two tokens or more")
-    full = full_logits.float().log_softmax(dim=-1)
-    reduced = reduced_logits.float().log_softmax(dim=-1)
-    terms = full.exp() * (full - reduced)
-    # exp(-inf) * (-inf - x) is 0 * inf: a token that the full cache rules out adds nothing.
-    terms = terms.masked_fill(full == float("-inf"), 0.0)
+    kls = row_divergences(full_logits.float().log_softmax(dim=-1), reduced_logits)
     agree = full_logits.argmax(dim=-1) == reduced_logits.argmax(dim=-1)
-    return Divergence(kls=tuple(terms.double().sum(dim=-1).tolist()), agrees=tuple(agree.tolist()))
+    return Divergence(kls=tuple(kls.tolist()), agrees=tuple(agree.tolist()))
+
+
+def row_divergences(full: Tensor, reduced_logits: Tensor) -> Tensor:
+    """Return KL(full cache ‖ reduced cache) of each row of predictions.
+
+    Parameters
+    ----------
+    full : Tensor of float32, (n_predictions, vocabulary)
+        Log probabilities with the full cache.
+    reduced_logits : Tensor, (..., n_predictions, vocabulary)
+        Logits with reduced caches, of any float type.
+
+    Returns
+    -------
+    Tensor of float64, (..., n_predictions)
+        Nats.
+    """
+    terms = (full - reduced_logits.float().log_softmax(dim=-1)).mul_(full.exp())
+    # exp(-inf) * (-inf - x) is 0 * inf: a token that the full cache rules out adds nothing.
+    return terms.masked_fill_(full == float("-inf"), 0.0).sum(dim=-1, dtype=torch.float64)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError
+from kvalloc.measure.kl import row_divergences
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.structure import decoder_of, end_tokens, input_device
@@ -149,9 +150,6 @@ class LossProbe:
             self._hidden, logits = self._watched(self._note)
             self._look_later()
             self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
-            self._probabilities = self._log_probabilities.exp()
-            self._impossible = self._log_probabilities == float("-inf")
-            self._some_impossible = bool(self._impossible.any())
 
     @classmethod
     def of_sample(cls, model: Any, sample: Sample, scorer: Scorer, **options: Any) -> Self:
@@ -168,12 +166,6 @@ class LossProbe:
     def n_measured(self) -> int:
         """Predictions that losses are of."""
         return int(self.continuation_ids.numel()) - self._unmeasured
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the prompt's keys and values that are held."""
-        held = (*self._keys.values(), *self._values.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def budget(self, tokens: int, context_tokens: int) -> int:
         """The same share of the prompt's evictable entries as `tokens` are of a context's."""
@@ -233,7 +225,8 @@ class LossProbe:
             return self._attend(states, own if states.layer == layer else None)
 
         with begun_at(self._layers, layer, entering):
-            return self.divergence(self._run(attend, inputs_embeds=entering))
+            logits = self._measured(self._run(attend, inputs_embeds=entering))
+            return row_divergences(self._log_probabilities, logits)
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """What variants see where they keep this and store it at these widths."""
@@ -307,7 +300,7 @@ class LossProbe:
                 output = output + offsets[states.layer]
             return output
 
-        probabilities = self._probabilities.double().cpu()
+        probabilities = self._log_probabilities.exp().double().cpu()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
         at = drawn.T.to(self.continuation_ids.device)
@@ -460,15 +453,6 @@ class LossProbe:
                 handle = layer.register_forward_pre_hook(watch(index), with_kwargs=True)
                 stack.callback(handle.remove)
             return entering, self._run(attend, input_ids=self.continuation_ids[None])
-
-    def divergence(self, logits: Tensor) -> Tensor:
-        """KL from the full cache's predictions, ``(n_variants, n_measured)``, float64."""
-        likely = self._measured(logits).float().log_softmax(dim=-1)
-        terms = (self._log_probabilities - likely).mul_(self._probabilities)
-        # a token that the full cache rules out adds nothing, where 0 * inf would be NaN
-        if self._some_impossible:
-            terms.masked_fill_(self._impossible, 0.0)
-        return terms.sum(dim=-1, dtype=torch.float64)
 
     def _run(self, attend: Callable[[AttentionStates], Tensor], **inputs: Tensor) -> Tensor:
         """Logits of tokens that follow what is stored; `attend` gives each layer's attention."""

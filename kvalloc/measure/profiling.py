@@ -25,7 +25,7 @@ from kvalloc.measure.curves import (
     on_grid,
     retention_curves,
 )
-from kvalloc.measure.job import Job, Measured, Steps
+from kvalloc.measure.job import Job, Measured, Steps, measured_samples
 from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies, read_named
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import Shard, choose_samples
@@ -260,48 +260,27 @@ def measure_job(
 ) -> ScoreProfile:
     """Measure all samples of a job and put them together."""
     steps = Steps(len(job.places) * job.sample_steps, progress)
-    found, failed = _measure_all(job, engine, kept, steps)
-    if not found:
+    measured: dict[int, Measured] = {}
+    failed: dict[int, Failed] = {}
+    for index, result in measured_samples(
+        engine,
+        partial(_measure_group, job),
+        job.groups,
+        kept,
+        steps,
+        sample_steps=job.sample_steps,
+        sizes=job.sizes(),
+    ):
+        if isinstance(result, Failed):
+            failed[index] = result
+        else:
+            measured[index] = dict(result)
+    if not measured:
         raise failed[min(failed)].error
     if failed:
         steps.advance(steps.total)  # what those had left
-    return _assemble(job, found).replace(set_aside=job.samples.set_aside(failed))
-
-
-def _measure_all(
-    job: Job,
-    engine: Engine,
-    kept: Checkpoint | None,
-    steps: Steps,
-) -> tuple[dict[int, Measured], dict[int, Failed]]:
-    """All samples by their numbers, those from the checkpoint without running them again.
-
-    Beside them those that failed by themselves. Of a group that failed each sample runs alone.
-    """
-    measured: dict[int, Measured] = {}
-    failed: dict[int, Failed] = {}
-    groups: dict[int, list[int]] = {}
-    for group in job.groups:
-        finished = {index: job.finished(kept, index) for index in group}
-        known = {index: sample for index, sample in finished.items() if sample is not None}
-        if len(known) == len(group):
-            steps.advance(len(group) * job.sample_steps)
-            measured |= known
-        else:  # a part of a group runs again with its companions: the same sums, bit for bit
-            groups[group[0]] = group
-    while groups:
-        alone: dict[int, list[int]] = {}
-        for number, result in engine.run(partial(_measure_group, job), groups, steps.advance):
-            if not isinstance(result, Failed):
-                for index, sample in zip(groups[number], result, strict=True):
-                    job.keep(kept, index, sample)
-                    measured[index] = sample
-            elif len(groups[number]) > 1:
-                alone |= {index: [index] for index in groups[number]}
-            else:
-                failed[number] = result
-        groups = alone
-    return dict(sorted(measured.items())), dict(sorted(failed.items()))
+    profile = _assemble(job, dict(sorted(measured.items())))
+    return profile.replace(set_aside=job.samples.set_aside(failed))
 
 
 def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> list[Measured]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
@@ -28,7 +27,7 @@ from kvalloc.formats.merging import Merged, check_fields, check_given, held_shar
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
-from kvalloc.measure.job import Steps
+from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, Shard, choose_samples
 from kvalloc.models.loading import require_run_packages
@@ -286,29 +285,21 @@ class _Fitting:
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
         groups: Sequence[list[int]] = [[index] for index in range(n_samples)]
         shard = self.shard or Shard(number=1, of=1)
-        places = [index for (index,) in shard.of_groups(groups)]
-        steps = Steps(len(places) * layers, progress)
-        finished = [
-            index for index in places if kept is not None and kept.load(_name(index)) is not None
-        ]
-        steps.advance(len(finished) * layers)
-        left = {index: index for index in places if index not in finished}
-        fresh = _saved(engine.run(self.sums, left, steps.advance), kept)
+        groups = shard.of_groups(groups)
+        steps = Steps(len(groups) * layers, progress)
         sums: IntArray | None = None
         ranked: dict[int, FloatArray] = {}
         failed: dict[int, Failed] = {}
-        for index, found in chain(((i, None) for i in finished), fresh):
-            if isinstance(found, Failed):
-                failed[index] = found
+        for index, result in measured_samples(
+            engine, self.sums, groups, kept, steps, sample_steps=layers
+        ):
+            if isinstance(result, Failed):
+                failed[index] = result
                 continue
-            piece = found
-            if kept is not None:  # read again, so that what comes early is not held
-                piece, _ = kept.load(_name(index)) or (None, None)
-            assert piece is not None  # it was there just now
             if sums is None:
-                sums = np.zeros((2, *piece["moments"].shape), dtype=np.int64)
-            sums[_half(index, n_samples)] += piece["moments"]
-            ranked[index] = piece["ranked"]
+                sums = np.zeros((2, *result["moments"].shape), dtype=np.int64)
+            sums[_half(index, n_samples)] += result["moments"]
+            ranked[index] = result["ranked"]
         halves = {_half(index, n_samples) for index in ranked}
         if failed and len(halves) < (2 if self.shard is None else 1):
             raise failed[min(failed)].error
@@ -327,12 +318,12 @@ class _Fitting:
             **provenance(*MEASURED_WITH),
         )
 
-    def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
-        """What is kept of a sample: the moments of its tokens, and some tokens to rank."""
-        features, targets = self._rows(model, index, advance)
+    def sums(self, model: Any, group: list[int], advance: Advance) -> list[dict[str, Any]]:
+        """Return what is kept of a sample: the moments of its tokens, and some tokens to rank."""
+        features, targets = self._rows(model, group[0], advance)
         places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
         joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
-        return {"moments": NormalEquations.of(features, targets).digits, "ranked": joined}
+        return [{"moments": NormalEquations.of(features, targets).digits, "ranked": joined}]
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
         """Features and log scores of a sample, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
@@ -479,22 +470,6 @@ def _fitted(part: SurrogatePart) -> FittedSurrogate:
         versions=part.versions,
         created=part.created,
     )
-
-
-def _name(index: int) -> str:
-    return f"sample_{index:05d}"
-
-
-def _saved(
-    results: Iterable[tuple[int, Any]], kept: Checkpoint | None
-) -> Iterator[tuple[int, Any]]:
-    """The same; where they are kept, only what failed is handed on."""
-    for index, found in results:
-        if kept is None or isinstance(found, Failed):
-            yield index, found
-        else:
-            kept.save(_name(index), found)
-            yield index, None
 
 
 def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:
