@@ -82,7 +82,7 @@ def score_in_chunks(scorer: Any, states: AttentionStates, sizes: list[int], sink
     return scorer.score(replace(last, queries=rows, observed=observed), sinks=sinks)
 
 
-def full_attention(states: AttentionStates, visible: npt.NDArray[np.bool_] | None = None) -> Array:
+def full_attention(states: AttentionStates) -> Array:
     """(batch, n_query_heads, n_new_tokens, n_tokens)."""
     queries = states.queries.double().numpy()
     keys = states.keys.double().numpy()
@@ -92,13 +92,12 @@ def full_attention(states: AttentionStates, visible: npt.NDArray[np.bool_] | Non
         logits = states.softcap * np.tanh(logits / states.softcap)
     new, n_tokens = logits.shape[2:]
     causal = np.tril(np.ones((new, n_tokens), dtype=bool), n_tokens - new)
-    allowed = np.broadcast_to(causal if visible is None else visible & causal, logits.shape)
-    weights = np.where(allowed, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
+    weights = np.where(causal, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     if states.sink_logits is not None:
         sinks = states.sink_logits.double().numpy()[None, :, None, None]
         total = total + np.exp(sinks - logits.max(axis=-1, keepdims=True))
-    return np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    return weights / total
 
 
 def window_scores(
@@ -109,26 +108,23 @@ def window_scores(
     pool: int,
     pooling: str = "avg",
     group_reduce: str = "mean",
-    first: tuple[int, ...] | None = None,
-    visible: npt.NDArray[np.bool_] | None = None,
 ) -> Array:
-    """(batch, n_kv_heads, n_tokens); `first` is the first real token of each row."""
-    attention = full_attention(states, visible)
+    """(batch, n_kv_heads, n_tokens)."""
+    attention = full_attention(states)
     batch, n_query_heads, _, n_tokens = attention.shape
     n_kv_heads = states.keys.shape[1]
     group = n_query_heads // n_kv_heads
     scores = np.zeros((batch, n_kv_heads, n_tokens))
     last = n_tokens - window
     for row in range(batch):
-        start = (first[row] if first else 0) + sinks
         for head in range(n_kv_heads):
             votes = []
             for member in range(head * group, (head + 1) * group):
                 vote = attention[row, member, -window:, :].mean(axis=0)
-                vote = [vote[i] if start <= i < last else 0.0 for i in range(max(last, 0))]
+                vote = [vote[i] if sinks <= i < last else 0.0 for i in range(max(last, 0))]
                 votes.append([_pool(vote, i, pool, pooling) for i in range(len(vote))])
             reduced = np.mean(votes, axis=0) if group_reduce == "mean" else np.max(votes, axis=0)
-            scores[row, head, start : max(last, start)] = reduced[start:]
+            scores[row, head, sinks : max(last, sinks)] = reduced[sinks:]
     return scores
 
 
@@ -144,11 +140,9 @@ def column_sums(
     sinks: int,
     window: int,
     forgetting: float = 1.0,
-    first: tuple[int, ...] | None = None,
-    visible: npt.NDArray[np.bool_] | None = None,
 ) -> Array:
-    """Every row's attention added up, one by one; `first` is the first real token of each row."""
-    attention = full_attention(states, visible)
+    """Every row's attention added up, one by one."""
+    attention = full_attention(states)
     batch, n_query_heads, n_rows, n_tokens = attention.shape
     n_kv_heads = states.keys.shape[1]
     group = n_query_heads // n_kv_heads
@@ -157,7 +151,6 @@ def column_sums(
         for row in range(n_rows):
             share = forgetting ** (n_rows - 1 - row) / group
             sums[:, query_head // group] += share * attention[:, query_head, row]
-    for row in range(batch):
-        sums[row, :, : (first[row] if first else 0) + sinks] = 0.0
+    sums[..., :sinks] = 0.0
     sums[..., max(n_tokens - window, 0) :] = 0.0
     return sums

@@ -33,6 +33,8 @@ from kvalloc.scorers.tova import TOVA
 from kvalloc.scorers.xkv import XKV
 
 FREQUENCIES = torch.tensor([1.0, 0.05])
+PAD_BLIND = ("xkv", "snapkv", "criticalkv", "cake", "tova", "knorm", "h2o", "keydiff")
+"""Scorers that look at no position: padding moves every token to another one."""
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -51,40 +53,64 @@ def test_agrees_with_the_whole_matrix(window, pool, pooling, group_reduce, sinks
         assert torch.equal(xkv, found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_scored_in_float32_block_by_block(dtype, monkeypatch):
+ARRIVALS = {
+    scorer: ("halves", "chunks", *(("padded",) if scorer.name in PAD_BLIND else ()))
+    for scorer in (
+        *(XKV(window=5), SnapKV(window=5), CriticalKV(window=5), CAKE(window=8), TOVA(), KNorm()),
+        *(H2O(window=4), A2SF(window=4, forgetting=0.9), KeyDiff(window=4), Streaming(window=3)),
+        ExpectedAttention(window=4, future=16),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "arrival"),
+    [(scorer, arrival) for scorer, arrivals in ARRIVALS.items() for arrival in arrivals],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_a_score_does_not_depend_on_how_the_prompt_comes(monkeypatch, scorer, arrival):
+    """In half precision, in chunks, or with padding: as in float32, at once and alone."""
     monkeypatch.setattr(attention_rows, "_KEY_BLOCK_TOKENS", 7)
-    states = make_states(dtype=dtype)
-    found = XKV(window=5).score(states, sinks=2)
-    expected = scorer_oracle.window_scores(states, window=5, sinks=2, pool=7)
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    states = make_states(batch=3, frequencies=FREQUENCIES, hidden_size=10)
+    if arrival == "halves":
+        for dtype in (torch.bfloat16, torch.float16):
+            half = cast(states, dtype)
+            whole = scorer.score(cast(half, torch.float32), sinks=2)
+            torch.testing.assert_close(scorer.score(half, sinks=2), whole)
+    elif arrival == "chunks":
+        whole = scorer.score(states, sinks=2)
+        assert (whole.dtype, whole.min()) == (torch.float32, 0.0)
+        for sizes in ([1, 39], [20, 20], [13, 13, 13, 1]):
+            in_chunks = score_in_chunks(scorer, states, sizes, sinks=2)
+            torch.testing.assert_close(in_chunks, whole, atol=1e-5, rtol=0)
+    else:
+        for mask in masks_of(PADS):
+            found = scorer.score(replace(states, mask=mask), sinks=2)
+            for row, n_pads in enumerate(PADS):
+                alone = scorer.score(tokens_of(states, row, n_pads), sinks=2)[0]
+                torch.testing.assert_close(found[row, :, n_pads:], alone, atol=1e-5, rtol=1e-5)
+                assert not found[row, :, :n_pads].any()
 
 
-@pytest.mark.parametrize("form", ["bool", "additive", "padding only"])
-def test_padding_is_no_token(form):
-    pads = (0, 9, 36)  # the last row has fewer real tokens than the window
-    states = make_states(batch=3)
-    visible = np.ones((3, 1, 40, 40), dtype=bool)
-    for row, n_pads in enumerate(pads):
-        visible[row, :, :, :n_pads] = False
-    causal = torch.from_numpy(visible & np.tril(np.ones((40, 40), dtype=bool)))
-    mask = {
-        "bool": causal,
-        "additive": torch.where(causal, 0.0, torch.finfo(torch.float32).min),
-        "padding only": torch.from_numpy(visible[:, 0, 0]).long(),
-    }[form]
-    masked, where = replace(states, mask=mask), {"sinks": 3, "first": pads, "visible": visible}
-    found = XKV(window=8, pool=7).score(masked, sinks=3)
-    expected = scorer_oracle.window_scores(states, window=8, pool=7, **where)
-    assert torch.isfinite(found).all()
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
-    found = H2O(window=8).score(masked, sinks=3)
-    expected = scorer_oracle.column_sums(states, window=8, **where)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
-    found = Streaming(window=3).score(masked, sinks=3)
-    assert torch.equal(found.amax(dim=-1)[:2], torch.full((2, 2), 37 / 40))
-    assert not found[1, :, : 9 + 3].any()
+PADS = (0, 9, 36)  # the last row has fewer real tokens than the windows
+
+
+def cast(states, dtype):
+    halves = {name: getattr(states, name).to(dtype) for name in ("queries", "keys", "values")}
+    return replace(states, **halves)
+
+
+def tokens_of(states, row, first):
+    """One row of a batch from a token on."""
+    names = ("queries", "keys", "values")
+    return replace(states, **{n: getattr(states, n)[row : row + 1, :, first:] for n in names})
+
+
+def masks_of(pads):
+    """Masks in the forms that transformers has: of booleans, to be added, and of tokens alone."""
+    shown = torch.stack([torch.arange(40) >= n_pads for n_pads in pads])
+    causal = shown[:, None, None] & torch.ones(40, 40).tril().bool()
+    return causal, torch.where(causal, 0.0, torch.finfo(torch.float32).min), shown.long()
 
 
 def test_a_bias_of_each_query_head_counts():
@@ -141,24 +167,6 @@ def test_agrees_with_the_whole_matrix_in_any_blocks(monkeypatch, forgetting, sin
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [[40], [1, 39], [20, 20], [13, 13, 13, 1]])
-@pytest.mark.parametrize(
-    "scorer",
-    [
-        H2O(window=4),
-        A2SF(window=4, forgetting=0.9),
-        TOVA(),
-        ExpectedAttention(window=4, future=16),
-    ],
-    ids=lambda scorer: scorer.name,
-)
-def test_chunks_give_the_same_score(scorer, sizes):
-    states = make_states(batch=2, frequencies=FREQUENCIES)
-    whole = scorer.score(states, sinks=2)
-    in_chunks = score_in_chunks(scorer, states, sizes, sinks=2)
-    torch.testing.assert_close(in_chunks, whole, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(("scorer", "rows"), [(XKV(), 8), (H2O(), 16)])
 def test_no_tensor_grows_with_the_square_of_the_prompt(monkeypatch, scorer, rows):
     monkeypatch.setattr(column_sums, "_BLOCK_ELEMENTS", 1)
@@ -203,19 +211,6 @@ def test_keydiff_agrees_with_loops():
         anchor /= np.linalg.norm(anchor)
         expected = [1 - unit @ anchor if 3 <= i < 36 else 0.0 for i, unit in enumerate(units)]
         np.testing.assert_allclose(found[row, head], expected, atol=1e-6)
-
-
-def test_keydiff_leaves_padding_out_of_the_anchor():
-    states = make_states()
-    whole = KeyDiff(window=4).score(states, sinks=3)
-    pads = torch.full((1, 2, 9, 4), 50.0)
-    mask = torch.ones(1, 49, dtype=torch.long)
-    mask[:, :9] = 0
-    padded = make_states(n_tokens=49, mask=mask)
-    padded = replace(padded, keys=torch.cat([pads, states.keys], dim=2))
-    found = KeyDiff(window=4).score(padded, sinks=3)
-    torch.testing.assert_close(found[..., 9:], whole)
-    assert not found[..., :9].any()
 
 
 def test_cake_agrees_with_loops():
@@ -325,26 +320,6 @@ def test_criticalkv_is_attention_times_what_reaches_the_output():
 def test_without_a_readable_projection_there_are_no_norms(weight):
     with pytest.raises(UnsupportedModelError, match="output projection"):
         projected_value_norms(replace(make_states(), output_projection=weight))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "scorer",
-    [KNorm(), KeyDiff(), CAKE(window=8), ExpectedAttention()],
-    ids=lambda scorer: scorer.name,
-)
-def test_half_precision_is_scored_in_float32(scorer, dtype):
-    states = make_states(dtype=dtype, frequencies=FREQUENCIES)
-    whole = replace(
-        states,
-        queries=states.queries.float(),
-        keys=states.keys.float(),
-        values=states.values.float(),
-    )
-    found = scorer.score(states, sinks=2)
-    assert found.dtype == torch.float32
-    assert torch.isfinite(found).all()
-    torch.testing.assert_close(found, scorer.score(whole, sinks=2))
 
 
 @pytest.mark.parametrize(
