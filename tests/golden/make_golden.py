@@ -16,6 +16,7 @@ import itertools
 import json
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,8 @@ class Golden:
     scores, decisions : Path
     cases : dict
         Name of the case to arguments of ``solve``.
-    make : str
-        Which function here makes the scores.
+    make : callable or None
+        Makes the scores; None for those of `make_others`.
     fields : tuple of str
         What is kept of a decision beyond what all keep.
     tolerance : float
@@ -162,38 +163,9 @@ class Golden:
     scores: Path
     decisions: Path
     cases: dict[str, dict[str, Any]]
-    make: str
+    make: Callable[[], Any] | None = None
     fields: tuple[str, ...] = ()
     tolerance: float = 1e-12
-
-
-SETS = (
-    Golden(scores=SCORES, decisions=DECISIONS, cases=CASES, make="make_scores"),
-    Golden(scores=MEASURED, decisions=DECISIONS, cases=MEASURED_CASES, make="make_measured"),
-    Golden(
-        scores=SHARED,
-        decisions=SHARED_DECISIONS,
-        cases=SHARED_CASES,
-        make="make_shared",
-        fields=("share_groups", "grouping_bound", "worst_sample_retention"),
-        # Bounds over weights of workloads come from a linear program, good to its tolerance.
-        tolerance=1e-8,
-    ),
-    Golden(
-        scores=CHOICES,
-        decisions=CHOICE_DECISIONS,
-        cases=CHOICE_CASES,
-        make="make_choices",
-        fields=("policies", "unit_policies"),
-    ),
-    Golden(
-        scores=LOSS_BITS,
-        decisions=CHOICE_DECISIONS,
-        cases=LOSS_BITS_CASES,
-        make="make_loss_bits",
-        fields=("policies", "unit_policies"),
-    ),
-)
 
 
 @functools.cache
@@ -255,22 +227,42 @@ def make_measured() -> Any:
     )
 
 
-def make_shared() -> Any:
-    from factories import make_shared_scores
+def make_others() -> dict[Path, Any]:
+    """The score profiles that a factory alone makes."""
+    import factories
 
-    return make_shared_scores(7, longest=2, n_samples=4)
+    shape = factories.make_shape(n_layers=3, n_kv_heads=2, head_dim=32)
+    return {
+        SHARED: factories.make_shared_scores(7, longest=2, n_samples=4),
+        CHOICES: factories.make_choices(7),
+        LOSS_BITS: factories.make_loss_bits(7, shape=shape),
+    }
 
 
-def make_choices() -> Any:
-    from factories import make_choices
-
-    return make_choices(7)
-
-
-def make_loss_bits() -> Any:
-    from factories import make_loss_bits, make_shape
-
-    return make_loss_bits(7, shape=make_shape(n_layers=3, n_kv_heads=2, head_dim=32))
+SETS = (
+    Golden(scores=SCORES, decisions=DECISIONS, cases=CASES, make=make_scores),
+    Golden(scores=MEASURED, decisions=DECISIONS, cases=MEASURED_CASES, make=make_measured),
+    Golden(
+        scores=SHARED,
+        decisions=SHARED_DECISIONS,
+        cases=SHARED_CASES,
+        fields=("share_groups", "grouping_bound", "worst_sample_retention"),
+        # Bounds over weights of workloads come from a linear program, good to its tolerance.
+        tolerance=1e-8,
+    ),
+    Golden(
+        scores=CHOICES,
+        decisions=CHOICE_DECISIONS,
+        cases=CHOICE_CASES,
+        fields=("policies", "unit_policies"),
+    ),
+    Golden(
+        scores=LOSS_BITS,
+        decisions=CHOICE_DECISIONS,
+        cases=LOSS_BITS_CASES,
+        fields=("policies", "unit_policies"),
+    ),
+)
 
 
 def published_schema(name: str) -> dict[str, Any]:
@@ -363,7 +355,7 @@ def main() -> None:
     files: dict[Path, dict[str, Any]] = {}
     for golden in SETS:
         if not golden.scores.exists():
-            globals()[golden.make]().save(golden.scores)
+            (golden.make() if golden.make else make_others()[golden.scores]).save(golden.scores)
         found = {case: described(decide(golden, case), golden.fields) for case in golden.cases}
         files.setdefault(golden.decisions, {}).update(found)
     for path, decisions in files.items():

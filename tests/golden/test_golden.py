@@ -27,20 +27,19 @@ from make_golden import (
     Golden,
     decide,
     described,
-    loaded,
     published_schema,
     registered,
     schema_of,
 )
 
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
 
 WANTED = "if that is wanted, run tests/golden/make_golden.py and say why in the commit"
 
 
-def decisions(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+def decisions(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("golden", "case"), [(each, case) for each in SETS for case in each.cases])
@@ -70,22 +69,15 @@ def test_greedy_and_ilp_agree() -> None:
             assert decision["objective"] == pytest.approx(other["objective"], rel=1e-12)
 
 
-@pytest.mark.parametrize("file", [each.scores for each in SETS], ids=lambda file: file.stem)
-def test_the_score_file_of_version_1_is_written_as_it_was(file: Path, tmp_path: Path) -> None:
-    loaded(file).save(tmp_path / "again.safetensors")
-    same = (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
-    assert same, f"behaviour moved: the score profile's file format; {WANTED}"
+WRITTEN = dict.fromkeys((each.scores for each in SETS), ScoreProfile)
+WRITTEN |= dict.fromkeys((PROFILE, CHOICE_PROFILE), BudgetProfile)
 
 
-@pytest.mark.parametrize("file", [PROFILE, CHOICE_PROFILE], ids=lambda file: file.stem)
-def test_the_budget_file_of_version_1_is_read_and_written_as_it_was(
-    file: Path, tmp_path: Path
-) -> None:
-    profile = BudgetProfile.load(file)
-    profile.save(tmp_path / "again.json")
-    again = (tmp_path / "again.json").read_text(encoding="utf-8")
-    same = again == file.read_text(encoding="utf-8")
-    assert same, f"behaviour moved: the budget profile's file format; {WANTED}"
+@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: file.stem)
+def test_a_file_is_read_and_written_as_it_was(file: Path, tmp_path: Path) -> None:
+    WRITTEN[file].load(file).save(tmp_path / "again")
+    same = (tmp_path / "again").read_bytes() == file.read_bytes()
+    assert same, f"behaviour moved: the file format of {WRITTEN[file].NAME}s; {WANTED}"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -100,24 +92,20 @@ def test_the_published_schemas(name: str) -> None:
     [
         ("score_profile", SETS[0].scores),
         ("surrogate", DOCS.parent / "profiles" / "smollm2-135m-instruct.surrogate.safetensors"),
+        ("budget_profile", PROFILE),
+        ("budget_profile", CHOICE_PROFILE),
     ],
 )
-def test_headers_follow_their_schema(name: str, file: Path) -> None:
-    with safe_open(file, "numpy") as opened:
-        header = json.loads(opened.metadata()["kvalloc"])
+def test_files_follow_their_schema(name: str, file: Path) -> None:
+    if file.suffix == ".json":
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        with safe_open(file, "numpy") as opened:
+            stated = json.loads(opened.metadata()["kvalloc"])
     schema = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(header, schema)
+    jsonschema.validate(stated, schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**header, "surprise": 1}, schema)
-
-
-@pytest.mark.parametrize("file", [PROFILE, CHOICE_PROFILE], ids=lambda file: file.stem)
-def test_the_golden_budget_file_follows_the_schema(file: Path) -> None:
-    schema = json.loads((DOCS / "budget_profile.schema.json").read_text(encoding="utf-8"))
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    jsonschema.validate(stored, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**stored, "surprise": 1}, schema)
+        jsonschema.validate({**stated, "surprise": 1}, schema)
 
 
 REGISTRY = json.loads(VERSIONS.read_text(encoding="utf-8"))
