@@ -20,17 +20,6 @@ from kvalloc.errors import InputError, plain
 from kvalloc.prompts.chat import wants_chat
 from kvalloc.units import Option
 
-EXAMPLES = """\
-  kvalloc chat demo --budget 20%
-  kvalloc chat demo --budget 20% --prompt-file doc.txt
-
-\b
-  Read a long text once, ask about it as often as you like:
-  kvalloc chat demo --budget 20% --prompt-file doc.txt --save-cache doc.kv
-  kvalloc chat demo --cache doc.kv --question "Who speaks?" --question "To whom?"
-  kvalloc chat demo --cache doc.kv
-"""
-
 DOCUMENT = "Questions about a document"
 
 
@@ -60,6 +49,16 @@ def chat(model: str, **typed: Any) -> None:
     talk about; it is read once. Each --question follows the document alone; --save-cache without
     one only reads and saves. Budgets are those of 'kvalloc generate'. Answers go to stdout, what
     they took to stderr; in a pipe or a file an empty line stands between two answers.
+
+    Examples
+    --------
+    kvalloc chat demo --budget 20%
+    kvalloc chat demo --budget 20% --prompt-file doc.txt
+
+    Read a long text once, ask about it as often as you like:
+    kvalloc chat demo --budget 20% --prompt-file doc.txt --save-cache doc.kv
+    kvalloc chat demo --cache doc.kv --question "Who speaks?" --question "To whom?"
+    kvalloc chat demo --cache doc.kv
     """
     reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
     questions, cache = typed.get("question", ()), typed.get("cache")

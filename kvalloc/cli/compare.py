@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, note, print_json, print_table, wants_json
-from kvalloc.cli.solve import decision_row
-from kvalloc.cli.values import check_time_limit, solver_options
+from kvalloc.cli.solve import decision_facts
+from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError, nearest
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import (
@@ -26,12 +26,6 @@ from kvalloc.units import Option, gap_text, size
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt
     from kvalloc.formats.budget_profile import BudgetProfile
-
-EXAMPLES = """\
-  kvalloc compare s.safetensors --budget 20%
-  kvalloc compare s.safetensors --target-retention 0.9 --level head
-  kvalloc compare s.safetensors --memory 64MiB --solver greedy --solver ilp --json
-"""
 
 
 @takes(RequestOptions)
@@ -54,13 +48,18 @@ def compare(
         Only this solver.
     solver_option : list of str
         An option of one solver, such as ilp:gap=0.001.
+
+    Examples
+    --------
+    kvalloc compare s.safetensors --budget 20%
+    kvalloc compare s.safetensors --target-retention 0.9 --level head
+    kvalloc compare s.safetensors --memory 64MiB --solver greedy --solver ilp --json
     """
     from kvalloc.allocation.decision import compare as decide
     from kvalloc.cli.progress import slow
     from kvalloc.problem.registry import get_solver, solver_names
 
     request = Request.parse(**request_options)  # refuses before the scores are read
-    check_time_limit(time_limit)
     names = list(dict.fromkeys(solver or solver_names()))
     options = _options_by_solver(names, solver_option or [])
     attempts = decide(
@@ -84,7 +83,7 @@ def compare(
 def _row(attempt: Attempt) -> dict[str, Any]:
     if attempt.profile is None:
         return {"solver": attempt.solver, "reason": attempt.reason}
-    return {**decision_row(attempt.profile, attempt.seconds), "reason": None}
+    return {**decision_facts(attempt.profile, attempt.seconds), "reason": None}
 
 
 def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str, Any]]:

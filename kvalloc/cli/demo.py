@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
-import shlex
-import textwrap
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_table, wants_json
 from kvalloc.cli.progress import slow
+from kvalloc.cli.steps import say, step
 from kvalloc.cli.values import make_folder
 from kvalloc.units import Option, size
 
@@ -24,19 +19,11 @@ if TYPE_CHECKING:
     from kvalloc.formats.evaluation import Evaluation
     from kvalloc.formats.score_profile import ScoreProfile
 
-EXAMPLES = """\
-  kvalloc demo
-  kvalloc demo --quick
-  kvalloc demo --samples 5 --seed 7 --output-dir seven
-"""
-
 TARGET_RETENTION = 0.9
 MEASURED_LOSSES = "smollm2-135m-instruct"
 """Ships with kvalloc: losses of the demo's model, on texts that the demo does not ask about."""
 
 BY_LOSS = "least_loss"
-_COLUMNS = 4
-"""Budgets that are drawn side by side in a terminal: more would be too narrow to read."""
 
 
 class _Amount(NamedTuple):
@@ -73,6 +60,12 @@ def demo(
         Of the prompts.
     quick : bool
         One short sample and prompt, to try it out.
+
+    Examples
+    --------
+    kvalloc demo
+    kvalloc demo --quick
+    kvalloc demo --samples 5 --seed 7 --output-dir seven
     """
     # Before torch is loaded: threads that spin while they wait make everything several times
     # slower on a machine that is not idle.
@@ -87,35 +80,38 @@ def demo(
     files = {name: output_dir / name for name in ("scores.safetensors", "results.json")}
     scores_file, results_file = files.values()
 
-    _say("1. Measure: where the model looks")
+    say("1. Measure: where the model looks")
     texts = ("--samples", amount.samples, "--context", amount.tokens)
-    _run("profile", "demo", *texts, "-o", scores_file)
+    step("profile", "demo", *texts, "-o", scores_file)
     scores = ScoreProfile.load(scores_file)
 
-    _say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
-    _run("compare", scores_file, "--target-retention", TARGET_RETENTION)
+    say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
+    step("compare", scores_file, "--target-retention", TARGET_RETENTION)
 
     profiles = _equal_budgets(scores)
     any_profile = next(iter(profiles.values()))
     kept = f"{size(any_profile.retained_bytes)} of {size(any_profile.full_bytes)}"
-    _say(f"3. Apply: the same {kept} for every solver, needles and KL")
+    say(f"3. Apply: the same {kept} for every solver, needles and KL")
     profile_words: list[object] = []
     for name, profile in profiles.items():
         profile.save(output_dir / f"{_first(name)}.json")
         profile_words += ["--profile", output_dir / f"{_first(name)}.json"]
-    _draw(profiles)
+    say(*(f"Equal to the entry: {name}." for name in profiles if " = " in name))
+    step(
+        "diff", output_dir / f"{_first(next(iter(profiles)))}.json", output_dir / f"{BY_LOSS}.json"
+    )
     share = f"{any_profile.retained_bytes / any_profile.full_bytes:.1%}"
     prompts = ("--samples", samples or amount.prompts, "--context", amount.tokens)
-    _run("eval", "demo", *profile_words, "--budget", share, "--tasks", "needle,kl", *prompts,
-         "--seed", seed, "-o", results_file, results=True)  # fmt: skip
+    step("eval", "demo", *profile_words, "--budget", share, "--tasks", "needle,kl", *prompts,
+         "--seed", seed, "-o", results_file, hidden=True)  # fmt: skip
     results, page = Evaluation.load(results_file), output_dir / "report.html"
     _print_results(results)
 
-    _say("4. Look at it")
+    say("4. Look at it")
     shown = [output_dir / f"{_first(name)}.json" for name in profiles]
-    _run("report", scores_file, *shown, results_file, "-o", page)
+    step("report", scores_file, *shown, results_file, "-o", page)
     _save_picture(output_dir / "demo.png", scores, profiles, results)
-    _say(*_lessons(profiles, results), f"In {output_dir}: all files above, and demo.png.")
+    say(*_lessons(profiles, results), f"In {output_dir}: all files above, and demo.png.")
 
 
 def _equal_budgets(scores: ScoreProfile) -> dict[str, BudgetProfile]:
@@ -143,18 +139,6 @@ def _equal_budgets(scores: ScoreProfile) -> dict[str, BudgetProfile]:
     decided = {one.solver: one.profile for one in attempts if one.profile is not None}
     names = sorted(decided, key=lambda name: name != "greedy")  # otherwise the best come first
     return {**merged_names({name: decided[name] for name in names}), BY_LOSS: by_loss}
-
-
-def _draw(profiles: Mapping[str, BudgetProfile]) -> None:
-    """Draw the first few budgets per layer, and name the solvers that decided the same."""
-    from kvalloc.report.terminal import budget_columns, terminal_width
-
-    by_layer = {name: one for name, one in profiles.items() if one.level == "layer"}
-    drawn = dict([*by_layer.items()][: _COLUMNS - 1]) | {BY_LOSS: profiles[BY_LOSS]}
-    if not wants_json():
-        print("\nEntries that each layer keeps, in % of the prompt:")
-        print("\n".join(budget_columns(drawn, width=min(terminal_width(), 100))))
-    _say(*(f"Equal to the entry: {name}." for name in profiles if " = " in name))
 
 
 def _save_picture(
@@ -209,39 +193,3 @@ def _print_results(results: Evaluation) -> None:
     headings = ("cache", "bytes", "needles", "KL of needles", "KL of text")
     if not wants_json():
         print_table(headings, cells)
-
-
-def _run(*words: object, results: bool = False) -> None:
-    """Show a command and run it.
-
-    Parameters
-    ----------
-    *words
-        The command line.
-    results : bool
-        Whether it measures what the demo is about: of this command alone the demo prints a table
-        of its own, and with ``--json`` the document.
-
-    Raises
-    ------
-    typer.Exit
-        With the command's exit code, where that is not 0: its error has been printed.
-    """
-    from kvalloc.cli.main import run_command
-
-    line = [*map(str, words)]
-    if not wants_json():
-        print(f"\n$ {shlex.join(['kvalloc', *line])}", flush=True)
-    shown = results == wants_json()
-    with nullcontext() if shown else redirect_stdout(io.StringIO()):
-        code = run_command([*line, "--json"] if wants_json() else line)
-    if code:
-        raise typer.Exit(code)
-
-
-def _say(*paragraphs: str) -> None:
-    """Print paragraphs, unless stdout is for JSON."""
-    from kvalloc.report.terminal import terminal_width
-
-    for text in () if wants_json() else paragraphs:
-        print("\n" + textwrap.fill(text, min(terminal_width(), 100)), flush=True)

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.allocation.comparison import ProfileDifference
 
-EXAMPLES = """\
-  kvalloc diff uniform.json greedy.json
-  kvalloc diff uniform.json greedy.json --json
-"""
-
 
 @takes()
 def diff(first: str, second: str) -> None:
@@ -29,6 +24,11 @@ def diff(first: str, second: str) -> None:
         A budget profile, or a shipped one's name.
     second : str
         Another one of the same model.
+
+    Examples
+    --------
+    kvalloc diff uniform.json greedy.json
+    kvalloc diff uniform.json greedy.json --json
     """
     from kvalloc.allocation.comparison import compare_profiles
 

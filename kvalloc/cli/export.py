@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
 
-EXAMPLES = """\
-  kvalloc export p.json                      what each target can say of it
-  kvalloc export p.json --to lu-kv -o p.npy
-  kvalloc export p.json --to tensorrt-llm --context 4096 --accept engine-policy,heads-to-layers \\
-      -o config.yaml --restricted r.json
-  kvalloc eval demo --profile p.json --profile r.json   what the loss costs
-"""
-
 
 @takes()
 def export(
@@ -33,7 +25,7 @@ def export(
     context: Annotated[int | None, Option("TOKENS", least=1)] = None,
     restricted: Annotated[Path | None, Option("OUT.json")] = None,
 ) -> None:
-    """Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress, DuoAttention or a table.
+    r"""Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress, DuoAttention or a table.
 
     Without --to, the targets are listed, with what each would lose of this profile. What a target
     cannot say is never dropped silently: it has a name, which --accept takes.
@@ -52,6 +44,14 @@ def export(
         For targets with a fixed number of entries: the prompt's length.
     restricted : Path
         Also write what is left of it as a budget profile, for 'kvalloc eval'.
+
+    Examples
+    --------
+    kvalloc export p.json                      what each target can say of it
+    kvalloc export p.json --to lu-kv -o p.npy
+    kvalloc export p.json --to tensorrt-llm --context 4096 --accept engine-policy,heads-to-layers \
+        -o config.yaml --restricted r.json
+    kvalloc eval demo --profile p.json --profile r.json   what the loss costs
     """
     from kvalloc.formats.reading import load_file
     from kvalloc.formats.score_profile import ScoreProfile

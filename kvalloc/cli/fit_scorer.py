@@ -13,13 +13,6 @@ from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
 from kvalloc.units import Option
 
-EXAMPLES = """\
-  kvalloc fit-scorer demo -o surrogate.safetensors
-  kvalloc generate demo --profile p.json --policy surrogate \\
-      --policy-option file=surrogate.safetensors --prompt-file prompt.txt
-  kvalloc profile demo --scorer surrogate:file=surrogate.safetensors -o s.safetensors
-"""
-
 EACH_TASK = 4
 """Prompts of each kind that are made where no text is given."""
 
@@ -32,7 +25,7 @@ def fit_scorer(
     resume: bool = False,
     **given: Any,
 ) -> None:
-    """Fit a scorer that predicts what a second read of a prompt would look up.
+    r"""Fit a scorer that predicts what a second read of a prompt would look up.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The result
     is for this model alone, and for the scorer 'surrogate'. What was done is kept in
@@ -43,6 +36,13 @@ def fit_scorer(
     ----------
     output : Path
         The file to write.
+
+    Examples
+    --------
+    kvalloc fit-scorer demo -o surrogate.safetensors
+    kvalloc generate demo --profile p.json --policy surrogate \
+        --policy-option file=surrogate.safetensors --prompt-file prompt.txt
+    kvalloc profile demo --scorer surrogate:file=surrogate.safetensors -o s.safetensors
     """
     from kvalloc.measure.scorer_fitting import fit_scorer as fitted_scorer
     from kvalloc.models.loading import require_run_packages

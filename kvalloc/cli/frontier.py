@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_result, print_table
-from kvalloc.cli.values import check_time_limit, solver_options
+from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import LOSS_NOTE, value_heading
@@ -17,13 +17,6 @@ from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint
-
-EXAMPLES = """\
-  kvalloc frontier s.safetensors
-  kvalloc frontier s.safetensors --points 100 --level head --png frontier.png
-  kvalloc frontier s.safetensors --objective loss --png loss.png
-  kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
-"""
 
 BESIDE_TARGET = [
     name
@@ -52,6 +45,13 @@ def frontier(
         Sizes between the floors and everything.
     png : Path
         Draw the frontier as a picture too.
+
+    Examples
+    --------
+    kvalloc frontier s.safetensors
+    kvalloc frontier s.safetensors --points 100 --level head --png frontier.png
+    kvalloc frontier s.safetensors --objective loss --png loss.png
+    kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
     """
     from kvalloc.allocation.formulation import choose_objective
     from kvalloc.allocation.frontier import Sizes, trace_request
@@ -61,7 +61,6 @@ def frontier(
 
     request_options["budget"] = 1.0
     request = Request.parse(**request_options)  # refuses before the scores are read
-    check_time_limit(time_limit)
     _check_picture(png)
     chosen = get_solver(solver, **solver_options(solver, solver_option or []))
     profile = load_scores(scores)

@@ -12,14 +12,6 @@ from kvalloc.cli.output import duration, note, print_json, wants_json
 from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, kept_text, model_shape, note_whole
 from kvalloc.units import size
 
-EXAMPLES = """\
-  kvalloc generate demo --budget 20% --prompt-file prompt.txt
-  kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
-  kvalloc generate demo --target-retention 0.9 --prompt-file prompt.txt
-  kvalloc generate demo --full --prompt "What is a KV cache?" --max-new-tokens 40
-  cat prompt.txt | kvalloc generate demo --profile p.json --json
-"""
-
 
 @takes(RequestOptions, Reduction, PromptOptions, ModelFlags, only={RequestOptions: OF_A_PROMPT})
 def generate(model: str, **typed: Any) -> None:
@@ -30,6 +22,14 @@ def generate(model: str, **typed: Any) -> None:
     on top of it. A --budget and nothing else is kept in the best way that needs nothing measured;
     --memory beside it takes a way whose peak fits. The answer goes to stdout, what it took
     to stderr.
+
+    Examples
+    --------
+    kvalloc generate demo --budget 20% --prompt-file prompt.txt
+    kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
+    kvalloc generate demo --target-retention 0.9 --prompt-file prompt.txt
+    kvalloc generate demo --full --prompt "What is a KV cache?" --max-new-tokens 40
+    cat prompt.txt | kvalloc generate demo --profile p.json --json
     """
     reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
     text, where = options.read()

@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
     from kvalloc.formats.score_profile import ScoreProfile
 
-EXAMPLES = """\
-  kvalloc inspect p.json
-  kvalloc inspect s.safetensors --json
-  kvalloc inspect doc.kv
-"""
-
 LEVELS = (0.5, 0.9, 0.99)
 """Retentions for which a score profile's tokens are shown."""
 
@@ -62,6 +56,12 @@ def inspect(file: str) -> None:
         A score profile, a budget profile, the name of a shipped one, what 'kvalloc eval -o' wrote,
         or a saved cache; also
         hf://owner/repo/FILE.
+
+    Examples
+    --------
+    kvalloc inspect p.json
+    kvalloc inspect s.safetensors --json
+    kvalloc inspect doc.kv
     """
     from kvalloc.formats.hub import local_file
     from kvalloc.formats.reading import READERS, load_file

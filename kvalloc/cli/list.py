@@ -17,12 +17,6 @@ from kvalloc.report.terminal import terminal_width
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
 
-EXAMPLES = """\
-  kvalloc list solvers
-  kvalloc list policies --json
-  kvalloc list profiles
-"""
-
 
 @takes()
 def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
@@ -37,6 +31,12 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
     ----------
     what : str
         What to list.
+
+    Examples
+    --------
+    kvalloc list solvers
+    kvalloc list policies --json
+    kvalloc list profiles
     """
     listing = _LISTINGS.get(what)
     if listing is None:

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from textwrap import indent
 from types import ModuleType
 from typing import Any
 
@@ -29,26 +30,13 @@ GROUPS = {
     "What there is": ("list",),
 }
 """The commands by the heading in the help under which they stand. Each is a function of that name,
-hyphens as underscores, in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""
+hyphens as underscores, in ``kvalloc.cli.<name>``, and its docstring is its help."""
 
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
 USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-
-_HELP = """Decide how many KV-cache entries each layer and head of a language model may keep.
-
-\b
-A smaller cache now, with what is best for the model:
-  kvalloc generate demo --budget 20% --prompt-file prompt.txt
-
-\b
-Or measure once, decide in a moment, run with budgets of your own:
-  kvalloc profile demo -o s.safetensors
-  kvalloc solve s.safetensors --budget 20% -o p.json
-  kvalloc generate demo --profile p.json --prompt-file prompt.txt
-"""
 
 _USER_OS_ERRORS = frozenset(
     {
@@ -146,11 +134,7 @@ def _complete(arguments: list[str]) -> list[str]:
 def run_command(arguments: list[str]) -> int:
     """Run a complete command line inside this process; returns its exit code."""
     application = typer.Typer(cls=_LazyGroup, rich_markup_mode=None)
-    application.callback(
-        help=_HELP,
-        invoke_without_command=True,
-        context_settings=_SETTINGS,
-    )(_top)
+    application.callback(invoke_without_command=True, context_settings=_SETTINGS)(_top)
     command: Any = typer.main.get_command(application)
     if instruction := os.environ.get(_COMPLETION):
         typer.completion.completion_init()  # type: ignore[attr-defined]  # imported there
@@ -179,6 +163,18 @@ def _top(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
+    """Decide how many KV-cache entries each layer and head of a language model may keep.
+
+    \b
+    A smaller cache now, with what is best for the model:
+      kvalloc generate demo --budget 20% --prompt-file prompt.txt
+
+    \b
+    Or measure once, decide in a moment, run with budgets of your own:
+      kvalloc profile demo -o s.safetensors
+      kvalloc solve s.safetensors --budget 20% -o p.json
+      kvalloc generate demo --profile p.json --prompt-file prompt.txt
+    """  # noqa: D301  (the marks are typer's, for lines that are not wrapped)
     if version:
         print(f"kvalloc {__version__}")
         raise typer.Exit
@@ -190,13 +186,14 @@ def _build(name: str) -> Any:
     module_name = name.replace("-", "_")
     module: ModuleType = importlib.import_module(f"kvalloc.cli.{module_name}")
     function: Callable[..., None] = getattr(module, module_name)
-    examples = getattr(module, "EXAMPLES", f"  kvalloc {name}\n  kvalloc {name} --json\n")
+    text, _, examples = (inspect.getdoc(function) or "").partition("\n\nExamples\n--------\n")
+    paragraphs = (examples or f"kvalloc {name}\nkvalloc {name} --json").split("\n\n")
     application = typer.Typer(add_completion=False, rich_markup_mode=None)
     application.command(
         name,
         cls=GroupedCommand,
-        help=(inspect.getdoc(function) or "").partition("\n\nParameters\n")[0],
-        epilog=f"\b\nExamples:\n{examples}",
+        help=text.partition("\n\nParameters\n")[0],
+        epilog="\b\nExamples:\n" + "\n\n\b\n".join(indent(one, "  ") for one in paragraphs),
         context_settings=_SETTINGS,
     )(function)
     return typer.main.get_command(application)

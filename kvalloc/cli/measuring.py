@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
+from kvalloc.cli.options import from_typed
 from kvalloc.cli.output import duration, note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
@@ -98,7 +99,7 @@ def measure(
 
     output, resume = given["output"], given["resume"]
     check_output(output, resume=resume)
-    wanted = {name: given[name] for name in options.__annotations__ if name in given}
+    wanted: Any = from_typed(options, given)
     prompts, made = read_prompt_options(given, each=each, default=kinds)
     if made and "sampling_ratio" in given:
         raise InputError(

@@ -12,12 +12,6 @@ from kvalloc.formats.record import kind_of
 from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.units import Option, size
 
-EXAMPLES = """\
-  kvalloc profile demo --samples 4 --shard 1/2 -o part1.safetensors
-  kvalloc profile demo --samples 4 --shard 2/2 -o part2.safetensors
-  kvalloc merge part1.safetensors part2.safetensors -o s.safetensors
-"""
-
 
 @takes()
 def merge(
@@ -39,6 +33,12 @@ def merge(
         The score profile or surrogate to write.
     accept_missing : bool
         Merge what there is; the missing shards can be added later by another merge.
+
+    Examples
+    --------
+    kvalloc profile demo --samples 4 --shard 1/2 -o part1.safetensors
+    kvalloc profile demo --samples 4 --shard 2/2 -o part2.safetensors
+    kvalloc merge part1.safetensors part2.safetensors -o s.safetensors
     """
     from kvalloc.formats.merging import merge as merged_parts
 

@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -26,12 +27,27 @@ from typer.core import TyperCommand
 
 from kvalloc.cli.output import printing
 from kvalloc.cli.values import NAMES
+from kvalloc.errors import InputError
 from kvalloc.units import Option, described
 
 T = TypeVar("T")
 
 SOLVING, MODEL, ENGINE = "Solver", "Model", "Where it runs"
 """Headings in the help."""
+
+
+def parse_seconds(text: str) -> float:
+    """Read a time limit.
+
+    Raises
+    ------
+    InputError
+        If it is not a positive number.
+    """
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < inf:
+            return seconds
+    raise InputError(f"--time-limit is {text} s, expected a number above 0")
 
 
 class Common(TypedDict):
@@ -69,7 +85,7 @@ class Common(TypedDict):
     solver: Annotated[str, Option("NAME", SOLVING)]
     solver_option: Annotated[list[str], Option("KEY=VALUE", SOLVING)]
     average: Annotated[str, Option("curves|allocations", SOLVING)]
-    time_limit: Annotated[float, Option("SECONDS", SOLVING)]
+    time_limit: Annotated[float, Option("SECONDS", SOLVING, parser=parse_seconds)]
     resume: Annotated[bool, Option()]
     json: Annotated[bool, Option()]
     quiet: Annotated[bool, Option()]
@@ -209,8 +225,8 @@ def takes(
 
 
 def from_typed(kind: type[T], typed: Mapping[str, Any]) -> T:
-    """Make a dataclass of those of its fields that were typed."""
-    return kind(**{one.name: typed[one.name] for one in fields(kind) if one.name in typed})  # type: ignore[arg-type]
+    """Make a dataclass or a ``TypedDict`` of those of its fields that were typed."""
+    return kind(**{name: typed[name] for name in kind.__annotations__ if name in typed})
 
 
 def _helps(documented: object) -> dict[str, tuple[str, str]]:

@@ -9,12 +9,6 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
 from kvalloc.units import Option
 
-EXAMPLES = """\
-  kvalloc plot p.json -o budgets.png
-  kvalloc plot s.safetensors --what curves -o curves.svg
-  kvalloc plot s.safetensors p.json q.json --what frontier -o frontier.png
-"""
-
 
 @takes()
 def plot(
@@ -34,6 +28,12 @@ def plot(
         The picture to write; its ending says which kind.
     what : str
         What to draw; the first of these that the files hold by default.
+
+    Examples
+    --------
+    kvalloc plot p.json -o budgets.png
+    kvalloc plot s.safetensors --what curves -o curves.svg
+    kvalloc plot s.safetensors p.json q.json --what frontier -o frontier.png
     """
     from kvalloc.report.figure import plot as draw
 

@@ -7,21 +7,12 @@ from typing import Annotated, Any
 
 from kvalloc.cli.inspect import score_facts
 from kvalloc.cli.measuring import DEFAULT_KINDS, PromptOptions, measure
-from kvalloc.cli.options import EngineFlags, ModelFlags, takes
+from kvalloc.cli.options import EngineFlags, ModelFlags, from_typed, takes
 from kvalloc.cli.output import print_fields, print_result
 from kvalloc.errors import InputError
 from kvalloc.measure.profiling import ProfileOptions, read_options
 from kvalloc.report.wording import score_fields
 from kvalloc.units import Option
-
-EXAMPLES = """\
-  kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
-  kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
-  kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
-  kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
-  kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \\
-      --loss-policies usual -o s.safetensors
-"""
 
 EACH_TASK = 2
 """Prompts of each kind that are made."""
@@ -35,7 +26,7 @@ def profile(
     resume: bool = False,
     **given: Any,
 ) -> None:
-    """Measure on text what each layer and KV head can do without.
+    r"""Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
     samples are kept in OUT.safetensors.partial until the profile is complete. Without any text,
@@ -46,6 +37,15 @@ def profile(
     ----------
     output : Path
         The score profile to write.
+
+    Examples
+    --------
+    kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
+    kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
+    kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
+    kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
+    kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \
+        --loss-policies usual -o s.safetensors
     """
     from kvalloc.measure import profile as measured_profile
     from kvalloc.models.loading import require_run_packages
@@ -53,8 +53,7 @@ def profile(
     if "sinks" in given and "count_sinks" in given:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
     require_run_packages()
-    typed: Any = {name: given[name] for name in ProfileOptions.__annotations__ if name in given}
-    read_options(typed)
+    read_options(from_typed(ProfileOptions, given))
     given |= {"output": output, "resume": resume}
     kinds = DEFAULT_KINDS if "loss" in given else ()
     measured, facts, shown = measure(

@@ -9,12 +9,6 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_fields, print_result
 from kvalloc.units import Option
 
-EXAMPLES = """\
-  kvalloc push p.json me/budgets
-  kvalloc push p.json hf://datasets/me/budgets/llama/p.json --private
-  kvalloc inspect hf://me/budgets/p.json
-"""
-
 
 @takes()
 def push(file: Path, repo: str, *, private: Annotated[bool, Option()] = False) -> None:
@@ -30,6 +24,12 @@ def push(file: Path, repo: str, *, private: Annotated[bool, Option()] = False) -
         owner/repo, or hf://owner/repo/NAME for another name there; made if there is none.
     private : bool
         Make a new repository private.
+
+    Examples
+    --------
+    kvalloc push p.json me/budgets
+    kvalloc push p.json hf://datasets/me/budgets/llama/p.json --private
+    kvalloc inspect hf://me/budgets/p.json
     """
     from kvalloc.formats.hub import push as upload
 

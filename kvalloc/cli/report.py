@@ -9,12 +9,6 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
 from kvalloc.units import Option, size
 
-EXAMPLES = """\
-  kvalloc report s.safetensors p.json -o report.html
-  kvalloc report p.json q.json result.json -o report.html
-  kvalloc report smollm2-135m-instruct-bits-20 -o report.html
-"""
-
 
 @takes()
 def report(
@@ -31,6 +25,12 @@ def report(
         one model.
     output : Path
         The page to write.
+
+    Examples
+    --------
+    kvalloc report s.safetensors p.json -o report.html
+    kvalloc report p.json q.json result.json -o report.html
+    kvalloc report smollm2-135m-instruct-bits-20 -o report.html
     """
     from kvalloc.cli.progress import slow
     from kvalloc.report.page import write_report

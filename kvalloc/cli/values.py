@@ -75,17 +75,6 @@ def make_folder(folder: Path) -> None:
         raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
-def check_time_limit(seconds: float | None) -> None:
-    """Refuse a limit that is not a positive number.
-
-    Raises
-    ------
-    InputError
-    """
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise InputError(f"--time-limit is {seconds:g} s, expected a number above 0")
-
-
 def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
     """The options of a solver as `typed_options` reads them.
 

@@ -14,11 +14,6 @@ from kvalloc.errors import InputError
 if TYPE_CHECKING:
     from kvalloc.allocation.audit import Check
 
-EXAMPLES = """\
-  kvalloc verify p.json s.safetensors
-  kvalloc verify p.json s.safetensors --json
-"""
-
 NOT_TRUE = 1
 
 
@@ -28,6 +23,11 @@ def verify(profile: str, scores: Path) -> None:
 
     Objective, bytes, target, constraints and bound, from the two files alone: nothing that the
     solver said is used. Exit code 1 if a statement is not true.
+
+    Examples
+    --------
+    kvalloc verify p.json s.safetensors
+    kvalloc verify p.json s.safetensors --json
     """
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of

@@ -8,19 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
 
-from kvalloc.errors import InputError, one_line, plain
+from kvalloc.errors import one_line, plain
 
 if TYPE_CHECKING:
-    from kvalloc.accounting import FloatArray
     from kvalloc.formats.budget_profile import BudgetProfile
 
 _MAX_WIDTH = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _SPARKS = "▁▂▃▄▅▆▇█"
-_LABEL_WIDTH = 7
-_NUMBER_WIDTH = 5
-_MIN_BAR = 4
-_MAX_ROWS = 40
 _SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -35,7 +30,6 @@ def table_lines(
     *,
     left: Sequence[int] = (0,),
     optional: Sequence[str] = (),
-    rule: bool = False,
 ) -> list[str]:
     r"""Align cells in columns as wide as they need.
 
@@ -52,8 +46,6 @@ def table_lines(
         Columns that are flush left; numbers are flush right. Negative ones count from the end.
     optional : sequence of str
         Headings of columns that can be left out.
-    rule : bool
-        Draw a line below the headings.
 
     Returns
     -------
@@ -62,9 +54,8 @@ def table_lines(
 
     Examples
     --------
-    >>> print("\n".join(table_lines(("solver", "MiB"), [("greedy", "5.53")], rule=True)))
+    >>> print("\n".join(table_lines(("solver", "MiB"), [("greedy", "5.53")])))
     solver   MiB
-    ------------
     greedy  5.53
     """
     flush_left = {place % len(headings) for place in left}
@@ -87,7 +78,7 @@ def table_lines(
             for place in shown
         )
         lines.append((" " * space).join(aligned).rstrip())
-    return [lines[0], "-" * width(space), *lines[1:]] if rule else lines
+    return lines
 
 
 def _columns(text: str) -> int:
@@ -174,79 +165,6 @@ def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfi
         key = (profile.budgets.shape, profile.budgets.tobytes())
         groups.setdefault(key, []).append(name)
     return {" = ".join(names): profiles[names[0]] for names in groups.values()}
-
-
-def budget_columns(
-    profiles: Mapping[str, BudgetProfile],
-    *,
-    width: int = 80,
-    unicode: bool | None = None,
-) -> list[str]:
-    """Draw one row a layer and one column a profile: the kept share and its bar.
-
-    Profiles with the same budgets share a column, so that what is equal is seen at once. A full
-    bar is 100% of the context in every column. At head level a row shows the mean over the
-    layer's heads. Models of more than 40 layers have neighbouring ones averaged into one row.
-
-    Parameters
-    ----------
-    profiles : mapping of str to BudgetProfile
-        By the name to show; all of one model.
-    width : int
-        Columns of the terminal. Where the profiles do not fit side by side, they go below each
-        other in blocks.
-    unicode : bool, optional
-        As in `bar`.
-
-    Returns
-    -------
-    list of str
-        Without trailing spaces, none longer than ``width``.
-
-    Raises
-    ------
-    InputError
-        If there is no profile, or they are of models of different depth.
-    """
-    if not profiles:
-        raise InputError("there is no budget profile to draw; give at least one")
-    depths = {profile.shape.n_layers for profile in profiles.values()}
-    if len(depths) > 1:
-        raise InputError(
-            f"profiles of models with {', '.join(map(str, sorted(depths)))} layers do not fit "
-            "side by side; draw them one by one"
-        )
-    shares = {
-        name: profile.budgets.mean(axis=1) / profile.context_tokens
-        for name, profile in merged_names(profiles).items()
-    }
-    per_block = max(1, (width - _LABEL_WIDTH) // (2 + _NUMBER_WIDTH + 1 + _MIN_BAR))
-    lines: list[str] = []
-    names = list(shares)
-    for begin in range(0, len(names), per_block):
-        block = {name: shares[name] for name in names[begin : begin + per_block]}
-        lines += [""] if lines else []
-        lines += _block(block, width, unicode)
-    return lines
-
-
-def _block(columns: Mapping[str, FloatArray], width: int, unicode: bool | None) -> list[str]:
-    each = (width - _LABEL_WIDTH) // len(columns)
-    bar_width = max(_MIN_BAR, min(30, each - 2 - _NUMBER_WIDTH - 1))
-    cell_width = _NUMBER_WIDTH + 1 + bar_width
-    heads = [short_name(name, cell_width) for name in columns]
-    depth = len(next(iter(columns.values())))
-    step = -(-depth // _MAX_ROWS)
-    rows = []
-    for first in range(0, depth, step):
-        last = min(depth, first + step) - 1
-        cells = [str(first) if step == 1 else f"{first}-{last}"]
-        for shares in columns.values():
-            share = float(shares[first : last + 1].mean())
-            drawn = bar(min(share, 1.0), bar_width, unicode=unicode)
-            cells.append(f"{100 * share:>{_NUMBER_WIDTH - 1}.0f}% {drawn:<{bar_width}}")
-        rows.append(cells)
-    return table_lines(("layer", *heads), rows, left=range(1, 1 + len(heads)))
 
 
 def short_name(name: str, width: int) -> str:

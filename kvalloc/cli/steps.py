@@ -1,0 +1,45 @@
+"""Commands that are shown and run one after the other: what quickstart and demo are made of."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import textwrap
+from contextlib import nullcontext, redirect_stdout
+
+import typer
+
+from kvalloc.cli.output import wants_json
+from kvalloc.report.terminal import terminal_width
+
+
+def say(*paragraphs: str) -> None:
+    """Print paragraphs, wrapped also in a pipe, unless stdout is for JSON."""
+    for text in () if wants_json() else paragraphs:
+        print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
+
+
+def step(*words: object, hidden: bool = False) -> None:
+    """Show a command and run it; with ``--json`` nothing is printed but what is not hidden.
+
+    Parameters
+    ----------
+    *words
+        The command line.
+    hidden : bool
+        Print its result with ``--json`` only: without, what calls this shows it in its own way.
+
+    Raises
+    ------
+    typer.Exit
+        With the command's exit code, where that is not 0: its error has been printed.
+    """
+    from kvalloc.cli.main import run_command
+
+    line = [*map(str, words)]
+    if not wants_json():
+        print(f"\n$ {shlex.join(['kvalloc', *line])}", flush=True)
+    with nullcontext() if hidden == wants_json() else redirect_stdout(io.StringIO()):
+        code = run_command([*line, "--json"] if wants_json() else line)
+    if code:
+        raise typer.Exit(code)
