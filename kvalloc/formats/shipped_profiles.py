@@ -12,6 +12,7 @@ from kvalloc.errors import InputError, ModelMismatchError, nearest
 from kvalloc.files import near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.hub import local_file, on_hub
+from kvalloc.formats.record import kind_of
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
@@ -118,9 +119,12 @@ def _load(kind: type[T], source: str | Path, ending: str) -> T:
         if name in shipped:
             with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:
                 return kind.load(file)
+        if kind_of(source):  # the demo's name is a model
+            kind.require_file(source)
         near, known = nearest(name, shipped) or near_file(source), ", ".join(shipped) or "none"
         raise InputError(
-            f"there is no {kind.NAME} {source}: no such file; {near}shipped ones: {known}"
+            f"there is no {kind.NAME} {source}: no such file; {near}check the path; "
+            f"shipped ones: {known}"
         )
     with local_file(source) as path:
         return kind.load(path)
