@@ -6,16 +6,35 @@ import inspect
 import math
 import textwrap
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, note, print_json, print_result, print_table, wants_json
-from kvalloc.errors import InputError, KVAllocError, no_such, plain
-from kvalloc.problem.registry import POLICIES, SCORERS, SOLVERS, load, names, plugin_options
-from kvalloc.report.terminal import terminal_width
+from kvalloc.errors import KVAllocError, plain
+from kvalloc.problem.registry import load, names, plugin_options
+from kvalloc.report.terminal import number_text, terminal_width
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
+
+
+_PLUGINS = {
+    "solvers": (
+        "kvalloc.problem.solver:Solver",
+        "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE",
+    ),
+    "scorers": (
+        "kvalloc.scorers:Scorer",
+        "use one: kvalloc profile ... --scorer NAME --window N --pool N",
+    ),
+    "policies": (
+        "kvalloc.runtime.policies:EvictionPolicy",
+        "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
+        "stands for score with that scorer",
+    ),
+}
+"""Class of each kind of plug-in, and what is done with one."""
 
 
 @takes()
@@ -38,37 +57,15 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
     kvalloc list policies --json
     kvalloc list profiles
     """
-    listing = _LISTINGS.get(what)
-    if listing is None:
-        raise InputError(no_such("list of", what, _LISTINGS))
-    listing()
+    if what == "profiles":
+        _profiles()
+        return
+    if what == "policies":
+        from kvalloc.models.loading import require_run_packages
 
-
-def _solvers() -> None:
-    from kvalloc.problem.solver import Solver
-
-    hint = "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
-    _show_plugins(SOLVERS, Solver, hint)
-
-
-def _scorers() -> None:
-    from kvalloc.scorers import Scorer
-
-    hint = "use one: kvalloc profile ... --scorer NAME --window N --pool N"
-    _show_plugins(SCORERS, Scorer, hint)
-
-
-def _policies() -> None:
-    from kvalloc.models.loading import require_run_packages
-
-    require_run_packages()
-    from kvalloc.runtime.policies import EvictionPolicy
-
-    hint = (
-        "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
-        "stands for score with that scorer"
-    )
-    _show_plugins(POLICIES, EvictionPolicy, hint)
+        require_run_packages()
+    base, hint = _PLUGINS[what]
+    _show_plugins(f"kvalloc.{what}", resolve_name(base), hint)
 
 
 def _profiles() -> None:
@@ -93,40 +90,38 @@ def _profiles() -> None:
 
 
 def _profile_row(name: str, profile: BudgetProfile) -> dict[str, Any]:
-    share = profile.share_at(profile.context_tokens)
-    measured = [
+    rows = (profile.evaluation or {}).get("rows", ())
+    known: Any = sorted(
         (float(row["kl"]), str(row.get("task", "")))
-        for row in (profile.evaluation or {}).get("rows", ())
+        for row in rows
         if isinstance(row, dict) and isinstance(row.get("kl"), int | float)
-    ]
-    losses = sorted(measured)
+    )
+    losses = known or [(None, None)]
+    (median, _), (worst, task) = losses[len(losses) // 2], losses[-1]
     return {
         "name": name,
         "model": profile.shape.model_id,
         "context_tokens": profile.context_tokens,
-        "share_of_16_bits": share,
-        "median_kl": losses[len(losses) // 2][0] if losses else None,
-        "worst_kl": losses[-1][0] if losses else None,
-        "worst_task": losses[-1][1] if losses else None,
+        "share_of_16_bits": profile.share_at(profile.context_tokens),
+        "median_kl": median,
+        "worst_kl": worst,
+        "worst_task": task,
         "digest": profile.digest,
     }
 
 
 def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
-    print_table(
-        ("profile", "bytes", "KL", "worst at", "model"),
-        [
-            (
-                row["name"],
-                f"{row['share_of_16_bits']:.1%}",
-                "-" if row["median_kl"] is None else f"{row['median_kl']:.4f}",
-                "-" if row["worst_kl"] is None else f"{row['worst_task']} {row['worst_kl']:.4f}",
-                row["model"].rsplit("/", 1)[-1],
-            )
-            for row in rows
-        ],
-        optional=("model",),
-    )
+    cells = [
+        (
+            row["name"],
+            f"{row['share_of_16_bits']:.1%}",
+            number_text(row["median_kl"], ".4f", "-"),
+            f"{row['worst_task'] or ''} {number_text(row['worst_kl'], '.4f', '-')}".strip(),
+            row["model"].rsplit("/", 1)[-1],
+        )
+        for row in rows
+    ]
+    print_table(("profile", "bytes", "KL", "worst at", "model"), cells, optional=("model",))
 
 
 def _show_plugins(group: str, base: type[Any], hint: str) -> None:
@@ -178,11 +173,3 @@ def _plain(option: inspect.Parameter) -> bool | int | float | str | None:
     if default is None or isinstance(default, bool | int | float | str):
         return default
     return repr(default)
-
-
-_LISTINGS = {
-    "solvers": _solvers,
-    "scorers": _scorers,
-    "policies": _policies,
-    "profiles": _profiles,
-}

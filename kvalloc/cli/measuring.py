@@ -173,8 +173,6 @@ def read_prompt_options(
     names = default if tasks is None else [name.strip() for name in tasks.split(",")]
     kinds = tuple(task.name for task in find_tasks(names))
     question, context = given.get("question", "inside"), given.get("context", DEFAULT_CONTEXT)
-    if question not in STANDINGS:
-        raise InputError(f"--question {question} is none of {', '.join(STANDINGS)}; give one")
     lengths = _lengths(given.get("lengths"), context)
     forms = len(kinds) * len(lengths) * len(STANDINGS[question])
 

@@ -27,7 +27,7 @@ from typer.core import TyperCommand
 
 from kvalloc.cli.output import printing
 from kvalloc.cli.values import NAMES
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, nearest
 from kvalloc.units import Option, described
 
 T = TypeVar("T")
@@ -254,15 +254,21 @@ def _flag(
     known = _names(name, hint)
     first, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     metavar, typed = shown.metavar, first
+    parser = shown.parser
     if get_origin(first) is Literal:
         metavar, typed = metavar or "|".join(get_args(first)), str
+        parser = functools.partial(_choice, name if argument else _flag_name(name), get_args(first))
     elif get_origin(first) in (list, Sequence):
         text, typed = f"{text} Can be repeated.", list[str]
     elif str in others:
         typed = str
     if argument:
-        shown_as = typer.Argument(metavar=metavar or name.upper(), help=text, autocompletion=known)
-        return Annotated[typed, shown_as]
+        return Annotated[
+            typed,
+            typer.Argument(
+                metavar=metavar or name.upper(), help=text, parser=parser, autocompletion=known
+            ),
+        ]
     if default:
         text = f"{text.rstrip('.')}; {default} by default."
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
@@ -273,11 +279,20 @@ def _flag(
             metavar=None if typed is bool else metavar or None,
             help=text,
             min=shown.least,
-            parser=shown.parser,
+            parser=parser,
             autocompletion=known,
             rich_help_panel=shown.group,
         ),
     ]
+
+
+def _choice(shown: str, choices: Sequence[str], text: str) -> str:
+    if text not in choices:
+        near = nearest(text, choices)
+        raise InputError(
+            f"{shown} {text!r} is none of {', '.join(choices)}; {near}give one of them"
+        )
+    return text
 
 
 def _names(name: str, hint: Any) -> Callable[[str], list[str]] | None:

@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.output import duration, is_quiet, is_verbose, note
-from kvalloc.errors import InputError, no_such, option
+from kvalloc.errors import InputError, option
 
 if TYPE_CHECKING:
     from kvalloc.models.loading import LoadedModel
@@ -22,10 +22,19 @@ _LOG = logging.getLogger(__name__)
 PATIENCE_SECONDS = 2.0
 """Shorter work is not announced."""
 
-ENGINES = ("local", "ray")
-
 LINE_EVERY_SECONDS = 30.0
 """How often a log, which is not a terminal, gets a line."""
+
+
+def _started(text: str, *columns: Any, expand: bool = False) -> Any:
+    """Show a bar of rich on stderr and return it; it goes when it is stopped."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, expand=expand)
+    bar.add_task(text, total=None)
+    bar.start()
+    return bar
 
 
 @contextmanager
@@ -38,34 +47,28 @@ def slow(text: str) -> Iterator[None]:
         What is being done.
         Nothing is shown where stderr is not a terminal.
     """
-    begun = perf_counter()
-    if is_quiet() or is_verbose() or not sys.stderr.isatty():
-        yield
-        _LOG.info("%s took %s", text, duration(perf_counter() - begun))
-        return
-    shown: list[Any] = []
+    begun, shown = perf_counter(), []
 
     def show() -> None:
         # Imported here: most work is over before anybody needs a spinner.
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich import progress as of
 
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        spinner = Progress(*columns, console=Console(stderr=True), transient=True)
-        spinner.add_task(text, total=None)
-        spinner.start()
-        shown.append(spinner)
+        columns = of.SpinnerColumn(), of.TextColumn("{task.description}"), of.TimeElapsedColumn()
+        shown.append(_started(text, *columns))
 
     timer = threading.Timer(PATIENCE_SECONDS, show)
     timer.daemon = True
-    timer.start()
+    if sys.stderr.isatty() and not (is_quiet() or is_verbose()):
+        timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        timer.join()  # it may be about to show one
+        if timer.is_alive():
+            timer.join()  # it may be about to show one
         for spinner in shown:
             spinner.stop()
+        _LOG.info("%s took %s", text, duration(perf_counter() - begun))
 
 
 class ProgressBar:
@@ -87,39 +90,21 @@ class ProgressBar:
     def __init__(self, text: str, *, unit: str) -> None:
         self._text, self._unit = text, unit
         self._bar: Any = None
-        self._task: Any = None
-        self._begun: float | None = None
-        self._first_done = 0
+        self._first: tuple[float, int] | None = None
         self._last_line = 0.0
 
     def __enter__(self) -> ProgressBar:
         self._entered = perf_counter()
-        if is_quiet() or not sys.stderr.isatty():
-            return self
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        if sys.stderr.isatty() and not is_quiet():
+            from rich import progress as of
 
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn(self._unit),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            expand=True,
-        )
-        self._task = self._bar.add_task(self._text, total=None)
-        self._bar.start()
+            self._bar = _started(
+                self._text,
+                *(of.TextColumn("{task.description}"), of.BarColumn(bar_width=None)),
+                *(of.MofNCompleteColumn(), of.TextColumn(self._unit), of.TimeElapsedColumn()),
+                *(of.TextColumn("left"), of.TimeRemainingColumn()),
+                expand=True,
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -130,24 +115,17 @@ class ProgressBar:
     def __call__(self, done: int, total: int) -> None:
         """Tell how far it is."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
-        elif not is_quiet():
-            self._maybe_line(done, total)
-
-    def _maybe_line(self, done: int, total: int) -> None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+            return
         now = monotonic()
-        if self._begun is None:
-            self._begun, self._first_done, self._last_line = now, done, now
-            return
-        if done >= total or now - self._last_line < LINE_EVERY_SECONDS:
-            return
-        self._last_line = now
-        left = ""
-        if done > self._first_done:
-            rate = (now - self._begun) / (done - self._first_done)
-            seconds = rate * (total - done)
-            left = f", about {duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} left"
-        note(f"{self._text}: {done} of {total} {self._unit}{left}")
+        if self._first is None:
+            self._first, self._last_line = (now, done), now
+        elif done < total and now - self._last_line >= LINE_EVERY_SECONDS:
+            self._last_line, (begun, first_done), left = now, self._first, ""
+            if done > first_done:
+                seconds = (now - begun) / (done - first_done) * (total - done)
+                left = f", about {duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} left"
+            note(f"{self._text}: {done} of {total} {self._unit}{left}")
 
 
 def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
@@ -191,8 +169,6 @@ def running(model: str, given: Mapping[str, Any]) -> Iterator[LoadedModel]:
         As `load`; or if there is no such engine, or it cannot be used.
     """
     engine, threads = given.get("engine", "local"), given.get("threads")
-    if engine not in ENGINES:
-        raise InputError(no_such("engine", engine, ENGINES))
     if engine == "local":
         if about := [name for name in ("address", "workers") if name in given]:
             raise InputError(f"{option(about[0])} goes with {option('engine', 'ray')}; add that")

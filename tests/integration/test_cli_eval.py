@@ -157,12 +157,12 @@ LIMITED = "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond t
         (
             "tiny",
             "tiny.json --question before",
-            "--question before is neither inside nor",
+            "--question 'before' is none of inside, after",
         ),
         ("tiny", "tiny.json --plain-bits 4,x", "--plain-bits is '4,x', expected numbers"),
         ("tiny", "tiny.json --plain-bits 6", "bits"),
         ("tiny", "tiny.json --tasks kl --question second-turn --context 40", "no question"),
-        ("tiny", "tiny.json --split test", "--split test is neither development nor held-out"),
+        ("tiny", "tiny.json --split test", "--split 'test' is none of development, held-out"),
         (
             "tiny",
             "tiny.json --tasks code --turns 3 --context 400",

@@ -78,12 +78,15 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
     [
         (["sovle"], ["no command 'sovle'", "'solve'", "kvalloc --help"]),
         (["list"], ["solvers|scorers|policies|profiles", "kvalloc list --help"]),
-        (["list", "solver"], ["no list of 'solver'", "nearest is 'solvers'"]),
+        (["list", "solver"], ["what 'solver' is none of", "nearest is 'solvers'"]),
         (["xyz"], ["no command 'xyz'", "choose from", "inspect"]),
         (["generate", "dmeo", "--full", "--prompt", "x"], ["nearest is 'demo'"]),
         (["eval", "demo", "--tasks", "nedle", "--budget", "20%"], ["nearest is 'needle'"]),
         (["profile", "demo", "--scorer", "snapvk", "-o", "s"], ["nearest is 'snapkv'"]),
-        (["profile", "demo", "--loss", "fsat", "-o", "s"], ["'fsat', expected measured or fast"]),
+        (
+            ["profile", "demo", "--loss", "fsat", "-o", "s"],
+            ["'fsat' is none of measured, fast"],
+        ),
         (["solve", "s", "--solver", "gredy", "--budget", "1", "--json"], ["nearest is 'greedy'"]),
         (["generate", "demo", "--policy", "tvoa", "--full"], ["--policy keeps"]),
         (
