@@ -12,7 +12,7 @@ import torch
 from prompt_runs import run
 
 import kvalloc
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 from kvalloc.units import size
 
@@ -48,19 +48,6 @@ def test_bytes_are_read_from_the_storages_and_equal_the_profiles(
     assert by_hand == cache.retained_bytes
 
 
-def test_following_tokens_are_added_to_every_layer(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = kvalloc.make_cache(model, profile)
-    run(model, tiny.prompt(CONTEXT), cache)
-    run(model, tiny.prompt(9), cache)
-    run(model, tiny.prompt(1), cache)
-    assert np.array_equal(cache.kept_tokens, profile.budgets + 10)
-    added = 10 * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
-    assert cache.retained_bytes == profile.retained_bytes + added
-    assert cache.full_bytes == profile.full_bytes_at(CONTEXT + 10)
-
-
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: float) -> None:
     """A decoded token past the window leaves one more entry allocated, until several come."""
@@ -79,29 +66,6 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
         assert cache.full_bytes == (2 * seen + 2 * of_sliding) * heads
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
     assert (cache.retained_bytes == cache.full_bytes) is (share == 1.0)
-
-
-def test_masks_count_tokens_seen(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [6, 10, 20, 80]))
-    run(model, tiny.prompt(CONTEXT), cache)
-    for new in (1, 5):
-        assert cache.layers[0].get_mask_sizes(new) == (CONTEXT + new, 0)
-        seen = torch.arange(CONTEXT, CONTEXT + new)
-        assert cache.layers[0].get_mask_sizes(seen) == (CONTEXT + new, 0)
-
-
-def test_kept_indices_of_a_whole_layer_and_of_a_sliding_one(tiny: ModuleType) -> None:
-    model = tiny.tiny_model("gemma3")
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20]))
-    with pytest.raises(InputError, match="no prompt"):
-        cache.kept_indices(1)
-    run(model, tiny.prompt(CONTEXT, 2), cache)
-    assert cache.kept_indices(1).shape == (2, tiny.N_KV_HEADS, CONTEXT)
-    assert (cache.kept_indices(1) == torch.arange(CONTEXT)).all()
-    assert cache.kept_indices(3).shape == (2, tiny.N_KV_HEADS, 20)
-    with pytest.raises(InputError, match="sliding"):
-        cache.kept_indices(0)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -144,21 +108,6 @@ def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
     run(model, ids, cache)
     assert cache.row_profiles == own
     assert cache.batch == 2
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_copy_goes_on_by_itself(tiny: ModuleType, level: str) -> None:
-    model = tiny.tiny_model()
-    cache = kvalloc.make_cache(model, profile_of(tiny, model, level))
-    run(model, tiny.prompt(CONTEXT), cache)
-    other = copy.deepcopy(cache)
-    question = tiny.prompt(6, seed=1)
-    expected = run(model, question, cache)
-    bytes_before = other.retained_bytes
-    del cache
-    assert torch.equal(run(model, question, other), expected)
-    assert other.retained_bytes > bytes_before
-    assert other.profile.policy.sinks == tiny.SINKS
 
 
 def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> None:
@@ -228,19 +177,6 @@ def test_reset_forgets_and_frees(tiny: ModuleType) -> None:
         cache.reset()
         assert torch.equal(run(model, ids, cache), expected[0])
         assert torch.equal(run(model, question, cache), expected[1])
-
-
-def test_the_prompt_is_freed_layer_by_layer(tiny: ModuleType) -> None:
-    """When a layer runs, the layers before it hold their budgets and no more."""
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = kvalloc.make_cache(model, profile)
-    held = []
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda *_: held.append(cache.retained_bytes))
-    run(model, tiny.prompt(CONTEXT), cache)
-    per_layer = profile.budgets.sum(axis=1) * profile.shape.bytes_per_entry
-    assert held == [0, *np.cumsum(per_layer)[:-1].tolist()]
 
 
 def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +16,6 @@ from prompt_runs import follow, read, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
-import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.loading import shape_of
@@ -162,29 +159,6 @@ def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
                 assert torch.equal(mine.values, theirs.values)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_kept_does_not_depend_on_the_arrival(tiny: ModuleType, name: str) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
-    profile = profile_of(tiny, model, name)
-    whole = make_cache(model, profile)
-    read(model, ids, whole)
-    announced, opened = (
-        make_cache(model, profile, prompt_tokens=CONTEXT),
-        make_cache(model, profile),
-    )
-    for part in ids.split(25, dim=1):
-        logits = run(model, part, announced)
-    follow(model, announced, logits)
-    with opened.prefill():
-        for part in ids.split(7, dim=1):
-            logits = run(model, part, opened)
-            assert opened.kept_tokens.max() == opened.get_seq_length()  # held whole
-    follow(model, opened, logits)
-    generated = make_cache(model, profile)
-    model.generate(ids, past_key_values=generated, max_new_tokens=8, do_sample=False)
-    assert tiny.same_kept(whole, announced, opened, generated)
-
-
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", NAMES)
@@ -253,26 +227,6 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
         run(model, ids, own)
         run(model, followed, own)
         assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_copies_files_and_new_prompts(tiny: ModuleType, name: str, tmp_path: Path) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    profile = profile_of(tiny, model, name)
-    cache = make_cache(model, profile)
-    with cache.prefill():
-        run(model, ids[:, :50], cache)
-        half = copy.deepcopy(cache)
-        logits = run(model, ids[:, 50:], cache)
-    follow(model, cache, logits)
-    cache.save(tmp_path / "c.safetensors")
-    again = kvalloc.load_cache(tmp_path / "c.safetensors", model)
-    question = tiny.prompt(5, seed=5)
-    assert torch.equal(run(model, question, again), run(model, question, copy.deepcopy(cache)))
-    again.reset()
-    read(model, ids, again)
-    assert tiny.same_kept(again, cache)
-    assert half.kept_tokens.max() == 50
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.formats.budget_profile import Policy
 from kvalloc.runtime import answer, make_cache
 from kvalloc.runtime.prompt import State
 
@@ -213,30 +212,3 @@ def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
     kept = twin.kept_tokens
     assert twin.state is State.EVICTED
     assert (kept == profile.budgets_for(CONTEXT)).all()
-
-
-def test_announced_and_open_prompts_wait_behind_their_last_chunk(
-    tiny: ModuleType, model: Any
-) -> None:
-    profile, ids, after = late(tiny, model), tiny.prompt(CONTEXT), tiny.prompt(AWAITED, seed=2)
-    whole, announced = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)
-    opened = make_cache(model, profile)
-    run(model, ids, whole)
-    with opened.prefill():
-        for part in ids.split(40, dim=1):
-            run(model, part, opened)
-            run(model, part, announced)
-            assert (announced.state is State.HELD) == (announced.get_seq_length() == CONTEXT)
-    for cache in (whole, announced, opened):
-        assert cache.state is State.HELD
-        run(model, after, cache)
-    assert tiny.same_kept(whole, announced, opened)
-
-
-def test_a_policy_without_waiting_evicts_as_before(tiny: ModuleType, model: Any) -> None:
-    own = Policy(scorer="xkv", scorer_parameters={"window": 4}, sinks=2, window=4)
-    cache = make_cache(model, late(tiny, model).replace(policy=own))
-    run(model, tiny.prompt(CONTEXT), cache)
-    assert (cache.state, cache.awaited_tokens) == (State.EVICTED, 0)
-    run(model, tiny.prompt(1), cache)
-    assert cache.state is State.FOLLOWING
