@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from prompt_runs import run
 from transformers import StaticCache
 
 import kvalloc
@@ -52,32 +53,23 @@ def hook_counts(model: Any) -> tuple[int, int]:
     return len(model.model._forward_pre_hooks), len(model.model._forward_hooks)
 
 
-def test_hooks_are_counted_and_removed_with_the_last_cache(tiny: ModuleType, model: Any) -> None:
+def test_hooks_are_counted_and_go_with_the_last_cache(tiny: ModuleType, model: Any) -> None:
+    """Right after use, without the garbage collector."""
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     before = hooks.hooked_models()
-    assert hook_counts(model) == (0, 0)
-    first, second = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
-    assert hook_counts(model) == (1, 1)
-    del first
-    assert hook_counts(model) == (1, 1)
-    del second
-    assert hook_counts(model) == (0, 0)
-    assert hooks.hooked_models() == before
-
-
-def test_hooks_go_right_after_use_without_the_garbage_collector(
-    tiny: ModuleType, model: Any
-) -> None:
     gc.disable()
     try:
-        cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-        with torch.no_grad():
-            model(tiny.prompt(CONTEXT), past_key_values=cache)
-            model(tiny.prompt(3), past_key_values=cache)
-        del cache
+        first, second = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
+        assert hook_counts(model) == (1, 1)
+        for tokens in (CONTEXT, 3):
+            run(model, tiny.prompt(tokens), first)
+        del first
+        assert hook_counts(model) == (1, 1)
+        del second
         assert hook_counts(model) == (0, 0)
     finally:
         gc.enable()
+    assert hooks.hooked_models() == before
 
 
 def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
@@ -142,58 +134,44 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
         assert torch.equal(compiled(ids).logits, expected)
 
 
-def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(
+def test_a_forward_that_fails_before_any_layer_can_be_repeated(
     tiny: ModuleType, model: Any
 ) -> None:
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids = tiny.prompt(CONTEXT)
-    with torch.no_grad():
-        # Fails before any layer: nothing was stored, so the prompt can simply come again.
-        with pytest.raises(IndexError):
-            model(ids + tiny.VOCABULARY, past_key_values=cache)
-        assert model.config._attn_implementation == "sdpa"
-        model(ids[:, :50], past_key_values=cache)
-        assert cache.get_seq_length() == 50
+    with pytest.raises(IndexError):
+        run(model, ids + tiny.VOCABULARY, cache)
+    assert model.config._attn_implementation == "sdpa"
+    run(model, ids[:, :50], cache)
+    assert cache.get_seq_length() == 50
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("amid", ["the prompt", "a question"])
 def test_a_half_done_forward_is_noticed(
-    tiny: ModuleType, model: Any, failure: type[BaseException]
+    tiny: ModuleType, model: Any, tmp_path: Path, amid: str, failure: type[BaseException]
 ) -> None:
-    """torch runs no post-hooks on KeyboardInterrupt."""
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-    ids = tiny.prompt(CONTEXT)
-    with torch.no_grad():
-        expected = model(ids).logits
-        with failing_with(failure, model):
-            model(ids, past_key_values=cache)
-        if failure is ZeroDivisionError:
-            assert model.config._attn_implementation == "sdpa"
-        assert torch.equal(model(ids).logits, expected)
-        assert model.config._attn_implementation == "sdpa"
-        with pytest.raises(UnsupportedRequestError, match="half-way"):
-            model(ids, past_key_values=cache)
-        cache.reset()
-        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
-
-
-def test_an_interrupted_cache_can_be_reset_and_not_copied_on_or_saved(
-    tiny: ModuleType, model: Any, tmp_path: Path
-) -> None:
+    """By the cache and its copy until a reset; torch runs no post-hooks on KeyboardInterrupt."""
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
-    with torch.no_grad():
-        expected = model(ids, past_key_values=cache).logits
-        with failing_with(KeyboardInterrupt, model):
-            model(question, past_key_values=cache)
+    expected = run(model, ids, None)
+    if amid == "a question":
+        run(model, ids, cache)
+    with failing_with(failure, model):
+        model(question if amid == "a question" else ids, past_key_values=cache)
+    if failure is ZeroDivisionError:
+        assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(run(model, ids, None), expected)
+    assert model.config._attn_implementation == "sdpa"
+    clone = copy.deepcopy(cache)
+    for one in (cache, clone):
         with pytest.raises(UnsupportedRequestError, match="half-way"):
-            cache.save(tmp_path / "saved")
-        clone = copy.deepcopy(cache)
-        cache.reset()
-        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
-        with pytest.raises(UnsupportedRequestError, match="half-way"):
-            model(question, past_key_values=clone)
+            run(model, question, one)
+    with pytest.raises(UnsupportedRequestError, match="half-way"):
         cache.save(tmp_path / "saved")
+    cache.reset()
+    assert torch.equal(run(model, ids, cache), expected)
+    cache.save(tmp_path / "saved")
 
 
 def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType, model: Any) -> None:
@@ -212,45 +190,31 @@ def test_a_scorer_that_fails_is_cleaned_up_after(tiny: ModuleType, model: Any) -
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-    with torch.no_grad(), pytest.raises(InputError, match="not finite"):
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    with pytest.raises(InputError, match="not finite"):
+        run(model, tiny.prompt(CONTEXT), cache)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any) -> None:
-    other = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+@pytest.mark.parametrize("made", ["another", "a copy"])
+def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any, made: str) -> None:
+    """Without hooks of its own, and with them; beside a cache of its own the first one works."""
+    profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     cache = kvalloc.make_cache(model, profile)
-    ids = tiny.prompt(CONTEXT)
-    with torch.no_grad():
-        # Without hooks of its own, and with them.
-        with pytest.raises(ModelMismatchError, match=r"kvalloc\.make_cache\(model, profile\)"):
-            other(ids, past_key_values=cache)
-        others = kvalloc.make_cache(other, profile)
-        with pytest.raises(ModelMismatchError, match=r"kvalloc\.make_cache\(model, profile\)"):
-            other(ids, past_key_values=cache)
-        assert cache.retained_bytes == others.retained_bytes == 0
-        model(ids, past_key_values=cache)
-        other(ids, past_key_values=others)
+    other = tiny.tiny_model() if made == "another" else copy.deepcopy(model)
+    refused = r"kvalloc\.make_cache\(model, profile\)"
+    assert hook_counts(other) == (0, 0)
+    with pytest.raises(ModelMismatchError, match=refused):
+        run(other, ids, cache)
+    others = kvalloc.make_cache(other, profile)
+    assert hook_counts(other) == (1, 1)
+    with pytest.raises(ModelMismatchError, match=refused):
+        run(other, ids, cache)
+    assert cache.retained_bytes == others.retained_bytes == 0
+    run(model, ids, cache)
+    run(other, ids, others)
     assert cache.retained_bytes == others.retained_bytes == profile.retained_bytes
-
-
-def test_a_copied_model_works_on_its_own(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = kvalloc.make_cache(model, profile)
-    twin = copy.deepcopy(model)
-    ids = tiny.prompt(CONTEXT)
-    assert hook_counts(twin) == (0, 0)
-    with torch.no_grad():
-        with pytest.raises(ModelMismatchError):
-            twin(ids, past_key_values=cache)
-        twins = kvalloc.make_cache(twin, profile)
-        assert hook_counts(twin) == (1, 1)
-        twin(ids, past_key_values=twins)
-    assert twins.retained_bytes == profile.retained_bytes
-    del twins
-    assert hook_counts(twin) == (0, 0)
-    assert hook_counts(model) == (1, 1)
+    del others
+    assert (hook_counts(other), hook_counts(model)) == ((0, 0), (1, 1))
 
 
 def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(tiny: ModuleType, model: Any) -> None:
