@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_runs import padded_rows, run
+from prompt_runs import run
 
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.prompt import State
@@ -101,23 +101,3 @@ def test_a_bound_that_does_not_bind_keeps_what_late_eviction_keeps(
     question = tiny.prompt(4, 2, seed=7)
     one, other = (run(model, question, cache) for cache in caches)
     assert torch.allclose(one, other, atol=1e-4)
-
-
-def test_prompts_that_hand_out_their_entries_keep_the_total(tiny: ModuleType, model: Any) -> None:
-    """Of padded rows as well, each of which is as if it were alone."""
-    profile = mixed(tiny, model)
-    rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
-    ids, mask, positions = padded_rows(rows, "left")
-    cache = make_cache(model, profile, bounded=True)
-    run(model, ids, cache, mask, position_ids=positions)
-    asked = tiny.prompt(AWAITED, 2, seed=4)
-    places = positions[:, -1:] + 1 + torch.arange(AWAITED)
-    whole = torch.cat([mask, torch.ones_like(asked)], dim=1)
-    run(model, asked, cache, whole, position_ids=places)
-    for row, own in enumerate(rows):
-        alone = make_cache(model, profile, bounded=True)
-        run(model, own, alone)
-        run(model, asked[row : row + 1], alone)
-        total = profile.budgets_for(own.shape[1]).sum()
-        assert (alone.kept_tokens - AWAITED).sum() == total
-        assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()

@@ -66,27 +66,11 @@ def check_as_new(tiny: ModuleType, model: Any, cache: Any, kind: str) -> None:
     assert cache.retained_bytes == new.retained_bytes < new.full_bytes
 
 
+@pytest.mark.parametrize("place", ["between", "layer 0", "layer 2"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_between_chunks(
-    tiny: ModuleType, tmp_path: Path, kind: str, error: type[BaseException]
-) -> None:
-    model = tiny.tiny_model()
-    cache, ids = cache_of(tiny, model, kind), tiny.prompt(CONTEXT)
-    with pytest.raises(error), cache.prefill():
-        run(model, ids[:, :CHUNK], cache)
-        run(model, ids[:, CHUNK : 2 * CHUNK], cache)
-        raise error
-    check_refused(tiny, model, cache, tmp_path / "c.kv", rf"left by an error after {2 * CHUNK} ")
-    cache.reset()
-    check_as_new(tiny, model, cache, kind)
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_within_a_chunk(
-    tiny: ModuleType, tmp_path: Path, kind: str, error: type[BaseException], layer: int
+def test_an_error_between_or_within_chunks(
+    tiny: ModuleType, tmp_path: Path, kind: str, error: type[BaseException], place: str
 ) -> None:
     """Before any layer has seen the chunk, or when some have: layers disagree then."""
     model = tiny.tiny_model()
@@ -97,13 +81,14 @@ def test_an_error_within_a_chunk(
 
     with pytest.raises(error), cache.prefill():
         run(model, ids[:, :CHUNK], cache)
-        handle = model.model.layers[layer].register_forward_pre_hook(fail)
+        if place == "between":
+            raise error
+        handle = model.model.layers[int(place[-1])].register_forward_pre_hook(fail)
         try:
             run(model, ids[:, CHUNK:], cache)
         finally:
             handle.remove()
-    with torch.no_grad():
-        model(ids[:, :3])  # what Ctrl-C left open ends with the next forward of the model
+    run(model, ids[:, :3], None)  # what Ctrl-C left open ends with the next forward of the model
     reason = f"(left by an error after {CHUNK} |failed half-way)"
     check_refused(tiny, model, cache, tmp_path / "c.kv", reason)
     cache.reset()
@@ -133,15 +118,6 @@ def test_a_cache_is_not_changed_amid_a_forward(
     handle.remove()
     cache.reset()
     check_as_new(tiny, model, cache, kind)
-
-
-def test_nothing_has_arrived_before_the_first_chunk(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = cache_of(tiny, model, "layer")
-    with pytest.raises(ValueError, match="not yet"), cache.prefill():
-        raise ValueError("not yet")
-    assert cache.interrupted is None
-    check_as_new(tiny, model, cache, "layer")
 
 
 @pytest.mark.parametrize("kind", KINDS)

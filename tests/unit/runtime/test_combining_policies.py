@@ -97,12 +97,9 @@ def test_merge_by_hand() -> None:
     assert combined.logit_bias is None
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_the_cache_answers_as_over_the_combined_entries(
-    tiny: ModuleType, family: str, attention: str
-) -> None:
-    model = tiny.tiny_model(family, attention)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_cache_answers_as_over_the_combined_entries(tiny: ModuleType, family: str) -> None:
+    model = tiny.tiny_model(family)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     cache = make_cache(model, profile, policy="merge")
     ids = tiny.prompt(CONTEXT, 2)
@@ -129,7 +126,7 @@ def test_the_cache_answers_as_over_the_combined_entries(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_combined_in_float32(tiny: ModuleType, dtype: torch.dtype) -> None:
+def test_half_precision_is_combined_in_float32(dtype: torch.dtype) -> None:
     states = make_states(batch=2, dtype=dtype)
     made = policy("merge")
     budgets = torch.full((2, 2), 15)
@@ -140,11 +137,6 @@ def test_half_precision_is_combined_in_float32(tiny: ModuleType, dtype: torch.dt
     # rounded once, at the end
     assert torch.equal(found.keys[kept], expected.keys[kept].to(dtype))
     assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
-    model = tiny.tiny_model("llama", "sdpa", dtype)
-    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy="merge")
-    run(model, tiny.prompt(CONTEXT), cache)
-    for tokens in (1, 5):
-        assert torch.isfinite(run(model, tiny.prompt(tokens, seed=tokens), cache)).all()
 
 
 def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: ModuleType) -> None:

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from prompt_runs import read, run
+from prompt_runs import run
 
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
 CONTEXT, LAYERS = 120, 7
 GROUPS = ((2, 3), (4, 5, 6))
-SHARED = (*("score", "critical", "nacl", "merge", "attention_matching", "mpcache"),)
 
 
 def shared_model(tiny: ModuleType, family: str = "llama", **changes: Any) -> Any:
@@ -43,21 +41,6 @@ def agree(cache: Any) -> None:
             assert torch.equal(cache.kept_indices(layer), cache.kept_indices(group[0]))
     first, second = (cache.kept_indices(group[0]) for group in GROUPS)
     assert first.shape != second.shape or not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("policy", ["score", "attention_matching"])
-def test_some_layers_of_a_group_are_packed_while_decoding(tiny: ModuleType, policy: str) -> None:
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model, "layer")
-    bits = np.full(profile.budgets.shape, 16)
-    bits[3] = bits[4] = 8
-    cache = make_cache(model, profile.replace(bits=bits), policy=policy, decode_every=3)
-    run(model, tiny.prompt(CONTEXT, 2), cache)
-    for step in range(cache.awaited_tokens + 7):
-        run(model, tiny.prompt(1, 2, seed=step), cache)
-        if cache.reduced:
-            agree(cache)
-    assert int(cache.kept_indices(3).max()) >= CONTEXT
 
 
 def layer_scores(model: Any, ids: torch.Tensor, scorer: Any, sinks: int) -> list[np.ndarray]:
@@ -131,27 +114,6 @@ def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
             mass += own[head, here[(here >= 0) & (here < own.shape[1])]].sum()
         kept_share.append(mass / own.sum())
     assert np.mean(kept_share) == pytest.approx(profile.retention, abs=1e-9)
-
-
-def test_every_policy_chooses_for_a_group(tiny: ModuleType) -> None:
-    assert set(SHARED) <= set(policy_names())
-    model = shared_model(tiny)
-    ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
-    for name in SHARED:
-        level = "layer" if name == "mpcache" else "head"
-        profile = shared_profile(tiny, model, level)
-        cache = make_cache(model, profile, policy=name)
-        read(model, ids, cache)
-        agree(cache)
-        followed = cache.get_seq_length() - CONTEXT
-        assert (cache.kept_tokens - followed == profile.budgets).all()
-        answer = run(model, question, cache)
-        assert torch.isfinite(answer).all()
-        if name in ("score", "critical", "nacl"):
-            shadow = tiny.Shadow(model)
-            shadow.logits(ids)
-            shadow.follow(cache)
-            assert tiny.worst(answer, shadow.logits(question)) < 1e-4
 
 
 @pytest.mark.parametrize("policy", ["score", "attention_matching"])
