@@ -44,11 +44,11 @@ class PromptOptions:
     max_new_tokens : int, default 128
         Length of an answer at most, tokens.
     temperature : float
-        Draw each token at this temperature, such as 0.7; by default the most likely one is taken.
+        Draw each token, at a temperature such as 0.7; the most likely one by default.
     seed : int
-        With `temperature`: draws the answer, the same one each time; 0 by default.
+        With `temperature`: draws the same answer each time; 0 by default.
     save_cache : Path
-        Save all that was read and answered, for 'kvalloc chat --cache'.
+        Save what was read and answered, for 'chat --cache'.
     """
 
     prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None

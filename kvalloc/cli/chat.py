@@ -31,7 +31,7 @@ class DocumentOptions(TypedDict, total=False):
     question : sequence of str
         A question about the prompt, which is then a document. Each one follows the document alone.
     cache : Path
-        Take the document from a cache that was saved, in the dtype that it was read in.
+        Take the document from a saved cache, in the dtype that it was read in.
     """
 
     question: Annotated[Sequence[str], Option("TEXT", DOCUMENT)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import hanging, note, print_json, print_table, wants_json
+from kvalloc.cli.output import hanging, note, print_result, print_table
 from kvalloc.cli.solve import decision_facts
 from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError, nearest
@@ -71,13 +71,7 @@ def compare(
         notify=note,
         watch=lambda name: slow(f"solving with {name}"),
     )
-    if wants_json():
-        print_json([_row(one) for one in attempts])
-        return
-    _print_table(attempts)
-    note(f"note: {RETENTION_NOTE}")
-    if any(one.profile is not None and one.profile.predicted_loss is not None for one in attempts):
-        note(f"note: {LOSS_NOTE}")
+    print_result([_row(one) for one in attempts], lambda: _show(attempts), always=True)
 
 
 def _row(attempt: Attempt) -> dict[str, Any]:
@@ -102,7 +96,7 @@ def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str
     return {name: solver_options(name, some) if some else {} for name, some in pairs.items()}
 
 
-def _print_table(attempts: list[Attempt]) -> None:
+def _show(attempts: list[Attempt]) -> None:
     decided = [(one, one.profile) for one in attempts if one.profile is not None]
     _, first = decided[0]
     print(f"{request_text(first)}, {first.level} level")
@@ -120,6 +114,9 @@ def _print_table(attempts: list[Attempt]) -> None:
         indent = max(map(len, refused)) + 2
         for name, reason in refused.items():
             print(f"{name:<{indent}}{hanging(reason.removeprefix(f'{name} '), indent)}")
+    note(f"note: {RETENTION_NOTE}")
+    if any(profile.predicted_loss is not None for _, profile in decided):
+        note(f"note: {LOSS_NOTE}")
 
 
 def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:

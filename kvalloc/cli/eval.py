@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from kvalloc.allocation.request import Request
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
-from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, wants_json
+from kvalloc.cli.output import SLID_OUT, note, print_result, print_table
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts
@@ -18,7 +17,6 @@ from kvalloc.report.terminal import number_text
 from kvalloc.units import Option, parse_bits, parse_fraction, share_text, size
 
 if TYPE_CHECKING:
-    from kvalloc.evaluate.caches import MakeCache
     from kvalloc.evaluate.methods import Method
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.interop.kvpress import PeerName
@@ -143,14 +141,15 @@ def eval(model: str, **given: Any) -> None:
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
     kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
     """
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
     from kvalloc.engine.contract import engine_of
     from kvalloc.evaluate.result_file import evaluation_of
     from kvalloc.evaluate.scoring import CaseWork, evaluate
     from kvalloc.files import check_writable
     from kvalloc.interop.kvpress import read_peers
-    from kvalloc.models.loading import require_run_packages
 
-    require_run_packages()
     asked: dict[str, Any] = {**DEFAULTS, **given}
     if "output" in asked:
         check_writable(asked["output"], stream=True)
@@ -172,10 +171,9 @@ def eval(model: str, **given: Any) -> None:
             )
     for name, budgets in profiles.items():
         share = share_text(budgets.share_at(budgets.context_tokens), budgets.target_text)
-        what = f"{budgets.solver}, {budgets.level} level, {share}"
-        note(f"{name}: {what}", beside_json=False)
+        note(f"{name}: {budgets.solver}, {budgets.level} level, {share}", beside_json=False)
     settings = {"tasks": [task.name for task in wanted], "context": context}
-    found = evaluation_of(
+    result = evaluation_of(
         shape,
         scores,
         settings={**settings, **{name: asked[name] for name in SETTINGS if name in asked}},
@@ -183,31 +181,24 @@ def eval(model: str, **given: Any) -> None:
         cases={task.name: some for task, some in cases},
     )
     if "output" in asked:
-        found.save(asked["output"])
+        result.save(asked["output"])
     for name, file in files.items():
-        profiles[name].replace(evaluation=found.of(name)).save(file)
-    rows: list[dict[str, Any]] = [{**row} for row in found.rows]
-    _note_slid_out(rows[0])
-    if wants_json():
-        print_json(rows)
-    else:
-        print_evaluation(rows)
+        profiles[name].replace(evaluation=result.of(name)).save(file)
+    _note_slid_out(result.rows[0])
+    print_result(result.rows, lambda: print_evaluation(result.rows), always=True)
 
 
 def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     """Load what is compared, by short names; refuse what no prompt could be read with."""
     from kvalloc.formats.shipped_profiles import load_profile
-    from kvalloc.online.per_prompt import PromptTarget
+    from kvalloc.online.application import cache_maker
+    from kvalloc.runtime import CacheOptions
 
-    if "plain_bits" in asked:
-        parse_bits(asked["plain_bits"], "plain_bits")
-    check_conflicts(_budget(asked))
-    if any(name in asked for name in BUDGET_BY):
-        PromptTarget.parse(**_budget(asked))
-    alone = any(name in asked for name in ("budget", "plain_bits"))
-    if "target_retention" in asked:
-        Request.parse(target_retention=asked["target_retention"])
-    elif not asked["profile"] and not asked["peer"] and not alone:
+    parse_bits(asked.get("plain_bits", ()), "plain_bits")
+    for options in _applied(asked):
+        check_conflicts(options)
+        cache_maker(None, CacheOptions(), **options)
+    if not (_applied(asked) or asked["profile"] or asked["peer"] or "plain_bits" in asked):
         raise InputError("there is nothing to evaluate; give --budget 20%, or a --profile")
     profiles: dict[str, BudgetProfile] = {}
     for name in asked["profile"]:
@@ -218,9 +209,11 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     return profiles
 
 
-def _budget(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `kvalloc.apply`."""
-    return {name: asked[name] for name in ("budget", *BUDGET_BY) if name in asked}
+def _applied(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each `kvalloc.apply` that is compared."""
+    names = ("budget", *BUDGET_BY), ("target_retention",)
+    each = ({name: asked[name] for name in some if name in asked} for some in names)
+    return [options for options in each if options]
 
 
 def _files(names: Sequence[str]) -> dict[str, Path]:
@@ -270,26 +263,17 @@ def _methods(
     from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
     from kvalloc.interop.kvpress import peer_methods
     from kvalloc.online.application import apply
-    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
     from kvalloc.runtime import make_cache
 
-    makers: dict[str, MakeCache] = {}
-    allowed = asked.get("allow_other_model", False)
+    methods: dict[str, Method] = {}
     for name, budgets in profiles.items():
-        makers[name] = partial(make_cache, model, budgets, allow_other_model=allowed)
-    if "target_retention" in asked:
-        target = PromptTarget.parse(target_retention=asked["target_retention"])
-        name = f"--target-retention {asked['target_retention']:g}"
-        makers[name] = partial(make_prompt_cache, model, target)
-    for make in makers.values():
-        make()
-    methods: dict[str, Method] = {
-        name: CacheMethod(make_cache=make) for name, make in makers.items()
-    }
-    if "budget" in asked:
-        budget = _budget(asked)
-        with apply(model, **budget):  # what cannot work is refused here
-            methods[several(**budget)] = AppliedMethod(options=budget)
+        allowed = asked.get("allow_other_model", False)
+        make = partial(make_cache, model, budgets, allow_other_model=allowed)
+        make()  # what cannot work is refused before anything runs
+        methods[name] = CacheMethod(make_cache=make)
+    for options in _applied(asked):
+        with apply(model, **options):
+            methods[several(**options)] = AppliedMethod(options=options)
     for bits in parse_bits(asked.get("plain_bits", ())):
         methods[f"{bits} bits"] = rounded_cache(model, bits)
     return methods | peer_methods(peers, tokenizer)
@@ -324,7 +308,7 @@ def _cases(
     return cases
 
 
-def _note_slid_out(full: dict[str, Any]) -> None:
+def _note_slid_out(full: Mapping[str, Any]) -> None:
     """Say where the full cache's shares are not of what it stores."""
     if full["retained_bytes"] > full["full_bytes"]:
         note(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import hanging, note, print_fields, print_result
+from kvalloc.cli.output import note, print_result
 from kvalloc.errors import InputError
 from kvalloc.units import Option, size
 
@@ -73,15 +73,16 @@ def export(
     left = write(record, to, output, accept=names, context=context)
     if restricted is not None:
         left.save(restricted)
-    facts = {
-        "output": str(output),
-        "target": to,
-        "bytes": bytes_at_16_bits(record),
-        "bytes_left": bytes_at_16_bits(left),
-        "restricted": left.digest != record.digest,
-    }
-    print_result(facts, lambda: _show(facts, record, left))
-    if left.digest != record.digest and restricted is not None:
+    before, after, is_less = bytes_at_16_bits(record), bytes_at_16_bits(left), left != record
+    keeps = f"{size(before)} of {record.context_tokens:,} tokens"
+    if is_less:
+        keeps += f" -> {size(after)} of {left.context_tokens:,} tokens"
+    keeps += ", 2 bytes a number at 16 bits"
+    facts = {"target": to, "bytes": before, "bytes_left": after, "restricted": is_less}
+    lost = left.detail if is_less else "nothing"
+    shown = {"written": str(output), "keeps": keeps, "lost": lost}
+    print_result({"output": output, **facts}, shown)
+    if is_less and restricted is not None:
         pair = f"--profile {profile} --profile {restricted}"
         note(f"what the loss costs: kvalloc eval MODEL {pair}")
 
@@ -100,39 +101,18 @@ def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path
     target.write_table(table, output)
     rows = len(table["value"])
     shown = {"written": str(output), "points": f"{rows:,} of score curves"}
-    print_result({"output": str(output), "rows": rows}, lambda: print_fields(shown))
-
-
-def _show(facts: dict[str, Any], record: BudgetProfile, left: BudgetProfile) -> None:
-    kept = f"{size(facts['bytes'])} of {record.context_tokens:,} tokens"
-    if facts["restricted"]:
-        kept += f" -> {size(facts['bytes_left'])} of {left.context_tokens:,} tokens"
-    kept += ", 2 bytes a number at 16 bits"
-    lost = left.detail if facts["restricted"] else "nothing"
-    print_fields({"written": facts["output"], "keeps": kept, "lost": lost})
+    print_result({"output": str(output), "rows": rows}, shown)
 
 
 def _list(name: str, profile: BudgetProfile) -> None:
     from kvalloc.interop.exporting import TARGETS
     from kvalloc.interop.target import lost
 
-    rows: list[dict[str, Any]] = [
-        {
-            "name": target.name,
-            "summary": target.summary,
-            "says": target.says,
-            "lost": lost(profile, target),
-        }
-        for target in TARGETS.values()
-    ]
-
-    def show() -> None:
-        indent = max(len(row["name"]) for row in rows) + 2
-        for row in rows:
-            losses = "; ".join(f"{key} ({words})" for key, words in row["lost"].items())
-            lines = (row["summary"], f"says {row['says']}", f"would lose {losses or 'nothing'}")
-            for heading, line in zip((row["name"], "", ""), lines, strict=True):
-                print(f"{heading:<{indent}}{hanging(line, indent)}")
-
-    print_result(rows, show)
+    rows, shown = [], {}
+    for target in TARGETS.values():
+        summary, says, losses = target.summary, target.says, lost(profile, target)
+        rows.append({"name": target.name, "summary": summary, "says": says, "lost": losses})
+        listed = "; ".join(f"{key} ({words})" for key, words in losses.items()) or "nothing"
+        shown[target.name] = f"{summary}; says {says}; would lose {listed}"
+    print_result(rows, shown)
     note(f"write one: kvalloc export {name} --to TARGET -o FILE", beside_json=False)

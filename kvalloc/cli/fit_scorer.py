@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from kvalloc.cli.measuring import PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
-from kvalloc.cli.output import print_fields, print_result
+from kvalloc.cli.output import print_result
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
@@ -67,7 +67,7 @@ def fit_scorer(
             "ranks": f"{ranks} rank correlation with it",
             "text": fitted.text_description,
         }
-    print_result({**stated, **facts}, lambda: print_fields({**fields, **shown}))
+    print_result({**stated, **facts}, {**fields, **shown})
 
 
 def _spread(by_layer: Any) -> str:

@@ -66,16 +66,10 @@ def frontier(
     profile = load_scores(scores)
     start = time.perf_counter()
     request, problem, remark = choose_objective(profile, request, chosen)
+    how: dict[str, Any] = {"problem": problem, "time_limit": time_limit}
     with ProgressBar(f"tracing with {solver}", unit="sizes") as progress:
-        traced = trace_request(
-            profile,
-            request,
-            chosen,
-            Sizes(points=points),
-            problem=problem,
-            time_limit=time_limit,
-            notify=progress,
-        )
+        sizes = Sizes(points=points)
+        traced = trace_request(profile, request, chosen, sizes, **how, notify=progress)
     seconds = time.perf_counter() - start
     if remark:
         note(remark)
@@ -85,11 +79,13 @@ def frontier(
         title = f"{profile.shape.model_id}, {solver}, {request.level} level"
         draw_frontier(traced, png, title=title)
         note(f"written {png}: retention, predicted loss and prices over bytes, as far as known")
-    how = {"solver": solver, "level": request.level, "objective": request.objective}
-    print_result(
-        {**how, "seconds": seconds, "points": [_plain(point) for point in traced]},
-        lambda: _show(traced, request, seconds),
-    )
+    facts: dict[str, Any] = {
+        "solver": solver,
+        "level": request.level,
+        "objective": request.objective,
+    }
+    facts |= {"seconds": seconds, "points": [_plain(point) for point in traced]}
+    print_result(facts, lambda: _show(traced, request, seconds))
 
 
 def _check_picture(png: Path | None) -> None:

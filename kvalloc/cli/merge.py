@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_fields, print_result
+from kvalloc.cli.output import print_result
 from kvalloc.cli.progress import ProgressBar
 from kvalloc.formats.record import kind_of
 from kvalloc.formats.surrogate import SurrogatePart
@@ -56,4 +56,4 @@ def merge(
         "missing": merged.missing,
         "written": f"{output} ({size(facts['file_bytes'])})",
     }
-    print_result(facts, lambda: print_fields(shown))
+    print_result(facts, shown)

@@ -7,18 +7,15 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvalloc.errors import InputError, plain
 from kvalloc.report.terminal import table_lines, terminal_width
-
-if TYPE_CHECKING:
-    pass
 
 SLID_OUT = "layers with a sliding window keep the whole prompt until the next token"
 """Why transformers' own cache may store more than a model needs right after a prompt."""
@@ -84,12 +81,24 @@ def is_verbose() -> bool:
     return _verbose.get()
 
 
-def print_result(data: Any, show: Callable[[], None]) -> None:
-    """Print a result: as JSON, or as ``show`` prints it for people, or not at all."""
+def print_result(
+    facts: Any, shown: Mapping[str, str] | Callable[[], object], *, always: bool = False
+) -> None:
+    """Print a result: as JSON, or for people, or not at all.
+
+    Parameters
+    ----------
+    facts : object
+        Plain values, for ``--json``.
+    shown : mapping of str to str, or callable
+        Names and texts for people, see `print_fields`; or what prints them.
+    always : bool
+        Whether it is what was asked for, which ``--quiet`` shows, too.
+    """
     if wants_json():
-        print_json(data)
-    elif not is_quiet():
-        show()
+        print_json(facts)
+    elif always or not is_quiet():
+        print_fields(shown) if isinstance(shown, Mapping) else shown()
 
 
 def print_json(data: Any) -> None:
@@ -116,7 +125,7 @@ def note(message: str, *, beside_json: bool = True) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def print_fields(fields: dict[str, str]) -> None:
+def print_fields(fields: Mapping[str, str]) -> None:
     """Print names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe.
 
     What has no text is left out.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from kvalloc.cli.inspect import score_facts
 from kvalloc.cli.measuring import DEFAULT_KINDS, PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, from_typed, takes
-from kvalloc.cli.output import print_fields, print_result
+from kvalloc.cli.output import print_result
 from kvalloc.errors import InputError
 from kvalloc.measure.profiling import ProfileOptions, read_options
 from kvalloc.report.wording import score_fields
@@ -60,4 +60,4 @@ def profile(
         measured_profile, ProfileOptions, model, given, each=EACH_TASK, kinds=kinds
     )
     fields = {**score_fields(measured), **shown}
-    print_result({**score_facts(measured), **facts}, lambda: print_fields(fields))
+    print_result({**score_facts(measured), **facts}, fields)

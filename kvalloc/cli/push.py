@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_fields, print_result
+from kvalloc.cli.output import print_result
 from kvalloc.units import Option
 
 
@@ -34,4 +34,4 @@ def push(file: Path, repo: str, *, private: Annotated[bool, Option()] = False) -
     from kvalloc.formats.hub import push as upload
 
     where = upload(file, repo, private=private)
-    print_result({"source": where}, lambda: print_fields({"uploaded": where}))
+    print_result({"source": where}, {"uploaded": where})

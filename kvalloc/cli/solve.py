@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
-from kvalloc.cli.output import duration, note, print_fields, print_result, wants_json
+from kvalloc.cli.output import duration, note, print_result, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError, option
@@ -94,7 +94,7 @@ def solve(
     interval = _loss_interval(decided, profile)
     facts = {**decision_facts(decided, seconds), "predicted_loss_interval": interval}
     summary = {**_summary(decided, seconds, interval), "written": str(output or "")}
-    print_result({**facts, "output": output}, lambda: print_fields(summary))
+    print_result({**facts, "output": output}, summary)
 
 
 def _check_output(output: Path | None, scores: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_args
 
 from kvalloc.errors import InputError, nearest
@@ -23,22 +24,8 @@ def _plugins(*groups: str) -> list[str]:
     return [name for group in groups for name in registry.names(f"kvalloc.{group}")]
 
 
-def _tasks() -> list[str]:
-    from kvalloc.prompts.tasks import TASKS
-
-    return [*TASKS]
-
-
-def _targets() -> list[str]:
-    from kvalloc.interop.exporting import TARGETS
-
-    return [*TARGETS]
-
-
-def _metrics() -> list[str]:
-    from kvalloc.prompts.metrics import METRICS
-
-    return [*METRICS]
+def _keys(table: str) -> list[str]:
+    return [*resolve_name(table)]
 
 
 _PICKING = partial(_plugins, "policies", "scorers")
@@ -51,9 +38,9 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
     **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),
-    "tasks": _tasks,
-    "metric": _metrics,
-    "to": _targets,
+    "tasks": partial(_keys, "kvalloc.prompts.tasks:TASKS"),
+    "metric": partial(_keys, "kvalloc.prompts.metrics:METRICS"),
+    "to": partial(_keys, "kvalloc.interop.exporting:TARGETS"),
     "dtype": lambda: ["float32", "bfloat16", "float16"],
 }
 """What there is of each kind, by the parameter that takes its name; nothing loads torch."""

@@ -204,7 +204,7 @@ def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
     assert ("Target:" in headings) == (command != "frontier")
     assert {"Arguments:", "Prompts:", "Budgets:", "Limits:", "Objective:"} < set(headings)
     assert "--batch N" in shown
-    assert "share the memory; 1 by default" in " ".join(shown.split())
+    assert "read together; 1 by default" in " ".join(shown.split())
 
 
 def test_a_keyword_that_is_none_is_refused_with_the_nearest():
