@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.errors import InputError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, alone, imported, write_text
+from kvalloc.interop.target import ExportTarget, alone, imported, with_decided, write_text
 from kvalloc.interop.tensorrt_llm import recent_tokens
 
 HEADS = "full_attention_heads.tsv"
@@ -92,12 +92,16 @@ class DuoAttention(ExportTarget):
                 f"{like.shape.model_id}"
             )
         limit = 0.5 if sparsity is None else float(np.quantile(heads.clip(0, 1), sparsity))
-        budgets = like.budgets.copy()
-        full = list(like.shape.full_layers)
+        retrieval = heads.clip(0, 1)[list(like.shape.full_layers)] >= limit
         few = min(sinks + recent, like.context_tokens)
-        budgets[full] = np.where(heads.clip(0, 1)[full] >= limit, like.context_tokens, few)
         policy = recent_tokens(like.policy.replace(sinks=sinks, window=recent))
-        own = {**alone(policy), "bits": None, "share_groups": ()}
         return imported(
-            like, path, level="head", length_rule="proportional", budgets=budgets, **own
+            like,
+            path,
+            level="head",
+            length_rule="proportional",
+            budgets=with_decided(like, np.where(retrieval, like.context_tokens, few)),
+            bits=None,
+            share_groups=(),
+            **alone(policy),
         )

@@ -11,7 +11,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, one_line
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, imported
+from kvalloc.interop.target import ExportTarget, imported, with_decided
 
 TOTALS = np.arange(1, 100) / 100
 """Share of all entries that is evicted, one a row of the file."""
@@ -39,18 +39,17 @@ class LUKV(ExportTarget):
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write the curves; see `ExportTarget.write`."""
         full, context = list(profile.shape.full_layers), profile.context_tokens
-        own = profile.budgets[full].ravel()
-        kept = own.sum() / (own.size * context)
+        decided = profile.budgets[full].ravel()
+        kept = decided.sum() / (decided.size * context)
         floor = min(profile.policy.protected_tokens, context)
         curves = np.zeros((len(TOTALS), *profile.budgets.shape))
         nearest = int(np.abs(TOTALS - (1 - kept)).argmin())
         for row, evicted in enumerate(TOTALS):
-            total = max(round((1 - evicted) * own.size * context), floor * own.size)
-            budgets = own
+            total = max(round((1 - evicted) * decided.size * context), floor * decided.size)
+            budgets = decided
             if row != nearest:
-                budgets = apportion(
-                    own * (total / own.sum()), total, minimum=floor, maximum=context
-                )
+                scaled = decided * (total / decided.sum())
+                budgets = apportion(scaled, total, minimum=floor, maximum=context)
             curves[row, full] = 1 - budgets.reshape(len(full), -1) / context
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.save(file, curves)
@@ -85,7 +84,6 @@ class LUKV(ExportTarget):
         wanted = (1 - ratios).ravel() * context
         floor = min(like.policy.protected_tokens, context)
         total = max(round(float(wanted.sum())), floor * wanted.size)
-        budgets = like.budgets.copy()
         rows = apportion(wanted, total, minimum=floor, maximum=context)
-        budgets[full] = rows.reshape(len(full), -1)
+        budgets = with_decided(like, rows.reshape(len(full), -1))
         return imported(like, path, level="head", length_rule="proportional", budgets=budgets)

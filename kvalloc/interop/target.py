@@ -8,12 +8,14 @@ again, at the bytes of the first, so that ``kvalloc eval`` measures what the los
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
@@ -138,10 +140,10 @@ def restrict(
         )
     if not losses:
         return profile
-    left, most_bytes = profile, None if "no-eviction" in losses else bytes_at_16_bits(profile)
+    left, max_bytes = profile, None if "no-eviction" in losses else bytes_at_16_bits(profile)
     for one in RESTRICTIONS:
         if one.name in losses and one.lost(left, target):
-            left = _changed(left, one.apply(left, target), most_bytes)
+            left = _changed(left, one.apply(left, target), max_bytes)
     return left.replace(
         solver="restriction",
         decided_by=profile.decided_by or profile.solver,
@@ -204,16 +206,16 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
     )
 
 
-def imported(like: BudgetProfile, path: Path, **said: Any) -> BudgetProfile:
+def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
     """Return a profile with the values of a foreign file, the rest from another profile.
 
     Parameters
     ----------
     like : BudgetProfile
-        Says model, context and all that ``said`` does not.
+        Has model, context and all that ``values`` do not.
     path : Path
         The file.
-    **said
+    **values
         Fields of the profile.
 
     Raises
@@ -223,7 +225,7 @@ def imported(like: BudgetProfile, path: Path, **said: Any) -> BudgetProfile:
     """
     try:
         return like.replace(
-            **_UNDECIDED | said, solver="file", decided_by="", detail=f"read from {path}"
+            **_UNDECIDED | values, solver="file", decided_by="", detail=f"read from {path}"
         )
     except InputError as error:
         raise InputError(f"{path} does not fit {like.shape.model_id}: {error}") from error
@@ -249,17 +251,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 _UNDECIDED: dict[str, Any] = {
-    **dict.fromkeys(("retention", "worst_sample_retention", "predicted_loss", "measured_loss")),
-    **dict.fromkeys(("evaluation", "bound", "grouping_bound", "value_per_mib", "cost_bytes")),
-    **{"full_cost_bytes": None, "solver_options": {}, "requested": {}, "objective": 0.0},
-    **{"sense": "max_value", "bound_source": "", "termination": "", "price_source": ""},
-    **{"problem_digest": "", "share_of_16_bits": None, "page_tokens": 1},
+    name: BudgetProfile.model_fields[name].get_default(call_default_factory=True)
+    for name in (
+        *("solver_options", "sense", "objective", "bound", "bound_source", "termination"),
+        *("value_per_mib", "price_source", "grouping_bound", "requested", "retention"),
+        *("worst_sample_retention", "predicted_loss", "measured_loss", "cost_bytes"),
+        *("full_cost_bytes", "problem_digest", "evaluation", "share_of_16_bits", "page_tokens"),
+    )
 }
-"""What was stated of budgets that have been changed since, and the ways to say them that go."""
+"""Defaults of the fields that no longer hold once budgets are changed."""
 
 
 def _changed(
-    profile: BudgetProfile, changes: dict[str, Any], most_bytes: int | None
+    profile: BudgetProfile, changes: dict[str, Any], max_bytes: int | None
 ) -> BudgetProfile:
     """Return a profile with other fields, real-valued budgets rounded to at most these bytes."""
     changes = {**_UNDECIDED, **changes}
@@ -269,37 +273,41 @@ def _changed(
     if wanted is None:
         return profile.replace(**changes)
     columns = 1 if changes.get("level", profile.level) == "layer" else profile.shape.n_kv_heads
-    full, most = list(profile.shape.full_layers), profile.context_tokens
-    exact: FloatArray = wanted[full][:, :columns].astype(np.float64)
-    least = min(policy.protected_tokens, most)
+    context = profile.context_tokens
+    exact: FloatArray = _full(profile, wanted)[:, :columns].astype(np.float64)
+    floor = min(policy.protected_tokens, context)
     sizes = profile.model_copy(update=changes)
 
     def rounded(total: int) -> IntArray:
-        budgets = profile.budgets.copy()
         scaled = exact.ravel() * (total / exact.sum())
-        rows = apportion(scaled, total, minimum=least, maximum=most)
-        budgets[full] = rows.reshape(exact.shape)
-        return budgets
+        rows = apportion(scaled, total, minimum=floor, maximum=context)
+        return with_decided(profile, rows.reshape(exact.shape))
 
-    def fits(total: int) -> bool:
-        kept = sizes.model_copy(update={"budgets": rounded(total)})
-        return most_bytes is None or bytes_at_16_bits(kept) <= most_bytes
+    def needed_bytes(total: int) -> int:
+        return bytes_at_16_bits(sizes.model_copy(update={"budgets": rounded(total)}))
 
-    low, high = least * exact.size, most * exact.size
-    if not fits(low):
+    totals = range(floor * exact.size, context * exact.size + 1)
+    if max_bytes is None:
+        return profile.replace(**changes, budgets=rounded(totals[-1]))
+    largest = bisect_right(totals, max_bytes, key=needed_bytes) - 1
+    if largest < 0:
         raise InputError(
-            f"sinks and window alone, {least} tokens in every head, take more than the "
-            f"{most_bytes:,} bytes of this profile once it is restricted; give a larger budget"
+            f"sinks and window alone, {floor} tokens in every head, take more than the "
+            f"{max_bytes:,} bytes of this profile once it is restricted; give a larger budget"
         )
-    while low < high:  # the most entries that still fit
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return profile.replace(**changes, budgets=rounded(low))
+    return profile.replace(**changes, budgets=rounded(totals[largest]))
 
 
 def _full(profile: BudgetProfile, array: IntArray) -> IntArray:
     """Return the rows of layers that get budgets."""
     return array[list(profile.shape.full_layers)]
+
+
+def with_decided(profile: BudgetProfile, decided: npt.ArrayLike) -> IntArray:
+    """Return a profile's budgets with other ones in the layers that get some."""
+    budgets = profile.budgets.copy()
+    budgets[list(profile.shape.full_layers)] = decided
+    return budgets
 
 
 def _lengths(profile: BudgetProfile, _: ExportTarget) -> str:
@@ -358,13 +366,13 @@ def _width(bits: IntArray, target: ExportTarget) -> int:
 def _by_layer(profile: BudgetProfile, target: ExportTarget) -> IntArray:
     """Return the bits that a target can express, none below a profile's own."""
     assert profile.bits is not None  # asked of profiles that have some
-    said = np.full_like(profile.bits, 16)
+    bits = np.full_like(profile.bits, 16)
     full = list(profile.shape.full_layers)
     layers = np.array([_width(profile.bits[layer], target) for layer in full])
     some = layers[layers < 16] if target.bits_by_layer else layers
     if some.size:
-        said[full] = np.where(layers < 16, some.max(), 16)[:, None]
-    return said
+        bits[full] = np.where(layers < 16, some.max(), 16)[:, None]
+    return bits
 
 
 def _one_width(profile: BudgetProfile, target: ExportTarget) -> str:
@@ -394,9 +402,7 @@ def _layers(profile: BudgetProfile, _: ExportTarget) -> str:
 def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
     """Return the largest common budget, in whole blocks, that takes no more bytes."""
     mean = _full(profile, profile.budgets).mean() // target.block_tokens * target.block_tokens
-    budgets = profile.budgets.copy()
-    budgets[list(profile.shape.full_layers)] = int(mean)
-    return {"level": "layer", "budgets": budgets}
+    return {"level": "layer", "budgets": with_decided(profile, int(mean))}
 
 
 def _blocks(profile: BudgetProfile, target: ExportTarget) -> str:
@@ -412,14 +418,12 @@ def _classes(profile: BudgetProfile, _: ExportTarget) -> str:
 
 def _full_or_streaming(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
     """Let the heads with the largest budgets keep all, within the entries of all."""
-    own, most = _full(profile, profile.budgets), profile.context_tokens
+    budgets, context = _full(profile, profile.budgets), profile.context_tokens
     few = profile.policy.protected_tokens
-    classes = np.full(own.size, few)
-    n_full = (int(own.sum()) - few * own.size) // max(1, most - few)
-    classes[np.argsort(-own, axis=None, kind="stable")[:n_full]] = most
-    budgets = profile.budgets.copy()
-    budgets[list(profile.shape.full_layers)] = classes.reshape(own.shape)
-    return {"level": "head", "budgets": budgets}
+    classes = np.full(budgets.size, few)
+    n_full = (int(budgets.sum()) - few * budgets.size) // max(1, context - few)
+    classes[np.argsort(-budgets, axis=None, kind="stable")[:n_full]] = context
+    return {"level": "head", "budgets": with_decided(profile, classes.reshape(budgets.shape))}
 
 
 def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
@@ -428,9 +432,7 @@ def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
 
 
 def _all_entries(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
-    budgets = profile.budgets.copy()
-    budgets[list(profile.shape.full_layers)] = profile.context_tokens
-    return {"budgets": budgets}
+    return {"budgets": with_decided(profile, profile.context_tokens)}
 
 
 RESTRICTIONS = (
