@@ -110,7 +110,8 @@ def demo(
     say("4. Look at it")
     shown = [output_dir / f"{_first(name)}.json" for name in profiles]
     step("report", scores_file, *shown, results_file, "-o", page)
-    _save_picture(output_dir / "demo.png", scores, profiles, results)
+    picture = output_dir / "demo.png"
+    step("plot", scores_file, *shown, results_file, "--what", "overview", "-o", picture)
     say(*_lessons(profiles, results), f"In {output_dir}: all files above, and demo.png.")
 
 
@@ -139,22 +140,6 @@ def _equal_budgets(scores: ScoreProfile) -> dict[str, BudgetProfile]:
     decided = {one.solver: one.profile for one in attempts if one.profile is not None}
     names = sorted(decided, key=lambda name: name != "greedy")  # otherwise the best come first
     return {**merged_names({name: decided[name] for name in names}), BY_LOSS: by_loss}
-
-
-def _save_picture(
-    path: Path,
-    scores: ScoreProfile,
-    profiles: Mapping[str, BudgetProfile],
-    results: Evaluation,
-) -> None:
-    from kvalloc.report.figure import save_budget_figure
-
-    needles = {row["name"]: row for row in results.rows if row["task"] == "needle"}
-    model = scores.shape.model_id.rsplit("/", 1)[-1]
-    harm = {name: needles[_first(name)] for name in profiles}
-    harm["default"] = next(row for name, row in needles.items() if name.startswith("--budget"))
-    title = f"{model}: budgets of equal size, by solver"
-    save_budget_figure(path, scores, profiles, harm=harm, title=title)
 
 
 def _lessons(profiles: Mapping[str, BudgetProfile], results: Evaluation) -> list[str]:

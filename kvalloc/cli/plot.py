@@ -15,7 +15,7 @@ def plot(
     files: list[str],
     *,
     output: Annotated[Path, Option("OUT.png|.svg")],
-    what: Literal["budgets", "curves", "frontier", "measured"] | None = None,
+    what: Literal["budgets", "curves", "frontier", "measured", "overview"] | None = None,
 ) -> None:
     """Draw budgets, curves, the frontier or what was measured, as PNG or SVG.
 
@@ -27,7 +27,8 @@ def plot(
     output : Path
         The picture to write; its ending says which kind.
     what : str
-        What to draw; the first of these that the files hold by default.
+        What to draw; the first of these that the files hold by default. An overview has budgets,
+        curves and what was measured side by side.
 
     Examples
     --------

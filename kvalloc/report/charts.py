@@ -278,28 +278,32 @@ def strips_chart(rows: Sequence[Row], *, width: int) -> Spec:
     }
 
 
+HARM_NOTE = "KL and score; filled: every answer right"
+
+
 def harm_chart(rows: Sequence[Row]) -> Spec:
-    """Return the measured KL of each name, the lowest first; filled if every needle was found.
+    """Return the measured KL of each name, the lowest first, filled if every answer was right.
 
     Parameters
     ----------
     rows : sequence of dict
-        ``who``, ``kl``, ``found`` of ``of``.
+        As `Material.measured_rows` returns them, those of one task with a KL.
     """
-    text = "format(datum.kl, '.2~g') + '; ' + datum.found + '/' + datum.of"
-    some, whole = ({"filter": f"datum.found {sign} datum.of"} for sign in ("<", "=="))
+    score = "isValid(datum.score) ? '; ' + format(datum.score, '.0%') : ''"
+    text = f"format(datum.kl, '.2~g') + ({score})"
+    some, whole = ({"filter": f"datum.score {sign} 1"} for sign in ("!=", "=="))
     label = {"type": "text", "align": "left", "dx": 9}
     return {
         "data": {"values": list(rows)},
-        "transform": [{"calculate": text, "as": "said"}],
+        "transform": [{"calculate": text, "as": "label"}],
         "encoding": {
             "x": _number("kl", _KL, scale={"type": "log"}, axis=_decades()),
-            "y": {"field": "who", "type": "nominal", "title": None, "sort": "x"},
+            "y": {"field": "name", "type": "nominal", "title": None, "sort": "x"},
         },
         "layer": [
             _marks(_points(110), whole),
             _marks({"type": "point", "size": 90}, some),
-            _marks(label, text={"field": "said"}),
+            _marks(label, text={"field": "label"}),
         ],
     }
 

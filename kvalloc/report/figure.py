@@ -1,15 +1,13 @@
-"""Pictures as PNG and SVG files: what files hold, a frontier, and the demo's results."""
+"""Pictures as PNG and SVG files: the content of files, and a frontier."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report import charts
 from kvalloc.report.charts import Spec
 from kvalloc.report.material import FRONTIERS, Material, Row, UnitCurves
@@ -17,7 +15,6 @@ from kvalloc.report.terminal import merged_names, short_name
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint
-    from kvalloc.formats.evaluation import EvaluationRow
 
 WIDTH = 740
 """Pixels of a whole picture before it is scaled: about what a page of text is wide."""
@@ -36,8 +33,8 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
     output : str or Path
         A ``.png`` or ``.svg``, written atomically.
     what : str, optional
-        ``budgets``, ``curves``, ``frontier`` or ``measured``; the first of these that the files
-        hold by default.
+        ``budgets``, ``curves``, ``frontier``, ``measured``, or ``overview`` for budgets, curves and
+        what was measured side by side; the first of these that the files hold by default.
 
     Returns
     -------
@@ -58,6 +55,7 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
         "curves": _curves,
         "frontier": _frontier,
         "measured": _measured,
+        "overview": _overview,
     }
     if what is not None and what not in drawers:
         raise InputError(f"there is no picture {what!r}; choose from: {', '.join(drawers)}")
@@ -111,6 +109,41 @@ def _measured(material: Material) -> list[Spec]:
     ]
 
 
+def _overview(material: Material) -> list[Spec]:
+    """Return strips of budgets, above the curves and the measured harm of one task."""
+    strips = [
+        {
+            "who": [
+                short_name(name, NAMES),
+                f"{profile.retained_bytes / profile.full_bytes:.1%} of the bytes",
+            ],
+            **{"order": order, "layer": layer, "share": share},
+        }
+        for order, (name, profile) in enumerate(merged_names(material.profiles).items())
+        for layer, share in enumerate(profile.budgets.mean(axis=1) / profile.context_tokens)
+    ]
+    below = [
+        {
+            **charts.layers_chart(UnitCurves.retention(scores, {})),
+            "title": {"text": "Layers differ in what they need", "subtitle": "thick: their mean"},
+        }
+        for scores in material.scores.values()
+    ]
+    rows = [row for row in material.measured_rows() if row["kl"] is not None]
+    scored = [row for row in rows if row["score"] is not None] or rows
+    if harm := [row for row in scored if row["task"] == scored[0]["task"]]:
+        heading = {"text": "Measured harm", "subtitle": [harm[0]["task"], charts.HARM_NOTE]}
+        below.append({**charts.harm_chart(harm), "title": heading})
+    half = {"width": WIDTH // 2 - 40, "height": 300}
+    lower = {
+        "hconcat": [{**half, **panel} for panel in below],
+        "spacing": 30,
+        "resolve": {"scale": {"color": "independent"}},
+    }
+    upper = [charts.strips_chart(strips, width=WIDTH)] if strips else []
+    return [*upper, *([lower] if below else [])]
+
+
 def draw_frontier(points: Sequence[FrontierPoint], path: str | Path, *, title: str) -> None:
     """Draw a frontier: retention, predicted loss and what one more MiB buys, as far as known.
 
@@ -147,77 +180,9 @@ def draw_frontier(points: Sequence[FrontierPoint], path: str | Path, *, title: s
 
 def _stacked(panels: Sequence[Spec], title: str) -> Spec:
     """Return panels below each other, each with its own scales and legends."""
-    sized = [{"width": WIDTH, "height": 260, **panel} for panel in panels]
+    size = {"width": WIDTH, "height": 260}
+    sized = [{**size, **panel} if "layer" in panel else panel for panel in panels]
     apart = {"color": "independent", "shape": "independent", "strokeDash": "independent"}
     resolve = {"scale": apart, "legend": apart}
-    return {"title": title, "vconcat": sized, "spacing": 24, "resolve": resolve}
-
-
-def save_budget_figure(
-    path: str | Path,
-    scores: ScoreProfile,
-    profiles: Mapping[str, BudgetProfile],
-    *,
-    harm: Mapping[str, EvaluationRow],
-    title: str,
-) -> None:
-    """Draw budgets per layer, the curves they were decided from, and what was measured.
-
-    Parameters
-    ----------
-    path : str or Path
-        The ``.png`` or ``.svg`` to write, atomically.
-    scores : ScoreProfile
-        The retention curves.
-    profiles : mapping of str to BudgetProfile
-        By the name to show; all decided from these curves.
-    harm : mapping of str to EvaluationRow
-        What was measured at the same size on a task with right answers, by the name to show.
-    title : str
-        Stands above everything.
-
-    Raises
-    ------
-    InputError
-        If there is no profile, or the path cannot be written.
-    """
-    if not profiles:
-        raise InputError("there is no budget profile to draw; give at least one")
-    rows = []
-    for order, (name, profile) in enumerate(merged_names(profiles).items()):
-        kept = f"{profile.retained_bytes / profile.full_bytes:.1%} of the bytes"
-        shares = profile.budgets.mean(axis=1) / profile.context_tokens
-        rows += [
-            {
-                "who": [short_name(name, NAMES), kept],
-                **{"order": order, "layer": layer, "share": share},
-            }
-            for layer, share in enumerate(shares.tolist())
-        ]
-    curves = charts.layers_chart(UnitCurves.retention(scores, {}))
-    half = {"width": WIDTH // 2 - 40, "height": 300}
-    said: Spec = {"text": "Layers differ in what they need", "subtitle": "thick: their mean"}
-    below = [{**curves, **half, "title": said}]
-    bars = [
-        {
-            **{"who": short_name(name, NAMES), "kl": row["kl"]},
-            **{"found": round((row["score"] or 0.0) * row["n"]), "of": row["n"]},
-        }
-        for name, row in harm.items()
-        if row["kl"] is not None
-    ]
-    if bars:
-        subtitle = [
-            "KL and right answers; filled: all of them",
-            *["default: this share of a 16-bit cache's bytes"] * ("default" in harm),
-        ]
-        heading = {"text": "Measured harm at this size", "subtitle": subtitle}
-        below.append({**charts.harm_chart(bars), **half, "title": heading})
-    apart = {"resolve": {"scale": {"color": "independent"}}}
-    lower = {"hconcat": below, "spacing": 30, **apart}
-    whole: Spec = {
-        "title": {"text": title, "fontSize": 17, "offset": 14},
-        "vconcat": [charts.strips_chart(rows, width=WIDTH), lower],
-        **{"align": "none", "spacing": 30, **apart},
-    }
-    charts.save_chart(whole, path)
+    whole = {"title": title, "vconcat": sized, "align": "none", "spacing": 24}
+    return {**whole, "resolve": resolve}

@@ -7,11 +7,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from cli_tools import refused, run
-from factories import make_losses, make_scores, make_shape
+from factories import make_evaluation, make_losses, make_row, make_scores, make_shape
 
 from kvalloc.allocation.decision import solve
-from kvalloc.errors import InputError
-from kvalloc.report.figure import save_budget_figure
+from kvalloc.report.figure import plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,42 +37,31 @@ def profiles(scores):
     return {name: solve(scores, target_retention=0.9, solver=name) for name in names}
 
 
-def row(kl, right):
-    return {"kl": kl, "score": right / 3, "n": 3}
-
-
-HARM = {"uniform": row(0.8, 3), "greedy = ilp": row(0.125, 2), "default": row(0.0013, 3)}
-HARM["pyramid"] = row(None, 0)
-MADE_UP = {"harm": HARM, "title": "made up"}
-
-
-def test_the_demos_picture_has_a_panel_for_each_thing_that_it_says(tmp_path, scores, profiles):
-    save_budget_figure(tmp_path / "b.svg", scores, profiles, **MADE_UP)
+def test_an_overview_has_a_panel_for_each_thing_and_equal_budgets_once(tmp_path, scores, profiles):
+    scores.save(tmp_path / "s.safetensors")
+    rows = [make_row(kl=0.8), make_row("greedy", kl=0.125, score=0.5), make_row("none", kl=None)]
+    make_evaluation(*rows, make_row("plain", kl=0.5, task="kl", score=None)).save(
+        tmp_path / "r.json"
+    )
+    for name, profile in profiles.items():
+        profile.save(tmp_path / f"{name}.json")
+    files = [*tmp_path.glob("*.safetensors"), *sorted(tmp_path.glob("*.json"))]
+    assert plot(files, tmp_path / "b.svg", "overview") == "overview"
     words = words_of(tmp_path / "b.svg")
-    assert {"made up", "greedy = ilp", "Layers differ in what they need"} <= {*words}
-    assert "default: this share of a 16-bit cache's bytes" in words
-    assert {"Measured harm at this size", "0.8; 3/3", "0.13; 2/3"} <= {*words}
-    assert sum("% of the bytes" in word for word in words) == 3  # equal budgets once
-    assert [file.name for file in tmp_path.iterdir()] == ["b.svg"]
+    assert {"greedy = ilp", "Layers differ in what they need", "Measured harm"} <= {*words}
+    assert {"0.8; 100%", "0.13; 50%"} <= {*words}
+    assert not {"none", "plain"} & {*words}
+    assert sum("% of the bytes" in word for word in words) == 3
 
 
 def test_sliding_layers_one_layer_and_no_measurement(tmp_path):
     mixed = make_shape(n_layers=3, layer_types=("sliding", "full", "sliding"), sliding_window=16)
     for shape in (mixed, make_shape(n_layers=1)):
         scores = make_scores(shape=shape)
-        profiles = {name: solve(scores, budget=0.7) for name in ("uniform", "greedy")}
-        save_budget_figure(tmp_path / "b.png", scores, profiles, harm={}, title="made up")
-        assert png_size(tmp_path / "b.png")[0] > 1200
-
-
-def test_nothing_to_draw_and_a_missing_folder_are_refused(tmp_path, scores, profiles):
-    for path, given, said in (
-        ("b.png", {}, "no budget profile"),
-        ("none/b.png", profiles, "does not exist"),
-        ("b.jpg", profiles, "another ending"),
-    ):
-        with pytest.raises(InputError, match=said):
-            save_budget_figure(tmp_path / path, scores, given, **MADE_UP)
+        scores.save(tmp_path / "s.safetensors")
+        solve(scores, budget=0.7, solver="uniform").save(tmp_path / "p.json")
+        plot([tmp_path / "s.safetensors", tmp_path / "p.json"], tmp_path / "b.png", "overview")
+        assert png_size(tmp_path / "b.png")[0] > 1000
 
 
 @pytest.mark.parametrize(
@@ -104,5 +92,6 @@ def test_plot_refuses_what_files_do_not_hold(tmp_path, scores):
         (("--what", "budgets", "-o", tmp_path / "x.png"), ["nothing to draw as budgets"]),
         (("--what", "budgts", "-o", tmp_path / "x.png"), ["'budgts'", "budgets, curves, frontier"]),
         (("-o", tmp_path / "x.gif"), ["another ending than .png and .svg"]),
+        (("-o", tmp_path / "none" / "x.png"), ["does not exist"]),
     ):
         refused(tmp_path, "plot", tmp_path / "s.safetensors", *given, words=words)
