@@ -187,7 +187,7 @@ def prompt_of(fields: dict[str, Any], name: str, line: int) -> Prompt:
             f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}"
         )
     if text and not texts["prompt"] and not texts["text"]:
-        check_context(fields, where, "give it the text, or call 'input' 'prompt'")
+        context_of(fields, where)
     return Prompt(
         text=text,
         messages=tuple(messages),
@@ -199,15 +199,22 @@ def prompt_of(fields: dict[str, Any], name: str, line: int) -> Prompt:
     )
 
 
-def check_context(fields: dict[str, Any], where: str, way_out: str) -> None:
-    """Refuse a question that stands alone: its text was meant to come with it."""
-    context = fields.get("context")
-    if "context" not in fields:
-        raise InputError(f"{where} has no field 'context'; {way_out}")
-    if not isinstance(context, str):
-        raise InputError(f"{where}: the field 'context' is not a string; {way_out}")
+def string_field(fields: dict[str, Any], name: str, where: str, way_out: str) -> str:
+    """Return a field that must be a string; refuse another one, or none."""
+    if name not in fields:
+        raise InputError(f"{where} has no field {name!r}; {way_out}")
+    if not isinstance(fields[name], str):
+        raise InputError(f"{where}: the field {name!r} is not a string; {way_out}")
+    return str(fields[name])
+
+
+def context_of(fields: dict[str, Any], where: str) -> str:
+    """Return the text that comes with a question; refuse a question that stands alone."""
+    way_out = "give it the text, or call 'input' 'prompt'"
+    context = string_field(fields, "context", where, way_out)
     if not context.strip():
         raise InputError(f"{where}: the field 'context' is empty; {way_out}")
+    return context
 
 
 def shipped_texts(prefix: str) -> dict[str, str]:

@@ -21,10 +21,11 @@ from kvalloc.prompts.metrics import find_metric
 from kvalloc.prompts.tasks.task import PromptRequest, Task
 from kvalloc.prompts.texts import (
     Prompt,
-    check_context,
+    context_of,
     given_answers,
     prompt_of,
     read_objects,
+    string_field,
 )
 
 
@@ -151,14 +152,9 @@ def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
 
 
 def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Record:
-    where = prompt.where
-    answers = _answers(fields, where)
-    is_longbench = "context" in fields or "input" in fields
-    if is_longbench:
-        check_context(fields, where, "give it the text, or call 'input' 'prompt'")
+    where, is_longbench = prompt.where, "context" in fields or "input" in fields
     kind = _kind(fields, where) if is_longbench else PLAIN
-    metric = metric or kind.metric
-    classes = fields.get("all_classes") or []
+    metric, classes = metric or kind.metric, fields.get("all_classes") or []
     if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
         raise InputError(f"{where}: the field 'all_classes' is not a list of labels")
     if metric == "classification" and not classes:
@@ -166,17 +162,15 @@ def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Recor
             f"{where} has no field 'all_classes', which the metric classification needs; give "
             f"the list of labels, or choose another {option('metric')}"
         )
-    asked = fields.get("input", "")
-    if is_longbench and "input" not in fields:
-        raise InputError(f"{where} has no field 'input'; give it the question, or an empty string")
-    if is_longbench and not isinstance(asked, str):
-        raise InputError(f"{where}: the field 'input' is not a string; give it the question")
-    text = kind.text.format(input=asked.strip()).strip() if is_longbench else ""
-    question = replace(kind, text=text, answers=answers, metric=metric, classes=tuple(classes))
+    answers = _answers(fields, where)
+    question = replace(kind, text="", answers=answers, metric=metric, classes=tuple(classes))
     if not is_longbench:
         return Record(prompt=prompt, question=question)
+    context = context_of(fields, where)
+    asked = string_field(fields, "input", where, "give it the question, or an empty string")
+    question = replace(question, text=kind.text.format(input=asked.strip()).strip())
     example = Example(
-        context=fields["context"].strip(),
+        context=context.strip(),
         questions=(question,),
         source=where,
         joint="\n\n" if kind.chat else "\n",
