@@ -93,24 +93,6 @@ def test_bits_are_paid_for_in_entries(dtype_bytes):
     assert left.budgets.mean() == pytest.approx(300 * (4 + 2 * 16 / 64) / 16, rel=0.03)
 
 
-def test_openvino_gets_one_size_in_blocks(tmp_path):
-    profile = wide(policy=XKV.replace(sinks=2, window=40, scorer_parameters={"window": 40}))
-    left = export(profile, "openvino", tmp_path / "e.json", accept=ALL)
-    said = json.loads((tmp_path / "e.json").read_text())
-    assert said["cache_eviction_config"] == {
-        "start_size": 32, "recent_size": 64, "max_cache_size": 160,
-        "aggregation_mode": "NORM_SUM",
-    }  # fmt: skip
-    assert said["ov_config"] == {"KV_CACHE_PRECISION": "f16"}
-    assert (left.budgets == 160).all()  # of 182.5 in the mean
-    assert (left.policy.scorer, left.policy.sinks, left.policy.window) == ("snapkv", 32, 64)
-    small = profile.replace(budgets=np.full((3, 2), 100))
-    with pytest.raises(InputError, match="96 entries a head are no more than its 32 first and 64"):
-        export(small, "openvino", tmp_path / "e.json", accept=ALL)
-    with pytest.raises(InputError, match="sinks and window alone, 96 tokens in every head"):
-        export(small.replace(budgets=np.full((3, 2), 50)), "openvino", tmp_path / "e", accept=ALL)
-
-
 @dataclass
 class Eviction:
     """Stands in for the package's CacheEvictionConfig, which checks as much."""
@@ -151,29 +133,46 @@ def test_openvino_reads_it(tmp_path, monkeypatch):
             scheduler_config(tmp_path / "e.json")
 
 
-def test_tensorrt_llm_gets_a_window_for_each_layer(tmp_path):
-    yaml = pytest.importorskip("yaml")
-    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
-    budgets = np.array([[10, 21], [8, 8], [40, 40]])
-    profile = make_budget_profile(budgets, shape=shape, bits=np.array([[8, 4], [16] * 2, [8] * 2]))
-    left = export(profile, "tensorrt-llm", tmp_path / "c.yaml", accept=ALL)
-    said = yaml.safe_load((tmp_path / "c.yaml").read_text())["kv_cache_config"]
-    assert said == {
-        "max_attention_window": [left.budgets[0, 0], 9, left.budgets[2, 0]],
-        "sink_token_length": 2, "dtype": "fp8", "enable_block_reuse": False,
-    }  # fmt: skip
-    assert left.policy == STREAMING
+SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
 
 
-def test_vllm_gets_the_bits(tmp_path):
-    mixed = make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]]))
-    left = export(mixed, "vllm", tmp_path / "v.json", accept=ALL)
-    said = json.loads((tmp_path / "v.json").read_text())
-    assert said == {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
-    assert left.bits.tolist() == [[16, 16], [8, 8], [8, 8]]
-    assert (left.budgets == 40).all()
+@pytest.mark.parametrize(("to", "profile", "changes", "written"), [
+    ("tensorrt-llm",
+     make_budget_profile([[10, 21], [8, 8], [40, 40]], shape=SLIDING,
+                         bits=np.array([[8, 4], [16] * 2, [8] * 2])),
+     {"policy": STREAMING, "budgets": [[15, 15], [8, 8], [37, 37]]},
+     {"kv_cache_config": {"max_attention_window": [15, 9, 37], "sink_token_length": 2,
+                          "dtype": "fp8", "enable_block_reuse": False}}),
+    ("vllm", make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]])),
+     {"bits": [[16, 16], [8, 8], [8, 8]], "budgets": [[40, 40]] * 3},
+     {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}),
+    ("openvino", wide(policy=XKV.replace(sinks=2, window=40, scorer_parameters={"window": 40})),
+     {"budgets": [[160, 160]] * 3},  # of 182.5 in the mean
+     {"cache_eviction_config": {"start_size": 32, "recent_size": 64, "max_cache_size": 160,
+                                "aggregation_mode": "NORM_SUM"},
+      "ov_config": {"KV_CACHE_PRECISION": "f16"}}),
+])  # fmt: skip
+def test_what_an_engine_reads(tmp_path, to, profile, changes, written):
+    left = export(profile, to, tmp_path / "f", accept=ALL)
+    for name, value in changes.items():
+        found = getattr(left, name)
+        assert (found.tolist() if isinstance(found, np.ndarray) else found) == value
+    text = (tmp_path / "f").read_text()
+    read = pytest.importorskip("yaml").safe_load(text)  # of which JSON is a part
+    assert {name: part for name, part in read.items() if name != "from"} == written
+
+
+def test_what_leaves_nothing_for_an_engine_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"rounds no layer.*bits=\(16, 8, 4\)"):
-        export(make_budget_profile(HEADS), "vllm", tmp_path / "v.json", accept=ALL)
+        export(make_budget_profile(HEADS), "vllm", tmp_path / "v", accept=ALL)
+    policy = XKV.replace(sinks=2, window=40, scorer_parameters={"window": 40})
+    for kept, said in (
+        (100, "96 entries a head are no more than its 32 first and 64"),
+        (50, "sinks and window alone, 96 tokens in every head"),
+    ):
+        small = wide(policy=policy).replace(budgets=np.full((3, 2), kept))
+        with pytest.raises(InputError, match=said):
+            export(small, "openvino", tmp_path / "e", accept=ALL)
 
 
 def test_duo_attention_comes_back(tmp_path):

@@ -9,7 +9,6 @@ from kvalloc.cli.profile import DEFAULT_KINDS, EACH_TASK
 from kvalloc.errors import InputError
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.prompts.calibration import KINDS, MEASURED_TOKENS, calibration_prompts
-from kvalloc.prompts.splits import KEYS, split_texts
 from kvalloc.prompts.tasks import TASKS
 
 TOKENIZER = WordTokenizer()
@@ -36,36 +35,25 @@ def test_the_command_makes_the_same_by_default_with_every_kind_twice():
     assert EACH_TASK == 2
 
 
-def test_they_repeat_and_the_seed_counts():
-    kinds = ("needle", "kl")
-    assert make(seed=3, kinds=kinds) == make(seed=3, kinds=kinds)
-    assert make(seed=3, kinds=kinds) != make(seed=4, kinds=kinds)
-
-
-def test_prompt_and_answer_are_the_case_of_the_profiling_split():
-    (prompt,) = make(1, kinds=("needle",))
-    (case,) = TASKS["needle"].make(TOKENIZER, 1, 300, 0, split="profiling")
-    begun = case.turns[0].begun_tokens
-    assert begun > 0
-    assert prompt.token_ids + prompt.answer_ids[:begun] == case.input_ids
-    assert prompt.answer_ids[begun:] == tuple(
-        TOKENIZER(f" {case.turns[0].answers[0]}")["input_ids"]
-    )
-
-
+@pytest.mark.parametrize("question", ["inside", "after"])
 @pytest.mark.parametrize("kind", ["needle", "kl", "pairs"])
-def test_with_the_question_after_the_prompt_is_the_context_alone(kind):
-    made = make(2, kinds=(kind,), question="after")
-    cases = TASKS[kind].make(TOKENIZER, 2, 300, 0, split="profiling", after=True)
+def test_prompt_and_answer_are_the_case_of_the_profiling_split(kind, question):
+    made = make(2, kinds=(kind,), question=question)
+    assert made == make(2, kinds=(kind,), question=question)
+    assert made != make(2, kinds=(kind,), question=question, seed=1)
+    after = question == "after"
+    cases = TASKS[kind].make(TOKENIZER, 2, 300, 0, split="profiling", after=after)
     for prompt, case in zip(made, cases, strict=True):
         turn = case.turns[0]
         begun = turn.begun_tokens
-        assert prompt.token_ids == case.input_ids
-        assert prompt.question_ids
-        assert prompt.question_ids + prompt.answer_ids[:begun] == turn.question_ids
+        asked = prompt.question_ids if after else prompt.token_ids
+        assert asked + prompt.answer_ids[:begun] == (turn.question_ids or case.input_ids)
         wanted = turn.continuation_ids or tuple(TOKENIZER(f" {turn.answers[0]}")["input_ids"])
         assert prompt.answer_ids[begun:] == wanted[:MEASURED_TOKENS]
-        assert prompt.name.endswith("question after")
+        if after:  # the prompt is the context alone
+            assert prompt.token_ids == case.input_ids
+        assert prompt.name.endswith("question after") is after
+        assert prompt.name.split(" in ")[1].removesuffix(", question after") == case.source
 
 
 def test_every_kind_comes_in_every_form_with_text_of_its_own():
@@ -77,14 +65,6 @@ def test_every_kind_comes_in_every_form_with_text_of_its_own():
     }
     assert len(forms) == len(made)
     assert len({prompt.token_ids[20:60] for prompt in made}) == len(made)
-
-
-def test_no_text_or_key_is_one_of_an_evaluation():
-    names = {prompt.name.split(" in ")[1] for prompt in make(8, kinds=("needle", "kl"))}
-    assert names <= set(split_texts("profiling"))
-    for split in ("development", "held-out"):
-        assert not names & set(split_texts(split))
-        assert not set(KEYS["profiling"]) & set(KEYS[split])
 
 
 def test_they_can_be_profiled():
