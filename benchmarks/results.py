@@ -126,8 +126,18 @@ def rows_of(part: Part, printed: str) -> Iterator[dict[str, str]]:
         for pattern in part.rows:
             if found := re.fullmatch(re.sub(r"@(\w+)@", in_full, pattern), line):
                 row = {name: text.strip() for name, text in found.groupdict().items() if text}
+                row = verdict_of(row) | row
                 yield {**row, "what": re.sub(" +", " ", before + row["what"])}
                 break
+
+
+def verdict_of(row: dict[str, str]) -> dict[str, str]:
+    """Return whether a figure is within its limit, for lines that state a limit and no verdict."""
+    limit = re.fullmatch(rf"(?:at most |<= )?({NUMBER})", row.get("wanted", ""))
+    if limit is None:
+        return {}
+    figure, most = (float(number.replace(",", "")) for number in (row["figure"], limit[1]))
+    return {"verdict": "met" if figure <= most else "MISSED"}
 
 
 def table_of(part: Part, rows: list[dict[str, str]]) -> str:

@@ -15,11 +15,12 @@ import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from _common import describe_where, in_turns, ratio_of, spread_of, where_it_ran
+from _common import Row, in_turns, parser_of, print_rows, ratio_of, spread_of
 from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
@@ -43,24 +44,7 @@ the model, votes choose and no surrogate."""
 
 
 def main() -> int:
-    arguments = parse_arguments()
-    loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    profile = Default(share=SHARE).profile(shape_of(loaded.model), None, "late")
-    ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
-    where = where_it_ran("kvalloc", "torch", "transformers")
-    print(describe_where(where))
-    print(f"{SHARE:.0%} of the bytes, {arguments.dtype}")
-    for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
-        print(describe(speed(loaded.model, profile, ids[:, :length], repeats)), flush=True)
-        for line in default_ways(loaded, ids[:, :length], repeats):
-            print(line, flush=True)
-    for line in harm(loaded, ids, arguments):
-        print(line)
-    return 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="late eviction, against a full cache")
+    parser = parser_of(__doc__, ())
     parser.add_argument("--model", default="demo")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--repeats", type=int, nargs="+", default=[5, 2], help="of each length")
@@ -68,7 +52,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kl-tokens", type=int, default=1000)
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    return print_rows(rows_of(loaded, arguments), arguments, "kvalloc", "torch", "transformers")
+
+
+def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Return the rows of every length, then those of the loss."""
+    profile = Default(share=SHARE).profile(shape_of(loaded.model), None, "late")
+    ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
+    for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
+        yield from speed(loaded.model, profile, ids[:, :length], repeats)
+        yield from default_ways(loaded, ids[:, :length], repeats)
+    yield from harm(loaded, ids, arguments)
 
 
 def full(model: Any) -> Any:
@@ -87,8 +83,8 @@ def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> tuple[torch.
 
 
 @torch.inference_mode()
-def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str, Any]:
-    """Times of prefill and answer in turns, of the eviction alone, and stored bytes."""
+def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
+    """Time prefill and answer in turns, and the eviction alone over the prefill."""
     make = {"full": lambda: full(model), "late": lambda: kvalloc.make_cache(model, profile)}
     runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
     found = in_turns(runs, repeats=repeats)
@@ -101,24 +97,28 @@ def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str
         awaited = cache.awaited_tokens
         while cache.awaited_tokens > 1:
             out = model(input_ids=out, past_key_values=cache).logits.argmax(-1)
-        before, full_bytes = cache.retained_bytes, cache.full_bytes
+        full_bytes = cache.full_bytes
+        before = f"{cache.retained_bytes / full_bytes:.3f}"
         begun = time.perf_counter()
         cache.evict()
         evictions.append(time.perf_counter() - begun)
-    shares = np.array(evictions) / np.array(prefills)
-    return {
-        "tokens": ids.shape[1],
-        "awaited": awaited,
-        "ratio": ratio_of(found, "late", "full"),
-        "eviction_share": [float(np.median(shares)), float(shares.min()), float(shares.max())],
-        "prefill_seconds": float(np.median(prefills)),
-        "held_over_full": before / full_bytes,
-        "stored_over_full": cache.retained_bytes / full_bytes,
+    yield {
+        "name": f"{ids.shape[1]} tokens, late: prefill and {NEW} tokens / full cache",
+        **ratio_of(found, "late", "full"),
+        **{"target": 1.05, "at_most": True},
+        "note": f"prefill {median(prefills):.2f} s; stored "
+        f"{cache.retained_bytes / full_bytes:.3f} of the full cache's bytes, {before} before",
+    }
+    yield {
+        "name": f"{ids.shape[1]} tokens, late: evicting / prefill",
+        **spread_of([a / b for a, b in zip(evictions, prefills, strict=True)]),
+        **{"target": 0.15, "at_most": True},
+        "note": f"after {awaited} tokens",
     }
 
 
-def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterator[str]:
-    """What a prompt, and 64 tokens after it, cost by each way of the default, over a full cache."""
+def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
+    """Time a prompt by each way of the default, over a full cache."""
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
     limit = context_limit(model) or ids.shape[1] + PIECE
     ids = ids[:, : limit - PIECE - NEW]  # room for the second read
@@ -132,13 +132,13 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
     plain = prefills["full"][warm_up:]
     for way, target in TARGETS.items():
         own = prefills[way][warm_up:]
-        prefill = spread_of([a / b for a, b in zip(own, plain, strict=True)])
-        yield (
-            f"{ids.shape[1]:>5} tokens, {SHARE:.0%} of the bytes by default, {way}: prefill over a "
-            f"plain one {prefill['ratio']:.3f} [{prefill['ratio_quartile_1']:.3f}, "
-            f"{prefill['ratio_quartile_3']:.3f}] (target {target:.2f}), with {NEW} tokens "
-            f"{ratio_of(turns, way, 'full')['ratio']:.3f}"
-        )
+        yield {
+            "name": f"{ids.shape[1]} tokens, {SHARE:.0%} of the bytes by default, {way}: prefill / "
+            "plain",
+            **spread_of([a / b for a, b in zip(own, plain, strict=True)]),
+            **{"target": target, "at_most": True},
+            "note": f"with {NEW} tokens {ratio_of(turns, way, 'full')['ratio']:.3f}",
+        }
 
 
 def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: bool = True) -> Any:
@@ -168,8 +168,8 @@ def read_and_written(model: Any, make: Any, ids: torch.Tensor, prefills: list[fl
 
 
 @torch.inference_mode()
-def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> Iterator[str]:
-    """KL along what the full cache writes, after the tokens that some ways wait for."""
+def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Measure the KL along what the full cache writes, after the tokens that some ways wait for."""
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
     found: dict[tuple[Way, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
     for place in range(arguments.samples):
@@ -194,20 +194,10 @@ def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) 
         late, early = pair.mean(axis=1)
         (drawn,) = resampled_means([pair.T])
         low, high = np.quantile(drawn[:, 1] / drawn[:, 0], (0.025, 0.975))
-        yield (
-            f"KL of {NEW} tokens after {AWAITED}, {arguments.samples} texts of "
-            f"{arguments.kl_tokens} tokens: {held[0]} {late:.5f}, in bounded memory "
-            f"{bounded[0]} {early:.5f} nats a token, {early / late:.2f} times "
-            f"[{low:.2f}, {high:.2f}] (target 1.5)"
-        )
-
-
-def describe(row: dict[str, Any]) -> str:
-    ratio, (share, least, most) = row["ratio"], row["eviction_share"]
-    return (
-        f"{row['tokens']:>5} tokens: prefill and {NEW} tokens {ratio['ratio']:.3f}x a full cache "
-        f"[{ratio['ratio_quartile_1']:.3f}, {ratio['ratio_quartile_3']:.3f}] (target 1.05), "
-        f"evicting after {row['awaited']} tokens {share:.3f} of the prefill of "
-        f"{row['prefill_seconds']:.2f} s [{least:.3f}, {most:.3f}] (target 0.15); K and V held "
-        f"{row['held_over_full']:.3f} of the full cache's, stored {row['stored_over_full']:.3f}"
-    )
+        yield {
+            "name": f"KL in bounded memory, {bounded[0]} / {held[0]}",
+            **{"ratio": early / late, "ratio_quartile_1": low, "ratio_quartile_3": high},
+            **{"target": 1.5, "at_most": True},
+            "note": f"{early:.5f} and {late:.5f} nats a token, 95% interval; {NEW} tokens after "
+            f"{AWAITED}, {arguments.samples} texts of {arguments.kl_tokens} tokens",
+        }

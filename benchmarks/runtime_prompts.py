@@ -49,7 +49,7 @@ def prefills(model: Any, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
     )
     for name in [name for name in targets if name != "plain"]:
         yield {
-            "name": f"{ids.shape[1]} tokens, {name}",
+            "name": f"{ids.shape[1]} tokens: {name}",
             **ratio_of(found, name, "plain"),
             "note": f"retention 0.9; plain prefill {median_of(found, 'plain'):.2f} s",
         }
