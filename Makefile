@@ -117,12 +117,12 @@ test-matrix: $(READY) ## every policy x arrival x mode of the runtime against th
 		$(if $(WHOLE),--whole-matrix,$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--matrix-product)) \
 		$(if $(SHARD),--matrix-shard $(SHARD))
 
-fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answered, never a crash
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --hostile-files $(or $(FILES),10000) \
-		tests/unit/runtime/test_hostile_caches.py
+HOSTILE := $(addprefix tests/unit/,formats/test_hostile_files.py models/test_hostile_models.py \
+	runtime/test_hostile_caches.py)
 
-fuzz: $(READY) ## hostile files of every kind for SECONDS=3600 with SEED=0: refused or read, never a crash
-	$(BIN)/python tests/support/fuzz_runs.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),0)
+fuzz: $(READY) ## FILES=10000 hostile files of each kind with SEED=0: refused or read, never a crash
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s $(HOSTILE) --hostile-files $(or $(FILES),10000) \
+		--hostile-seed $(or $(SEED),0)
 
 test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 crafted files included
 	$(BIN)/python .ci/sanitized.py

@@ -68,7 +68,7 @@ def main() -> int:
             text=True,
         )
     said = done.stdout + done.stderr
-    for line in re.findall(r"\d+ files made by chance.*|.*\d+ passed.*", said):
+    for line in re.findall(r"saved cache: .*|.*\d+ passed.*", said):
         print(line.lstrip("."))
     found = len(re.findall(r"ERROR: AddressSanitizer", said))
     print(f"reports of AddressSanitizer: {found}")

@@ -45,8 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hostile-files",
         type=int,
         default=100,
-        help="so many crafted files of saved caches are tried",
+        help="so many changed files of each kind are refused or read",
     )
+    parser.addoption("--hostile-seed", type=int, default=0)
     parser.addoption(
         "--soak-calls",
         type=int,

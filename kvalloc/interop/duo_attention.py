@@ -80,6 +80,8 @@ class DuoAttention(ExportTarget):
             heads = np.atleast_2d(np.loadtxt(rows, dtype=float, delimiter="\t"))
             sizes = json.loads((path / "config.json").read_bytes())
             sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
+            if min(sinks, recent) < 0:
+                raise ValueError(f"sink_size is {sinks}, recent_size {recent}, expected >= 0")
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"{path} is no pattern of DuoAttention, a folder with {HEADS} and config.json: "

@@ -1,10 +1,9 @@
-"""Files made to do harm, by seed: what may be done to a sound file, and what may come of it.
+"""Hostile files by generic mutation: one place of a sound file changed, in JSON or safetensors.
 
-An execution takes a sound file of one kind, changes it, and gives it to what reads such files. It
-is refused in one line by an error of kvalloc, or it is read, and then used; anything else is a
-crash: another error, a process that ends, too much memory or time, a file that is opened outside
-the folder, a program or a connection that is begun. Digests have no key, so most changed files are
-signed again: what would stop at the digest shall be looked at by all that comes after it.
+`mutants` gives changed files of a sample by number: first every field of its JSON dropped and
+replaced by a value of each other type, then changes by chance. A case is made again by its sample
+and number. Digests have no key, so a changed file is signed again: what would stop at the digest
+has to be refused by what comes after it.
 """
 
 from __future__ import annotations
@@ -16,105 +15,308 @@ import resource
 import signal
 import struct
 import sys
-import sysconfig
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before a client of the hub is imported
-
-import kvalloc
-from kvalloc.errors import KVAllocError
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.merging import merge
-from kvalloc.formats.record import ArrayRecord, FileRecord, digest_of, digest_over, kind_of
-from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
+from kvalloc.errors import KVAllocError, ProfileFileError, one_line
+from kvalloc.formats.record import digest_of, digest_over
+from kvalloc.formats.saved_cache import StoredTensor, tensor_digest
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 
-MOST_SECONDS, MOST_WAITING = 20.0, 900.0
-"""Of one execution: processor time, and by the clock; the machine may have other work."""
+MAX_SECONDS = 20.0
+"""Processor time of one file: far above what the slowest takes."""
 
-MOST_BYTES = 2**30
-"""What an execution may take beyond what the process has."""
+MAX_BYTES = 2**30
+"""Memory that reading a file may take beyond that of the process."""
 
+OF_EACH_TYPE: tuple[Any, ...] = (
+    *(None, True, -1, 0.5, 10**30, float("inf"), float("nan"), "x", [], {}, [[]], {"": None}),
+)
 NUMBERS: tuple[Any, ...] = (
-    *(-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 7, 8, 16, 2**15, 2**31 - 1, 2**31, 2**53, 2**62),
-    *(2**63, 2**64, 10**30, 10**400, 0.0, -0.0, 0.5, 1e-320, 1e308, -1e308),
+    *(-(2**63), -(2**31), -2, 0, 1, 2, 3, 63, 127, 129, 2**15, 2**31 - 1, 2**31, 2**53, 2**62),
+    *(50_000_000, 2**63, 2**64, 10**30, 10**400, -0.0, 1e-320, 1e308, -1e308),
     *(float("nan"), float("inf"), float("-inf")),
 )
 STRINGS = (
-    *(
-        "",
-        " ",
-        "x",
-        "demo",
-        "full",
-        "sliding",
-        "layer",
-        "head",
-        "xkv",
-        "score",
-        "cache",
-        "x" * 5000,
-    ),
-    *(
-        "../../../etc/passwd",
-        "/etc/passwd",
-        "a/../../b",
-        "nul\0byte",
-        "~root",
-        "C:\\x",
-        "-o",
-        "..",
-        ".",
-    ),
-    *(
-        "hf://owner/repo/../../x",
-        "http://127.0.0.1:9/x",
-        "file:///etc/passwd",
-        "%s%n",
-        "{0}",
-        "{x.y}",
-    ),
-    *("\ud800", "\udfff\ud800", "\u202e", "\x1b[2J", "\r\n", "</script><script>alert(1)</script>"),
-    *(
-        "__import__('os').system('touch PWNED')",
-        "cos\nsystem\n(S'touch PWNED'\ntR.",
-        "!!python/none",
-    ),
-    *("streaming:window=-1", "surrogate:file=/etc/passwd", "NaN", "1e999", "9" * 5000),
+    *("", " ", "demo", "full", "sliding", "layer", "head", "xkv", "score", "x" * 5000, "9" * 5000),
+    *("../../../etc/passwd", "/etc/passwd", "a/../../b", "nul\0byte", "~root", "C:\\x", "-o", "."),
+    *("hf://owner/repo/../../x", "http://127.0.0.1:9/x", "file:///etc/passwd", "%s%n", "{x.y}"),
+    *("\ud800", "\udfff\ud800", "\u202e", "\x1b[2J", "\x1b]0;t\x07", "\r\n", "<script>x</script>"),
+    *("__import__('os').system('touch PWNED')", "cos\nsystem\n(S'touch PWNED'\ntR."),
+    *("streaming:window=-1", "surrogate:file=/etc/passwd", "NaN", "1e999"),
 )
 BYTES = (
-    b"",
-    b"\0",
-    b"\xff" * 8,
-    b"{",
-    b"[" * 3000,
-    b"GGUF",
-    b"PK\x03\x04",
-    b"\x80\x04.",
-    b"\xef\xbb\xbf",
+    *(b"", b"\0", b"\xff" * 8, b"{", b"[" * 200_000, b"9" * 5000, b"  \n", b"[1, 2]", b"7"),
+    *(bytes(range(256)), b"GGUF", b"PK\x03\x04", b"\x80\x04.", b"\xef\xbb\xbf", b"\x93NUMPY"),
 )
-TYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL", "F8_E4M3", "X")
+BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "U8": 8, "F8_E4M3": 8}
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NAMES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "F8_E4M3": "float8"}
+
+FIELDS = tuple(
+    dict.fromkeys(
+        name
+        for kind in (ScoreProfile, FittedSurrogate, SurrogatePart)
+        for name in kind.model_fields
+    )
+)
+"""Arrays of records in the order of their digests."""
+
+Change = Callable[[bytes, random.Random], bytes]
 
 
-class Crash(Exception):
-    """What an execution must never come to."""
+# JSON
 
 
-class _TooLong(BaseException):
-    """An execution has taken `MOST_SECONDS`."""
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Return the path of every value inside a JSON value, down to 20 levels."""
+    below: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    while below:
+        path, inner = below.pop(0)
+        if path:
+            yield path
+        if isinstance(inner, dict | list) and len(path) < 20:
+            items = inner.items() if isinstance(inner, dict) else enumerate(inner)
+            below += [((*path, key), one) for key, one in items]
 
 
-Reader = Callable[[Path], object]
+def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """Return a copy with another value at a path; with none where it is ``...``."""
+    changed, (key, *rest) = value.copy(), path
+    if rest:
+        changed[key] = with_value(value[key], tuple(rest), new)
+    elif new is ...:
+        del changed[key]
+    else:
+        changed[key] = new
+    return changed
+
+
+def each_field(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the path of every field with each value that is not of its type."""
+    fields = [path for path in places(value) if not any(isinstance(k, int) and k for k in path)]
+    return [(path, new) for path in fields for new in (..., *OF_EACH_TYPE)]
+
+
+def changed_value(value: Any, rng: random.Random) -> Any:
+    """Return a JSON value with one place changed."""
+    every = list(places(value))
+    if not every:
+        return rng.choice((*NUMBERS, *STRINGS, *OF_EACH_TYPE))
+    path = rng.choice(every)
+    old, nested = value, 0
+    for key in path:
+        old = old[key]
+    for _ in range(rng.choice((5, 500))):
+        nested = rng.choice(([nested], {"a": nested}))
+    new = rng.choice((rng.choice(NUMBERS), rng.choice(STRINGS), rng.choice(OF_EACH_TYPE), nested))
+    if isinstance(old, int | float):
+        new = rng.choice((new, rng.choice(NUMBERS), old + 1, old - 1, -old, old * 2, str(old)))
+    elif isinstance(old, list):
+        new = rng.choice((new, old[:-1], old * 2, old * 5000))
+    elif isinstance(old, dict):
+        new = rng.choice((new, {**old, rng.choice((*STRINGS, *old)): rng.choice(STRINGS)}))
+    return with_value(value, path, rng.choice((new, new, new, ...)))
+
+
+def as_json(value: Any, rng: random.Random) -> bytes:
+    """Return JSON, now and then with a key twice, or deeper than any reader goes."""
+    text = json.dumps(value)
+    if rng.random() < 0.03 and isinstance(value, dict) and value:
+        text = f"{text[:-1]}, {json.dumps({rng.choice(sorted(value)): rng.choice(STRINGS)})[1:]}"
+    return text.replace("0", "[" * 100_000, rng.random() < 0.02).encode()
+
+
+def changed_json(content: bytes, rng: random.Random) -> bytes:
+    """Return a JSON file with one place changed."""
+    return as_json(changed_value(json.loads(content), rng), rng)
+
+
+def changed_lines(content: bytes, rng: random.Random) -> bytes:
+    """Return a file of JSON lines with one line changed."""
+    lines = content.splitlines()
+    number = rng.randrange(len(lines))
+    lines[number] = changed_json(lines[number], rng)
+    return rng.choice((b"\n", b"\r\n", b"\n\n")).join(lines)
+
+
+def changed_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Return content flipped, cut, doubled, appended to or overwritten in one place."""
+    size = rng.choice((len(content), min(len(content), 300)))
+    place, length = rng.randrange(size + 1), rng.choice((1, 8, 100, 1000))
+    before, some, after = content[:place], content[place : place + length], content[place:]
+    number = rng.choice((0, 1, 2**20, 2**27, 2**31, 2**40, 2**63, 2**64 - 1, len(content)))
+    flipped = bytes([after[0] ^ 1 << rng.randrange(8)]) if after else b""
+    return rng.choice(
+        (
+            *(before, before + flipped + after[1:], before + some + after, before + after[length:]),
+            *(rng.choice(BYTES), before + rng.choice(BYTES) + after, content + rng.choice(BYTES)),
+            before + struct.pack("<Q", number) + after[8:],
+            struct.pack("<Q", number) + content[8:],
+        )
+    )
+
+
+# Safetensors
+
+
+@dataclass
+class Tensors:
+    """A safetensors file in parts.
+
+    Attributes
+    ----------
+    entry : str
+        Key of the metadata that have kvalloc's header.
+    stated : JSON value
+        That header.
+    arrays : dict
+        Name to type and bytes, (*shape, bytes a number).
+    """
+
+    entry: str
+    stated: Any
+    arrays: dict[str, tuple[str, np.ndarray]]
+
+    @classmethod
+    def parse(cls, content: bytes) -> Tensors:
+        """Return the parts of a sound file."""
+        size = int.from_bytes(content[:8], "little")
+        table, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+        ((entry, stated),) = table.pop("__metadata__").items()
+        arrays = {}
+        for name, one in table.items():
+            raw = np.frombuffer(data[slice(*one["data_offsets"])], np.uint8).copy()
+            shape = (*one["shape"], BITS[one["dtype"]] // 8)
+            arrays[name] = one["dtype"], raw.reshape(shape)
+        return cls(entry, json.loads(stated), arrays)
+
+    def pack(self, change: Callable[[Any], Any] = lambda table: table) -> bytes:
+        """Return the file; ``change`` is applied to the table of its tensors."""
+        table: Any = {"__metadata__": {self.entry: json.dumps(self.stated)}}
+        end = 0
+        for name, (dtype, raw) in self.arrays.items():
+            end, begin = end + raw.size, end
+            table[name] = {"dtype": dtype, "shape": raw.shape[:-1], "data_offsets": [begin, end]}
+        text = json.dumps(change(table)).encode()
+        data = b"".join(raw.tobytes() for _, raw in self.arrays.values())
+        return len(text).to_bytes(8, "little") + text + data
+
+    def numbers(self, name: str) -> Any:
+        """Return the numbers of an array; to write to."""
+        dtype, raw = self.arrays[name]
+        kind = "int16" if dtype == "BF16" else NAMES[dtype]
+        return raw.view(kind)[..., 0]
+
+    def change(self, rng: random.Random) -> bool:
+        """Change one array in type, shape, numbers or name, or leave it out.
+
+        Returns whether it has any bytes now.
+        """
+        name = rng.choice(sorted(self.arrays))
+        dtype, raw = self.arrays[name]
+        flat, axis = raw.reshape(-1), rng.randrange(raw.ndim)
+        act = rng.randrange(8)
+        if act == 0:
+            del self.arrays[name]
+        elif act == 1:
+            self.arrays[rng.choice((name + "x", "..", "visible", *self.arrays))] = dtype, raw
+        elif act == 2:
+            self.arrays[name] = rng.choice([d for d in BITS if BITS[d] == BITS[dtype]]), raw
+        elif act == 3:
+            turned = np.moveaxis(raw, 0, max(raw.ndim - 2, 0))
+            self.arrays[name] = dtype, np.ascontiguousarray(turned)
+        elif act == 4 and raw.size:  # any bytes
+            for place in rng.choices(range(flat.size), k=rng.choice((1, 8, flat.size))):
+                flat[place] = rng.randrange(256)
+        elif act == 5 and raw.size:  # one number
+            width = raw.shape[-1]
+            begin = width * rng.randrange(flat.size // width)
+            old = int.from_bytes(flat[begin : begin + width].tobytes(), "little", signed=True)
+            near = (*NUMBERS[:16], *(old + step for step in (-64, -2, -1, 1, 2, 64)))
+            number = struct.pack("<q", max(min(rng.choice(near), 2**63 - 1), -(2**63)))
+            if dtype == "F64":
+                number = struct.pack("<d", rng.choice((*NUMBERS[-6:], -1.0, 0.0, 2.0)))
+            flat[begin : begin + width] = np.frombuffer(number, np.uint8)[:width]
+        else:  # cut or padded, alone or with all that belong to it
+            ahead, size = name.rpartition(".")[0], raw.shape[axis]
+            wanted = rng.choice((0, 1, size - 1, size + 1, size + 7, size // 2, 2 * size))
+            for other in [name] if act == 6 else list(self.arrays):
+                dtype, raw = self.arrays[other]
+                if other.rpartition(".")[0] == ahead and axis < raw.ndim - 1:
+                    padding = [(0, 0)] * raw.ndim
+                    padding[axis] = (0, max(wanted - raw.shape[axis], 0))
+                    cut = np.pad(raw, padding).swapaxes(0, axis)[: max(wanted, 0)]
+                    self.arrays[other] = dtype, np.ascontiguousarray(cut.swapaxes(0, axis))
+        return act == 4
+
+    def signed(self) -> Tensors:
+        """Return the file with the digests that fit what is in it, where any digest can."""
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            stated = {key: one for key, one in self.stated.items() if key != "digest"}
+            if self.entry == "kvalloc_cache":
+                stored = {
+                    name: StoredTensor(dtype=NAMES[kind], shape=raw.shape[:-1], data=raw.ravel())
+                    for name, (kind, raw) in self.arrays.items()
+                }
+                stated["tensor_digest"] = tensor_digest(stored)
+                if isinstance(stated.get("profile"), dict):
+                    stated["profile"] = signed(stated["profile"])
+                stated = signed(stated)
+            else:
+                numbers = {name: self.numbers(name) for name in FIELDS if name in self.arrays}
+                stated["digest"] = digest_over(json.dumps(stated, sort_keys=True), numbers)
+            return Tensors(self.entry, stated, self.arrays)
+        return self
+
+
+def signed(stated: Any) -> Any:
+    """Return a JSON record with the digest of its values, where they can have one."""
+    with suppress(ValueError, TypeError, AttributeError):
+        content = {key: one for key, one in stated.items() if key != "digest"}
+        return {**content, "digest": digest_of(content)}
+    return stated
+
+
+def changed_tensors(content: bytes, rng: random.Random) -> bytes:
+    """Return a safetensors file with a change in its own header, its arrays or their table."""
+    file, act = Tensors.parse(content), rng.random()
+    if act < 0.1:
+        return file.pack(lambda table: changed_value(table, rng))
+    if act < 0.5:
+        file.stated = changed_value(file.stated, rng)
+    else:
+        file.change(rng)
+    return file.signed().pack()
+
+
+def changed_record(content: bytes, rng: random.Random) -> bytes:
+    """Return a JSON file of kvalloc's with one place changed."""
+    return as_json(signed(changed_value(json.loads(content), rng)), rng)
+
+
+def stated_by(content: bytes) -> Any:
+    """Return the values in a record's file, arrays of numbers left out."""
+    return json.loads(content) if content[:1] == b"{" else Tensors.parse(content).stated
+
+
+def with_stated(content: bytes, stated: Any, *, sign: bool = True) -> bytes:
+    """Return a record's file with other values, signed again or under its old digest."""
+    if content[:1] == b"{":
+        return json.dumps(signed(stated) if sign else stated).encode()
+    file = Tensors.parse(content)
+    file.stated = stated
+    return (file.signed() if sign else file).pack()
+
+
+# Cases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,966 +325,135 @@ class Kind:
 
     Attributes
     ----------
-    files : tuple of Path
-        Sound ones.
+    samples : tuple of bytes
+        Sound files.
     read : callable
-        Reads a file, and uses what it holds.
-    change : tuple of callable
-        ``change(content, rng)``: changed bytes.
-    weight : float
-        How often it is taken.
+        Reads a file, and uses what is in it.
+    changes : tuple of callable
+        ``change(content, rng)`` returns changed content.
     """
 
-    files: tuple[Path, ...]
-    read: Reader
-    change: tuple[Callable[[bytes, random.Random], bytes], ...]
-    weight: float = 1.0
+    samples: tuple[bytes, ...]
+    read: Callable[[Path], object]
+    changes: tuple[Change, ...]
 
 
-@dataclass
-class Outcomes:
-    """What came of so many executions."""
-
-    by_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
-    crashes: list[str] = field(default_factory=list)
-
-    def add(self, other: Outcomes) -> None:
-        """Both together."""
-        self.by_kind += other.by_kind
-        self.crashes += other.crashes
-
-
-# Changes of bytes and of JSON
-
-
-def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Flipped, cut, doubled, overwritten."""
-    raw = bytearray(content)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        place = (
-            rng.randrange(len(raw) + 1)
-            if rng.random() < 0.5
-            else rng.randrange(min(len(raw), 300) + 1)
-        )
-        act = rng.randrange(6)
-        if act == 0 and place < len(raw):
-            raw[place] ^= 1 << rng.randrange(8)
-        elif act == 1:
-            del raw[place:]
-        elif act == 2:
-            end = min(len(raw), place + rng.choice((1, 8, 64, 1000)))
-            raw[place:place] = raw[place:end]
-        elif act == 3:
-            del raw[place : place + rng.choice((1, 7, 8, 100))]
-        elif act == 4:
-            raw[place:place] = rng.choice(BYTES)
-        else:
-            number = rng.choice((0, 1, 2**20, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1, len(raw)))
-            raw[place : place + 8] = struct.pack("<Q", number)
-    return bytes(raw)
-
-
-def changed_value(value: Any, rng: random.Random, depth: int = 0) -> Any:
-    """A plain value with something else in one place of it."""
-    if isinstance(value, dict | list) and value and rng.random() < 0.9:
-        keys: Any = list(value) if isinstance(value, dict) else range(len(value))
-        key, changed = rng.choice(keys), value.copy()
-        act = rng.random()
-        if act < 0.08:
-            del changed[key]
-        elif act < 0.13 and isinstance(value, dict):
-            changed[rng.choice((*STRINGS, *keys))] = changed[key]
-        elif act < 0.16 and isinstance(value, list):
-            changed[:] = changed * rng.choice((0, 2, 3))
-        else:
-            changed[key] = changed_value(value[key], rng, depth + 1)
-        return changed
-    act = rng.random()
-    if isinstance(value, int | float) and not isinstance(value, bool) and act < 0.6:
-        return rng.choice((*NUMBERS, value + 1, value - 1, -value, value * 2, str(value)))
-    if act < 0.7:
-        return rng.choice(NUMBERS)
-    if act < 0.9:
-        return rng.choice(STRINGS)
-    if act < 0.93:
-        nested: Any = 0
-        for _ in range(rng.choice((5, 100, 900))):
-            nested = [nested] if rng.random() < 0.5 else {"a": nested}
-        return nested
-    return rng.choice((None, True, False, [], {}, [[]], {"": None}, [value] * 50))
-
-
-def as_json(value: Any, rng: random.Random) -> bytes:
-    """JSON of a value, now and then with a key twice, or deeper than any reader goes."""
-    text = json.dumps(value)
-    if rng.random() < 0.03 and isinstance(value, dict) and value:
-        key = rng.choice(sorted(map(str, value)))
-        twice = {key: rng.choice((*NUMBERS[:10], *STRINGS[:4]))}
-        text = f"{text[:-1]}, {json.dumps(twice)[1:]}"
-    if rng.random() < 0.02:
-        text = text.replace("0", "[" * rng.choice((200, 100_000)), 1)
-    return text.encode()
-
-
-def _several(value: Any, rng: random.Random) -> Any:
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        value = changed_value(value, rng)
-    return value
-
-
-def _signed(content: Any, sign: Callable[[dict[str, Any]], str], rng: random.Random) -> Any:
-    if isinstance(content, dict) and rng.random() < 0.95:
-        content = {key: one for key, one in content.items() if key != "digest"}
-        with suppress(ValueError, TypeError):  # what no digest is of
-            content["digest"] = sign(content)
-    return content
-
-
-def changed_record(content: bytes, rng: random.Random) -> bytes:
-    """A JSON file of ours with other values, signed again."""
-    return as_json(_signed(_several(json.loads(content), rng), digest_of, rng), rng)
-
-
-def changed_request(content: bytes, rng: random.Random) -> bytes:
-    """A budget profile that says otherwise what was asked for."""
-    from kvalloc.allocation.request import TARGETS, RequestOptions
-
-    stated = json.loads(content)
-    asked = stated["requested"]
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        name = rng.choice((*RequestOptions.__annotations__, "target", "value", "bytes"))
-        asked[name] = changed_value(asked.get(name), rng)
-    if rng.random() < 0.3:
-        asked["target"] = rng.choice([kind.kind for kind in TARGETS])
-    return as_json(_signed(stated, digest_of, rng), rng)
-
-
-def changed_json(content: bytes, rng: random.Random) -> bytes:
-    """Any JSON with other values."""
-    return as_json(_several(json.loads(content), rng), rng)
-
-
-def changed_lines(content: bytes, rng: random.Random) -> bytes:
-    """JSON lines with other values in one."""
-    lines = content.splitlines()
-    place = rng.randrange(len(lines))
-    lines[place] = changed_json(lines[place], rng)
-    return rng.choice((b"\n", b"\n", b"\r\n", b"\n\n")).join(lines)
-
-
-# Safetensors
-
-
-def split_tensors(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header and the data of a safetensors file."""
-    size = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + size]), content[8 + size :]
-
-
-def joined_tensors(header: Any, data: bytes, rng: random.Random) -> bytes:
-    """A safetensors file, now and then with a wrong length of its header."""
-    text = as_json(header, rng)
-    size = (
-        len(text)
-        if rng.random() < 0.97
-        else rng.choice((0, len(text) + 1, 2**27, 2**40, 2**64 - 1))
-    )
-    return size.to_bytes(8, "little") + text + data
-
-
-def changed_header(content: bytes, rng: random.Random) -> bytes:
-    """Another shape, type or place of a tensor."""
-    header, data = split_tensors(content)
-    return joined_tensors(_several(header, rng), data, rng)
-
-
-def arrays_of(header: dict[str, Any], data: bytes) -> dict[str, StoredTensor]:
-    """The tensors of a sound file."""
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    names |= {"I64": "int64", "I32": "int32", "U8": "uint8"}
-    return {
-        name: StoredTensor(
-            dtype=names[one["dtype"]],
-            shape=tuple(one["shape"]),
-            data=np.frombuffer(data[slice(*one["data_offsets"])], np.uint8),
-        )
-        for name, one in header.items()
-        if name != "__metadata__"
-    }
-
-
-def changer_of_tensors(
-    metadata: str, sign: Callable[[dict[str, Any], dict[str, StoredTensor]], dict[str, Any]]
-) -> Callable[[bytes, random.Random], bytes]:
-    """Changes what a file's own header says, or numbers of a tensor, or leaves one out.
-
-    Parameters
-    ----------
-    metadata : str
-        Where the file's own header is.
-    sign : callable
-        Gives the header with its digest.
-    """
-
-    def change(content: bytes, rng: random.Random) -> bytes:
-        header, data = split_tensors(content)
-        raw, names = bytearray(data), [name for name in header if name != "__metadata__"]
-        stated = json.loads(header["__metadata__"][metadata])
-        for _ in range(rng.choice((1, 1, 2))):
-            act, name = rng.random(), rng.choice(names)
-            start, end = header[name]["data_offsets"]
-            if act < 0.45:
-                stated = changed_value(stated, rng)
-            elif act < 0.8 and end > start:
-                size = 8 if header[name]["dtype"] in ("F64", "I64") else 1
-                place = start + size * rng.randrange(max(1, (end - start) // size))
-                number = rng.choice((*NUMBERS[:16], rng.randrange(300)))
-                packed = struct.pack("<q", number)
-                if header[name]["dtype"] == "F64" and rng.random() < 0.8:
-                    packed = struct.pack(
-                        "<d", rng.choice((np.nan, np.inf, -np.inf, 1e308, -1.0, 2.0, 0.0))
-                    )
-                raw[place : place + size] = packed[:size]
-            elif act < 0.9:
-                header[rng.choice((name + "x", "..", "../x", "kind"))] = header.pop(name)
-                names = [one for one in header if one != "__metadata__"]
-            elif header[name]["shape"]:
-                shape = (
-                    [*header[name]["shape"], 1]
-                    if rng.random() < 0.5
-                    else header[name]["shape"][::-1]
-                )
-                header[name] = {**header[name], "shape": shape}
-        try:
-            if isinstance(stated, dict) and rng.random() < 0.95:
-                stated = sign(stated, arrays_of(header, bytes(raw)))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            pass  # no digest is of that
-        header["__metadata__"] = {**header["__metadata__"], metadata: json.dumps(stated)}
-        return joined_tensors(header, bytes(raw), rng)
-
-    return change
-
-
-def sign_record(header: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
-    """The digest of a score profile or surrogate, whose arrays come in the order of its fields."""
-    content = {name: one for name, one in header.items() if name != "digest"}
-    kinds = (ScoreProfile, FittedSurrogate, SurrogatePart)
-    fields = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
-    found = {name: tensors[name].numbers() for name in fields if name in tensors}
-    return {**content, "digest": digest_over(json.dumps(content, sort_keys=True), found)}
-
-
-def sign_cache(header: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
-    """Both digests of a saved cache, and that of the profile in it."""
-    content = {name: one for name, one in header.items() if name != "digest"}
-    content["tensor_digest"] = tensor_digest(tensors)
-    profile = content.get("profile")
-    if isinstance(profile, dict):
-        profile = {name: one for name, one in profile.items() if name != "digest"}
-        content["profile"] = {**profile, "digest": digest_of(profile)}
-    return {**content, "digest": digest_of(content)}
-
-
-# What is done with a file
-
-
-def _use(record: FileRecord, path: Path) -> None:
-    """Whatever may be done with a sound record: nothing of it raises."""
-    assert repr(record)
-    assert record.digest
-    again = path.with_name("again")
-    record.save(again)  # type: ignore[attr-defined]
-    assert type(record).load(again) == record  # type: ignore[attr-defined]
-    again.unlink()
-
-
-def read_budgets(path: Path) -> object:
-    """A budget profile, and what it keeps of prompts of any length."""
-    profile = BudgetProfile.load(path)
-    _use(profile, path)
-    for tokens in (1, profile.context_tokens, 2 * profile.context_tokens + 1):
-        if tokens < 2**31:
-            with _refusable():
-                profile.budgets_for(tokens)
-                profile.retained_bytes_at(tokens)
-    return profile
-
-
-def read_scores(path: Path) -> object:
-    """A score profile, and what is decided from it."""
-    scores = ScoreProfile.load(path)
-    _use(scores, path)
-    from kvalloc.allocation.decision import solve
-
-    with _refusable():
-        solve(scores, budget="50%", solver="greedy")
-    return scores
-
-
-def merger(other: Path, merge: Callable[..., object], kind: type[ArrayRecord]) -> Reader:
-    """What puts a part of a measurement and another one together."""
-
-    def read(path: Path) -> object:
-        output = path.with_name("merged")
-        try:
-            merge([path, other], output)
-            return kind.load(output)
-        finally:
-            output.unlink(missing_ok=True)
-
-    return read
-
-
-def read_surrogate(path: Path) -> object:
-    """A surrogate, and the scorer that it makes."""
-    found = FittedSurrogate.load(path)
-    _use(found, path)
-    return found
-
-
-def read_evaluation(path: Path) -> object:
-    """An evaluation."""
-    found = Evaluation.load(path)
-    _use(found, path)
-    return found
-
-
-def read_cache(path: Path) -> object:
-    """A saved cache as far as it is read without a model."""
-    return SavedCacheHeader.read(path)
-
-
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "budget profile": (
-        *("verify {} {scores}", "verify {} {scores}", "diff {} {budgets}", "diff {budgets} {}"),
-        *("report {} {scores} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
-        *("export {} --to csv -o {out}", "export {}", "export {} --to vllm -o {out}"),
-        "compare {} --budget 50%",
-    ),
-    "score profile": (
-        *("verify {budgets} {}", "solve {} --budget 50% -o {out}", "report {} -o {out}.html"),
-        *("solve {} --target-retention 0.9 --json", "compare {} --budget 50%", "frontier {}"),
-        *("plot {} -o {out}.svg", "export {} --to csv -o {out}", "merge {} {scores} -o {out}"),
-    ),
-    "evaluation": ("report {} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
-    "surrogate": ("merge {} -o {out}", "solve {} --budget 50% -o {out}"),
-}
-"""What commands do with a file that says it is of a kind, beside ``inspect``."""
-
-
-def read_any(path: Path) -> object:
-    """A file by what it says it is, as a command reads it."""
-    from cli_tools import run
-
-    kind, out = kind_of(path), path.with_name("out")
-    choices = ("inspect {}", *COMMANDS.get(kind, ("verify {} {scores}",)))
-    chosen = random.Random(path.read_bytes()).choice(choices)
-    try:
-        ran = run(*chosen.format(path, out=out, **PARTNERS).split())
-    finally:
-        for file in (out, *(out.with_suffix(one) for one in (".html", ".svg"))):
-            file.unlink(missing_ok=True)
-    assert ran.code in (0, 2) or (ran.code == 1 and chosen.startswith(("verify", "diff"))), ran
-    if ran.code == 2:
-        assert ran.err.count("\n") == 1, ran.err
-        assert "Traceback" not in ran.err
-        raise KVAllocError(ran.err)
-    assert "\x1b" not in ran.out + ran.err
-    return ran
-
-
-PARTNERS: dict[str, Path] = {}
-"""Sound files that commands read beside the changed one."""
-
-
-def read_lines(path: Path) -> object:
-    """Prompts, for profiling and for an evaluation, or as running text."""
-    from kvalloc.prompts.tasks.longbench import read_records
-    from kvalloc.prompts.texts import read_prompts, read_texts
-
-    found: list[object] = []
-    refused: list[KVAllocError] = []
-    readers: tuple[Reader, ...] = (read_prompts, read_records, lambda one: read_texts([one]))
-    for read in readers:
-        try:
-            found.append(read(path))
-        except KVAllocError as error:
-            refused.append(error)
-    if refused and not found:
-        raise refused[0]
-    return found
-
-
-def read_weights(path: Path) -> object:
-    """What layers weigh."""
-    from kvalloc.allocation import request
-
-    return request.read_weights(path)
-
-
-def read_partial(path: Path) -> object:
-    """The folder of a killed job whose manifest or piece is the file."""
-    from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
-
-    output = path.with_name("of.safetensors")
-    folder = checkpoint_folder(output)
-    folder.mkdir(exist_ok=True)
-    content = path.read_bytes()
-    manifest, piece = (PARTIAL[0], content) if content[8:9] == b"{" else (content, PARTIAL[1])
-    (folder / "manifest.json").write_bytes(manifest)
-    (folder / "piece.safetensors").write_bytes(piece)
-    try:
-        with Checkpoint(output, JOB, resume=True) as kept:
-            assert (folder / "piece.safetensors").exists()
-            found = kept.load("piece", {"losses": (3,)})
-            assert found is None or np.array_equal(found[0]["losses"], LOSSES)
-        return found
-    finally:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-
-
-JOB = {"scorer": "xkv", "context_tokens": 40, "versions": {"torch": "2"}}
-LOSSES = np.array([0.5, 0.25, 0.0])
-PARTIAL: list[bytes] = []
-"""A sound manifest and a sound piece."""
-
-
-def importer(name: str, like: BudgetProfile) -> Reader:
-    """What reads budgets of another engine's file."""
-    from kvalloc.interop.exporting import TARGETS
-
-    target = TARGETS[name]
-
-    def read(path: Path) -> object:
-        if target.suffix:
-            return target.read(path, like)
-        folder = path.with_name("folder")  # DuoAttention's has two files
-        folder.mkdir(exist_ok=True)
-        own = b"{" not in path.read_bytes()[:20]
-        (folder / "full_attention_heads.tsv").write_bytes(
-            path.read_bytes() if own else b"1\t1\n" * 3
-        )
-        (folder / "config.json").write_bytes(
-            b'{"sink_size": 2, "recent_size": 3}' if own else path.read_bytes()
-        )
-        return target.read(folder, like)
-
-    return read
-
-
-def read_model(path: Path) -> object:
-    """A model's folder whose config, tokenizer or index is the file."""
-    import shutil
-
-    from kvalloc.models.loading import load_model, shape_of
-
-    folder = path.with_name("model")
-    folder.mkdir()
-    for name, content in MODEL.items():
-        (folder / name).write_bytes(content)
-    try:
-        content = path.read_bytes()
-        (folder / content.split(b"\n", 1)[0].decode()).write_bytes(content.split(b"\n", 1)[1])
-        return shape_of(load_model(folder).model)
-    finally:
-        shutil.rmtree(folder)
-
-
-MODEL: dict[str, bytes] = {}
-"""The files of a sound model's folder."""
-
-
-def changed_model_file(content: bytes, rng: random.Random) -> bytes:
-    """The first line is the file's name and stays."""
-    name, _, rest = content.partition(b"\n")
-    change = changed_json if name.endswith(b".json") and rng.random() < 0.8 else changed_bytes
-    return name + b"\n" + change(rest, rng)
-
-
-def read_gguf(path: Path) -> object:
-    """A GGUF file, unpacked."""
-    import shutil
-
-    from kvalloc.models.loading import load_model, shape_of
-
-    os.environ["KVALLOC_CACHE"] = str(path.with_name("cache"))
-    file = path.with_suffix(".gguf")
-    path.rename(file)
-    try:
-        return shape_of(load_model(file).model)
-    finally:
-        file.unlink()
-        shutil.rmtree(path.with_name("cache"), ignore_errors=True)
-
-
-def read_name(path: Path) -> object:
-    """The file holds a name: of a file, of a shipped profile, or of one on the hub."""
-    from kvalloc.formats.reading import load_file
-    from kvalloc.formats.shipped_profiles import load_profile, load_scores, load_surrogate
-
-    name = path.read_bytes().decode("utf-8", "surrogatepass")
-    os.chdir(path.parent)
-    GUARD.named = f"{os.path.abspath(name.partition(chr(0))[0])}/"  # what a user names may be read
-    refused = None
-    for read in (load_profile, load_scores, load_surrogate, load_file):
-        try:
-            return read(name)
-        except KVAllocError as error:
-            refused = error
-    assert refused is not None
-    raise refused
-
-
-def changed_name(content: bytes, rng: random.Random) -> bytes:
-    """Another name."""
-    if rng.random() < 0.5:
-        name = rng.choice(STRINGS) + rng.choice(("", content.decode(), "/p.json", ".json"))
-        return name.encode("utf-8", "surrogatepass")
-    changed = changed_bytes(content, rng)
-    return changed.decode("utf-8", "replace").encode()
-
-
-@contextmanager
-def _refusable() -> Iterator[None]:
-    """What may be refused for a file that is sound."""
-    with suppress(KVAllocError):
-        yield
-
-
-# Sound files of every kind
-
-
-def make_kinds(folder: Path, *, models: bool) -> dict[str, Kind]:
-    """Write sound files, and say what is done with each kind.
-
-    Parameters
-    ----------
-    folder : Path
-    models : bool
-        Whether models are read, too, which takes a hundred times as long.
-    """
-    from factories import (
-        make_bits,
-        make_budget_profile,
-        make_evaluation,
-        make_losses,
-        make_row,
-        make_scores,
-        make_shape,
-        make_shared_scores,
-    )
-
-    from kvalloc.allocation.decision import solve
-    from kvalloc.interop.exporting import TARGETS, ExportTarget
-    from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
-
-    def saved(name: str, *records: Any) -> tuple[Path, ...]:
-        paths = tuple(folder / f"{name}-{place}" for place in range(len(records)))
-        for path, record in zip(paths, records, strict=True):
-            if isinstance(record, bytes):
-                path.write_bytes(record)
-            else:
-                record.save(path)
-        return paths
-
-    scores = make_scores(context_tokens=24, sinks=2, window=3)
-    parts = [
-        scores.replace(
-            **{
-                name: getattr(scores, name)[[place]]
-                for name in ("curves", "masses", "sample_tokens")
-            },
-            shards=np.eye(2, dtype=np.int64)[place],
-            sample_places=np.array([place]),
-        )
-        for place in range(2)
-    ]
-    other = saved("other", parts[1])[0]
-    GUARD.shared = (f"{other.resolve()}/",)  # outside of the folder that is guarded
-    budgets = solve(scores, budget="50%", solver="greedy")
-    surrogate = FittedSurrogate(
-        shape=make_shape(),
-        target="reconstruction",
-        target_parameters={"chunk": 64},
-        context_tokens=60,
-        samples=2,
-        sinks=2,
-        ridge=1e-3,
-        weights=np.random.default_rng(0).normal(size=(3, 2, 9)),
-        r_squared=np.full(3, 0.5),
-        rank_correlation=np.full(3, 0.7),
-        text_digest="0" * 64,
-        text_description="made up",
-        versions={"numpy": "test"},
-        created="2024-01-01",
-    )
-    arrays = (changer_of_tensors("kvalloc", sign_record), changed_header, changed_bytes)
-    record = (changed_record, changed_record, changed_bytes)
-    lines = (
-        b'{"prompt": "a b c", "answer": "d", "task": "t"}\n{"text": "e f"}\n',
-        b'{"context": "a b", "input": "c?", "answers": ["d"], "all_classes": ["x"]}',
-        b'{"messages": [{"role": "user", "content": "hi"}], "question_after": "?", "answer": "x"}',
-    )
-    with Checkpoint(folder / "of.safetensors", JOB, resume=False) as kept:
-        kept.save("piece", {"losses": LOSSES}, {"stages": [1, 2]})
-    partial = checkpoint_folder(folder / "of.safetensors")
-    PARTIAL[:] = [(partial / name).read_bytes() for name in ("manifest.json", "piece.safetensors")]
-    kinds = {
-        "score profile": Kind(
-            files=saved("scores", scores, make_losses(), make_bits(), make_shared_scores()),
-            read=read_scores,
-            change=arrays,
-        ),
-        "part of a measurement": Kind(
-            files=saved("part", parts[0]), read=merger(other, merge, ScoreProfile), change=arrays
-        ),
-        "budget profile": Kind(
-            files=saved("budgets", budgets, make_budget_profile([[10, 17]])),
-            read=read_budgets,
-            change=record,
-        ),
-        "surrogate": Kind(files=saved("surrogate", surrogate), read=read_surrogate, change=arrays),
-        "evaluation": Kind(
-            files=saved("evaluation", make_evaluation(make_row("full"), make_row())),
-            read=read_evaluation,
-            change=record,
-        ),
-        "prompts": Kind(
-            files=saved("lines", *lines), read=read_lines, change=(changed_lines, changed_bytes)
-        ),
-        "weights": Kind(
-            files=saved("weights", b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"),
-            read=read_weights,
-            change=(changed_json, changed_bytes),
-        ),
-        "partial": Kind(
-            files=saved("partial", *PARTIAL),
-            read=read_partial,
-            change=(_changed_partial, changed_bytes),
-        ),
-        "name": Kind(
-            files=saved(
-                "name", b"smollm2-135m-instruct-bits-20", b"hf://owner/repo/p.json", b"p.json"
-            ),
-            read=read_name,
-            change=(changed_name,),
-            weight=0.3,
-        ),
-    }
-    for name, target in TARGETS.items():
-        if type(target).read is ExportTarget.read:
-            continue  # such files say too little to be read back
-        out = folder / f"export-{name}"
-        target.write(budgets, out)
-        files = tuple(sorted(out.iterdir())) if out.is_dir() else (out,)
-        read = importer(name, budgets)
-        change = (changed_json, changed_bytes) if name == "openvino" else (changed_bytes,)
-        kinds[f"export to {name}"] = Kind(files=files, read=read, change=change, weight=0.2)
-    every = (*("score profile", "budget profile", "surrogate", "evaluation"),)
-    files = tuple(path for kind in every for path in kinds[kind].files)
-    PARTNERS.update(
-        scores=kinds["score profile"].files[0], budgets=kinds["budget profile"].files[0]
-    )
-    GUARD.shared += tuple(f"{path.resolve()}/" for path in PARTNERS.values())
-    asked = (
-        {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
-        {"target_retention": 0.9, "level": "head", "equal_heads": True},
-        {"memory": "1500", "weights": [1, 2, 3], "workloads": "mean", "max_distinct": 2},
-        {"budget_tokens": 12, "workloads": "cvar", "tail": 0.5},
-    )
-    decided = [solve(scores, **one) for one in asked]  # type: ignore[arg-type]
-    decided += [solve(make_losses(), target_loss=0.5), solve(make_bits(), budget="30%", bits="8,4")]
-    kinds["what was asked for"] = Kind(
-        files=saved("asked", *decided), read=read_any, change=(changed_request,), weight=0.2
-    )
-    kinds["any, by a command"] = Kind(
-        files=files, read=read_any, change=(_changed_any,), weight=0.1
-    )
-    if models:
-        kinds |= _model_kinds(folder, saved)
-    return kinds
-
-
-def _changed_any(content: bytes, rng: random.Random) -> bytes:
-    change = changed_record if content[:1] == b"{" else changer_of_tensors("kvalloc", sign_record)
-    return change(content, rng)
-
-
-def _changed_partial(content: bytes, rng: random.Random) -> bytes:
-    if content[:1] == b"{":
-        return changed_json(content, rng)
-    header, data = split_tensors(content)
-    return joined_tensors(_several(header, rng), data, rng)
-
-
-def _model_kinds(folder: Path, saved: Callable[..., tuple[Path, ...]]) -> dict[str, Kind]:
-    """Saved caches, model folders and GGUF files: what torch reads."""
-    import torch
-    from cli_tools import save_tiny_model
-    from tiny_models import WordTokenizer, equal_budgets, tiny_model, words
-
-    from kvalloc.measure.scorer_fitting import fit_scorer, merge_surrogates
-
-    model = tiny_model()
-    caches = []
-    for place, bits in enumerate((None, 4)):
-        profile = equal_budgets(model, 12)
-        if bits:
-            profile = profile.replace(level="head", bits=np.full_like(profile.budgets, bits))
-        cache = kvalloc.make_cache(model, profile)
-        with torch.no_grad():
-            model(torch.arange(40)[None], past_key_values=cache)
-        cache.save(folder / f"cache-{place}")
-        caches.append(folder / f"cache-{place}")
-    change = (changer_of_tensors("kvalloc_cache", sign_cache), changed_header, changed_bytes)
-    sound = save_tiny_model(folder / "sound", model)
-    MODEL.update({file.name: file.read_bytes() for file in sound.iterdir()})
-    files = [
-        f"{name}\n".encode() + content
-        for name, content in sorted(MODEL.items())
-        if name.endswith(".json") and name != "generation_config.json"
-    ]
-    index = {
-        "metadata": {},
-        "weight_map": {name: "model.safetensors" for name, _ in model.named_parameters()},
-    }
-    files.append(b"model.safetensors.index.json\n" + json.dumps(index).encode())
-    fit = [
-        fit_scorer(model, WordTokenizer(), [words(200)], context=30, samples=4, shard=shard)
-        for shard in ("1/2", "2/2")
-    ]
-    own, other = saved("fit", *fit)
-    GUARD.shared += (f"{other.resolve()}/",)
-    return {
-        "part of a surrogate": Kind(
-            files=(own,),
-            read=merger(other, merge_surrogates, FittedSurrogate),
-            change=(changer_of_tensors("kvalloc", sign_record), changed_header, changed_bytes),
-            weight=0.3,
-        ),
-        "saved cache": Kind(files=tuple(caches), read=read_cache, change=change),
-        "model folder": Kind(
-            files=saved("model", *files), read=read_model, change=(changed_model_file,), weight=0.01
-        ),
-        "GGUF": Kind(
-            files=saved("gguf", tiny_gguf(folder)),
-            read=read_gguf,
-            change=(changed_bytes,),
-            weight=0.01,
-        ),
-    }
-
-
-def tiny_gguf(folder: Path) -> bytes:
-    """A llama of one layer in GGUF's form."""
-    import gguf
-
-    file = folder / "tiny.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    hidden, words = 32, ["<unk>", "<s>", "</s>", *map(chr, range(97, 123)), "ab", "cd", "ef"]
-    writer.add_context_length(64)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(hidden)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([0.0] * len(words))
-    writer.add_token_types([2, 3, 3, *[1] * (len(words) - 3)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    rng = np.random.default_rng(0)
-    shapes = {
-        "token_embd": (len(words), hidden),
-        "output_norm": (hidden,),
-        "output": (len(words), hidden),
-        **{f"blk.0.{name}_norm": (hidden,) for name in ("attn", "ffn")},
-        **{f"blk.0.attn_{name}": (hidden, hidden) for name in ("q", "output")},
-        **{f"blk.0.attn_{name}": (hidden // 2, hidden) for name in ("k", "v")},
-        **{f"blk.0.ffn_{name}": (hidden, hidden) for name in ("gate", "up", "down")},
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    content = file.read_bytes()
-    file.unlink()
-    return content
-
-
-# Executions
-
-
-def execute(kinds: dict[str, Kind], folder: Path, seed: int, number: int) -> tuple[str, str]:
-    """One execution: its kind, and what came of it, "refused" or "read".
+def outcomes(name: str, kind: Kind, path: Path, count: int, seed: int) -> Counter[str]:
+    """Read so many mutants of a kind; return and print how many were refused and read.
 
     Raises
     ------
-    Crash
-        If it is anything else.
+    AssertionError
+        If a mutant is neither refused in one line nor read, or reading it does more than that.
     """
-    rng = random.Random(f"{seed} {number}")
-    name = rng.choices(list(kinds), [kind.weight for kind in kinds.values()])[0]
-    kind = kinds[name]
-    content = rng.choice(kind.files).read_bytes()
-    changed = rng.choice(kind.change)(content, rng)
-    path = folder / "hostile"
-    path.write_bytes(changed)
-    GUARD.note = GUARD.named = ""
-    try:
-        with _alarm():
-            kind.read(path)
-        outcome = "read"
-    except KVAllocError as error:
-        outcome = "refused"
-        most = 1000 if name != "name" else 20_000  # a name is told as it was given
-        if "\n" in str(error) or len(str(error)) > most:
-            raise Crash(f"{name} {number}: more than a line: {str(error)[:300]}") from error
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
+    found: Counter[str] = Counter()
+    for number in range(count):
+        rng, case = random.Random(f"{seed} {number}"), f"{name}, case {number} of seed {seed}"
+        path.write_bytes(rng.choice(kind.changes)(rng.choice(kind.samples), rng))
+        try:
+            error = refusal(kind.read, path)
+        except BaseException as crash:
+            crash.add_note(case)
             raise
-        shown = traceback.format_exc(limit=-6)[-1500:]
-        raise Crash(f"{name} {number}: {type(error).__name__}\n{shown}") from error
-    finally:
-        path.unlink(missing_ok=True)
-    if GUARD.note:
-        raise Crash(f"{name} {number}: {GUARD.note}")
-    return name, outcome
+        wrong = GUARD.seen or (error and one_clear_line(error, path))
+        assert not wrong, f"{case}: {wrong}: {str(error)[:500]!r}"
+        found["refused" if error else "read"] += 1
+    print(f"\n{name}: {found['refused']:,} refused, {found['read']:,} read")
+    return found
+
+
+def refusal(read: Callable[[Path], object], path: Path) -> KVAllocError | None:
+    """Return the error that refuses a file; None where it is read."""
+    with GUARD.watching(path.parent), bounded():
+        try:
+            read(path)
+        except KVAllocError as error:
+            return error
+    return None
+
+
+def one_clear_line(error: KVAllocError, path: Path) -> str | None:
+    """Return what is wrong with a refusal of a file, or None."""
+    text = str(error)
+    if not text.isprintable() or len(text) > 1000 + len(str(path)):
+        return "no short line that can be printed"
+    if isinstance(error, ProfileFileError) and error.path == str(path):
+        clear = text.startswith(f"{path}: {one_line(error.field, 80)} is ") and "expected" in text
+        return None if clear and error.way_out in text else "not file, field and way out"
+    return None
 
 
 @contextmanager
-def _alarm() -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise _TooLong(f"more than {MOST_SECONDS:g} s, or {MOST_WAITING:g} by the clock")
+def bounded() -> Iterator[None]:
+    """Raise where what is inside takes more than `MAX_SECONDS` or `MAX_BYTES`."""
 
-    timers = {
-        signal.SIGPROF: (signal.ITIMER_PROF, MOST_SECONDS),
-        signal.SIGALRM: (signal.ITIMER_REAL, MOST_WAITING),
-    }
-    before = {one: signal.signal(one, late) for one in timers}
+    def late(*_: object) -> None:
+        raise TimeoutError(f"more than {MAX_SECONDS:g} s of processor time")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status").read_text("ascii")
+    data = int(status.partition("VmData:")[2].split()[0]) * 1024
+    handler = signal.signal(signal.SIGPROF, late)
     try:
-        for timer, seconds in timers.values():
-            signal.setitimer(timer, seconds)
+        resource.setrlimit(resource.RLIMIT_DATA, (data + MAX_BYTES, hard))
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         yield
     finally:
-        for timer, _ in timers.values():
-            signal.setitimer(timer, 0)
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class Guard:
-    """Notes what an execution must not do: an audit hook, which Python never takes away."""
+    """Notes what reading a file must not do: an audit hook, which Python never takes away.
 
-    FORBIDDEN = (
-        *(
-            "os.system",
-            "os.exec",
-            "os.posix_spawn",
-            "os.fork",
-            "subprocess.Popen",
-            "pickle.find_class",
-        ),
-        *("socket.connect", "socket.getaddrinfo", "socket.bind", "ctypes.dlopen"),
-    )
-    WRITING = (
-        "os.rename",
-        "os.remove",
-        "os.mkdir",
-        "os.rmdir",
-        "os.truncate",
-        "os.symlink",
-        "os.link",
-    )
+    Attributes
+    ----------
+    seen : list of str
+        Programs and connections that were begun, files written outside of the folder, and decoys
+        that were opened because a file names them.
+    """
+
+    FORBIDDEN = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"}
+    FORBIDDEN |= {"pickle.find_class", "socket.connect", "socket.getaddrinfo", "ctypes.dlopen"}
+    CHANGING = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link"}
 
     def __init__(self) -> None:
-        self.note, self.on, self.inside, self.named = "", False, "", ""
-        self.readable: tuple[str, ...] = ()
-        self.shared: tuple[str, ...] = ()
+        self.seen: list[str] = []
+        self._folder = ""
         self._hooked = False
 
-    def begin(self, folder: Path) -> None:
-        """Watch from now on; only files in the folder may be written."""
-        paths = [
-            *sysconfig.get_paths().values(),
-            sys.prefix,
-            sys.base_prefix,
-            *filter(None, sys.path),
-        ]
-        self.inside = f"{folder.resolve()}/"
-        shared = ("/proc/", "/sys/", "/dev/null", "/dev/urandom", "/usr/share/", "/etc/mime.types")
-        shared += (os.path.expanduser("~/.cache/huggingface/"),)
-        self.readable = (
-            self.inside,
-            *self.shared,
-            *(os.path.realpath(path) for path in paths),
-            *paths,
-            *shared,
-        )
-        self.on = True
+    @contextmanager
+    def watching(self, folder: Path) -> Iterator[None]:
+        """Note what happens meanwhile; only files in the folder may be written."""
         if not self._hooked:
-            sys.addaudithook(self._saw)
+            sys.addaudithook(self._note)
             self._hooked = True
+        self.seen.clear()
+        self._folder = f"{folder.resolve()}/"
+        try:
+            yield
+        finally:
+            self._folder = ""
 
-    def _saw(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on or self.note:
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._folder:
             return
         if event in self.FORBIDDEN:
-            self.note = f"{event} {arguments!r:.300}"
-        elif event in self.WRITING:
-            if -1 in arguments or None in arguments:  # else within a folder that is open
-                for path in arguments[:2]:
-                    self._check(path, writing=True)
+            self.seen.append(f"{event} {arguments!r:.300}")
+        elif event in self.CHANGING and -1 in arguments:  # else within a folder that is open
+            self._opened(arguments[0], writing=True)
         elif event == "open":
             path, mode, flags = arguments
-            writing = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)) or any(
-                one in (mode or "") for one in "wax+"
-            )
-            self._check(path, writing=writing)
+            writing = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            self._opened(path, writing=writing or bool(set(mode or "") & set("wax+")))
 
-    def _check(self, path: Any, *, writing: bool) -> None:
-        if not isinstance(path, str | bytes | os.PathLike):
-            return  # an open file
-        text = os.path.abspath(os.fsdecode(path))
-        allowed = (self.inside, "/dev/null") if writing else self.readable
-        if not f"{text}/".startswith(allowed) and (writing or f"{text}/" != self.named):
-            self.note = f"{'wrote' if writing else 'opened'} {text!r} outside the folder"
+    def _opened(self, path: Any, *, writing: bool) -> None:
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.path.abspath(os.fsdecode(path))
+            outside = not f"{text}/".startswith((self._folder, "/dev/null/"))
+            if text.endswith("/etc/passwd") or (writing and outside and "__pycache__" not in text):
+                self.seen.append(f"{'wrote' if writing else 'opened'} {text}")
 
 
 GUARD = Guard()
-
-
-def run_many(
-    kinds: dict[str, Kind],
-    folder: Path,
-    seed: int,
-    numbers: Iterator[int],
-    more: Callable[[Outcomes], bool],
-) -> Outcomes:
-    """Executions in this process for as long as ``more(outcomes)``, one after the other."""
-    outcomes = Outcomes()
-    GUARD.begin(folder)
-    try:
-        while more(outcomes):
-            try:
-                outcomes.by_kind[execute(kinds, folder, seed, next(numbers))] += 1
-            except Crash as crash:
-                outcomes.crashes.append(str(crash))
-    finally:
-        GUARD.on = False
-    return outcomes
-
-
-def limit_memory() -> None:
-    """Let this process take no more than `MOST_BYTES` beyond what it has."""
-    taken = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_BYTES, resource.RLIM_INFINITY))

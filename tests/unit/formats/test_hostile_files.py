@@ -1,12 +1,13 @@
-"""Files that were made to do harm: refused in one line, or read; see `hostile_files`."""
+"""Hostile files of every kind: each is refused in one clear line or read; see `hostile_files`."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import random
 import socket
-import stat
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,80 +16,383 @@ import hostile_files
 import numpy as np
 import pytest
 from cli_tools import refused, run
-from factories import make_budget_profile, make_evaluation, make_row, make_scores, make_shape
+from factories import (
+    make_bits,
+    make_budget_profile,
+    make_evaluation,
+    make_losses,
+    make_row,
+    make_scores,
+    make_shape,
+    make_shared_scores,
+)
+from hostile_files import (
+    STRINGS,
+    Kind,
+    changed_bytes,
+    changed_json,
+    changed_lines,
+    changed_record,
+    changed_tensors,
+    changed_value,
+    each_field,
+    one_clear_line,
+    outcomes,
+    refusal,
+    stated_by,
+    with_stated,
+    with_value,
+)
 from pydantic import ValidationError
 from safetensors.numpy import save_file
+from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.request import read_weights
 from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.formats import record
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.merging import merge
 from kvalloc.formats.reading import load_file
 from kvalloc.formats.record import first_fault, kind_of
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
+from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.interop.exporting import TARGETS
-from kvalloc.prompts.texts import read_prompts
+from kvalloc.interop.target import ExportTarget
+from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.measure.scorer_fitting import fit_scorer, merge_surrogates
+from kvalloc.prompts.tasks.longbench import read_records
+from kvalloc.prompts.texts import read_prompts, read_texts
 
 pytestmark = pytest.mark.fuzz
 
+SCORES = make_scores(context_tokens=24, sinks=2, window=3)
+PROFILE = solve(SCORES, budget="50%", solver="greedy")
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
+    {"target_retention": 0.9, "level": "head", "equal_heads": True},
+    {"memory": "1500", "weights": [1, 2, 3], "workloads": "mean", "max_distinct": 2},
+    {"budget_tokens": 12, "workloads": "cvar", "tail": 0.5},
+)
+LINES = (
+    b'{"prompt": "a b c", "answer": "d", "task": "t"}\n{"text": "e f"}\n',
+    b'{"context": "a b", "input": "c?", "answers": ["d"], "all_classes": ["x"]}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "question_after": "?", "answer": "x"}',
+)
+MANY = 1000
+JOB = {"scorer": "xkv", "context_tokens": 40, "versions": {"torch": "2"}}
+LOSSES = np.array([0.5, 0.25, 0.0])
+COSTS = {"commands": 4}
+"""Of these kinds only every so-manieth file is tried."""
+EXPORTS = tuple(name for name, one in TARGETS.items() if type(one).read is not ExportTarget.read)
+
+
+def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Callable[[Path], object]:
+    """Return a reader of a record that saves it again, loads that, and uses it."""
+
+    def read(path: Path) -> object:
+        found, again = kind.load(path), path.with_name("again")
+        found.save(again)
+        assert kind.load(again) == found
+        assert repr(found)
+        with suppress(KVAllocError):
+            then(found)
+        return found
+
+    return read
+
+
+def merged(other: bytes, put: Callable[..., object], kind: type[Any]) -> Callable[[Path], object]:
+    """Return a reader of a part, which is put together with another one."""
+
+    def read(path: Path) -> object:
+        path.with_name("other").write_bytes(other)
+        put([path, path.with_name("other")], path.with_name("merged"))
+        return kind.load(path.with_name("merged"))
+
+    return read
+
+
+def use_budgets(profile: BudgetProfile) -> None:
+    for tokens in (1, profile.context_tokens, 2 * profile.context_tokens + 1):
+        profile.budgets_for(tokens)
+        profile.retained_bytes_at(tokens)
+
+
+def read_any_lines(path: Path) -> object:
+    """Read prompts for profiling, for an evaluation, and as running text."""
+    refusals = []
+    for read in (read_prompts, read_records, lambda one: read_texts([one])):
+        try:
+            read(path)
+        except KVAllocError as error:
+            refusals.append(error)
+    if len(refusals) == 3:
+        raise refusals[0]
+    return None
+
+
+def checkpoint(output: Path, name: str, content: bytes | None) -> Path:
+    """Write the folder of a killed job beside an output; return its manifest or piece."""
+    with Checkpoint(output, JOB, resume=False) as kept:
+        kept.save("piece", {"losses": LOSSES}, {"stages": [1, 2]})
+    file = checkpoint_folder(output) / name
+    if content is not None:
+        file.write_bytes(content)
+    return file
+
+
+def continued(name: str) -> Callable[[Path], object]:
+    """Return a reader of a killed job's folder, one file of which is the changed one."""
+
+    def read(path: Path) -> object:
+        output = path.with_name("of.safetensors")
+        checkpoint(output, name, path.read_bytes())
+        try:
+            with Checkpoint(output, JOB, resume=True) as kept:
+                found = kept.load("piece", {"losses": (3,)})
+            if found is None:
+                raise InputError("the piece is measured again")
+            np.testing.assert_equal(found[0]["losses"], LOSSES)
+        finally:
+            for file in [*checkpoint_folder(output).glob("*")]:
+                file.unlink()
+            with suppress(OSError):
+                checkpoint_folder(output).rmdir()
+        return found
+
+    return read
+
+
+COMMANDS = {
+    "budget profile": (
+        *("verify {} {scores}", "diff {} {budgets}", "diff {budgets} {}", "plot {} -o {out}.svg"),
+        *("report {} {scores} -o {out}.html", "inspect {} --json", "compare {} --budget 50%"),
+        *("export {} --to csv -o {out}", "export {}", "export {} --to vllm -o {out}"),
+    ),
+    "score profile": (
+        *("verify {budgets} {}", "solve {} --budget 50% -o {out}", "report {} -o {out}.html"),
+        *("solve {} --target-retention 0.9 --json", "compare {} --budget 50%", "frontier {}"),
+        *("plot {} -o {out}.svg", "export {} --to csv -o {out}", "merge {} {scores} -o {out}"),
+    ),
+    "evaluation": ("report {} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
+    "surrogate": ("merge {} -o {out}", "solve {} --budget 50% -o {out}"),
+}
+
+
+def commanded(path: Path) -> object:
+    """Run one of the commands that read such a file, by what it says it is."""
+    SCORES.save(path.with_name("scores"))
+    PROFILE.save(path.with_name("budgets"))
+    names = {name: path.with_name(name) for name in ("scores", "budgets", "out")}
+    choices = ("inspect {}", *COMMANDS.get(kind_of(path), ("verify {} {scores}",)))
+    line = random.Random(path.read_bytes()).choice(choices)
+    ran = run(*line.format(path, **names).split())
+    assert ran.code in (0, 2) or (ran.code == 1 and line.startswith(("verify", "diff"))), ran
+    assert "\x1b" not in ran.out + ran.err
+    if ran.code == 2:
+        assert ran.err.count("\n") == 1, ran.err
+        raise KVAllocError(ran.err)
+    return ran
+
+
+def changed_any(content: bytes, rng: random.Random) -> bytes:
+    change = changed_record if content[:1] == b"{" else changed_tensors
+    return change(content, rng)
+
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, hostile_files.Kind]:
-    return hostile_files.make_kinds(tmp_path_factory.mktemp("sound"), models=False)
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+    folder = tmp_path_factory.mktemp("sound")
+
+    def made(*records: Any) -> tuple[bytes, ...]:
+        files = [folder / str(number) for number in range(len(records))]
+        for file, one in zip(files, records, strict=True):
+            one.save(file)
+        return tuple(file.read_bytes() for file in files)
+
+    per_sample = ("curves", "masses", "sample_tokens")
+    parts = made(
+        *(
+            SCORES.replace(
+                **{name: getattr(SCORES, name)[[place]] for name in per_sample},
+                shards=np.eye(2, dtype=np.int64)[place],
+                sample_places=np.array([place]),
+            )
+            for place in range(2)
+        )
+    )
+    fit = {"model": tiny_model(), "tokenizer": WordTokenizer(), "texts": [words(200)]}
+    fitted = [
+        fit_scorer(**fit, context=30, samples=4, shard=shard) for shard in (None, "1/2", "2/2")
+    ]
+    surrogate, *surrogates = made(*fitted)
+    scores = made(SCORES, make_losses(), make_bits(), make_shared_scores())
+    decided = [solve(SCORES, **one) for one in REQUESTS]
+    decided += [solve(make_losses(), target_loss=0.5), solve(make_bits(), budget="30%", bits="8,4")]
+    budgets = made(PROFILE, make_budget_profile([[10, 17]]), *decided)
+    evaluation = made(make_evaluation(make_row("full"), make_row()))
+    files = [
+        checkpoint(folder / name, name, None).read_bytes()
+        for name in ("manifest.json", "piece.safetensors")
+    ]
+    raw, json_record = (changed_bytes,), (changed_record, changed_record, changed_bytes)
+
+    arrays = (changed_tensors, changed_tensors, changed_tensors, changed_bytes)
+
+    whole = {
+        "score profile": Kind(
+            samples=scores,
+            read=loaded(ScoreProfile, then=lambda s: solve(s, budget="50%", solver="greedy")),
+            changes=arrays,
+        ),
+        "part of a measurement": Kind(
+            samples=parts[:1],
+            read=merged(parts[1], merge, ScoreProfile),
+            changes=arrays,
+        ),
+        "budget profile": Kind(
+            samples=budgets, read=loaded(BudgetProfile, then=use_budgets), changes=json_record
+        ),
+        "surrogate": Kind(samples=(surrogate,), read=loaded(FittedSurrogate), changes=arrays),
+        "part of a surrogate": Kind(
+            samples=(surrogates[0],),
+            read=merged(surrogates[1], merge_surrogates, FittedSurrogate),
+            changes=arrays,
+        ),
+        "evaluation": Kind(samples=evaluation, read=loaded(Evaluation), changes=json_record),
+        "prompts": Kind(samples=LINES, read=read_any_lines, changes=(changed_lines, changed_bytes)),
+        "weights": Kind(
+            samples=(b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"),
+            read=read_weights,
+            changes=(changed_json, changed_bytes),
+        ),
+        "manifest": Kind(
+            samples=(files[0],),
+            read=continued("manifest.json"),
+            changes=(changed_json, changed_bytes),
+        ),
+        "piece": Kind(samples=(files[1],), read=continued("piece.safetensors"), changes=raw),
+        "commands": Kind(
+            samples=(*scores, *budgets, *evaluation, surrogate),
+            read=commanded,
+            changes=(changed_any,),
+        ),
+    }
+    for name in EXPORTS:
+        out = folder / name
+        TARGETS[name].write(PROFILE, out)
+        samples = [file.read_bytes() for file in (sorted(out.iterdir()) if out.is_dir() else [out])]
+        for place, sample in enumerate(samples):
+            changes = (changed_json, changed_bytes) if sample[:1] == b"{" else raw
+            whole[f"{name} {place}"] = Kind(
+                samples=(sample,), read=imported(name, samples, place), changes=changes
+            )
+    return whole
+
+
+def imported(name: str, samples: list[bytes], place: int) -> Callable[[Path], object]:
+    """Return a reader of budgets in another engine's file, or in one of the files of a folder."""
+
+    def read(path: Path) -> object:
+        if len(samples) == 1:
+            return TARGETS[name].read(path, PROFILE)
+        folder = path.with_name("folder")
+        folder.mkdir(exist_ok=True)
+        files = ("config.json", "full_attention_heads.tsv")
+        for number, (file, content) in enumerate(zip(files, samples, strict=True)):
+            (folder / file).write_bytes(path.read_bytes() if number == place else content)
+        return TARGETS[name].read(folder, PROFILE)
+
+    return read
 
 
 def test_files_made_by_chance_are_refused_or_read(
-    kinds: dict[str, hostile_files.Kind],
+    kinds: dict[str, Kind],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    count = 8 * request.config.getoption("--hostile-files")
     monkeypatch.chdir(tmp_path)
-    found = hostile_files.run_many(
-        kinds, tmp_path, 0, itertools.count(), lambda so_far: so_far.by_kind.total() < count
-    )
-    assert found.crashes == []
-    assert {kind for kind, outcome in found.by_kind if outcome == "refused"} == {*kinds}
-    assert sum(found.by_kind[kind, "read"] for kind in kinds) > 80
+    count, seed = map(request.config.getoption, ("--hostile-files", "--hostile-seed"))
+    found: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        found += outcomes(
+            name, kind, tmp_path / "hostile", max(10, count // COSTS.get(name, 1)), seed
+        )
+    assert found["refused"] > found.total() / 2
+    assert found["read"] > found.total() / 10
+
+
+FREE = {"parameters", "scorer_parameters", "target_parameters", "solver_options", "requested"}
+FREE |= {"settings"}
+"""Fields that hold any plain values."""
+
+
+@pytest.mark.parametrize("name", ["budget profile", "evaluation", "score profile", "surrogate"])
+def test_every_field_that_is_dropped_or_of_another_type_is_named(
+    kinds: dict[str, Kind], tmp_path: Path, name: str
+) -> None:
+    kind, path, sound = kinds[name], tmp_path / "p", kinds[name].samples[0]
+    stated = stated_by(sound)
+    for place, new in each_field(stated):
+        changed, field = with_value(stated, place, new), ".".join(map(str, place))
+        path.write_bytes(with_stated(sound, changed))
+        error = refusal(kind.read, path)
+        if not isinstance(error, ProfileFileError):
+            assert new != [[]] or {*place} & {*FREE, "digest"}, field
+            continue
+        assert one_clear_line(error, path) is None
+        follows = place[0] == "shape" and error.field in ("content", "budgets", "layer_types")
+        follows |= error.field == "gap"  # of objective and bound
+        follows |= isinstance(new, float | int) and not isinstance(new, bool)
+        named = field.startswith(error.field) or error.field.startswith(field)
+        assert named or follows, (field, new, str(error))
+
+
+@pytest.mark.parametrize("name", ["budget profile", "evaluation", "score profile", "surrogate"])
+def test_what_is_read_under_the_old_digest_is_equal(
+    kinds: dict[str, Kind], tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    """White space and the order of keys may differ."""
+    kind, path, sound = kinds[name], tmp_path / "p", kinds[name].samples[0]
+    rng, stated = random.Random(0), stated_by(sound)
+    for number in range(request.config.getoption("--hostile-files")):
+        changed = with_stated(sound, changed_value(stated, rng), sign=False)
+        path.write_bytes(changed if number % 2 else changed_bytes(sound, rng))
+        with suppress(ProfileFileError):
+            assert kind.read(path).digest == stated["digest"]
 
 
 def test_the_guard_notices_what_must_not_be(tmp_path: Path) -> None:
-    guard = hostile_files.GUARD
-    guard.begin(tmp_path)
-    acts: tuple[Any, ...] = (
-        lambda: Path("/etc/hostname").exists() and open("/etc/hostname").close(),
-        lambda: os.system("true"),
-        lambda: (tmp_path.parent / "outside").mkdir(),
-        lambda: socket.create_connection(("127.0.0.1", 9), timeout=1),
-    )
-    try:
-        for act in acts:
-            guard.note = ""
-            with suppress(OSError):
-                act()
-            assert guard.note, act
-        guard.note = ""
+    acts: dict[str, Callable[[], Any]] = {
+        "opened": lambda: open("/etc/passwd").close(),
+        "os.system": lambda: os.system("true"),
+        "wrote": lambda: (tmp_path.parent / "outside").write_text(""),
+        "socket.connect": lambda: socket.create_connection(("127.0.0.1", 9), timeout=1),
+    }
+    for said, act in acts.items():
+        with hostile_files.GUARD.watching(tmp_path), suppress(OSError):
+            act()
+        assert any(one.startswith(said) for one in hostile_files.GUARD.seen), said
+    with hostile_files.GUARD.watching(tmp_path):
         (tmp_path / "inside").write_text("")
-        assert not guard.note
-    finally:
-        guard.on = False
+    assert hostile_files.GUARD.seen == []
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\ud800", "x" * 5000 + "/p.json"])
 @pytest.mark.parametrize("load", [load_profile, load_scores, load_file, read_prompts])
-def test_names_that_no_file_can_have(name: str, load: Any) -> None:
-    with pytest.raises(KVAllocError):
-        load(name)
-    with pytest.raises(KVAllocError):
-        load_profile(Path(name))
+def test_names_that_no_file_can_have(load: Callable[[Any], object]) -> None:
+    for name in ("x" * 5000 + "/p.json", *(one for one in STRINGS if not os.path.exists(one))):
+        with pytest.raises(KVAllocError):
+            load(name)
+        with pytest.raises(KVAllocError):
+            load_profile(Path(name))
 
 
 def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.json")
-    assert stat.S_ISFIFO((tmp_path / "p.json").stat().st_mode)
     assert kind_of(tmp_path / "p.json") == ""
     for load in (BudgetProfile.load, ScoreProfile.load):
         with pytest.raises(ProfileFileError, match="file is no plain file"):
@@ -116,41 +420,19 @@ def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.Mo
         BudgetProfile.load(tmp_path / "p.json")
 
 
-MANY = 1000
-
-
-@pytest.mark.parametrize("field", ["budgets", "bits", "unit_policies"])
-@pytest.mark.parametrize(
-    "table",
-    [
-        *([1] * MANY, [[1] * MANY], [[1, 2]] * MANY, [[[1] * MANY, 2]], [[1, {"a": [1] * MANY}]]),
-        *([[]] * MANY, {"a": [1] * MANY}, "1" * MANY, [["1" * MANY], [1]]),
-    ],
-    ids=lambda table: str(table)[:20],
-)
-def test_a_table_of_wrong_lengths_is_handed_to_no_validator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, table: Any
-) -> None:
-    handed: list[int] = []
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps({**make_budget_profile([[10, 17]]).record(), field: table}))
-    monkeypatch.setattr(BudgetProfile, "model_validate_json", lambda text: handed.append(len(text)))
-    with pytest.raises(ProfileFileError, match=rf"p.json: {field} is .*, expected 1 x 2 numbers"):
-        BudgetProfile.load(path)
-    assert handed == []
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("share_groups", [1] * MANY),
-        ("share_groups", [[2, 3]] * MANY),
-        ("share_groups", [["x"] * MANY]),
+        *(("budgets", table) for table in ([1] * MANY, [[1, 2]] * MANY, {"a": [1] * MANY})),
+        *(("bits", table) for table in ([[[1] * MANY, 2]], [["1" * MANY, 1]], "1" * MANY)),
+        ("unit_policies", [[1, {"a": [1] * MANY}]]),
+        *(("share_groups", groups) for groups in ([1] * MANY, [[2, 3]] * MANY, [["x"] * MANY])),
         ("other_policies", [1] * MANY),
         ("versions", dict.fromkeys(map(str, range(2 * MANY)), 1)),
         ("shape", {**make_shape(n_layers=1).to_dict(), "layer_types": ["full"] * MANY}),
         ("shape", {**make_shape(n_layers=1).to_dict(), "layer_types": [1] * MANY}),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_the_first_wrong_item_of_many_ends_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
@@ -163,7 +445,7 @@ def test_the_first_wrong_item_of_many_ends_the_reading(
         return first_fault(error)
 
     monkeypatch.setattr(record, "first_fault", counted)
-    with pytest.raises(ProfileFileError):
+    with pytest.raises(ProfileFileError, match=rf"p.json: {field}|p.json: layer_types"):
         BudgetProfile.load(path)
     assert max(faults) == 1
 
@@ -197,41 +479,13 @@ def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
     assert run("inspect", path).code == 2
 
 
-def test_a_long_name_of_a_field_is_told_short(tmp_path: Path) -> None:
-    make_budget_profile([[10, 17]]).save(tmp_path / "p.json")
-    stated = json.loads((tmp_path / "p.json").read_bytes())
-    (tmp_path / "p.json").write_text(json.dumps({**stated, "x" * 10_000: 1}))
-    with pytest.raises(ProfileFileError, match="xxx") as caught:
-        BudgetProfile.load(tmp_path / "p.json")
-    assert len(str(caught.value)) < 500
-
-
-def test_a_window_below_one_token() -> None:
-    for window in (0, -1, -(10**30)):
-        with pytest.raises(InputError, match="sliding_window is .*, expected >= 1"):
-            make_shape(sliding_window=window)
-
-
 @pytest.mark.parametrize(
     "requested",
     [
         {"value": "x"},
-        {"value": {"a": [1]}},
         {"value": 1e308, "bytes": 10**18},
-        {"value": None},
-        {"target": "budget_tokens", "value": 1.5},
-        {"target": "memory", "value": 1e308},
-        {"target": "loss", "value": [1]},
-        {"target": "moon"},
         {"target": ["budget"]},
         {"weights": "/etc/passwd"},
-        {"cap": {"0": 1}},
-        {"max_tokens": 1.5},
-        {"max_distinct": True},
-        {"objective": ["loss"]},
-        {"cost": {}},
-        {"share_groups": [[]]},
-        {"share_groups": "x"},
         {"bytes": "x", "value": -1},
     ],
     ids=str,
@@ -256,15 +510,6 @@ def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(
     assert line.startswith(f"error: {path} states a request that is not what 'kvalloc solve'")
 
 
-def test_what_a_file_states_freely_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
-    profile = make_budget_profile([[10, 17]])
-    for granted in ("x", {}, [1], 10**400):
-        profile.replace(requested={"bytes": granted}).save(tmp_path / "p.json")
-        assert run("inspect", tmp_path / "p.json").code == 0
-    make_evaluation(make_row()).replace(prompts=({"no": "name"},)).save(tmp_path / "e.json")
-    assert run("inspect", tmp_path / "e.json").code == 0
-
-
 def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise NotImplementedError("Integers with more than 64 bits not implemented")
@@ -274,20 +519,13 @@ def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.Mo
         TARGETS["parquet"].read(tmp_path / "x", make_budget_profile([[10, 17]] * 3))
 
 
-def test_a_weight_that_no_float_holds(tmp_path: Path) -> None:
-    (tmp_path / "w.json").write_text(f"[1, 1{'0' * 400}]")
-    with pytest.raises(InputError, match="no table of numbers"):
-        read_weights(tmp_path / "w.json")
-
-
 @pytest.mark.parametrize(
     ("target", "content"),
     [
-        ("lu-kv", b""),
         ("lu-kv", b"\x93NUMPY\x01\x00\x0a\x00{'descr\x00':("),
         ("csv", b"layer,head,tokens\n0\n"),
-        ("duo-attention", b"[" * 100_000),
         ("duo-attention", None),
+        ("duo-attention", b'{"sink_size": -1e30, "recent_size": 1}'),
         ("duo-attention", b'{"sink_size": 1e999, "recent_size": 1}'),
     ],
 )

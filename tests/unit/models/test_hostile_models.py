@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
+import shutil
 import sys
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hostile_files
+import numpy as np
 import pytest
 import torch
 import transformers
 from cli_tools import save_tiny_model
+from hostile_files import Kind, changed_bytes, changed_json, outcomes
 from tiny_models import tiny_model
 
 from kvalloc.errors import UnsupportedModelError
@@ -21,27 +24,103 @@ from kvalloc.models.loading import load_model, shape_of
 
 pytestmark = pytest.mark.fuzz
 
+INDEX = "model.safetensors.index.json"
+
+
+WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
+
+
+def tiny_gguf(folder: Path) -> bytes:
+    """A llama of one layer in GGUF's form."""
+    import gguf
+
+    file = folder / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    hidden, words = 32, ["<unk>", "<s>", "</s>", *map(chr, range(97, 123)), "ab", "cd", "ef"]
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_types([2, 3, 3, *[1] * (len(words) - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    rng = np.random.default_rng(0)
+    shapes = {
+        "token_embd": (len(words), hidden),
+        "output_norm": (hidden,),
+        "output": (len(words), hidden),
+        **{f"blk.0.{name}_norm": (hidden,) for name in ("attn", "ffn")},
+        **{f"blk.0.attn_{name}": (hidden, hidden) for name in ("q", "output")},
+        **{f"blk.0.attn_{name}": (hidden // 2, hidden) for name in ("k", "v")},
+        **{f"blk.0.ffn_{name}": (hidden, hidden) for name in ("gate", "up", "down")},
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    content = file.read_bytes()
+    file.unlink()
+    return content
+
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, hostile_files.Kind]:
-    every = hostile_files.make_kinds(tmp_path_factory.mktemp("sound"), models=True)
-    return {name: every[name] for name in ("model folder", "GGUF")}
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+    """Return a kind for each JSON file of a model's folder, and GGUF."""
+    folder, model = save_tiny_model(tmp_path_factory.mktemp("sound"), tiny_model()), tiny_model()
+    index = dict.fromkeys((name for name, _ in model.named_parameters()), "weights.safetensors")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def read(path: Path, name: str) -> object:
+        changed = path.with_name("model")
+        changed.mkdir(exist_ok=True)
+        for file, content in {**whole, name: path.read_bytes()}.items():
+            (changed / file).write_bytes(content)
+        return shape_of(load_model(changed).model)
+
+    def read_gguf(path: Path) -> object:
+        try:
+            return shape_of(load_model(path.rename(path.with_suffix(".gguf"))).model)
+        finally:
+            shutil.rmtree(path.with_name("cache"), ignore_errors=True)
+
+    found = {
+        name: Kind(
+            samples=(whole[name],),
+            read=partial(read, name=name),
+            changes=(changed_json, changed_json, changed_json, changed_bytes),
+        )
+        for name in WRITTEN
+    }
+    gguf = tiny_gguf(tmp_path_factory.mktemp("gguf"))
+    return {**found, "GGUF": Kind(samples=(gguf,), read=read_gguf, changes=(changed_bytes,))}
 
 
 def test_model_files_made_by_chance_are_refused_or_read(
-    kinds: dict[str, hostile_files.Kind],
+    kinds: dict[str, Kind],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    count = max(10, request.config.getoption("--hostile-files") // 5)
+    count, seed = map(request.config.getoption, ("--hostile-files", "--hostile-seed"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path))
-    found = hostile_files.run_many(
-        kinds, tmp_path, 0, itertools.count(), lambda so_far: so_far.by_kind.total() < count
-    )
-    assert found.crashes == []
-    assert {outcome for _, outcome in found.by_kind} == {"refused", "read"}
+    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
+    found: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        found += outcomes(name, kind, tmp_path / "hostile", max(5, count // 25), seed)
+    assert found["refused"]
+    assert found["read"]
 
 
 def planted(folder: Path, **config: Any) -> Path:
@@ -88,7 +167,7 @@ def test_every_loader_says_that_foreign_code_is_not_run(
 
         monkeypatch.setattr(kind, "from_pretrained", noted)
     monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "tiny.gguf").write_bytes(hostile_files.tiny_gguf(tmp_path))
+    (tmp_path / "tiny.gguf").write_bytes(tiny_gguf(tmp_path))
     load_model(save_tiny_model(tmp_path / "tiny", tiny_model()))
     load_model(tmp_path / "tiny.gguf")
     assert given == [False] * 6
@@ -115,7 +194,7 @@ def test_a_broken_gguf_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "m.gguf").write_bytes(hostile_files.tiny_gguf(tmp_path)[:21])
+    (tmp_path / "m.gguf").write_bytes(tiny_gguf(tmp_path)[:21])
     with pytest.raises(UnsupportedModelError, match=r"cannot read m\.gguf"):
         load_model(tmp_path / "m.gguf")
     assert not list((tmp_path / "cache" / "gguf").iterdir())
