@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from kernel_choice import WITH
-from runtime_cells import FACTORS, READING, SCORERS, Cell, comparable, refusal, scorer_of
+from runtime_cells import FACTORS, Cell, comparable, refusal
 
 PRODUCT = ("policy", "arrival", "mode")
 OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
@@ -84,76 +84,31 @@ def covering_cells() -> list[Cell]:
     return cells
 
 
-# The product
-
-
 @functools.cache
 def product_cells() -> list[Cell]:
-    """Every policy in every arrival and mode, each with every setting of every other factor.
+    """Return every policy in every arrival and mode, each with every setting of every other factor.
 
-    For each of these triples cells are taken, out of `CANDIDATES` drawn at random, until all
-    settings of the other factors have been met: by cells that are answered as long as they meet new
-    ones, then by cells that are refused. Of those that meet as many new ones it is the one whose
-    pairs of settings, the scorer's among them, have been met least so far, so that all settings and
-    all pairs take turns.
+    Of each of these triples `CANDIDATES` cells are drawn. Those that meet the most new settings are
+    taken until all have been met: first cells that are answered, then cells that are refused.
     """
-    turns, cells, draw = Turns(), [], random.Random(0)
+    cells, draw = [], random.Random(0)
     for triple in itertools.product(*(FACTORS[name] for name in PRODUCT)):
         candidates = draw.sample(list(cells_of(triple)), CANDIDATES)
-        refused = np.array([refusal(cell) is not None for cell in candidates])
-        cells += [candidates[place] for place in turns.take(candidates, refused)]
+        met: set[tuple[str, str]] = set()
+        for refused in (False, True):
+            pool = [cell for cell in candidates if (refusal(cell) is not None) == refused]
+            while pool:
+                best = max(pool, key=lambda cell: len(settings_of(cell) - met))
+                if settings_of(best) <= met:
+                    break
+                met |= settings_of(best)
+                cells.append(best)
     return cells
 
 
-class Turns:
-    """How often pairs of settings have been met."""
-
-    def __init__(self) -> None:
-        self.settings = [*FACTORS.values(), list(itertools.product(FACTORS["mode"], SCORERS))]
-        sizes = [len(settings) for settings in self.settings]
-        self.met = {
-            (i, j): np.zeros((sizes[i], sizes[j]))
-            for i, j in itertools.combinations(range(len(sizes)), 2)
-            if j >= len(PRODUCT)  # the others come from the product itself
-        }
-
-    def take(self, candidates: Sequence[Cell], refused: Any) -> list[int]:
-        """Places of the cells that are taken of one triple's."""
-        codes = np.array(
-            [
-                [self.settings[i].index(value) for i, value in enumerate((*cell, scoring(cell)))]
-                for cell in candidates
-            ]
-        )
-        rest = range(len(PRODUCT), len(NAMES))
-        unmet = {i: set(codes[:, i].tolist()) for i in rest}
-        taken: list[int] = []
-        for pool in (np.flatnonzero(~refused), np.flatnonzero(refused)):
-            while len(pool):
-                new = sum(np.isin(codes[pool, i], list(unmet[i])).astype(int) for i in rest)
-                if not new.max():
-                    break
-                best = pool[new == new.max()]
-                place = int(best[np.argmin(self.burden(codes[best]))])
-                taken.append(place)
-                for i in rest:
-                    unmet[i].discard(int(codes[place, i]))
-                # READING is answered at 16 bits a layer alone: others need not make up for it
-                for i, j in self.met if candidates[place][0] not in READING else ():
-                    self.met[i, j][codes[place, i], codes[place, j]] += 1
-        return taken
-
-    def burden(self, codes: Any) -> Any:
-        """How often the pairs of each cell have been met, against how often all of their kind."""
-        return sum(
-            met[codes[:, i], codes[:, j]] * met.size / max(met.sum(), 1)
-            for (i, j), met in self.met.items()
-        )
-
-
-def scoring(cell: Cell) -> tuple[str, str]:
-    """Mode and scorer of a cell: each mode has scorers of its own."""
-    return cell[2], scorer_of(cell)
+def settings_of(cell: Cell) -> set[tuple[str, str]]:
+    """Return the settings of the factors outside of the product."""
+    return set(zip(OTHERS, cell[len(PRODUCT) :], strict=True))
 
 
 # What became of them

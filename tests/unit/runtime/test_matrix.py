@@ -30,12 +30,9 @@ from cell_choice import (
 from kernel_choice import WITH, WITHOUT, kernel_choice
 from runtime_cells import (
     FACTORS,
-    READING,
     Cell,
     answers_as_the_oracle,
     comparable,
-    scorer_of,
-    scorers_of,
 )
 
 from kvalloc.runtime.attention import cpu
@@ -128,27 +125,6 @@ def test_what_is_impossible_is_known() -> None:
     expected = set(itertools.product(["mpcache"], uneven, modes))
     expected |= set(itertools.product(["merge"], chunks, ["early"]))
     assert set(impossible()) == expected
-
-
-def test_in_the_product_settings_and_pairs_take_turns(product: list[Cell]) -> None:
-    """But those of `mpcache`: it is refused below 16 bits, and each refusal is one cell more.
-
-    The scorers take turns within a mode; those that wait by nature count for policies that do so
-    anyway, too.
-    """
-    chosen = [cell[len(PRODUCT) :] for cell in product if cell[0] not in READING]
-    settings = [FACTORS[name] for name in OTHERS]
-    for (i, one), (j, other) in itertools.combinations(enumerate(settings), 2):
-        counts = collections.Counter((cell[i], cell[j]) for cell in chosen)
-        met = [counts[pair] for pair in itertools.product(one, other)]
-        assert 0 < max(met) < 1.3 * min(met), (i, j)
-    for policy, mode in (("score", "early"), ("score", "late"), ("attention_matching", "bounded")):
-        scorers = scorers_of(policy, mode)
-        counts = collections.Counter(
-            scorer_of(cell) for cell in product if (cell[0], cell[2]) == (policy, mode)
-        )
-        assert set(counts) == set(scorers)
-        assert max(counts.values()) < 1.7 * min(counts.values())
 
 
 def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
