@@ -10,7 +10,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["AskedTheDevice", "Launches", "decoded_on_fake_device", "evicted_on_fake_device"]
 
@@ -59,22 +59,13 @@ class Launches(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as error:
             raise AskedTheDevice(f"{name} wants a value of the device") from error
         self.read += name == "_local_scalar_dense"
-        devices = {one.device.type for one in _tensors([args, kwargs, out]) if one.numel()}
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
+        devices = {one.device.type for one in tensors if one.numel()}
         if self.strict and name in ("_to_copy", "copy_") and len(devices) > 1:
             raise AskedTheDevice(f"{name} goes from the host to the device")
         if "meta" in devices and not func.is_view and name not in _NO_LAUNCH:
             self.found[name] += 1
         return out
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, dict):
-        yield from _tensors(list(given.values()))
-    elif isinstance(given, list | tuple):
-        for one in given:
-            yield from _tensors(one)
 
 
 def decoded_on_fake_device(
@@ -106,13 +97,8 @@ def decoded_on_fake_device(
         for layer, full in zip(cache.layers, filled.layers, strict=True):
             layer.__dict__.update(_moved(full.__dict__))
             layer.device = torch.device("meta")
-        for name in ("kvalloc.runtime.cache.reads_apart",):  # asked by earlier commits
-            with contextlib.suppress(AttributeError):
-                stack.enter_context(mock.patch(name, return_value=True))
         if hasattr(cache, "arrival"):
             cache.arrival.__dict__.update(filled.arrival.__dict__)
-            if importlib.util.find_spec("kvalloc.runtime.checks") is None:  # earlier commits
-                cache.arrival.visible = _moved(filled.arrival.visible)
         rows = int(cache.layers[0].keys.shape[0])
         ids = torch.ones(rows, 1, dtype=torch.long, device="meta")
         for number in range(WARM + 1):
