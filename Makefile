@@ -103,7 +103,7 @@ kernel: $(READY) ## build the kernel for the CPU in place, where there is a C co
 	$(BIN)/python setup.py -q build_ext --inplace
 
 test: $(READY) kernel ## all tests, those with the real model included
-	$(TESTS) --durations=15
+	$(TESTS) --durations=20
 
 coverage: $(READY) kernel ## the same, and which lines of the package no test runs
 	$(TESTS) --cov --cov-report=term:skip-covered --cov-report=html
@@ -244,6 +244,9 @@ bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, 
 
 bench-loss: $(READY) ## the same, measuring losses only
 	$(BIN)/python benchmarks/record.py "measuring loss"
+
+bench-tests: $(READY) kernel ## the same, all tests: how long they take, and the slowest 20
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record.py "trust tests"
 
 # Hours; QUALITY="--samples 2 --context 600 --shares 20" is a quick form. It can be stopped, and goes on.
 bench-quality: $(READY) $(PEERS_READY) ## long answers at equal bytes: kvalloc, kvpress, rounding

