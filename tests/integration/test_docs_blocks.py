@@ -12,7 +12,6 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -38,8 +37,9 @@ from kvalloc.scorers import get_scorer
 REAL = {"README.md", "from_kvpress.md"}
 SIZES = {
     "profile": "--samples 2 --context 256",
-    "eval": "--samples 2 --context 400 --answer-tokens 16",
+    "eval": "--samples 2 --context 300 --answer-tokens 8",
     "generate": "--max-new-tokens 8",
+    "chat": "--max-new-tokens 8",
     "--lengths": "--lengths 200,300",
     "fit-scorer": "--samples 2 --context 256",
 }
@@ -78,7 +78,7 @@ def write_files(folder: Path) -> None:
     """The prompts and files that pages name."""
     words = next(iter(default_texts())).text.split()[:400]
     (folder / "prompt.txt").write_text(" ".join(words), encoding="utf-8")
-    shutil.copy(ROOT / "LICENSE", folder)
+    (folder / "LICENSE").write_text((ROOT / "LICENSE").read_text(encoding="utf-8")[:2000])
     words.insert(100, "The special number is 4829131.")
     for name in ("context.txt", "contract.txt"):
         (folder / name).write_text(" ".join(words), encoding="utf-8")

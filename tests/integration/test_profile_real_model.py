@@ -71,6 +71,6 @@ def test_masses_are_what_eager_attention_says(demo, scores):
 def test_a_surrogate_of_real_attention(demo):
     """Texts that it was not fitted on, already with little text; noise would be 0."""
     texts = default_texts()
-    found = fit_scorer(demo.model, demo.tokenizer, texts, samples=4, context=256)
+    found = fit_scorer(demo.model, demo.tokenizer, texts, samples=2, context=CONTEXT)
     assert found.weights.shape == (30, 3, 64 + 64 + 32 + 2 + 1)
     assert found.rank_correlation.mean() > 0.3
