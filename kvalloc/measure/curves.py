@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, SampleError, option
 from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
 from kvalloc.units import parse_bits
@@ -92,6 +92,22 @@ def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
         float(np.abs(np.interp(everywhere, at, stored) - exact).max()) for stored, exact in rows
     )
     return values, error
+
+
+def check_finite(what: str, *arrays: npt.NDArray[Any], least: float = -np.inf) -> None:
+    """Refuse arrays of a sample with numbers that are not finite, or below the least.
+
+    Raises
+    ------
+    SampleError
+        With ``what`` as the subject.
+    """
+    if not all(np.isfinite(array).all() and (array >= least).all() for array in arrays):
+        limit = f" >= {least:g}" if np.isfinite(least) else ""
+        raise SampleError(
+            f"{what} are not finite numbers{limit}; load the model in float32 or bfloat16, or "
+            "check its weights"
+        )
 
 
 def check_share_length(share_length: int, full_layers: Sequence[int]) -> None:
@@ -226,19 +242,16 @@ def layer_fidelity(
 
     Raises
     ------
-    InputError
+    SampleError
         If the attention output is not finite.
     """
     # The runtime loads torch, and naming a scorer does not.
     from kvalloc.runtime.quantization import output_fidelity
 
-    found = np.ones((*states.keys.shape[:2], len(bits)))
+    measured = np.ones((*states.keys.shape[:2], len(bits)))
     for place, width in enumerate(bits):
         fidelity = output_fidelity(states, bits=width, rows=window or FIDELITY_ROWS)
-        found[..., place] = fidelity.double().cpu().numpy()
-        if not np.isfinite(found[..., place]).all():
-            raise InputError(
-                f"the attention output of {model_id} in layer {states.layer} at {width} bits is "
-                "not finite; load the model in float32 or bfloat16, or check its weights"
-            )
-    return found
+        measured[..., place] = fidelity.double().cpu().numpy()
+        what = f"the attention outputs of {model_id} in layer {states.layer} at {width} bits"
+        check_finite(what, measured[..., place])
+    return measured

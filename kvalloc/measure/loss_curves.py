@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.errors import InputError, SampleError
+from kvalloc.errors import InputError
+from kvalloc.measure.curves import check_finite
 from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.policies import policy_of
+
+T = TypeVar("T")
 
 _Place = tuple[int, int, int]
 """KV head, kind (`Job.loss_kinds`) and level that a loss belongs to."""
@@ -68,7 +71,8 @@ def sample_losses(
     UnsupportedModelError
         If the model's layers cannot be seen.
     """
-    plan, name = job.loss_plan, job.shape.model_id
+    plan = job.loss_plan
+    losses_of = measure_losses if plan.method == "measured" else estimate_losses
     try:
         probe = LossProbe.of_sample(
             model,
@@ -79,18 +83,12 @@ def sample_losses(
             continuation_tokens=plan.continuation_tokens,
             policies=[policy_of(policy) for policy in job.policies[1:]],
         )
-        if plan.method == "measured":
-            found = measure_losses(probe, job, layer_done=layer_done)
-        else:
-            found = estimate_losses(probe, job, layer_done=layer_done)
+        measured = losses_of(probe, job, layer_done=layer_done)
     except InputError as error:
         raise InputError(f"sample {index}: {error}") from error
-    if not np.isfinite(found["losses"]).all():
-        raise SampleError(
-            f"the losses of {name} in sample {index} are not finite; load the model in float32 or "
-            "bfloat16, or check its weights"
-        )
-    return found
+    what = f"the losses of {job.shape.model_id} in sample {index}"
+    check_finite(what, measured["losses"])
+    return measured
 
 
 def measure_losses(
@@ -118,19 +116,14 @@ def measure_losses(
         nats per token; 0 in sliding layers, and at 16 bits at the last level, where nothing is
         hidden. ``loss_stderr``: standard error of that mean.
     """
-    losses, stderr = np.zeros((2, *job.sizes()["losses"]))
-    batch = job.loss_plan.batch
-    for layer in sorted(probe.scores):
-        variants = _variants(_figures(probe, layer, job), job)
-        for begin in range(0, len(variants), batch):
-            some = variants[begin : begin + batch]
-            found = probe.losses(layer, **_together(some)).cpu().numpy()
-            for variant, values in zip(some, found, strict=True):
-                for place in variant.places:
-                    losses[layer, *place] = values.mean()
-                    stderr[layer, *place] = _stderr(values)
-        layer_done()
-    return {"losses": losses, "loss_stderr": stderr}
+
+    def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
+        for some in _batches(_variants(_figures(probe, layer, job), job), job):
+            losses = probe.losses(layer, **_together(some)).cpu().numpy()
+            for variant, values in zip(some, losses, strict=True):
+                yield variant.places, values
+
+    return _of_all_layers(probe, job, of_layer, layer_done)
 
 
 def estimate_losses(
@@ -167,24 +160,36 @@ def estimate_losses(
     S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as
     the second-order term of the KL divergence. Its use for cache budgets is ours.
     """
-    losses, stderr = np.zeros((2, *job.sizes()["losses"]))
     gradients = probe.sensitivities(n_draws, seed=seed)
-    batch = job.loss_plan.batch
-    for layer in sorted(probe.scores):
+    heads = job.sizes()["losses"][1]
+
+    def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
         whole = probe.outputs(layer, None)
-        heads = losses.shape[1]
-        slopes = _by_unit(gradients[layer], heads)
+        slopes = _by_unit(gradients[layer], heads).transpose(1, 2)
         # Heads do not see each other: all of them are reduced at once, and told apart after.
-        figures = _figures(probe, layer, job)
-        for begin in range(0, len(figures), batch):
-            some = figures[begin : begin + batch]
-            shifts = probe.outputs(layer, **_together(some)) - whole
-            squares = (_by_unit(shifts, heads) @ slopes.transpose(1, 2)) ** 2 / (
-                2 * probe.n_measured
-            )
-            for one, values in zip(some, squares.transpose(0, 1).cpu().numpy(), strict=True):
-                losses[layer, :, one.kind, one.level] = values.mean(axis=-1)
-                stderr[layer, :, one.kind, one.level] = [_stderr(each) for each in values]
+        for some in _batches(_figures(probe, layer, job), job):
+            shifts = _by_unit(probe.outputs(layer, **_together(some)) - whole, heads)
+            squares = ((shifts @ slopes) ** 2 / (2 * probe.n_measured)).cpu().numpy()
+            for head, of_head in enumerate(squares):
+                for figure, values in zip(some, of_head, strict=True):
+                    yield [(head, figure.kind, figure.level)], values
+
+    return _of_all_layers(probe, job, of_layer, layer_done)
+
+
+def _of_all_layers(
+    probe: LossProbe,
+    job: Job,
+    of_layer: Callable[[int], Iterator[tuple[list[_Place], FloatArray]]],
+    layer_done: Callable[[], None],
+) -> Measured:
+    """Return the mean of the values that belong to each place, and its standard error."""
+    losses, stderr = np.zeros((2, *job.sizes()["losses"]))
+    for layer in sorted(probe.scores):
+        for places, values in of_layer(layer):
+            error = float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
+            for place in places:
+                losses[layer, *place], stderr[layer, *place] = values.mean(), error
         layer_done()
     return {"losses": losses, "loss_stderr": stderr}
 
@@ -220,8 +225,9 @@ def _together(some: Sequence[_Figure | _Variant]) -> dict[str, Any]:
     return {"keep": keep, "bits": bits}
 
 
-def _stderr(values: FloatArray) -> float:
-    return float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
+def _batches(some: Sequence[T], job: Job) -> Iterator[Sequence[T]]:
+    size = job.loss_plan.batch
+    return (some[begin : begin + size] for begin in range(0, len(some), size))
 
 
 def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:

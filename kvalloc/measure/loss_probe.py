@@ -7,6 +7,7 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvalloc.errors import InputError
 from kvalloc.measure.kl import row_divergences
@@ -129,24 +131,19 @@ class LossProbe:
         question = prompt_ids[:0] if question_ids is None else question_ids.to(prompt_ids.device)
         self._n_question = int(question.numel())
         self._unmeasured = max(0, self._n_question - 1)
-        self._capacity = prompt_ids.numel() + question.numel() + continuation_tokens
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        self._stored = 0
+        self.n_tokens = int(prompt_ids.numel())
+        self._cache: Any = DynamicCache(config=model.config)
         self._states: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
         self.policies = tuple(policies)
         self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
-            first = self._prefill()
+            logits = self._prefill()
             if answer_ids is None:
-                if question.numel():
-                    first = self._read(question)
-                answer = self._write(first, continuation_tokens)
+                answer = self._written(logits, question, continuation_tokens)
             else:
                 answer = answer_ids[:continuation_tokens].to(prompt_ids.device)
             self.continuation_ids = torch.cat([question, answer])
-            self._stored = self.n_tokens = int(prompt_ids.numel())
             self._hidden, logits = self._watched(self._note)
             self._look_later()
             self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
@@ -232,10 +229,8 @@ class LossProbe:
         """What variants see where they keep this and store it at these widths."""
         if bits is None or bool((bits == 16).all()):
             return Reduced(keep=keep)
-        wide = (-1, len(keep), -1, -1)
         keys, values = (
-            held[layer][:, None, : self.n_tokens].expand(wide)
-            for held in (self._keys, self._values)
+            stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._stored(layer)
         )
         places = [own.nonzero()[:, 0] for own in keep.transpose(0, 1).flatten(0, 1)]
         by_width = {each: quantised_values(values[:, 0], each) for each in np.unique(bits).tolist()}
@@ -315,38 +310,43 @@ class LossProbe:
         return dict(zip(offsets, gradients, strict=True))
 
     def _prefill(self) -> Tensor:
-        """Run the prompt, keep every layer's keys and values; the most likely next token."""
+        """Run the prompt into the cache; return the logits of the token that follows it."""
+        seen: set[int] = set()
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
-            self._store(states)
+            seen.add(states.layer)
             if states.layer in self._shape.full_layers:
                 if self._scorer.later is None:
                     self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
-                self._hold(states)
+                self._keep_states(states)
             return compute(states.mask)
 
-        ids = self.prompt_ids
         with intercept_attention(self._model, handler):
-            logits = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits
-        check_seen(self._model, range(len(self._layers)), self._keys)
-        self._stored = int(ids.numel())
-        first: Tensor = logits[0, -1].argmax()[None]
-        return first
+            logits: Tensor = self._model(
+                input_ids=self.prompt_ids[None], past_key_values=self._cache, logits_to_keep=1
+            ).logits
+        check_seen(self._model, range(len(self._layers)), seen)
+        return logits
 
-    def _hold(self, states: AttentionStates) -> None:
-        """Hold back what the policies choose by; keys and values are held in any case."""
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values of the prompt, ``(n_kv_heads, n_tokens, head_dim)``.
+
+        A sliding layer's are those of the last tokens.
+        """
+        stored = self._cache.layers[layer]
+        return stored.keys[0], stored.values[0]
+
+    def _keep_states(self, states: AttentionStates) -> None:
+        """Keep what the policies choose by."""
         if not self.policies and self._scorer.later is None:
             return
-        n_tokens = int(states.keys.shape[2])
-        rows = self._scorer.query_rows(n_tokens)
-        rows = max(rows, *(policy.query_rows(n_tokens) for policy in self.policies), 1)
+        rows = self._scorer.query_rows(self.n_tokens)
+        rows = max(rows, *(policy.query_rows(self.n_tokens) for policy in self.policies), 1)
         if any(policy.observes for policy in self.policies):
-            rows = n_tokens
+            rows = self.n_tokens
         self.prompt_states[states.layer] = replace(
             states,
             queries=states.queries[:, :, -rows:].clone(),
-            keys=self._keys[states.layer][None, :, :n_tokens],
-            values=self._values[states.layer][None, :, :n_tokens],
             mask=None,  # a prompt without padding is plainly causal
         )
 
@@ -369,67 +369,50 @@ class LossProbe:
     def _followed(self, layer: int, scorers: Sequence[Scorer]) -> dict[Hashable, Observed]:
         """What scorers note of the question's last tokens, or the first of the continuation."""
         tokens, states = awaited_tokens(scorers), self._states[layer]
+        keys, values = self._stored(layer)
         end = max(tokens, self._n_question)
         voting = replace(
             states,
             queries=states.queries[:, :, max(end - tokens, 0) : end],
-            keys=self._with_stored(states.keys[:, :, :end], self._keys[layer]),
-            values=self._with_stored(states.values[:, :, :end], self._values[layer]),
+            keys=torch.cat([keys[None], states.keys[:, :, :end]], dim=2),
+            values=torch.cat([values[None], states.values[:, :, :end]], dim=2),
             mask=None,
         )
         return following_notes(scorers, voting, self.n_tokens, sinks=self._sinks)
 
-    def _with_stored(self, new: Tensor, stored: Tensor) -> Tensor:
-        return torch.cat([stored[None, :, : self.n_tokens], new], dim=2)
-
     def _held_prompt(self) -> HeldPrompt:
-        """The prompt as it is repeated."""
-        n_tokens, ids, full = int(self.prompt_ids.numel()), self.prompt_ids, self._shape.full_layers
-        stored = {
-            layer: (keys[None, :, :n_tokens], self._values[layer][None, :, :n_tokens])
-            for layer, keys in self._keys.items()
-        }
+        """Return the prompt as it is repeated."""
+        full = self._shape.full_layers
+        layers = dict(enumerate(self._cache.layers))
         return HeldPrompt(
             decoder=decoder_of(self._model),
-            stored={layer: stored[layer] for layer in full},
-            sliding={
-                layer: _slid(each, self._shape)
-                for layer, each in stored.items()
-                if layer not in full
-            },
-            n_prompt=n_tokens,
+            stored={layer: (layers[layer].keys, layers[layer].values) for layer in full},
+            sliding={layer: each for layer, each in layers.items() if layer not in full},
+            n_prompt=self.n_tokens,
             visible=None,
-            next_positions=torch.tensor([n_tokens], device=ids.device),
-            ids=ids[None],
+            next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
+            ids=self.prompt_ids[None],
         )
 
     def _measured(self, logits: Tensor) -> Tensor:
         """Predictions of the answer: those inside the question do not count."""
         return logits[..., self._unmeasured :, :]
 
-    def _read(self, ids: Tensor) -> Tensor:
-        """Read and store tokens with the full cache; the most likely token after them."""
-
-        def attend(states: AttentionStates) -> Tensor:
-            output = self._attend(states, None)
-            self._store(states)
-            return output
-
-        logits = self._run(attend, input_ids=ids[None])
-        self._stored += int(ids.numel())
-        return logits[0, -1].argmax()[None]
-
-    def _write(self, first: Tensor, n_tokens: int) -> Tensor:
-        """The greedy continuation with the full cache."""
-        written, ends = [first], end_tokens(self._model)
-        if int(first) in ends:
+    def _written(self, logits: Tensor, question: Tensor, n_tokens: int) -> Tensor:
+        """Return the greedy continuation with the full cache, after the prompt's logits."""
+        cache, ends = copy.deepcopy(self._cache), end_tokens(self._model)
+        if question.numel():
+            logits = self._model(input_ids=question[None], past_key_values=cache).logits
+        written = [logits[0, -1].argmax()]
+        if int(written[0]) in ends:
             raise InputError(
                 "the model ends its turn at once after this prompt, so there is no continuation to "
                 "measure a loss on; give the prompt an answer, or leave it out"
             )
         while len(written) < n_tokens and int(written[-1]) not in ends:
-            written.append(self._read(written[-1]))
-        return torch.cat(written)
+            logits = self._model(input_ids=written[-1].view(1, 1), past_key_values=cache).logits
+            written.append(logits[0, -1].argmax())
+        return torch.stack(written)
 
     def _note(self, states: AttentionStates) -> Tensor:
         """Attention with the full cache, of which the states are kept."""
@@ -457,21 +440,13 @@ class LossProbe:
     def _run(self, attend: Callable[[AttentionStates], Tensor], **inputs: Tensor) -> Tensor:
         """Logits of tokens that follow what is stored; `attend` gives each layer's attention."""
         (tokens,) = inputs.values()
-        positions = self._stored + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        positions = self.n_tokens + torch.arange(tokens.shape[1], device=tokens.device)[None]
         with (
             evaluating(self._model),
             intercept_attention(self._model, lambda states, compute: (attend(states), None)),
         ):
             logits: Tensor = self._model(**inputs, position_ids=positions, use_cache=False).logits
         return logits
-
-    def _store(self, states: AttentionStates) -> None:
-        """Put the new tokens' keys and values behind what is stored."""
-        for held, new in ((self._keys, states.keys), (self._values, states.values)):
-            n_kv_heads, n_new, head_dim = new.shape[1:]
-            if states.layer not in held:
-                held[states.layer] = new.new_empty((n_kv_heads, self._capacity, head_dim))
-            held[states.layer][:, self._stored : self._stored + n_new] = new[0]
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
         """Attention of new tokens over what is stored and over each other.
@@ -491,9 +466,7 @@ class LossProbe:
         Tensor, (n_variants, n_new, n_query_heads, head_dim)
         """
         variants, _, n_new, head_dim = states.queries.shape
-        keys, values = (
-            held[states.layer][:, None, : self._stored] for held in (self._keys, self._values)
-        )
+        keys, values = (stored[:, None] for stored in self._stored(states.layer))
         if reduced is not None and reduced.keys is not None and reduced.values is not None:
             keys, values = reduced.keys, reduced.values
         n_kv_heads, apart, stored, _ = keys.shape
@@ -522,16 +495,6 @@ class LossProbe:
         output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
         output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
         return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
-
-
-def _slid(stored: tuple[Tensor, Tensor], shape: ModelShape) -> Any:
-    """A sliding layer of transformers' own after that prompt."""
-    from transformers.cache_utils import DynamicSlidingWindowLayer
-
-    assert shape.sliding_window is not None  # a model with sliding layers has one
-    layer = DynamicSlidingWindowLayer(shape.sliding_window)
-    layer.update(*stored)
-    return layer
 
 
 def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray
 from kvalloc.engine.contract import MEASURED_WITH, Advance, Engine, Failed, engine_of
-from kvalloc.errors import InputError, SampleError, option
+from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import (
     SharedRuns,
+    check_finite,
     check_share_length,
     checked_widths,
     layer_fidelity,
@@ -311,7 +311,8 @@ def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> 
         noted = None
         scores = job.scorer.score(states, sinks=job.sinks)[..., first:end].float().cpu().numpy()
         for row, index in enumerate(group):
-            _check_finite(scores[row], layer, index, job.shape.model_id)
+            what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
+            check_finite(what, scores[row], least=0)
             curves, masses[row, layer] = retention_curves(scores[row])
             store("curves", row, layer, curves)
         if job.bits:
@@ -431,12 +432,4 @@ def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int, batch
         raise InputError(
             f"a context of {context} tokens is beyond the {limit} tokens that {shape.model_id} "
             f"was made for; choose at most {limit}"
-        )
-
-
-def _check_finite(scores: npt.NDArray[Any], layer: int, sample: int, model_id: str) -> None:
-    if not np.isfinite(scores).all() or scores.min() < 0:
-        raise SampleError(
-            f"the scores of {model_id} in layer {layer}, sample {sample} are not finite numbers "
-            ">= 0; load the model in float32 or bfloat16, or check its weights"
         )

@@ -20,13 +20,14 @@ from kvalloc.engine.contract import (
     ModelFacts,
     engine_of,
 )
-from kvalloc.errors import InputError, SampleError, option
+from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
 from kvalloc.formats.exact_sums import from_digits, to_digits
 from kvalloc.formats.merging import Merged, check_fields, check_given, held_shards
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
+from kvalloc.measure.curves import check_finite
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, Shard, choose_samples
@@ -358,11 +359,8 @@ class _Fitting:
             prompt = replace(states, keys=keys, values=values)
             targets.append(score.clamp_(min=LEAST_SCORE).log_().cpu().numpy())
             features.append(entry_features(prompt)[0, :, rows].cpu().numpy())
-            if not (np.isfinite(targets[-1]).all() and np.isfinite(features[-1]).all()):
-                raise SampleError(
-                    f"the keys, values or scores of {self.shape.model_id} in layer {states.layer}, "
-                    f"sample {index} are not finite numbers; load the model in float32 or bfloat16"
-                )
+            what = f"the keys, values or scores of {self.shape.model_id} in layer {states.layer}"
+            check_finite(f"{what}, sample {index}", targets[-1], features[-1])
             advance(1)
 
         device = input_device(model)
