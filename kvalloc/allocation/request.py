@@ -35,7 +35,6 @@ from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
     bytes_text,
-    keywords_of,
     parse_bits,
     parse_bytes,
     parse_fraction,
@@ -398,8 +397,7 @@ class RequestOptions(TypedDict, total=False):
     budget_tokens : int
         At most N entries per KV head on average.
     memory : str or int
-        Bytes that the cache may take at its peak, such as 512MiB: what is kept of all prompts, and
-        one layer in full while they are read.
+        What the cache may take at its peak, such as 512MiB: what is kept and one layer in full.
     context : int
         Prompt length that the target holds for, tokens; that of the score profile by default.
     batch : int, default 1
@@ -560,9 +558,8 @@ class Request:
     tail: float | None = None
 
     @classmethod
-    @keywords_of(RequestOptions)
     def parse(cls, **keywords: Unpack[RequestOptions]) -> Request:
-        """Return the request of some keywords.
+        """Return the request of some keywords; who takes them from a user knows all names.
 
         Parameters
         ----------
@@ -576,7 +573,7 @@ class Request:
         Raises
         ------
         InputError
-            If there is no such keyword, no target or several, or a value cannot be.
+            If there is no target or several, or a value cannot be.
 
         Examples
         --------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -114,6 +113,7 @@ class Reduction:
         require_run_packages()
         from kvalloc.evaluate.methods import full_cache
         from kvalloc.online.application import cache_maker
+        from kvalloc.online.prompt_size import UNKNOWN, PromptSize
         from kvalloc.runtime import CacheOptions
 
         names = ("policy", "decode_every", "bounded", "allow_other_model", "surrogate")
@@ -126,8 +126,8 @@ class Reduction:
             full = full_cache(loaded.model)
             return loaded, lambda tokens: full.make_cache()
         if self.profile is not None:
-            make(loaded.model)  # a profile of another model is refused before anything is read
-        return loaded, partial(make, loaded.model)
+            make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
+        return loaded, lambda tokens: make(loaded.model, PromptSize(tokens=tokens))
 
     def _policy_options(self) -> dict[str, Any]:
         """Return the policy's parameters, each of the type that it takes."""

@@ -20,12 +20,8 @@ from kvalloc.models.loading import check_not_loaded
 from kvalloc.models.structure import decoder_of
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
-from kvalloc.online.per_prompt import (
-    NOT_OF_A_PROMPT,
-    PromptOptions,
-    PromptTarget,
-    make_prompt_cache,
-)
+from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
+from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
 from kvalloc.runtime.making import build_cache
@@ -116,7 +112,7 @@ def cache_maker(
     profile: BudgetProfile | str | Path | None,
     options: CacheOptions,
     **asked: Unpack[PromptOptions],
-) -> Callable[..., BudgetCache]:
+) -> Callable[[Any, PromptSize], BudgetCache]:
     """Return what makes a cache of a model for a prompt; refuse what can be without a model.
 
     Parameters
@@ -127,7 +123,7 @@ def cache_maker(
     Returns
     -------
     callable
-        Takes the model, and what `Applied` says of a prompt.
+        Takes the model and the size of a prompt.
 
     Raises
     ------
@@ -137,7 +133,7 @@ def cache_maker(
     if profile is None:
         if Default.is_asked(policy=options.policy, **asked):
             return Default.parse(options=options, **asked).cache
-        return _of_any_size(make_prompt_cache, PromptTarget.parse(**asked), options)
+        return PromptTarget.parse(options=options, **asked).cache
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if not isinstance(profile, BudgetProfile):
@@ -145,12 +141,7 @@ def cache_maker(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-    return _of_any_size(build_cache, profile, options)
-
-
-def _of_any_size(make: Callable[..., BudgetCache], *how: Any) -> Callable[..., BudgetCache]:
-    """Caches that are the same for every prompt."""
-    return lambda model, tokens=None, lengths=(), embedded=False, **more: make(model, *how, **more)
+    return lambda model, size: build_cache(model, profile, options, prompt_tokens=size.announced)
 
 
 class Applied:
@@ -166,9 +157,7 @@ class Applied:
     model : transformers.PreTrainedModel
         A model that can generate.
     make : callable
-        Makes a cache. ``tokens`` are the columns of the prompt, where it is known, ``lengths`` the
-        tokens of its rows without padding, and ``embedded`` says whether it comes as embeddings;
-        ``prompt_tokens`` is its length where it arrives in several forwards, else None.
+        Makes a cache for a prompt of a size.
 
     Attributes
     ----------
@@ -183,7 +172,7 @@ class Applied:
         As `make`, which is called once.
     """
 
-    def __init__(self, model: Any, make: Callable[..., BudgetCache]) -> None:
+    def __init__(self, model: Any, make: Callable[[PromptSize], BudgetCache]) -> None:
         check_not_loaded(model)
         generate = getattr(model, "generate", None)
         if generate is None:
@@ -192,9 +181,8 @@ class Applied:
                 "head"
             )
         self.last_cache: BudgetCache | None = None
-        chunked = setting(model, {}, "prefill_chunk_size") is not None
         # Made once, so that what cannot work is refused here; held, so that the hooks stay.
-        self._held: BudgetCache | None = make(prompt_tokens=1 if chunked else None)
+        self._held: BudgetCache | None = make(PromptSize(chunked=_is_chunked(model, {})))
         self._model, self._make, self._warned = model, make, False
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
@@ -230,10 +218,9 @@ class Applied:
         if ids is None:  # what is missing the model says itself
             return None
         # Where no mask says so, a forward takes nothing for padding.
-        size = _size(ids, _mask(None, arguments, ids))
-        chunked = setting(self._model, {}, "prefill_chunk_size") is not None
+        size = _size(ids, _mask(None, arguments, ids), chunked=_is_chunked(self._model, {}))
         try:
-            cache = self._make(prompt_tokens=size["tokens"] if chunked else None, **size)
+            cache = self._make(size)
             begun = begin(cache)
         except UnsupportedRequestError as error:
             if not self._warned:
@@ -278,7 +265,10 @@ def _without_applied(state: dict[str, Any]) -> None:
 
 
 def _reduced(
-    applied: Applied, model: Any, generate: Callable[..., Any], make: Callable[..., BudgetCache]
+    applied: Applied,
+    model: Any,
+    generate: Callable[..., Any],
+    make: Callable[[PromptSize], BudgetCache],
 ) -> Callable[..., Any]:
     """`generate` with a cache of `make`, while that is in effect."""
 
@@ -290,15 +280,15 @@ def _reduced(
         cache, ids = kwargs.get("past_key_values"), _prompt(args, arguments)
         if cache is None and not setting(model, arguments, "is_assistant"):
             check_generate(model, arguments)
-            chunked = setting(model, arguments, "prefill_chunk_size") is not None
-            size: dict[str, Any] = {}
+            chunked = _is_chunked(model, arguments)
+            size = PromptSize(chunked=chunked)
             if ids is not None:
                 many = ("num_beams", "num_return_sequences")
                 copies = max(setting(model, arguments, name) or 1 for name in many)
                 mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
                 ids = ids.repeat_interleave(copies, dim=0)
-                size = _size(ids, mask)
-            cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
+                size = _size(ids, mask, chunked=chunked)
+            cache = make(size)
             if chunked and ids is not None:  # a chunk alone would not show the prompt
                 name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
                 cache.decide({name: ids, "attention_mask": mask})
@@ -322,10 +312,17 @@ def _named(
     return {**bound, **kwargs}
 
 
-def _size(ids: Tensor, mask: Tensor) -> dict[str, Any]:
-    """What is said of a prompt to whoever makes its cache."""
-    lengths = mask.sum(dim=1).tolist()
-    return {"tokens": int(ids.shape[1]), "lengths": lengths, "embedded": ids.ndim > 2}
+def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether prompts are sent in several forwards."""
+    return setting(model, arguments, "prefill_chunk_size") is not None
+
+
+def _size(ids: Tensor, mask: Tensor, *, chunked: bool) -> PromptSize:
+    """Return what is known of a prompt to whoever makes its cache."""
+    lengths = tuple(mask.sum(dim=1).tolist())
+    return PromptSize(
+        tokens=int(ids.shape[1]), lengths=lengths, embedded=ids.ndim > 2, chunked=chunked
+    )
 
 
 def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_surrogat
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
+from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.making import build_cache
@@ -166,29 +167,14 @@ class Default:
             options=options or CacheOptions(),
         )
 
-    def cache(
-        self,
-        model: Any,
-        tokens: int | None = None,
-        lengths: Sequence[int] = (),
-        *,
-        embedded: bool = False,
-        prompt_tokens: int | None = None,
-    ) -> BudgetCache:
+    def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
         """Make a cache for one prompt, each of whose rows is served by what it is itself.
 
         Parameters
         ----------
         model : transformers.PreTrainedModel
-        tokens : int, optional
-            Length of the prompt, padding included; None where it is not known, and its full cache
-            is taken to fit.
-        lengths : sequence of int
-            Tokens of each row, without padding; by default there is one row, without any.
-        embedded : bool
-            Whether the prompt comes as embeddings, which cannot be read again.
-        prompt_tokens : int, optional
-            As for `kvalloc.make_cache`.
+        size : PromptSize
+            Of a prompt whose length is not known the full cache is taken to fit.
 
         Raises
         ------
@@ -198,14 +184,14 @@ class Default:
             As `kvalloc.make_cache`.
         """
         shape, fitted = shape_of(model), rotates_halves(model)
+        tokens, chunked = size.tokens, size.chunked
         if tokens is None:
-            way, *_ = self._way(model, shape, None, embedded)
+            way, *_ = self._way(model, shape, None, size.embedded)
             profile = self.profile(shape, None, way, fitted=fitted)
-            return build_cache(model, profile, self.options, prompt_tokens=prompt_tokens)
+            return build_cache(model, profile, self.options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
-        lengths = [max(own, 1) for own in lengths or (tokens,)]
-        chunked = prompt_tokens is not None
-        ways = [self._way(model, shape, own, embedded) for own in lengths]
+        lengths = [max(own, 1) for own in size.lengths or (tokens,)]
+        ways = [self._way(model, shape, own, size.embedded) for own in lengths]
         groups = self._that_fit(shape, tokens, lengths, ways, chunked=chunked)
         found = []
         for group in groups:
@@ -221,7 +207,7 @@ class Default:
             requested = {**profile.requested, "value": self.share}
             profile = profile.replace(requested=requested, detail=said)
             options = replace(self.options, bounded=bounded)
-            cache = build_cache(model, profile, options, prompt_tokens=prompt_tokens)
+            cache = build_cache(model, profile, options, prompt_tokens=size.announced)
             found.append((group.rows, cache))
         return found[0][1] if len(found) == 1 else GroupedCache(found)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
+from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.problem.registry import get_solver
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import build_cache
@@ -28,7 +30,7 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
 
-__all__ = ["PromptOptions", "PromptTarget", "make_prompt_cache"]
+__all__ = ["PromptOptions", "PromptTarget"]
 
 NOT_OF_A_PROMPT = RequestOptions.__annotations__.keys() - {
     *("target_retention", "budget", "budget_tokens", "memory"),
@@ -86,6 +88,8 @@ class PromptTarget:
         Who decides.
     solver_options : mapping
         Its options.
+    options : CacheOptions
+        How the cache keeps its budgets.
 
     Raises
     ------
@@ -100,6 +104,7 @@ class PromptTarget:
     sinks: int = 4
     solver: str = "auto"
     solver_options: Mapping[str, Any]
+    options: CacheOptions = CacheOptions()
 
     def __post_init__(self) -> None:
         get_solver(self.solver, **self.solver_options)
@@ -108,11 +113,11 @@ class PromptTarget:
         self.scorer.check_prompt_only()
 
     @classmethod
-    def parse(cls, **options: Unpack[PromptOptions]) -> Self:
+    def parse(cls, *, options: CacheOptions | None = None, **asked: Unpack[PromptOptions]) -> Self:
         """Return the target that keywords make; see `PromptOptions`."""
-        given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+        given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
         scorer = get_scorer(given.pop("scorer", "xkv"), **given.pop("scorer_options", {}))
-        decided_by = {"solver_options": given.pop("solver_options", {})}
+        decided_by: dict[str, Any] = {"solver_options": given.pop("solver_options", {})}
         decided_by |= {name: given.pop(name) for name in ("solver", "sinks") if name in given}
         for name in given:
             if name in NOT_OF_A_PROMPT:
@@ -120,9 +125,42 @@ class PromptTarget:
                     f"{option(name)} cannot be asked of each prompt; leave it out, or decide once "
                     "with 'kvalloc solve' and apply the profile"
                 )
+        decided_by["options"] = options or CacheOptions()
         return cls(request=Request.parse(**given), scorer=scorer, **decided_by)
 
-    def undecided(self, shape: ModelShape) -> BudgetProfile:
+    def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
+        """Make a cache whose budgets are decided from its prompt.
+
+        In the prompt's forward, a mini-prefill over the prompt comes first, then the solver, then
+        the prefill with eviction. That takes about as long as another prefill; no cache exists
+        meanwhile, so peak memory stays that of a reduced prefill.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+        size : PromptSize, optional
+
+        Returns
+        -------
+        BudgetCache
+            Its ``profile`` is the decision once the prompt has come, its ``row_profiles`` those of
+            the rows, its ``decision_seconds`` what deciding took.
+
+        Raises
+        ------
+        KVAllocError
+            As `kvalloc.make_cache`.
+
+        References
+        ----------
+        XKV, Section IV-A.
+        """
+        undecided = self.options.with_policy(self._undecided(shape_of(model)))
+        options = replace(self.options, policy=None, policy_options=None)  # it is the profile's now
+        decide = partial(self._decided_rows, undecided)
+        return build_cache(model, undecided, options, prompt_tokens=size.announced, decide=decide)
+
+    def _undecided(self, shape: ModelShape) -> BudgetProfile:
         """Return the profile until a prompt has come: sinks and window, and everything is kept."""
         context = self.sinks + self.scorer.window
         return BudgetProfile(
@@ -140,78 +178,49 @@ class PromptTarget:
             detail="everything, until a prompt has come",
         )
 
+    def _decided_rows(
+        self, undecided: BudgetProfile, decoder: nn.Module, rows: Sequence[IntArray]
+    ) -> list[BudgetProfile]:
+        """Return the budgets of each row; those of a beam search are equal."""
+        request, columns = replace(self.request, batch=len(rows)), max(row.size for row in rows)
+        different = {row.tobytes(): row for row in rows}
+        profiles = {
+            key: self._decided(request, undecided, decoder, row, columns)
+            for key, row in different.items()
+        }
+        return [profiles[row.tobytes()] for row in rows]
 
-def make_prompt_cache(
-    model: Any,
-    target: PromptTarget,
-    options: CacheOptions | None = None,
-    *,
-    prompt_tokens: int | None = None,
-) -> BudgetCache:
-    """Make a cache whose budgets are decided from its prompt.
-
-    In the prompt's forward, a mini-prefill over the prompt comes first, then the solver, then the
-    prefill with eviction. That takes about as long as another prefill; no cache exists meanwhile,
-    so peak memory stays that of a reduced prefill.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    target : PromptTarget
-        What is to be reached.
-    options : CacheOptions, optional
-    prompt_tokens : int, optional
-        As for `kvalloc.make_cache`.
-
-    Returns
-    -------
-    BudgetCache
-        Its ``profile`` is the decision once the prompt has come, its ``row_profiles`` those of
-        the rows, its ``decision_seconds`` what deciding took.
-
-    Raises
-    ------
-    KVAllocError
-        As `kvalloc.make_cache`.
-
-    References
-    ----------
-    XKV, Section IV-A.
-    """
-    options, memory = options or CacheOptions(), target.request.target
-    undecided = options.with_policy(target.undecided(shape_of(model)))
-    whole = undecided.replace(detail="keeps the prompt whole, which is too short to leave any out")
-
-    def decide_row(decoder: nn.Module, row: IntArray, rows: int, columns: int) -> BudgetProfile:
-        if row.size <= target.sinks + target.scorer.window:
-            size = undecided.shape.full_bytes(row.size, rows)
-            if memory.at_peak and size > memory.value:
+    def _decided(
+        self,
+        request: Request,
+        undecided: BudgetProfile,
+        decoder: nn.Module,
+        row: IntArray,
+        columns: int,
+    ) -> BudgetProfile:
+        """Return the budgets of one row, in a batch whose longest has so many columns."""
+        shape, target = undecided.shape, request.target
+        whole = undecided.replace(
+            detail="keeps the prompt whole, which is too short to leave any out"
+        )
+        if row.size <= undecided.context_tokens:
+            size = shape.full_bytes(row.size, request.batch)
+            if target.at_peak and size > target.value:
                 raise InfeasibleError(
-                    f"{memory} is below the {size:,} bytes of a prompt that leaves nothing to evict"
+                    f"{target} is below the {size:,} bytes of a prompt that leaves nothing to evict"
                 )
             return whole
-        scores = prompt_scores(
-            decoder, row, scorer=target.scorer, sinks=target.sinks, shape=undecided.shape
-        )
+        scores = prompt_scores(decoder, row, scorer=self.scorer, sinks=self.sinks, shape=shape)
         try:
-            problem = pose(scores, replace(target.request, batch=rows), columns=columns)
+            posed = pose(scores, request, columns=columns)
         except InfeasibleError:
-            if target.request.target.is_fixed:
+            if target.is_fixed:
                 raise
             return whole  # of a longer prompt the same share would hold sinks and window
         decision = decide(
-            problem,
-            get_solver(target.solver, **target.solver_options),
-            solver_options=target.solver_options,
+            posed,
+            get_solver(self.solver, **self.solver_options),
+            solver_options=self.solver_options,
             priced=False,
         )
         return decision.with_policy(undecided.policy)
-
-    def decide_rows(decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
-        different = {row.tobytes(): row for row in rows}  # those of a beam search are equal
-        size = len(rows), max(row.size for row in rows)
-        profiles = {key: decide_row(decoder, row, *size) for key, row in different.items()}
-        return [profiles[row.tobytes()] for row in rows]
-
-    chosen = replace(options, policy=None, policy_options=None)  # it is the profile's now
-    return build_cache(model, undecided, chosen, prompt_tokens=prompt_tokens, decide=decide_rows)

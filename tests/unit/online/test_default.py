@@ -21,6 +21,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, COSTS, Default
+from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime import CacheOptions, load_cache
 from kvalloc.runtime.account import kept_bytes
 from kvalloc.runtime.prompt import Prompt
@@ -253,7 +254,7 @@ def ways_of(
     """Who chooses the entries, by the scorer's name."""
     kept = {name: asked.pop(name) for name in [*asked] if name in ("surrogate", "decode_every")}
     default = Default.parse(**asked, options=CacheOptions(**kept))
-    cache = default.cache(model, tokens, embedded=embedded)
+    cache = default.cache(model, PromptSize(tokens=tokens, embedded=embedded))
     return str(cache.profile.policy.scorer)
 
 
@@ -296,13 +297,15 @@ def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_pa
     assert share_of(cache, TOKENS) <= 0.2
     assert ways_of(model, budget="10%", surrogate=file) == "surrogate"  # where it is asked for
     options = CacheOptions(surrogate=file)
-    early = Default.parse("20%", "60KiB", options).cache(model, TOKENS)
+    early = Default.parse("20%", "60KiB", options).cache(model, PromptSize(tokens=TOKENS))
     assert early.profile.policy.scorer == "surrogate"
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
         with pytest.raises(InputError, match="surrogate goes with budget and nothing else"):
             kvalloc.apply(model, surrogate=file, **other)
     with pytest.raises(kvalloc.KVAllocError, match="is for tiny with head_dim 16"):
-        Default.parse("20%", None, options).cache(tiny.tiny_model(head_dim=32), TOKENS)
+        Default.parse("20%", None, options).cache(
+            tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS)
+        )
 
 
 def test_a_profile_that_ships_is_taken_near_its_share(
@@ -328,11 +331,11 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     whole = {"budget": at + 0.01, "memory": f"{peak}B"}
     assert "it, which" in run(model, tiny.prompt(TOKENS), **whole).profile.detail
     default, shape = Default.parse(at + 0.01), shape_of(model)
-    chunked = default.cache(model, TOKENS, prompt_tokens=TOKENS)
+    chunked = default.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert "holds the full cache until the prompt is complete" in chunked.profile.detail
     full = default.peak_bytes(shape, TOKENS, 1, "decided", chunked=True)
     assert full > shape.full_bytes(TOKENS)
-    short = replace(default, memory=full - 1).cache(model, TOKENS, prompt_tokens=TOKENS)
+    short = replace(default, memory=full - 1).cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert len(np.unique(short.profile.bits)) == 1
     others: list[dict[str, Any]] = [
         {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": True}, {"decode_every": 8},

@@ -20,7 +20,8 @@ import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, Default
-from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget
+from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.prompt import State
@@ -45,13 +46,13 @@ def rows_of(tiny: ModuleType, lengths: tuple[int, ...]) -> list[torch.Tensor]:
 def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, Any]) -> Any:
     """What `kvalloc.apply` makes for a batch."""
     if not Default.is_asked(**{**options, "decode_every": None, "bounded": False}):
-        return make_prompt_cache(model, PromptTarget.parse(**options))
+        return PromptTarget.parse(**options).cache(model)
     names = ("surrogate", "decode_every", "bounded")
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
     default, shape = Default.parse(options["budget"], None, kept), shape_of(model)
     if options.get("memory") == "least":
         default = replace(default, memory=default.peak_bytes(shape, columns, len(lengths), "early"))
-    return default.cache(model, columns, lengths)
+    return default.cache(model, PromptSize(tokens=columns, lengths=tuple(lengths)))
 
 
 def answer(
@@ -158,13 +159,14 @@ def test_a_shipped_profile_and_a_surrogate_serve_rows_of_one_batch(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_chunks_are_what_one_piece_is(tiny: ModuleType, model: Any, side: str) -> None:
-    lengths = [MIDDLE, LONG, SHORT]
-    ids, mask, places = padded_rows(rows_of(tiny, tuple(lengths)), side)
-    whole = Default.parse("20%").cache(model, LONG, lengths)
+    lengths = (MIDDLE, LONG, SHORT)
+    ids, mask, places = padded_rows(rows_of(tiny, lengths), side)
+    size = PromptSize(tokens=LONG, lengths=lengths)
+    whole = Default.parse("20%").cache(model, size)
     run(model, ids, whole, mask, position_ids=places)
-    announced = Default.parse("20%").cache(model, LONG, lengths, prompt_tokens=LONG)
+    announced = Default.parse("20%").cache(model, replace(size, chunked=True))
     announced.decide({"input_ids": ids, "attention_mask": mask})
-    with (inside := Default.parse("20%").cache(model, LONG, lengths)).prefill():
+    with (inside := Default.parse("20%").cache(model, size)).prefill():
         for chunked in (announced, inside):
             for end in range(70, LONG + 1, 70):
                 new = slice(end - 70, end)
@@ -179,9 +181,10 @@ def test_chunks_are_what_one_piece_is(tiny: ModuleType, model: Any, side: str) -
 def test_a_cache_of_rows_of_different_ways_is_a_cache_like_others(
     tiny: ModuleType, model: Any
 ) -> None:
-    lengths = [MIDDLE, SHORT, LONG, SHORT]
-    ids, mask, places = padded_rows(rows_of(tiny, tuple(lengths)), "left")
-    cache = Default.parse("20%").cache(model, LONG, lengths)
+    lengths = (MIDDLE, SHORT, LONG, SHORT)
+    ids, mask, places = padded_rows(rows_of(tiny, lengths), "left")
+    size = PromptSize(tokens=LONG, lengths=lengths)
+    cache = Default.parse("20%").cache(model, size)
     assert isinstance(cache, GroupedCache)
     with pytest.raises(UnsupportedRequestError, match="attention_mask covers"):
         run(model, ids, cache, mask[:, 1:], position_ids=places)

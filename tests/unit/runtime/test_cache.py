@@ -13,7 +13,7 @@ from prompt_runs import run
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.units import size
 
 CONTEXT = 80
@@ -90,7 +90,7 @@ def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType, level: st
 
 def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.6, sinks=2))
+    cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     run(model, tiny.prompt(CONTEXT, 3), cache)
     own = cache.row_profiles[1:]
     cache.batch_select_indices(torch.tensor([False, True, True]))
@@ -101,7 +101,7 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: Mod
 
 def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
-    cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.6, sinks=2))
+    cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     cache.decide({"input_ids": ids})
     own = cache.row_profiles
     cache.batch_repeat_interleave(3)

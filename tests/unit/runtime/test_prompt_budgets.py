@@ -17,7 +17,7 @@ from kvalloc.accounting.costs import reading_bytes
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
-from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -40,7 +40,7 @@ def scores_of(model: Any, ids: torch.Tensor) -> Any:
 
 def decided(model: Any, **options: Any) -> Any:
     """A cache that keeps 0.7 of each prompt's retention."""
-    return make_prompt_cache(model, PromptTarget.parse(target_retention=0.7, **TARGET, **options))
+    return PromptTarget.parse(target_retention=0.7, **TARGET, **options).cache(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -196,7 +196,7 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     run(model, ids, cache)
     with pytest.raises(UnsupportedRequestError, match="holds one already"):
         cache.decide({"input_ids": ids})
-    small = make_prompt_cache(model, PromptTarget.parse(memory=1000, **TARGET))
+    small = PromptTarget.parse(memory=1000, **TARGET).cache(model)
     with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
         run(model, ids, small)
     assert not small.retained_bytes
@@ -209,19 +209,19 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
 def test_memory_is_for_all_rows_also_where_they_are_equal(tiny: ModuleType, model: Any) -> None:
     target = PromptTarget.parse(memory="90KiB", **TARGET)
     for rows in (1, 2, 3):
-        cache = make_prompt_cache(model, target)
+        cache = target.cache(model)
         run(model, tiny.prompt(CONTEXT).repeat(rows, 1), cache)
         (profile,) = {id(one): one for one in cache.row_profiles}.values()
         assert 0.97 * 90 * 1024 < profile.peak_bytes_at(CONTEXT, rows) <= 90 * 1024
     small = PromptTarget.parse(memory="1KiB", **TARGET)
     with pytest.raises(InfeasibleError, match="memory='1KiB' is below the 5,120"):
-        run(model, tiny.prompt(5), make_prompt_cache(model, small))
+        run(model, tiny.prompt(5), small.cache(model))
 
 
 def test_of_rows_of_different_length_the_longest_is_in_memory_while_it_is_read(
     tiny: ModuleType, model: Any
 ) -> None:
-    cache = make_prompt_cache(model, PromptTarget.parse(memory="90KiB", **TARGET))
+    cache = PromptTarget.parse(memory="90KiB", **TARGET).cache(model)
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[0, :30] = 0
     run(model, tiny.prompt(CONTEXT, 2), cache, mask)

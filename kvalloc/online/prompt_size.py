@@ -1,0 +1,38 @@
+"""What is known of a prompt before it is read, by which its cache is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["UNKNOWN", "PromptSize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSize:
+    """The size of a prompt; each kind of target makes its cache from one.
+
+    Attributes
+    ----------
+    tokens : int or None
+        Length, padding included; None where it is not known.
+    lengths : tuple of int
+        Tokens of each row, without padding; empty for a single row without any.
+    embedded : bool
+        Whether the prompt comes as embeddings, which cannot be read again.
+    chunked : bool
+        Whether it comes in several forwards.
+    """
+
+    tokens: int | None = None
+    lengths: tuple[int, ...] = ()
+    embedded: bool = False
+    chunked: bool = False
+
+    @property
+    def announced(self) -> int | None:
+        """What `kvalloc.make_cache` takes as ``prompt_tokens``."""
+        return (self.tokens or 1) if self.chunked else None
+
+
+UNKNOWN = PromptSize()
+"""Of a prompt that has not come yet."""
