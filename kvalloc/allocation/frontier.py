@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.decision import outcome
+from kvalloc.allocation.decision import outcome, solver_of
 from kvalloc.allocation.formulation import choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
@@ -19,7 +19,6 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solution, Solver
-from kvalloc.problem.registry import get_solver
 from kvalloc.units import keywords_of
 
 
@@ -59,18 +58,34 @@ class FrontierPoint:
     predicted_loss: float | None = None
 
 
+class Frontier(list[FrontierPoint]):
+    """The points of one request, by rising size.
+
+    Attributes
+    ----------
+    request : Request
+        With the objective that was chosen.
+    """
+
+    def __init__(self, request: Request, points: Iterable[FrontierPoint]) -> None:
+        super().__init__(points)
+        self.request = request
+
+
 @keywords_of(RequestOptions, without=[kind.keyword for kind in TARGETS])
 def frontier(
     scores: ScoreProfile | str | Path,
     *,
     points: int = 50,
     shares: Sequence[float] | None = None,
-    solver: str = "auto",
+    solver: str | Solver = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
-    notify: Callable[[int, int], None] | None = None,
+    request: Request | None = None,
+    notify: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, int], None] | None = None,
     **keywords: Unpack[RequestOptions],
-) -> list[FrontierPoint]:
+) -> Frontier:
     """Return the best retention, or smallest predicted loss, at sizes from the floors up.
 
     Parameters
@@ -82,13 +97,13 @@ def frontier(
         ``shares``.
     shares : sequence of float, optional
         Sizes as budgets instead, each a share.
-    solver : str
-        Registered name.
-    solver_options : dict, optional
-        Its options.
+    solver, solver_options, notify
+        As in `kvalloc.solve`.
     time_limit : float, optional
         Seconds for each point.
-    notify : callable, optional
+    request : Request, optional
+        The parsed request, whose target is ``budget=1.0``; then no keyword of it is given.
+    progress : callable, optional
         Called with the points done and the points in all after each one.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`, without a target. Groups of layers are
@@ -96,8 +111,7 @@ def frontier(
 
     Returns
     -------
-    list of FrontierPoint
-        By rising size.
+    Frontier
 
     Raises
     ------
@@ -108,109 +122,56 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    keywords["budget"], scores = 1.0, load_scores(scores)
-    chosen = get_solver(solver, **(solver_options or {}))
-    request, problem, _ = choose_objective(scores, Request.parse(**keywords), chosen)
-    return trace_request(
-        scores,
-        request,
-        chosen,
-        Sizes(points=points, shares=shares),
-        problem=problem,
-        time_limit=time_limit,
-        notify=notify,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes to solve for.
-
-    Attributes
-    ----------
-    points, shares
-        As in `frontier`.
-    """
-
-    points: int = 50
-    shares: Sequence[float] | None = None
-
-    def capacities(self, problem: AllocationProblem, whole_bytes: int) -> list[int]:
-        """Return the bytes of each size, rising.
-
-        Parameters
-        ----------
-        problem : AllocationProblem
-            From its smallest choice to its largest, or to what shares are of.
-        whole_bytes : int
-            What shares are of.
-
-        Raises
-        ------
-        InputError
-            If there are no points or a share is out of range.
-        """
-        smallest = problem.min_cost_bytes
-        largest = max(smallest, min(problem.max_cost_bytes, whole_bytes))
-        if self.shares is not None:
-            if not self.shares or min(self.shares) <= 0 or max(self.shares) > 1:
-                raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
-            return [int(share * whole_bytes) for share in sorted(self.shares)]
-        if self.points < 2:
-            raise InputError(f"a frontier of {self.points} points is no line; ask for at least 2")
-        grain = problem.lattice_bytes
-        sizes = np.geomspace(max(smallest, grain), largest, self.points)
-        steps = np.unique(np.rint((sizes - smallest) / grain).astype(np.int64))
-        return [min(largest, smallest + int(step) * grain) for step in steps]
-
-
-def trace_request(
-    scores: ScoreProfile,
-    request: Request,
-    solver: Solver,
-    sizes: Sizes,
-    *,
-    problem: AllocationProblem | None = None,
-    notify: Callable[[int, int], None] | None = None,
-    time_limit: float | None = None,
-) -> list[FrontierPoint]:
-    """Return the frontier of a request; see `frontier`.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    request : Request
-        Its target is ``budget=1.0``, its objective is chosen.
-    solver : Solver
-    sizes : Sizes
-    problem : AllocationProblem, optional
-        That of the request, where it is known already.
-    time_limit, notify
-        As in `frontier`, which says what is returned and raised.
-    """
+    scores, chosen = load_scores(scores), solver_of(solver, solver_options)
+    if request is None:
+        keywords["budget"] = 1.0
+        request = Request.parse(**keywords)
     if isinstance(request.share_groups, int):
         raise InputError(
             "the best groups of layers differ from size to size; name them, such as "
             f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
         )
+    request, problem, note = choose_objective(scores, request, chosen)
     posed = pose(scores, request, problem)
     whole_bytes = posed.curves.costs.full
     try:
         traced = trace_frontier(
             posed.problem,
-            solver,
-            sizes.capacities(posed.problem, whole_bytes),
+            chosen,
+            _capacities(posed.problem, whole_bytes, points, shares),
             whole_bytes=whole_bytes,
             time_limit_seconds=time_limit,
-            notify=notify,
+            progress=progress,
         )
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
+    if note:
+        notify(note)
     fields = [outcome(posed, point.choice, point.value) for point in traced]
-    return [
-        replace(point, retention=one.get("retention"), predicted_loss=one.get("predicted_loss"))
-        for point, one in zip(traced, fields, strict=True)
-    ]
+    return Frontier(
+        request,
+        (
+            replace(point, retention=one.get("retention"), predicted_loss=one.get("predicted_loss"))
+            for point, one in zip(traced, fields, strict=True)
+        ),
+    )
+
+
+def _capacities(
+    problem: AllocationProblem, whole_bytes: int, points: int, shares: Sequence[float] | None
+) -> list[int]:
+    """Return the bytes of each size, rising, up to what shares are of."""
+    if shares is not None:
+        if not shares or min(shares) <= 0 or max(shares) > 1:
+            raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
+        return [int(share * whole_bytes) for share in sorted(shares)]
+    if points < 2:
+        raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
+    smallest, grain = problem.min_cost_bytes, problem.lattice_bytes
+    largest = max(smallest, min(problem.max_cost_bytes, whole_bytes))
+    sizes = np.geomspace(max(smallest, grain), largest, points)
+    steps = np.unique(np.rint((sizes - smallest) / grain).astype(np.int64))
+    return [min(largest, smallest + int(step) * grain) for step in steps]
 
 
 def trace_frontier(
@@ -220,7 +181,7 @@ def trace_frontier(
     *,
     whole_bytes: int | None = None,
     time_limit_seconds: float | None = None,
-    notify: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
     """Solve one problem at many capacities.
 
@@ -233,8 +194,8 @@ def trace_frontier(
         Bytes, rising.
     whole_bytes : int, optional
         What shares are of; the cost of every unit's last option by default.
-    time_limit_seconds, notify
-        As ``time_limit`` and ``notify`` of `frontier`.
+    time_limit_seconds, progress
+        As ``time_limit`` and ``progress`` of `frontier`.
 
     Raises
     ------
@@ -254,8 +215,8 @@ def trace_frontier(
             traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
         except InfeasibleError as error:
             last_error = error  # too small for the side constraints; a larger one may do
-        if notify is not None:
-            notify(done, len(capacities))
+        if progress is not None:
+            progress(done, len(capacities))
     if not traced and last_error is not None:
         raise last_error
     return traced

@@ -401,7 +401,7 @@ class RequestOptions(TypedDict, total=False):
     context : int
         Prompt length that the target holds for, tokens; that of the score profile by default.
     batch : int, default 1
-        Prompts that are read together.
+        Prompts that share the memory.
     workloads : {"mean", "worst", "cvar"}, default "mean"
         What counts of the samples, each a workload: their mean, the worst one, or the mean of the
         worst share `tail` of them.

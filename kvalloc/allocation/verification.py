@@ -38,44 +38,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedSolution:
+class CheckedSolution(Solution):
     """A solver's answer after kvalloc has computed everything again.
+
+    Its bound is the tighter of kvalloc's own dual bound and what an exact solver proved.
 
     Attributes
     ----------
-    choice : ndarray of int64, (n_units,)
-        Chosen option of each unit.
-    objective : float
-        Value (MAX_VALUE) or cost in bytes (MIN_COST), recomputed.
     value : float
         Weighted value of the choice, whatever the sense.
     cost_bytes : int
         Cost of the choice.
-    bound : float or None
-        The tighter of kvalloc's own dual bound and what an exact solver proved.
     bound_source : str
         ``"dual"`` or the solver's name.
     multiplier : float or None
         Price of one byte in the dual bound, side constraints left out; None if not computed.
-    termination : Termination
-        Why the solver stopped.
-    detail : str
-        The solver's own line.
-    decided_by : str
-        Who really decided, where the solver handed the problem on.
     seconds : float
         Wall time of the solver alone.
     """
 
-    choice: IntArray
-    objective: float
     value: float
     cost_bytes: int
-    bound: float | None
     bound_source: str
-    termination: Termination
-    detail: str
-    decided_by: str = ""
     multiplier: float | None = None
     seconds: float
 
@@ -110,15 +94,15 @@ def solve_problem(
         not true.
     """
     solution, seconds = checked_answer(problem, solver, time_limit_seconds)
-    objective = problem.objective(solution.choice)
+    choice, objective = solution.choice, problem.objective(solution.choice)
     bound, source, multiplier = _tightest_bound(problem, solver, solution)
     if bound is not None and abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
         bound = objective
     return CheckedSolution(
-        choice=solution.choice,
+        choice=choice,
         objective=objective,
-        value=problem.objective_value(solution.choice),
-        cost_bytes=problem.cost(solution.choice),
+        value=problem.objective_value(choice),
+        cost_bytes=problem.cost(choice),
         bound=bound,
         bound_source=source,
         termination=solution.termination,

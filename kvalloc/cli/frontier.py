@@ -16,7 +16,7 @@ from kvalloc.report.wording import LOSS_NOTE, value_heading
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
-    from kvalloc.allocation.frontier import FrontierPoint
+    from kvalloc.allocation.frontier import Frontier, FrontierPoint
 
 BESIDE_TARGET = [
     name
@@ -53,26 +53,28 @@ def frontier(
     kvalloc frontier s.safetensors --objective loss --png loss.png
     kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
     """
-    from kvalloc.allocation.formulation import choose_objective
-    from kvalloc.allocation.frontier import Sizes, trace_request
+    from kvalloc.allocation.frontier import frontier as trace
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.formats.shipped_profiles import load_scores
-    from kvalloc.problem.registry import get_solver
 
     request_options["budget"] = 1.0
     request = Request.parse(**request_options)  # refuses before the scores are read
     _check_picture(png)
-    chosen = get_solver(solver, **solver_options(solver, solver_option or []))
+    options = solver_options(solver, solver_option or [])
     profile = load_scores(scores)
     start = time.perf_counter()
-    request, problem, remark = choose_objective(profile, request, chosen)
-    how: dict[str, Any] = {"problem": problem, "time_limit": time_limit}
     with ProgressBar(f"tracing with {solver}", unit="sizes") as progress:
-        sizes = Sizes(points=points)
-        traced = trace_request(profile, request, chosen, sizes, **how, notify=progress)
-    seconds = time.perf_counter() - start
-    if remark:
-        note(remark)
+        traced = trace(
+            profile,
+            points=points,
+            solver=solver,
+            solver_options=options,
+            time_limit=time_limit,
+            request=request,
+            notify=note,
+            progress=progress,
+        )
+    seconds, request = time.perf_counter() - start, traced.request
     if png is not None:
         from kvalloc.report.figure import draw_frontier
 
@@ -85,7 +87,7 @@ def frontier(
         "objective": request.objective,
     }
     facts |= {"seconds": seconds, "points": [_plain(point) for point in traced]}
-    print_result(facts, lambda: _show(traced, request, seconds))
+    print_result(facts, lambda: _show(traced, seconds))
 
 
 def _check_picture(png: Path | None) -> None:
@@ -102,12 +104,12 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
     return {"bytes": point.cost_bytes, **{name: getattr(point, name) for name in names}}
 
 
-def _show(traced: list[FrontierPoint], request: Request, seconds: float) -> None:
+def _show(traced: Frontier, seconds: float) -> None:
     """Print a line a size, with a bar of what is kept of the score mass."""
     from kvalloc.report.terminal import bar, can_print_bars
 
-    value_name = value_heading(request)
-    by_loss, unicode = request.objective == "loss", can_print_bars()
+    value_name = value_heading(traced.request)
+    by_loss, unicode = traced.request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
     rows = [
         {
