@@ -1,4 +1,4 @@
-"""What ``kvalloc inspect`` says of losses and evaluations."""
+"""``kvalloc inspect``: files of each kind, and what is none."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from cli_tools import Terminal, refused, run
 from factories import (
+    make_bits,
     make_budget_profile,
     make_evaluation,
     make_losses,
     make_row,
     make_scores,
+    make_shape,
 )
 
+import kvalloc
 from kvalloc.cli import inspect
-from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.policy import Policy
-from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.report.wording import tokens_for
 
 ROWS = [
     {"task": "needle", "kl": 0.0321, "ci95": [0.01, 0.05],
@@ -28,53 +30,53 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
+    ("make", "words", "facts"),
     [
-        ("measured", "measured one"),
-        ("fast", "estimated to second order (--loss fast) one"),
-        ("", "this older file does not say"),
+        (make_scores, "made up", {"losses_per": None, "loss_method": None}),
+        (make_losses, "one head at a time, at 5 budgets from 5 to 40 tokens",
+         {"loss_tokens": [5, 7, 12, 20, 40], "losses_per": "head", "loss_method": None}),
+        (lambda: make_losses().replace(loss_method="measured"), "measured one head",
+         {"loss_method": "measured"}),
+        (lambda: make_losses().replace(loss_method="fast"),
+         "estimated to second order (--loss fast) one", {"loss_method": "fast"}),
+        (make_bits, "mean fidelity 1.0000 at 16 bits", {"bit_widths": [16, 8, 4]}),
     ],
-)
-def test_it_says_whether_losses_were_measured(tmp_path, method, words):
-    file = tmp_path / "s.safetensors"
-    scores = make_losses().replace(loss_method=method)
-    scores.save(file)
-    assert ScoreProfile.load(file).loss_method == method
+)  # fmt: skip
+def test_score_profiles(tmp_path, make, words, facts):
+    make().save(file := tmp_path / "s.safetensors")
     assert words in " ".join(run("inspect", file).out.split())
-    assert run("inspect", file, "--json").json["loss_method"] == (method or None)
+    ran = run("inspect", file, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert {"kind": "kvalloc.score_profile", **facts}.items() <= ran.json.items()
+    needed = (ran.json["tokens_for_retention"][level] for level in ("0.5", "0.9", "0.99"))
+    assert all(a <= b <= c for a, b, c in zip(*needed, strict=True))
 
 
-def test_a_method_that_there_is_none_of_is_refused():
-    with pytest.raises(InputError, match="loss_method"):
-        make_losses().replace(loss_method="guessed")
-    with pytest.raises(InputError, match="loss_method"):
-        make_scores().replace(loss_method="fast")
+def test_tokens_for_a_retention_are_the_fewest_that_reach_it():
+    shape = make_shape(layer_types=("sliding", "full", "full"), sliding_window=9)
+    assert tokens_for(make_scores(1, shape=shape), 0.9)[0] is None
+    scores = make_scores(3)
+    curves = scores.contributions().sum(axis=1)
+    for retention in (0.5, 0.9, 0.99):
+        for layer, tokens in enumerate(tokens_for(scores, retention)):
+            rank = tokens - scores.protected_tokens
+            assert curves[layer, rank] >= retention - 1e-9
+            assert rank == 0 or curves[layer, rank - 1] < retention
 
 
-def test_the_method_is_part_of_the_digest(tmp_path):
-    plain = make_losses()
-    assert plain.replace(loss_method="fast").digest != plain.digest
-    file = tmp_path / "s.safetensors"
-    plain.replace(loss_method="fast").save(file)
-    data = file.read_bytes().replace(b'loss_method\\": \\"fast', b'loss_method\\": \\"slow')
-    file.write_bytes(data)
-    with pytest.raises(ProfileFileError, match="loss_method"):
-        ScoreProfile.load(file)
+def test_a_budget_profile_is_known_by_its_content(tmp_path):
+    kvalloc.solve(make_scores(), budget="40%").save(tmp_path / "no_suffix")
+    facts = run("inspect", tmp_path / "no_suffix", "--json").json
+    assert facts["kind"] == "kvalloc.budget_profile"
+    assert facts["min_tokens"] <= facts["mean_tokens"] <= facts["max_tokens"]
+    shown = run("inspect", tmp_path / "no_suffix").out
+    assert "auto (greedy), optimal" in shown
+    assert len(shown.partition("\n\n")[2].splitlines()) == 1 + 3
+    make_budget_profile([[10, 20], [8, 8]]).save(tmp_path / "p.json")
+    assert "not recorded" in run("inspect", tmp_path / "p.json").out
 
 
-def test_it_shows_the_evaluation(tmp_path):
-    file = tmp_path / "p.json"
-    budgets = make_budget_profile(np.full((2, 2), 20))
-    evaluation = {"settings": {"split": "held-out", "seed": 7}, "rows": ROWS}
-    budgets.replace(evaluation=evaluation).save(file)
-    said = run("inspect", file).out
-    lines = [line.split() for line in said.splitlines()]
-    assert ["needle", "0.0321", "0.0100..0.0500", "96%", "50%", "6"] in lines
-    assert ["kl", "0.2000", "-", "-", "-", "1"] in lines
-    assert "split held-out, seed 7" in said
-
-
-def test_the_evaluation_comes_first_and_strings_of_scorers_when_asked_for(tmp_path):
+def test_what_was_measured_comes_first_and_parameters_when_asked_for(tmp_path):
     own = Policy(
         scorer="lookahead", scorer_parameters={"tokens": 5}, sinks=2, window=3, label="lookahead"
     )
@@ -85,11 +87,15 @@ def test_the_evaluation_comes_first_and_strings_of_scorers_when_asked_for(tmp_pa
         other_policies=(other,),
         unit_policies=np.array([[0, 1], [1, 0]]),
         solver_options={"learning_rate": 0.15},
-        evaluation={"settings": {}, "rows": ROWS},
+        evaluation={"settings": {"split": "held-out", "seed": 7}, "rows": ROWS},
     ).save(tmp_path / "p.json")
     brief, whole = (run("inspect", tmp_path / "p.json", *more).out for more in ((), ("--verbose",)))
     for said in (brief, whole):
-        assert said.index("KL in nats per token") < said.index("task") < said.index("model ")
+        order = ("split held-out, seed 7; KL in nats per token", "task", "model ")
+        assert sorted(order, key=said.index) == [*order]
+    lines = [line.split() for line in brief.splitlines()]
+    assert ["needle", "0.0321", "0.0100..0.0500", "96%", "50%", "6"] in lines
+    assert ["kl", "0.2000", "-", "-", "-", "1"] in lines
     assert "attention_matching by lookahead, 2 sinks" in brief
     for words in ("lookahead:tokens=16", "learning_rate=0.15", "other policies"):
         assert words in whole
@@ -104,6 +110,28 @@ def test_a_result_file_is_shown_as_eval_shows_it(tmp_path):
     assert run("inspect", tmp_path / "r.json", "--json").json["settings"]["seed"] == 0
 
 
+@pytest.mark.parametrize("evaluation", [{}, {"rows": 3}, {"rows": [1, "x"], "settings": []}])
+def test_an_evaluation_of_another_form_does_no_harm(tmp_path, evaluation):
+    make_budget_profile(np.full((2, 2), 20), evaluation=evaluation).save(tmp_path / "p.json")
+    assert "measured on" not in run("inspect", tmp_path / "p.json").out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_picture_has_a_line_a_layer_and_fits(monkeypatch, width, level):
+    monkeypatch.setenv("COLUMNS", str(width))
+    budgets = [[10, 10], [40, 40], [20, 20]] if level == "layer" else [[10, 30], [40, 6], [5, 5]]
+    lines = inspect.budget_picture(make_budget_profile(budgets, level=level))
+    assert len(lines) == 4
+    assert all(len(line) <= width for line in lines[1:])
+    if level == "layer":
+        bars = [line.count("#") for line in lines[1:]]
+        assert bars[1] == max(bars)
+        assert bars[1] == pytest.approx(2 * bars[2], abs=1)
+    else:
+        assert "6..40" in lines[2]
+
+
 def test_heads_are_a_spark_each_blocks_or_digits(monkeypatch):
     budgets = make_budget_profile(np.array([[5, 40], [20, 20]]))
     assert inspect.budget_picture(budgets)[2].split()[3] == "55"
@@ -111,12 +139,17 @@ def test_heads_are_a_spark_each_blocks_or_digits(monkeypatch):
     assert inspect.budget_picture(budgets)[1].split()[3] == "▂█"
 
 
-@pytest.mark.parametrize("evaluation", [{}, {"rows": 3}, {"rows": [1, "x"], "settings": []}])
-def test_an_evaluation_of_another_form_does_no_harm(tmp_path, evaluation):
-    file = tmp_path / "p.json"
-    plain = make_budget_profile(np.full((2, 2), 20))
-    plain.replace(evaluation=evaluation).save(file)
-    assert "measured on" not in run("inspect", file).out
+def test_sliding_layers_are_named_and_do_not_count_for_the_spread():
+    shape = make_shape(layer_types=("sliding", "full", "sliding"), sliding_window=9)
+    profile = make_budget_profile([[8, 8], [20, 20], [8, 8]], shape=shape, level="layer")
+    lines = inspect.budget_picture(profile)
+    assert [line.endswith("sliding") for line in lines[1:]] == [True, False, True]
+    assert inspect.budget_spread(profile) == (20, 20.0, 20)
+
+
+def test_a_whole_bar_is_a_round_share_not_below_the_largest():
+    shares = {0.01: 0.05, 0.05: 0.05, 0.051: 0.1, 0.3: 0.5, 0.51: 1.0, 1.0: 1.0}
+    assert [inspect.bar_scale(share) for share in shares] == list(shares.values())
 
 
 NASTY = "a\x1b[31m\nb\x07"
@@ -125,33 +158,44 @@ SHOWN = "a\\x1b[31m\\nb\\x07"
 
 def test_control_characters_from_a_file_are_shown_escaped(tmp_path):
     """They would colour a terminal, move its cursor or forge a line of the output."""
-    scores = make_losses().replace(text_description=NASTY)
-    scores.save(tmp_path / "s.safetensors")
-    budgets = make_budget_profile(np.full((2, 2), 20), created=NASTY)
+    make_losses().replace(text_description=NASTY).save(tmp_path / "s.safetensors")
     rows = [{"task": NASTY, "kl": 0.1}]
     evaluation = {"settings": {"split": NASTY, "seed": 7}, "rows": rows}
-    budgets.replace(evaluation=evaluation).save(tmp_path / "p.json")
+    budgets = make_budget_profile(np.full((2, 2), 20), created=NASTY, evaluation=evaluation)
+    budgets.save(tmp_path / "p.json")
     for name, count in (("s.safetensors", 1), ("p.json", 3)):
         said = run("inspect", tmp_path / name).out
         assert said.count(SHOWN) == count
         assert said.replace("\n", "").isprintable()
-
-
-def test_control_characters_of_an_error_are_shown_escaped(tmp_path):
     assert "x\\x1b]0;y\\x07.json" in refused(tmp_path, "inspect", tmp_path / "x\x1b]0;y\x07.json")
 
 
-def test_what_is_no_file_of_ours_is_told_by_its_first_bytes(tmp_path):
-    """Also where the reader's own words for it are others than those of today."""
+WANTED = "expected a score profile or a budget profile or an evaluation or a saved cache"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["is empty", WANTED, "make this one again"]),
+        (b"\x00" * 20, [WANTED]),
+        (b"plain text, and nothing else", [WANTED]),
+        (b'{"a": 1}', ["JSON of another kind, or cut short", WANTED]),
+        ("cut", ["a score profile written by 'kvalloc profile'"]),  # its header is believed
+        ("edited", ["digest", "edited"]),
+        ("folder", ["is a folder", WANTED]),
+        ("missing", ["there is no file", "no shipped profile", "check the path"]),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, words):
     file = tmp_path / "x.bin"
-    make_losses().save(file)
-    truncated = file.read_bytes()[:-7]
-    for data in (b"\x00" * 20, b"plain text, and nothing else"):
-        file.write_bytes(data)
-        said = refused(tmp_path, "inspect", file)
-        assert "expected a score profile or a budget profile or an evaluation or a saved" in said
-        assert "make this one again" in said
-    file.write_bytes(truncated)  # what its header says is believed so far
-    assert "a score profile written by 'kvalloc profile'" in refused(tmp_path, "inspect", file)
-    said = refused(tmp_path, "inspect", tmp_path)
-    assert "is a folder, expected a score profile or a budget profile or an evaluation" in said
+    if content == "cut":
+        make_losses().save(file)
+        file.write_bytes(file.read_bytes()[:-7])
+    elif content == "edited":
+        kvalloc.solve(make_scores(), budget="40%").save(file)
+        file.write_text(file.read_text().replace('"greedy"', '"reedy"', 1))
+    elif content == "folder":
+        file.mkdir()
+    elif content != "missing":
+        file.write_bytes(content)
+    refused(tmp_path, "inspect", file, words=words)

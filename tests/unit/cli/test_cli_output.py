@@ -1,4 +1,4 @@
-"""Numbers and bars for people."""
+"""Tables, notes and bars of progress, in a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -6,104 +6,17 @@ import io
 import sys
 import time
 
-import numpy as np
 import pytest
 from cli_tools import Terminal
-from factories import make_budget_profile, make_scores, make_shape
 
-from kvalloc import units
-from kvalloc.cli import inspect, output
+from kvalloc.cli import output
 from kvalloc.cli.main import main
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
-from kvalloc.report.terminal import bar
-from kvalloc.report.wording import tokens_for
-
-
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [
-        (units.size(0), "0 bytes"),
-        (units.size(1023), "1023 bytes"),
-        (units.size(1024), "1.00 KiB"),
-        (units.size(150 * 1024), "150 KiB"),
-        (units.size(1024**3), "1.00 GiB"),
-        (units.size(5000 * 1024**3), "5000 GiB"),
-        (output.duration(0.0004), "0.000 s"),
-        (output.duration(9.5), "9.500 s"),
-        (output.duration(59.94), "59.9 s"),
-        (output.duration(61), "1 min 1 s"),
-        (units.gap_text(1e-7), "<0.001%"),
-        (units.gap_text(0.0328), "3.28%"),
-    ],
-)
-def test_sizes_durations_and_gaps(written, text):
-    assert written == text
 
 
 def test_nan_is_never_printed_as_json():
     with pytest.raises(ValueError, match="JSON"):
         output.print_json({"x": float("nan")})
-
-
-def test_bars_are_exact_to_an_eighth():
-    assert bar(0.0, 8, unicode=True) == ""
-    assert bar(1.0, 8, unicode=True) == "█" * 8
-    assert bar(0.5 + 3 / 64, 8, unicode=True) == "████▍"
-    assert bar(0.26, 8, unicode=False) == "##"
-
-
-def test_a_whole_bar_is_a_round_share_not_below_the_largest():
-    shares = {0.01: 0.05, 0.05: 0.05, 0.051: 0.1, 0.3: 0.5, 0.51: 1.0, 1.0: 1.0}
-    assert [inspect.bar_scale(share) for share in shares] == list(shares.values())
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_the_picture_has_a_line_a_layer_and_fits(monkeypatch, width, level):
-    monkeypatch.setenv("COLUMNS", str(width))
-    budgets = [[10, 10], [40, 40], [20, 20]] if level == "layer" else [[10, 30], [40, 6], [5, 5]]
-    lines = inspect.budget_picture(make_budget_profile(budgets, level=level))
-    assert len(lines) == 4
-    assert all(len(line) <= width for line in lines[1:])
-    if level == "layer":
-        bars = [line.count("#") for line in lines[1:]]
-        assert bars[1] == max(bars)
-        assert bars[1] == pytest.approx(2 * bars[2], abs=1)
-    else:
-        assert "6..40" in lines[2]
-
-
-def test_sliding_layers_are_named_and_do_not_count_for_the_spread():
-    shape = make_shape(layer_types=("sliding", "full", "sliding"), sliding_window=9)
-    profile = make_budget_profile([[8, 8], [20, 20], [8, 8]], shape=shape, level="layer")
-    lines = inspect.budget_picture(profile)
-    assert lines[1].endswith("sliding")
-    assert not lines[2].endswith("sliding")
-    assert inspect.budget_spread(profile) == (20, 20.0, 20)
-
-
-def test_tokens_for_a_retention_are_the_fewest_that_reach_it():
-    scores = make_scores(3)
-    curves = scores.contributions().sum(axis=1)
-    for retention in (0.5, 0.9, 0.99):
-        for layer, tokens in enumerate(tokens_for(scores, retention)):
-            rank = tokens - scores.protected_tokens
-            assert curves[layer, rank] >= retention - 1e-9
-            assert rank == 0 or curves[layer, rank - 1] < retention
-
-
-def test_tokens_for_all_of_it_and_for_sliding_layers():
-    shape = make_shape(layer_types=("sliding", "full", "full"), sliding_window=9)
-    scores = make_scores(1, shape=shape, curves=_with_ones(make_scores(1, shape=shape).curves))
-    needed = tokens_for(scores, 1.0)
-    assert needed[0] is None
-    assert needed[1] <= scores.context_tokens
-
-
-def _with_ones(curves):
-    changed = np.array(curves)
-    changed[:, 0] = 1.0
-    return changed
 
 
 def in_terminal(monkeypatch):

@@ -1,0 +1,217 @@
+"""``kvalloc compare``, ``frontier``, ``verify`` and ``diff``, from files."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any, ClassVar
+
+import pytest
+from cli_tools import refused, run
+from factories import make_bits, make_losses, make_scores, make_shape, make_shared_scores
+
+import kvalloc
+from kvalloc.allocation.request import TARGETS, RequestOptions
+from kvalloc.problem import Solver, registry
+from kvalloc.problem.registry import solver_names
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Scores, their budgets by two solvers, other scores, and budgets of another model."""
+    scores = make_scores(0)
+    scores.save(tmp_path / "s.safetensors")
+    make_scores(1).save(tmp_path / "others.safetensors")
+    for solver in ("greedy", "pyramid"):
+        kvalloc.solve(scores, budget="40%", solver=solver).save(tmp_path / f"{solver}.json")
+    other_model = make_scores(0, shape=make_shape(model_id="tests/other"))
+    kvalloc.solve(other_model, budget="40%").save(tmp_path / "other.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_compare_shows_every_solver_or_its_reason(scores, level):
+    ran = run("compare", scores, "--budget", "40%", "--level", level, "--json", "-q")
+    assert (ran.code, ran.err) == (0, "")
+    rows = {row["solver"]: row for row in ran.json}
+    assert set(rows) == set(solver_names())
+    decided = [row for row in ran.json if row["reason"] is None]
+    values = [row["objective"] for row in decided]
+    assert values == sorted(values, reverse=True)
+    assert decided[0]["gap"] == 0
+    assert all(row["retained_bytes"] <= row["requested_bytes"] for row in decided)
+    assert all(row["predicted_loss"] is None for row in decided)
+    if level == "layer":
+        assert "--level head" in rows["adaptive_head"]["reason"]
+
+
+def test_compare_prints_a_table(scores, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = run("compare", scores, "--target-retention", "0.8")
+    assert ran.code == 0
+    assert "not answer quality" in ran.err
+    lines = ran.out.splitlines()
+    heading = next(line for line in lines if line.startswith("solver"))
+    for column in ("retention", "tokens", "bytes", "share", "bound", "gap", "seconds", "ended"):
+        assert column in heading
+    assert any(line.startswith("greedy ") and line.endswith("optimal") for line in lines)
+    assert any(line.startswith("adaptive_head ") and "--level head" in line for line in lines)
+
+
+def test_compare_and_frontier_take_the_loss_where_it_was_measured(tmp_path):
+    scores = tmp_path / "s.safetensors"
+    make_losses().save(scores)
+    rows = run("compare", scores, "--budget", "50%", "--json", "-q").json
+    best = run("solve", scores, "--budget", "50%", "--json", "-q").json
+    assert rows[0]["objective"] == best["objective"] == pytest.approx(-best["predicted_loss"])
+    ran = run("compare", scores, "--target-loss", "0.05")
+    assert "sum of single-unit measurements" in " ".join(ran.err.split())
+    traced = run("frontier", scores, "--points", "3", "--json")
+    assert traced.json["objective"] == "loss"
+    assert "least predicted loss decides" in traced.err
+    by_mean = run("frontier", scores, "--points", "3", "--json", "--objective", "mean")
+    assert (by_mean.json["objective"], by_mean.err) == ("mean", "")
+
+
+def test_compare_says_why_the_others_do_not_apply(tmp_path):
+    make_shared_scores(3, n_samples=3).save(scores := tmp_path / "s.safetensors")
+    ran = run("compare", scores, "--budget", "40%", "--workloads", "worst", "--json", "-q")
+    assert ran.code == 0
+    rows = {row["solver"]: row for row in ran.json}
+    assert "use cvar or ilp" in rows["greedy"]["reason"]
+    values = {n: rows[n]["objective"] for n in ("auto", "cvar", "ilp")}
+    assert values["ilp"] == pytest.approx(max(values.values()), abs=1e-9)
+
+
+def test_solvers_get_options_of_their_own_in_a_comparison(tmp_path, scores):
+    options = ["--solver", "pyramid", "--solver", "ilp", "--solver-option", "pyramid:beta=3"]
+    asked = ("compare", scores, "--budget", "40%")
+    ran = run(*asked, *options, "--solver-option", "ilp:gap=1", "--json")
+    assert ran.code == 0, ran.err
+    rows = {row["solver"]: row for row in ran.json}
+    assert rows["pyramid"]["solver_options"] == {"beta": 3.0}
+    assert rows["ilp"]["solver_options"] == {"gap": 1.0}
+    for bad, words in (
+        ("beta=3", "NAME:KEY=VALUE"),
+        ("dp:page=3", "not compared"),
+        ("pyramid:delta=3", "no option 'delta'"),
+        ("ilp:gap=much", "a number"),
+    ):
+        assert words in refused(tmp_path, *asked, *options[:4], "--solver-option", bad)
+
+
+class Raiser(Solver):
+    """Fails."""
+
+    name: ClassVar[str] = "raiser"
+    summary: ClassVar[str] = "fails"
+
+    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
+        raise IndexError("first line\nsecond line")
+
+
+def test_a_broken_solver_is_one_line_and_the_others_go_on(files, monkeypatch):
+    """What solvers can claim is in tests/unit/allocation/test_lying_solvers.py."""
+    ours = dict(registry._group(registry.SOLVERS))
+    broken = EntryPoint("raiser", f"{__name__}:Raiser", registry.SOLVERS)
+    monkeypatch.setattr(registry, "_group", lambda group: {**ours, "raiser": broken})
+    scores, said = files / "s.safetensors", "raiser failed: IndexError: first line second line"
+    asked = ("--budget", "40%", "--solver", "raiser")
+    assert said in refused(files, "solve", scores, *asked, "-o", files / "p.json")
+    assert said in refused(files, "frontier", scores, "--solver", "raiser")
+    ran = run("compare", scores, *asked, "--solver", "ilp", "--json")
+    rows = {row["solver"]: row["reason"] for row in ran.json}
+    assert rows["ilp"] is None
+    assert said in rows["raiser"]
+
+
+@pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
+def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
+    shown = run(command, "--help-all").out
+    flags = {name: f"--{name.replace('_', '-')} " for name in RequestOptions.__annotations__}
+    targets = {kind.keyword for kind in TARGETS} if command == "frontier" else set()
+    assert {name for name, flag in flags.items() if flag not in shown} == targets
+    headings = [line for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    assert ("Target:" in headings) == (command != "frontier")
+    assert {"Arguments:", "Prompts:", "Budgets:", "Limits:", "Objective:"} < set(headings)
+    assert "--batch N" in shown
+    assert "read together; 1 by default" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "heading"),
+    [
+        (make_losses, "--objective mean", "retention"),
+        (make_losses, "--objective worst", "worst unit"),
+        (make_losses, "--objective loss", "+1 MiB saves"),
+        (make_bits, "--bits 16,8,4", "retention"),
+        (make_bits, "--cost decode-bytes", "retention"),
+        (make_scores, "--workloads worst --page 8", "worst samples"),
+        (make_scores, "--weights FOLDER/w.json", "weighted"),
+    ],
+)
+def test_frontier_in_numbers_and_as_a_picture(tmp_path, make, asked, heading):
+    make().save(tmp_path / "s.safetensors")
+    (tmp_path / "w.json").write_text("[1, 2, 3]")
+    options = asked.replace("FOLDER", str(tmp_path)).split()
+    line = ["frontier", tmp_path / "s.safetensors", "--points", "5", *options]
+    points = run(*line, "--png", tmp_path / "f.png", "--json").json["points"]
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    values = [point["value"] for point in points]
+    assert values == sorted(values)
+    assert all(point["bound"] >= point["value"] - 1e-12 for point in points)
+    assert all(0 < point["share"] <= 1 and 0 <= point["retention"] <= 1.0001 for point in points)
+    for point in points:
+        if "loss" in asked:
+            assert point["predicted_loss"] == pytest.approx(-point["value"], abs=1e-12)
+        elif make is make_bits:  # the mean objective is the retention, at whatever bits
+            assert point["retention"] == pytest.approx(point["value"], abs=1e-12)
+    ran = run(*line)
+    assert heading in ran.out.splitlines()[0]
+    assert len(ran.out.splitlines()) == 1 + len(points)
+    assert ("sum of single-unit measurements" in ran.err) == (make is make_losses)
+
+
+def test_verify_says_what_holds_and_finds_another_measurement(files):
+    ran = run("verify", files / "greedy.json", files / "s.safetensors")
+    assert ran.code == 0
+    assert "WRONG" not in ran.out
+    assert ran.out.count("ok   ") >= 9
+    report = run("verify", files / "pyramid.json", files / "s.safetensors", "--json").json
+    assert report["passed"] is True
+    assert {"objective", "bound", "retention"} <= {check["name"] for check in report["checks"]}
+    ran = run("verify", files / "greedy.json", files / "others.safetensors")
+    assert ran.code == 1
+    assert "WRONG  score profile digest" in ran.out
+
+
+def test_diff_shows_who_gains(files):
+    ran = run("diff", files / "pyramid.json", files / "greedy.json")
+    assert ran.code == 0
+    assert "pyramid -> greedy" in ran.out
+    same = run("diff", files / "greedy.json", files / "greedy.json", "--json").json
+    assert (same["same"], same["moved_entries"]) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare s.safetensors", "no target"),
+        ("compare s.safetensors --budget 40% --solver adaptive_head", "--level head"),
+        ("compare s.safetensors --budget 40% --time-limit -3", "--time-limit"),
+        ("verify greedy.json missing.safetensors", "missing.safetensors"),
+        ("verify s.safetensors s.safetensors", "expected a budget profile"),
+        ("verify greedy.json greedy.json", "budget profile"),
+        ("verify other.json s.safetensors", "tests/other"),
+        ("frontier s.safetensors --points 1", "points"),
+        ("frontier s.safetensors --solver adaptive_head", "--level head"),
+        ("frontier s.safetensors --cap 0=100B", "use --cap 0=160B"),
+        ("frontier s.safetensors --png missing/f.png", "does not exist"),
+        ("frontier s.safetensors --png f.unknownext", "another ending than .png"),
+        ("diff greedy.json missing.json", "missing.json"),
+        ("diff greedy.json other.json", "tests/other"),
+    ],
+)
+def test_mistakes_get_one_line(words, said, files):
+    names = (".json", ".safetensors", ".png", ".unknownext")
+    line = (files / word if word.endswith(names) else word for word in words.split())
+    assert said in refused(files, *line)

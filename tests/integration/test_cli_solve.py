@@ -1,0 +1,294 @@
+"""``kvalloc solve`` from files: what it decides, writes and says, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from cli_tools import refused, run
+from factories import make_bits, make_losses, make_scores, make_shared_scores
+
+from kvalloc.formats.budget_profile import BudgetProfile
+
+KEYS = """solver termination objective bound gap retention retained_tokens retained_bytes
+full_bytes seconds budgets requested context_tokens level output measured_loss value_per_mib"""
+NOTE = "sum of single-unit measurements"
+
+
+@pytest.fixture
+def losses(tmp_path):
+    """A score profile with loss curves."""
+    path = tmp_path / "losses.safetensors"
+    make_losses().save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ("--target-retention", "0.9"),
+        ("--budget", "40%"),
+        ("--budget-tokens", "15"),
+        ("--memory", "2KiB"),
+    ],
+)
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_solve_says_all_there_is_to_say(tmp_path, scores, target, level):
+    output = tmp_path / "p.json"
+    ran = run("solve", scores, *target, "--level", level, "--json", "-o", output)
+    assert (ran.code, ran.err) == (0, "")
+    assert set(ran.json) >= {*KEYS.split()}
+    saved = BudgetProfile.load(output)
+    assert ran.json["budgets"] == saved.budgets.tolist()
+    assert ran.json["retained_bytes"] == saved.retained_bytes
+    assert (ran.json["output"], ran.json["gap"]) == (str(output), 0)
+    assert (ran.json["solver"], ran.json["decided_by"]) == ("auto", "greedy")
+    if target[0] == "--target-retention":
+        assert ran.json["retention"] >= 0.9 - 1e-9
+        assert ran.json["requested_bytes"] is None
+    else:
+        assert ran.json["retained_bytes"] <= ran.json["requested_bytes"]
+        assert ran.json["value_per_mib"] > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            ("--budget", "40%"),
+            ["gap 0%", "not answer quality", "p.json", "most retention in 40%", "more buy +",
+             "auto (greedy), optimal", "why        concave curves"],
+        ),
+        (("--target-retention", "0.6"), ["0.01 more retention costs"]),
+    ],
+)  # fmt: skip
+def test_solve_prints_a_summary(tmp_path, scores, target, words):
+    ran = run("solve", scores, *target, "-o", tmp_path / "p.json")
+    assert (ran.code, ran.err) == (0, "")
+    for word in words:
+        assert word in ran.out
+
+
+def test_quiet_solve_only_writes(tmp_path, scores):
+    ran = run("solve", scores, "--budget", "40%", "-q", "-o", tmp_path / "p.json")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert (tmp_path / "p.json").exists()
+
+
+def test_solve_passes_every_option_on(scores):
+    ran = run(
+        *("solve", scores, "--budget", "50%", "--context", "80", "--batch", "2", "--page", "4"),
+        *("--min-tokens", "8", "--solver", "pyramid", "--solver-option", "beta=4"),
+        *("--average", "allocations", "--time-limit", "9", "--json"),
+    )
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert (found["context_tokens"], found["batch"], found["page_tokens"]) == (80, 2, 4)
+    assert found["solver_options"] == {"beta": 4.0, "average": "allocations"}
+    assert np.min(found["budgets"]) >= 8
+    assert found["output"] is None
+
+
+READ = "for each generated token"
+DECIDED = [
+    # scores, what is asked, words of solve, verify and inspect
+    ("scores", "--budget 40% --cap 0=300B --cap 0-1=900B", ["layers 0-1 within 900B"],
+     ["cap of layers 0-1"], []),
+    ("scores", "--budget 40% --max-distinct 2", [], [], []),
+    ("scores", "--budget 40% --max-tokens 15", [], [], []),
+    ("scores", "--budget 40% --level head --equal-heads", [], [], []),
+    ("losses", "--target-loss 0.05 --solver dp",
+     ["predicted loss of 0.05 nats per token or less in the fewest bytes", NOTE], [], [NOTE]),
+    ("losses", "--budget 40% --objective mean --solver greedy --weights w.json",
+     ["most weighted retention"], [], []),
+    ("bits", "--budget 20% --bits 16,8,4 --level head", ["bits, of the kept entries"], [],
+     ["bits, of the kept entries"]),
+    ("long", "--budget 40% --cost decode-bytes", [READ], [], [READ]),
+    ("long", "--budget 40% --cost communication", [READ], [], [READ]),
+    ("shared", "--budget 40% --share-groups 2-3,4-5", [], [], ["keep the same entries"]),
+    ("shared", "--budget 40% --share-groups 4", [], [],
+     ["keep the same entries", "bound over all groupings"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "asked", "solved", "verified", "inspected"), DECIDED,
+                         ids=[case[1] for case in DECIDED])  # fmt: skip
+def test_what_is_decided_is_written_verified_and_shown(
+    tmp_path, made, asked, solved, verified, inspected
+):
+    make = {"scores": make_scores, "losses": make_losses, "bits": make_bits,
+            "long": lambda: make_scores(context_tokens=200),
+            "shared": lambda: make_shared_scores(3, n_samples=3)}[made]  # fmt: skip
+    scores, out, weights = (tmp_path / name for name in ("s.safetensors", "p.json", "w.json"))
+    make().save(scores)
+    weights.write_text("[0, 1, 1]")
+    given = [weights if word == "w.json" else word for word in asked.split()]
+    shown = {
+        "solve": run("solve", scores, *given, "-o", out),
+        "verify": run("verify", out, scores),
+        "inspect": run("inspect", out),
+    }
+    for (name, ran), words in zip(shown.items(), (solved, verified, inspected), strict=True):
+        assert ran.code == 0, (name, ran.out, ran.err)
+        for word in words:
+            assert word in " ".join(ran.out.split()), name
+    assert "WRONG" not in shown["verify"].out
+    decided, stated = BudgetProfile.load(out), run("inspect", out, "--json").json
+    assert stated["predicted_loss"] == decided.predicted_loss
+    assert stated["share_groups"] == [[*group] for group in decided.share_groups]
+    if "--weights" in asked:
+        assert decided.budgets[0].tolist() == [5, 5]
+    if "--bits" in asked:
+        assert decided.bits is not None
+    if "--cost" in asked:
+        told = run("solve", scores, "--target-retention", "0.9", *given[2:], "--json").json
+        assert told["cost"] == given[-1]
+        assert told["cost_bytes"] == told["objective"]
+
+
+def test_loss_decides_where_nothing_was_said_and_it_was_measured(losses):
+    asked = ("solve", losses, "--budget", "50%", "--json")
+    by_default = run(*asked)
+    assert "least predicted loss decides" in by_default.err
+    assert by_default.err.count("\n") == 1
+    facts = by_default.json
+    low, high = facts["predicted_loss_interval"]
+    assert low < facts["predicted_loss"] < high
+    assert facts["predicted_loss"] == pytest.approx(-facts["objective"])
+    assert NOTE in facts["predicted_loss_note"]
+    assert facts["budgets"] == run(*asked, "--objective", "loss").json["budgets"]
+    by_mean = run(*asked, "--objective", "mean")
+    assert by_mean.err == ""
+    assert by_mean.json["predicted_loss"] >= facts["predicted_loss"]
+    # curves of other units
+    make_losses(per="layer").save(losses)
+    by_head = run(*asked, "--level", "head")
+    assert "retention decides, not the loss curves" in by_head.err
+    assert by_head.json["requested"]["objective"] == "mean"
+    assert run("solve", losses, "--target-retention", "0.8", "--json").err == ""
+
+
+INFEASIBLE = [
+    (
+        "--target-retention 0.9 --cap 0=300B",
+        ["--target-retention 0.9 is not possible with --cap 0=300B", "the most is", "--cap 0="],
+    ),
+    (
+        "--target-retention 0.9 --max-tokens 12",
+        ["with --max-tokens 12", "the most is --target-retention 0.", "use --max-tokens "],
+    ),
+    (
+        "--target-retention 0.9 --max-tokens 12 --cap 0=300B",
+        ["with --cap 0=300B and --max-tokens 12 together", "the most is --target-retention 0."],
+    ),
+    (
+        "--budget 40% --cap 0=100B",
+        ["--budget 40% is not possible with --cap 0=100B", "or use --cap 0=160B"],
+    ),
+    (
+        "--budget 14% --min-tokens 7",
+        ["below the floors", "ask for at least --budget 17.5%, or use --min-tokens 5"],
+    ),
+    (
+        "--budget 40% --min-tokens 12 --cap 0=300B",
+        ["with --cap 0=300B and --min-tokens 12", "or use --cap 0=384B, or --min-tokens 9"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "words"), INFEASIBLE, ids=[case[0] for case in INFEASIBLE])
+def test_what_cannot_be_met_names_the_flag_and_every_flag_that_is_offered_works(
+    tmp_path, scores, asked, words
+):
+    """Flags are copied from the error as they are, one at a time."""
+    arguments = asked.split()
+    refused(tmp_path, "compare", scores, *arguments, words=words)
+    line = refused(tmp_path, "solve", scores, *arguments, "--json", words=words)
+    pairs = re.findall(r"(--[a-z-]+) ([0-9][^ ,;]*)", line.partition(";")[2])
+    assert pairs
+    for flag, value in pairs:
+        changed = list(arguments)
+        changed[changed.index(flag) + 1] = value
+        ran = run("solve", scores, *changed, "--json")
+        assert ran.code == 0, (flag, value, ran.err)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("", ["no target", "--target-retention"]),
+        ("--budget 20% --budget-tokens 9", ["two targets at once"]),
+        ("--budget lots", ["lots", "20%"]),
+        ("--memory 5floppies", ["5floppies", "512MiB"]),
+        ("--budget-tokens 2", ["floors", "ask for at least"]),
+        ("--memory 100", ["ask for at least"]),
+        ("--budget 20% --time-limit nan", ["--time-limit"]),
+        ("--budget 20% --solver-option beta=3", ["auto has no option 'beta'"]),
+        ("--budget 20% --solver pyramid --solver-option beta=1", ["beta"]),
+        ("--budget 40% --solver adaptive_head", ["--level head"]),
+        ("--budget 40% --max-tokens 3", ["sinks and window", "--max-tokens 5"]),
+        ("--budget 40% --min-tokens 9 --max-tokens 14 --page 15", ["--max-tokens 15"]),
+        ("--budget 40% --batch 100000000000000000", ["more than can be counted"]),
+        ("--budget 20% --weights FOLDER/w.json", ["w.json: the weight of layer 1 is nan"]),
+        ("--budget 20% --bits 16,8.5", ["expected numbers such as 16,8,4"]),
+        ("--memory 1MiB --cost decode-bytes", ["stored bytes"]),
+        ("--budget 20% --average allocations --max-distinct 2", ["--average curves"]),
+        ("--budget 45% --resume", ["--resume goes with --measure MODEL"]),
+        ("--budget 45% --dtype float32", ["--dtype goes with --measure MODEL"]),
+        ("--budget 40% -o FOLDER/no/such/p.json", ["cannot write"]),
+        ("--budget 40% -o FOLDER", ["cannot write"]),
+        ("--budget 40% -o FOLDER/s.safetensors", ["overwrite"]),
+        ("--budget 40% -o", ["-o"]),
+    ],
+)
+def test_solve_refuses(tmp_path, scores, asked, words):
+    (tmp_path / "w.json").write_text("[1.0, NaN, 1.0]")
+    output = [] if " -o" in asked else ["-o", tmp_path / "p.json"]
+    arguments = asked.replace("FOLDER", str(tmp_path)).split()
+    refused(tmp_path, "solve", scores, *arguments, *output, words=words)
+    assert "-o OUT.json" in refused(tmp_path, "solve", scores, "--budget", "40%")
+
+
+@pytest.mark.parametrize("wrong", [("--cap", "0=100B"), ("--solver", "adaptive_head")])
+def test_what_decides_is_not_said_of_a_call_that_is_refused(tmp_path, losses, wrong):
+    said = refused(tmp_path, "solve", losses, "--budget", "50%", "--json", *wrong)
+    assert "loss curves" not in said
+
+
+@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
+def test_what_is_no_score_profile(tmp_path, scores, command):
+    rest = ["--budget", "40%", "--json"] if command != "inspect" else []
+    for content in (b"", scores.read_bytes()[:2000]):
+        (tmp_path / "cut.safetensors").write_bytes(content)
+        assert "cut.safetensors" in refused(tmp_path, command, tmp_path / "cut.safetensors", *rest)
+    assert "check the path" in refused(tmp_path, command, tmp_path / "nothing", *rest)
+    assert "folder" in refused(tmp_path, command, tmp_path, *rest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("solve p --budget 40% --json", "generate MODEL --profile {p}'"),
+        ("frontier p", "a budget profile, expected a score profile"),
+        ("compare demo --budget 40%", "'kvalloc profile demo -o s.safetensors'"),
+        ("diff p s", "'kvalloc solve {s} --budget 20% -o p.json'"),
+        ("verify s p", "swapped; write: kvalloc verify {p} {s}"),
+        ("generate p --full --prompt w1", "a budget profile, and a model is wanted"),
+        ("generate demo --profile s --prompt w1", "'kvalloc solve {s} --budget"),
+        ("chat demo --cache p", "expected a cache written with"),
+        ("solve e --budget 40% --json", "'kvalloc report {e} -o report.html'"),
+        ("solve scroes --budget 40% --json", "the nearest is '{s}'"),
+    ],
+)
+def test_a_file_of_another_kind_is_known_and_what_to_do_with_it_told(
+    tmp_path, scores, arguments, said
+):
+    names = {"s": "scores.safetensors", "p": "p.json", "e": "e.json"}
+    names["scroes"] = "scroes.safetensors"
+    files = {short: tmp_path / name for short, name in names.items()}
+    files["s"].write_bytes(scores.read_bytes())
+    files["e"].write_text('{"kind": "kvalloc.evaluation"}')
+    assert run("solve", scores, "--budget", "40%", "-o", files["p"]).code == 0
+    line = refused(tmp_path, *(files.get(word, word) for word in arguments.split()))
+    assert said.format(**files) in line
