@@ -349,24 +349,6 @@ def test_a_saved_cache_can_be_inspected(folder):
     assert "expected a cache written with --save-cache; read the prompt again" in line
 
 
-def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
-    """Before a model is loaded: what is told of a file is what would be loaded."""
-    whole = (folder / "doc.kv").read_bytes()
-    edits = ((b'seen_tokens\\": 120', b'seen_tokens\\": 121', "digest"),
-             (b"doc.txt", b"cod.txt", "digest"),
-             (b'schema_version\\": 5,', b'schema_version\\": 4,', "schema_version"),
-             (b'kept_positions"', b'kept_Positions"', "tensor_digest"))  # fmt: skip
-    for old, new, named in edits:
-        edited = whole.replace(old, new)
-        assert edited != whole
-        (folder / "edited.kv").write_bytes(edited)
-        line = refused(folder, "inspect", folder / "edited.kv")
-        assert "edited.kv" in line
-        assert named in line
-        words = ("--cache", folder / "edited.kv", "--question", "w1")
-        assert named in refused(folder, "chat", folder / "no-model", *words)
-
-
 def saved_with(folder, profile, model):
     """A saved cache of the document, reduced by a profile."""
     profile.save(folder / "other.json")
