@@ -63,7 +63,7 @@ class _Part:
         self.content = self.header.header()
         self.names = [name for name in ScoreProfile.model_fields if name in self.tensors]
         self.shared = {
-            name: self._read(name, 0, self.tensors[name][1][0])
+            name: self.rows(name, 0, self.tensors[name][1][0])
             for name in self.names
             if name not in ScoreProfile.PER_SAMPLE or name == "sample_places"
         }
@@ -74,22 +74,18 @@ class _Part:
                 raise ScoreHeader.file_error(path, name, f"of {n_rows} samples", expected)
         self._require(np.isin(self.shared["shards"], (0, 1)).all(), "shards", "0 or 1 each")
         self._require((np.diff(self.places) > 0).all(), "sample_places", "rising")
-        self._digest = Digest(json.dumps(self.content, sort_keys=True))
+        self._check_digest()
 
     def _check(self, file: Any) -> None:
-        """Refuse what is no part, or holds what no score profile does."""
+        """Refuse what is no part, or has an array that no score profile has."""
         names, fields = {*file.keys()}, ScoreProfile.array_fields()
         for name in sorted(names):
-            one, expected = file.get_slice(name), "an array of score profiles"
-            found = f"{one.get_dtype()} shaped {one.get_shape()}"
-            if (field := fields.get(name)) is not None:
+            one, field = file.get_slice(name), fields.get(name)
+            dtype, shape, expected = one.get_dtype(), one.get_shape(), "an array of score profiles"
+            if field is not None:
                 expected = f"{field.dtype} with {field.ndim} axes"
-                if (
-                    len(one.get_shape()) == field.ndim
-                    and one.get_dtype() == NAMES[str(field.dtype)]
-                ):
-                    continue
-            raise ScoreHeader.file_error(self.path, name, found, expected)
+            if field is None or (dtype, len(shape)) != (NAMES[str(field.dtype)], field.ndim):
+                raise ScoreHeader.file_error(self.path, name, f"{dtype} shaped {shape}", expected)
         if not names.issuperset(_OF_PARTS):
             raise InputError(
                 f"{self.path} is a whole measurement and no part of one, so there is nothing to "
@@ -101,25 +97,18 @@ class _Part:
             found = one_line(self.shared[name].tolist(), 60)
             raise ScoreHeader.file_error(self.path, name, found, expected)
 
-    def begin(self, name: str) -> None:
-        """Begin to read an array; arrays come in the order of the digest."""
-        dtype, shape, _ = self.tensors[name]
-        self._digest.begin(name, Blocks(dtype=dtype, shape=shape, blocks=()))
-        if name in self.shared:
-            self._digest.update(self.shared[name].data)
+    def _check_digest(self) -> None:
+        """Compare the digest of the file with the one that it states."""
+        digest = Digest(json.dumps(self.content, sort_keys=True))
+        for name in self.names:
+            dtype, shape, _ = self.tensors[name]
+            digest.begin(name, Blocks(dtype=dtype, shape=shape, blocks=()))
+            for first, end in _blocks_of(shape, dtype):
+                digest.update(self.rows(name, first, end).data)
+        ScoreHeader.check_digest(self.path, self._stated, lambda _: digest.hexdigest())
 
     def rows(self, name: str, first: int, end: int) -> npt.NDArray[Any]:
-        """Return some samples of the current array, each once and in order."""
-        data = self._read(name, first, end)
-        self._digest.update(data.data)
-        return data
-
-    def finish(self) -> None:
-        """Compare the digest of everything read with the one that the file states."""
-        ScoreHeader.check_digest(self.path, self._stated, lambda _: self._digest.hexdigest())
-
-    def _read(self, name: str, first: int, end: int) -> npt.NDArray[Any]:
-        """Read and not mapped, so that memory stays small."""
+        """Read some samples of an array; not mapped, so that memory stays small."""
         dtype, shape, begin = self.tensors[name]
         row_items = math.prod(shape[1:])
         with open(self.path, "rb") as file:
@@ -186,10 +175,6 @@ def merge(
             entry=ScoreHeader.METADATA,
             progress=None if progress is None else lambda done: progress(done, total),
         )
-        for part in files:
-            for name in _OF_PARTS if whole else ():  # the last ones in the order of the digest
-                part.begin(name)
-            part.finish()
     return Merged(output=Path(output), samples=places.size, missing=missing, digest=digest)
 
 
@@ -309,16 +294,13 @@ def _joined(
     if shared is None:
         shape = (order.shape[0], *shape[1:])
     size = shape if shared is None else shared.shape
-    step = max(1, _BLOCK_BYTES // max(1, math.prod(size[1:]) * dtype.itemsize))
 
     def blocks() -> Iterator[npt.NDArray[Any]]:
-        for part in parts:
-            part.begin(name)
         if shared is not None:
             yield shared
             return
-        for begin in range(0, order.shape[0], step):
-            chosen = order[begin : begin + step]
+        for first, end in _blocks_of(size, dtype):
+            chosen = order[first:end]
             block = np.empty((chosen.shape[0], *size[1:]), dtype)
             for number in np.unique(chosen[:, 0]).tolist():
                 here = chosen[:, 0] == number
@@ -327,3 +309,10 @@ def _joined(
             yield block
 
     return Blocks(dtype=dtype, shape=size, blocks=blocks())
+
+
+def _blocks_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[tuple[int, int]]:
+    """Yield first and end of the rows of blocks of at most `_BLOCK_BYTES`, one row at least."""
+    step = max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
