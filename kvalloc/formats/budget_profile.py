@@ -48,15 +48,15 @@ _TARGET_TEXTS = {
 
 
 class MeasuredTry(Record):
-    """What one of several decisions lost; losses in nats per token."""
+    """Measured loss of one of several decisions, nats per token."""
 
     NAME: ClassVar[str] = "try"
 
     target: float | None
-    """Loss that was asked of the curves; None where a size or a retention was."""
+    """Loss requested of the curves; None if the request was a size or a retention."""
 
     predicted: float | None
-    """Loss that the curves promised."""
+    """Loss predicted from the curves."""
 
     loss: float
     """Measured loss."""
@@ -66,7 +66,7 @@ class MeasuredTry(Record):
 
 
 class MeasuredLoss(Record):
-    """What the whole reduced cache loses on prompts that no curve was measured on."""
+    """Loss of the whole reduced cache on prompts that no curve was measured on."""
 
     NAME: ClassVar[str] = "measured loss"
 
@@ -80,16 +80,16 @@ class MeasuredLoss(Record):
     """Mean loss of each task's prompts."""
 
     prompts: int
-    """How many."""
+    """Number of prompts."""
 
     text: str
-    """Which, for people."""
+    """Description of the prompts, for people."""
 
     text_digest: str
     """SHA-256 over their token ids."""
 
     target: float | None
-    """Loss that was to be met, nats per token."""
+    """Target of the loss, nats per token."""
 
     tries: tuple[MeasuredTry, ...]
     """All decisions that were measured, this one among them."""
@@ -216,7 +216,7 @@ class BudgetProfile(JsonRecord):
     """What all units together lose when measured (`kvalloc.solve_measured`)."""
 
     cost_bytes: int | None = None
-    """Cost of the decided layers, where another cost than stored bytes was asked for
+    """Cost of the decided layers, if the request counts another cost than stored bytes
     (``requested["cost"]``, `kvalloc.accounting.costs`)."""
 
     full_cost_bytes: int | None = None

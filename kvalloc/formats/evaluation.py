@@ -1,4 +1,4 @@
-"""The measured end: what reduced caches did to a model's answers, with every prompt's values."""
+"""Results of an evaluation: a model's answers with reduced caches, and each prompt's values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EvaluationRow(TypedDict):
 
 
 class Evaluation(JsonRecord):
-    """Rows of an evaluation, how they were made, and what every prompt gave."""
+    """Rows of an evaluation, their settings, and the values of every prompt."""
 
     NAME: ClassVar[str] = "evaluation"
     MADE_BY: ClassVar[str] = "kvalloc eval"
@@ -62,12 +62,12 @@ class Evaluation(JsonRecord):
     """The model."""
 
     settings: dict[str, Any]
-    """What was asked: tasks, split, question, turns, samples, context, seed, dtype; and
+    """The request: tasks, split, question, turns, samples, context, seed, dtype; and
     ``text_digest``, SHA-256 over the token ids of all prompts and questions."""
 
     profiles: dict[str, str]
-    """Digest of each budget profile by the name of its rows, without an evaluation from before:
-    that of what was evaluated."""
+    """Digest of each budget profile by the name of its rows; an earlier evaluation inside the
+    profile does not count."""
 
     rows: Annotated[tuple[EvaluationRow, ...], FailFast()]
     """For each task the full cache first, then the methods."""

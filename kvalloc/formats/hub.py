@@ -13,7 +13,7 @@ from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError,
 
 _PREFIXES = ("hf://", "https://", "http://")
 HUB_TIMEOUT_SECONDS = 10.0
-"""How long the hub may take to answer before what is in its cache is used."""
+"""Longest wait for an answer of the hub before its cache is used."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MEANINGS = {
@@ -31,7 +31,7 @@ _MEANINGS = {
 """What each of the client's errors means, special ones before their base classes."""
 
 _LARGEST_PROFILE_BYTES = 2**24
-"""A larger JSON file in the hub's cache, such as a tokenizer, is not looked into."""
+"""A larger JSON file in the hub's cache, such as a tokenizer, is not opened."""
 
 
 def on_hub(source: str | Path) -> str | None:
@@ -57,7 +57,7 @@ def local_file(source: str | Path) -> Iterator[Path]:
     source : str or Path
         A path, or ``hf://owner/repo[@revision]/file``; a repository of data sets is
         ``hf://datasets/owner/repo``, and the address of a file's page in a browser is understood,
-        too. What is in the hub's cache is used where there is no network.
+        too. Without a network, the file in the hub's cache is used.
 
     Yields
     ------
@@ -99,12 +99,12 @@ def push(file: str | Path, to: str, *, private: bool = False) -> str:
     to : str
         ``owner/repo``, or ``hf://owner/repo[@revision][/name]``; the file's own name by default.
     private : bool
-        Show a new repository to nobody else.
+        Make a new repository private.
 
     Returns
     -------
     str
-        Where it is now, with the revision of exactly this file.
+        Its address, with the revision of exactly this file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What every definition of a file has in common: it checks itself and is its own schema."""
+"""Base classes of files: a definition checks itself and is its own schema."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LARGE_BYTES, _HOLES = 2**30, 1000
 read: it would cost its sender nothing and its reader all memory."""
 
 _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
-"""Of an indented JSON text, numbers of a list, such as a row of budgets, go on one line."""
+"""Patterns that put the numbers of a list, such as a row of budgets, on one line of JSON."""
 
 
 def require(holds: bool | np.bool_, field: str, found: object, expected: str) -> None:
@@ -79,7 +79,7 @@ def require_none(*fields: str, values: Sequence[object]) -> None:
 
 
 class ArrayOf:
-    """Makes an array a field, of one type and number of axes; read-only, in JSON nested lists.
+    """Annotation of an array field with a type and a number of axes: read-only, lists in JSON.
 
     Parameters
     ----------
@@ -188,13 +188,13 @@ class FileRecord(Record):
     """The command that writes the file."""
 
     PROVENANCE: ClassVar[tuple[str, ...]] = ()
-    """What every file has to say, though there is a default for a record that is no file yet."""
+    """Fields that every file must state, though a record that is no file yet has defaults."""
 
     METADATA: ClassVar[str] = ""
-    """Under which a safetensors file's metadata have the record."""
+    """Key of the record in a safetensors file's metadata."""
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
-    """Fields of a safetensors file's record that stand there only where they say something."""
+    """Fields that a safetensors file leaves out if they are empty."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileRecord) and self.digest == other.digest

@@ -1,8 +1,7 @@
 """The file of a saved cache, read without torch: a JSON header, and tensors checked against it.
 
-Digests have no key, so whoever edits a file can sign it again. Nothing of a file is believed
-before it was compared with everything else in it: what reads the tensors later, a kernel that
-follows spans, checks nothing.
+Digests have no key, so an edited file can be signed again. Every part of a file is therefore
+compared with the rest of it: the kernels that read the tensors later check nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class SavedCacheHeader(FileRecord):
     """The budgets."""
 
     row_profiles: tuple[_Profile, ...] | None = None
-    """Those of each row, where each prompt decided its own."""
+    """The budgets of each row, if each prompt decided its own."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     """Type of the entries, as torch calls it."""
@@ -134,11 +133,11 @@ class SavedCacheHeader(FileRecord):
     """Version of torch."""
 
     notes: dict[str, Any]
-    """Plain values of the caller's, such as where the text came from."""
+    """Plain values of the caller, such as the source of the text."""
 
     @property
     def read_seconds(self) -> float | None:
-        """How long reading the prompt took, if a note says so."""
+        """Seconds of reading the prompt, if a note has them."""
         noted = self.notes.get("read_seconds")
         if isinstance(noted, int | float) and 0 <= noted < MAX_SECONDS:
             return float(noted)
@@ -157,7 +156,7 @@ class SavedCacheHeader(FileRecord):
         -------
         header : SavedCacheHeader
         tensors : dict of StoredTensor
-            Each in memory of its own; see `kvalloc.runtime.saving` for their names.
+            Each in separate memory; see `kvalloc.runtime.saving` for their names.
 
         Raises
         ------
@@ -182,7 +181,7 @@ class SavedCacheHeader(FileRecord):
 
     @classmethod
     def again(cls) -> str:
-        """Return how to make the file again."""
+        """Return how to make such a file again, for messages."""
         return "read the prompt again and save the cache again"
 
     @model_validator(mode="after")

@@ -50,7 +50,7 @@ class SurrogateHeader(MeasuredHeader):
 
 
 class FittedSurrogate(ArrayRecord, SurrogateHeader):
-    """What `kvalloc.fit_scorer` gives and the scorer ``surrogate`` reads.
+    """The result of `kvalloc.fit_scorer`, which the scorer ``surrogate`` reads.
 
     Raises
     ------
@@ -61,8 +61,8 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
     HEADER: ClassVar[type[FileRecord]] = SurrogateHeader
 
     weights: FloatArray3D
-    """Of each full-attention layer and KV head, the constant last, ``(n_full_layers, n_kv_heads,
-    n_features + 1)``; `kvalloc.scorers.surrogate.entry_features` has the features."""
+    """Weights of each full-attention layer and KV head, the constant last, ``(n_full_layers,
+    n_kv_heads, n_features + 1)``; `kvalloc.scorers.surrogate.entry_features` has the features."""
 
     r_squared: FloatArray1D
     """Share of the target's variance that a fit on one half of the samples explains on the other,
@@ -100,7 +100,7 @@ class SurrogatePartHeader(MeasuredHeader):
 
 
 class SurrogatePart(ArrayRecord, SurrogatePartHeader):
-    """What a fit needs of some of its samples.
+    """The part of a fit that comes from some of its samples.
 
     Raises
     ------

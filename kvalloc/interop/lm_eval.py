@@ -137,7 +137,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         Raises
         ------
         InputError
-            If sampling is asked for.
+            If the options request sampling.
         """
         return [self._generated(*request.args) for request in requests]
 

@@ -1,4 +1,4 @@
-"""What a foreign engine or file can say of a budget profile, and the nearest profile that it can.
+"""What a foreign engine cannot express of a budget profile, and the nearest that it can.
 
 A profile says more than most engines do. What one of them cannot say is never dropped silently:
 each loss has a name, a `Restriction`, that the user accepts. What is left is a budget profile
@@ -42,11 +42,11 @@ class ExportTarget(ABC):
     suffix : str
         Usual ending of its files.
     widths : mapping of int to str
-        Its names for entries at so many bits.
+        Its names for the widths of entries, by bits.
     bits_by_layer : bool
         Whether it can leave layers at 16 bits and round the others.
     block_tokens : int
-        It keeps whole blocks of so many entries.
+        Entries of a block; it keeps whole blocks.
     engine_keeps : str
         Which entries it keeps, in words, where it picks them itself.
     """

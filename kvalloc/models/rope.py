@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE): a layer's inverse frequencies, and rotation by them.
 
 Transformers has no interface that tells whether and how a layer rotates its queries, so the
-modeling file is asked. What cannot be read there counts as unknown, never as plain rotation.
+modeling file is read. What cannot be read there counts as unknown, never as plain rotation.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ KINDS = ("needle", "pairs", "kl", "code")
 """Tasks that ask for different things: retrieval from prose and from lists, prose, and code."""
 
 MEASURED_TOKENS = 24
-"""Of running text that follows a prompt, and of answers in words of one's own: what is measured
-once for every unit and level must be short."""
+"""Tokens of the continuation of running text, and of free answers. They are measured once for
+every unit and level, so they must be few."""
 
 FORM_SEEDS = 1_000_003
-"""Between the seeds of two forms, that is a length and where the question stands."""
+"""Distance between the seeds of two forms: of a length and a place of the question."""
 
 Standing = Literal["inside", "after"]
 STANDINGS: dict[str, tuple[Standing, ...]] = {
@@ -51,7 +51,7 @@ def calibration_prompts(
     tokenizer : PreTrainedTokenizerBase
         The model's own.
     n_prompts : int
-        Every kind at every length, with the question inside and after as asked for, in turns.
+        Every kind at every length, with the question inside and after as requested, in turns.
     n_tokens : int or sequence of int
         Longest prompt, question included, tokens; of each of several lengths.
     kinds : sequence of str

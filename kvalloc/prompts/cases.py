@@ -1,4 +1,4 @@
-"""What is put to a model: a prompt that may be compressed, and the turns that follow it."""
+"""Cases: a prompt that may be compressed, and the turns that follow it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvalloc.prompts.metrics import contained, find_metric
 ANSWER_TOKENS = 16
 """Longest answer: a seven-digit number takes ten tokens of most vocabularies."""
 LONG_ANSWER_TOKENS = 128
-"""Of an answer in words of one's own: many times what any method looks at before it evicts."""
+"""Longest free answer: many times the tokens that any method looks at before it evicts."""
 POSITIONS = {"0-15": slice(0, 16), "16-63": slice(16, 64), "64-255": slice(64, 256)}
 """Pieces of an answer whose KL is reported by itself."""
 
@@ -22,7 +22,7 @@ class Expected:
     Attributes
     ----------
     answers : tuple of str
-        Right answers, any of them will do; empty where nothing is asked.
+        Right answers, any of which counts; empty if there is no question.
     metric : str
         See `kvalloc.prompts.metrics.METRICS`.
     classes : tuple of str
@@ -82,15 +82,15 @@ class Turn(Expected):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One prompt and what is asked about it.
+    """One prompt and the turns about it.
 
     Attributes
     ----------
     input_ids : tuple of int, (n_tokens,)
         What is compressed.
     turns : tuple of Turn
-        Asked one after the other. Each is asked after the full cache's answers to those before
-        it, whatever the cache, so that all caches read the same.
+        In order. Before each one every cache reads the full cache's answers to the earlier ones,
+        so that all caches read the same.
     source : str
         What it was made of, for messages and result files.
     """

@@ -62,7 +62,7 @@ class Prompt:
         What is read between the two, after the prompt has been compressed: the prompt is then the
         context alone. Empty where the prompt itself ends with the question.
     token_ids, question_ids, answer_ids : tuple of int
-        Prompt, question and answer of who has the tokens already; they go before texts.
+        Tokens of prompt, question and answer, used instead of the texts.
     task : str
         What it asks for, where the data says so: losses of different tasks are of different size.
     name : str

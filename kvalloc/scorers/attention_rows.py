@@ -1,6 +1,6 @@
 """Attention rows, logits and protected columns, computed again from what a layer's attention sees.
 
-Only the rows that are asked for are computed, so the full attention matrix never exists.
+Only the requested rows are computed, so the full attention matrix never exists.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Scorer(Parameterized, ABC):
         Last tokens of the prompt that are never evicted, tokens.
     follows : bool
         Whether it takes over the pooling and the reduction of query heads of the scorer beside
-        which it is an option, unless told otherwise; not where they are part of the method.
+        which it is an option, unless they are set; False if they are part of the method.
     holds_queries : bool
         Whether `score` looks at the window's queries. False where it needs none, or `observe`
         adds up all of them as they come.
@@ -84,7 +84,7 @@ class Scorer(Parameterized, ABC):
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of a prompt's last queries that `score` reads.
 
-        Where a prompt arrives in chunks, the cache holds so many of them back for it.
+        If a prompt arrives in chunks, the cache keeps that many queries for it.
 
         Parameters
         ----------
@@ -228,14 +228,14 @@ class Scorer(Parameterized, ABC):
 
 def awaited_tokens(scorers: Iterable[Scorer]) -> int:
     """Return the number of tokens after a prompt that these scorers wait for."""
-    asked = (scorer.later for scorer in scorers)
-    return max((one.tokens for one in asked if one and one.kind == "following"), default=0)
+    later = (scorer.later for scorer in scorers)
+    return max((one.tokens for one in later if one and one.kind == "following"), default=0)
 
 
 def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
     """Return the repetitions that these scorers ask for, each once."""
-    asked = (scorer.later for scorer in scorers)
-    return list(dict.fromkeys(one for one in asked if one and one.kind == "repeat"))
+    later = (scorer.later for scorer in scorers)
+    return list(dict.fromkeys(one for one in later if one and one.kind == "repeat"))
 
 
 def following_notes(

@@ -31,7 +31,7 @@ from kvalloc.prompts.texts import (
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(Question):
-    """How a dataset's records are asked and scored; ``{input}`` is the record's own.
+    """Question and metric of a dataset's records; ``{input}`` is the record's field.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Record:
     prompt : Prompt
         File, line, and the text of a plain prompt.
     question : Question
-        What is asked, and the right answers.
+        The question and the right answers.
     example : Example or None
         LongBench's context with the question; None for a plain prompt.
     """
@@ -132,7 +132,7 @@ def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
     path : Path
         Names the task.
     records : sequence of Record
-        The first ``n_cases`` of them are asked.
+        The first ``n_cases`` of them are used.
     cut : bool
         Whether a prompt longer than ``n_tokens`` loses the middle of its context, as in LongBench;
         otherwise it stays as long as it is.

@@ -3,7 +3,7 @@
 References
 ----------
 N. F. Liu et al., Lost in the Middle (2023), Sec. 3: random identifiers in a JSON object. Keys are
-words here, and some pairs are shown again before the one that is asked for: a small model takes
+words here, and some pairs are repeated before the question: a small model takes
 one random identifier for another, and does not know what is wanted of it unless it is shown.
 """
 

@@ -1,4 +1,4 @@
-"""What a task is, and how its prompts are made by rule."""
+"""Tasks, and how their prompts are made by rule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRequest:
-    """What is asked of a task.
+    """Request to a task.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class PromptRequest:
     opened : bool
         Whether another question, which nothing is measured of, comes before them.
     answer_tokens : int
-        Longest answer in words of one's own, and tokens of running text that follow a prompt.
+        Longest free answer, and length of the continuation of running text, tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -116,7 +116,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Brief:
-    """What the maker of one example is given.
+    """Input of the maker of one example.
 
     Attributes
     ----------
