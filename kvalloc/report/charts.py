@@ -270,7 +270,7 @@ def strips_chart(rows: Sequence[Row], *, width: int) -> Spec:
     order = {"field": "order", "op": "min"}
     share = _number("share", axis=axis, scale={"domain": [0, 1]})
     return {
-        "title": "What each solver lets a layer keep of the prompt",
+        "title": "What each layer keeps of the prompt",
         "data": {"values": list(rows)},
         "facet": {"row": {"field": "who", "title": None, "sort": order, "header": header}},
         "spacing": 14,

@@ -184,5 +184,6 @@ def _stacked(panels: Sequence[Spec], title: str) -> Spec:
     sized = [{**size, **panel} if "layer" in panel else panel for panel in panels]
     apart = {"color": "independent", "shape": "independent", "strokeDash": "independent"}
     resolve = {"scale": apart, "legend": apart}
-    whole = {"title": title, "vconcat": sized, "align": "none", "spacing": 24}
+    heading = {"text": title, "fontSize": 17, "offset": 14}
+    whole = {"title": heading, "vconcat": sized, "align": "none", "spacing": 24}
     return {**whole, "resolve": resolve}
