@@ -8,12 +8,11 @@ import re
 import numpy as np
 import pytest
 from factories import make_curves, make_losses, make_scores, make_shape
-from refusals import untrue
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate, problem_of
 from kvalloc.allocation.request import Request
-from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
 
 
@@ -62,8 +61,6 @@ def test_options_are_few_and_their_costs_keep_a_coarse_grain(context: int, page:
 def test_whole_layers_only_where_whole_layers_were_measured() -> None:
     scores = make_losses(per="layer")
     assert formulate(scores, Request.parse(target_loss=0.1)).n_units == 3
-    with pytest.raises(InputError, match="whole layers.*level='layer'"):
-        formulate(scores, Request.parse(target_loss=0.1, level="head"))
     different = np.full((3, 2), 20)
     assert make_curves(scores).predicted_loss(different) is not None
     different[1, 0] = 19
@@ -78,14 +75,6 @@ def test_heads_add_up_at_layer_level() -> None:
     np.testing.assert_allclose(layers.values, summed, atol=1e-15)
 
 
-def test_no_loss_without_loss_curves() -> None:
-    with pytest.raises(InputError, match="no loss curves.*ask for retention"):
-        formulate(make_scores(), Request.parse(target_loss=0.1))
-    with pytest.raises(InputError, match="no loss curves"):
-        solve(make_scores(), budget=0.5, objective="loss", solver="dp")
-    assert make_curves(make_scores()).predicted_loss(np.full((3, 2), 20)) is None
-
-
 def test_a_target_loss_scales_with_the_prompt_and_is_recorded() -> None:
     scores = make_losses(5)
     decided = solve(scores, target_loss=0.05, level="head", solver="dp")
@@ -95,8 +84,6 @@ def test_a_target_loss_scales_with_the_prompt_and_is_recorded() -> None:
     assert decided.length_rule == "proportional"
     assert decided.predicted_loss <= 0.05 + 1e-12
     assert decided.retention == pytest.approx(make_curves(scores).retention(decided.budgets))
-    lied = decided.replace(predicted_loss=decided.predicted_loss / 2)
-    assert untrue(lied, scores) == {"predicted loss"}
 
 
 def test_a_loss_of_nothing_keeps_everything_that_does_harm() -> None:
@@ -152,11 +139,6 @@ def test_a_loss_out_of_reach_is_told_with_the_nearest_one() -> None:
     copied = solve(scores, target_loss=float(flag[1]), max_tokens=20, solver="dp")
     assert copied.predicted_loss == pytest.approx(nearest)
     assert int(copied.budgets.max()) <= 20
-
-
-def test_no_page_between_the_least_measured_and_the_largest_allowed() -> None:
-    with pytest.raises(InputError, match="can be offered.*give max_tokens=17 or more"):
-        solve(make_losses(levels=[17, 30, 40]), budget="50%", objective="loss", max_tokens=16)
 
 
 def test_the_interval_of_a_predicted_loss_is_over_samples() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from factories import (
     make_bits,
     make_choices,
     make_curves,
+    make_loss_bits,
+    make_losses,
     make_scores,
     make_shape,
     make_shared_scores,
@@ -64,6 +67,11 @@ def test_what_cannot_be_read(read: Any, words: str, given: Any) -> None:
         read(given)
 
 
+NOT_AT_BITS = (
+    "what 5 and 3 bits lose was not measured.*16 and 8 and 4 bits it was.*loss='measured', "
+    "bits=.16, 8, 5, 4, 3"
+)
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *(  # by the request itself, whatever is to be solved
         (None, fields, words)
@@ -85,6 +93,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"budget": "200%"}, "not a share"),
             ({"budget_tokens": 0}, "keeps nothing"),
             ({"memory": "lots"}, "not a size"),
+            ({"budget": 0.5, "equal_heads": True}, "level='head'"),
             ({"memory": "1MiB", "cost": "decode-bytes"}, "memory is a size of stored bytes"),
             ({"memory": "1MiB", "share_groups": 4}, "with memory the groups are named"),
         )
@@ -140,8 +149,40 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"solver_options": {"gamma": 1}}, "has no option 'gamma'"),
             ({"share_groups": 4}, "share_length=2"),
             ({"share_groups": "2-3"}, "share_length=2"),
+            ({"bits": (16, 8)}, "8 bits do was not measured.*none was"),
+            ({"target_loss": 0.1}, "no loss curves.*ask for retention"),
+            ({"objective": "loss", "solver": "dp"}, "no loss curves"),
+            ({"weights": [1.0, 1.0]}, "tests/tiny has 3 layers of 2 KV heads"),
+            ({"weights": [[1.0] * 3] * 3}, "tests/tiny has 3 layers of 2 KV heads"),
+            ({"weights": [[1.0, 1.0]] * 2}, "tests/tiny has 3 layers of 2 KV heads"),
+            ({"cap": "0-4=1MiB"}, "names layer 3, and tests/tiny has layers 0-2"),
+            *(
+                ({"batch": 10**15, "cost": cost}, "more than can be counted")
+                for cost in ("bytes", "decode-bytes", "communication")
+            ),
         )
     ),
+    *(
+        (partial(make_losses, **given), fields, words)
+        for given, fields, words in (
+            ({"per": "layer"}, {"target_loss": 0.1, "level": "head"}, "layers.*level='layer'"),
+            (
+                {"per": "layer"},
+                {"objective": "loss", "weights": [[1, 0], [1, 1], [1, 1]]},
+                "one weight a layer",
+            ),
+            (
+                {"levels": [17, 30, 40]},
+                {"objective": "loss", "max_tokens": 16},
+                "can be offered.*give max_tokens=17 or more",
+            ),
+        )
+    ),
+    *(
+        (make_loss_bits, {"bits": (8, 5, 3), **fields}, NOT_AT_BITS)
+        for fields in ({"objective": "loss"}, {"target_loss": 0.1})
+    ),
+    (make_bits, {"bits": (8, 4), "target_loss": 0.1}, r"no loss curves.*bits=.16, 8, 4"),
     *(
         (make_bits, {"bits": (16, 8, 4), **fields}, words)
         for fields, words in (
@@ -190,7 +231,7 @@ def test_what_cannot_be_asked(make: Any, asked: dict[str, Any], words: str) -> N
         if make is None:
             Request.parse(**asked)
         else:
-            target = {} if "target_retention" in asked else {"budget": 0.5}
+            target = {} if {"target_retention", "target_loss"} & {*asked} else {"budget": 0.5}
             few_layers = {} if make is make_shared_scores else {"shape": shape_for(asked)}
             solve(make(**few_layers), **target, **asked)
     assert "\n" not in str(caught.value)

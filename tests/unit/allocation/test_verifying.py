@@ -11,6 +11,7 @@ import pytest
 from factories import (
     make_bits,
     make_choices,
+    make_loss_bits,
     make_losses,
     make_scores,
     make_shape,
@@ -19,6 +20,7 @@ from factories import (
 from refusals import untrue
 
 import kvalloc
+from kvalloc.accounting.costs import stored_bytes
 from kvalloc.allocation.audit import verify
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -85,6 +87,10 @@ def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_pat
     scores = make()
     profile = kvalloc.solve(scores, **asked)
     assert untrue(profile, scores) == set()
+    for context in (profile.context_tokens, 2 * profile.context_tokens):
+        pages = -(-profile.budgets_for(context) // profile.page_tokens) * profile.page_tokens
+        stored = stored_bytes(pages, 16 if profile.bits is None else profile.bits, scores.shape)
+        assert profile.retained_bytes_at(context, 2) == 2 * int(stored.sum())
     profile.save(tmp_path / "p.json")
     again = kvalloc.load_profile(tmp_path / "p.json")
     for name in BudgetProfile.model_fields:
@@ -94,18 +100,87 @@ def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_pat
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "p.json").read_bytes()
 
 
-def failed(profile: BudgetProfile, seed: int = 0) -> set[str]:
-    return untrue(profile, make_scores(seed))
+def more(profile: BudgetProfile) -> dict[str, Any]:
+    return {"budgets": np.minimum(profile.budgets + 5, profile.context_tokens)}
 
 
-def test_every_false_statement_is_found() -> None:
-    profile = kvalloc.solve(make_scores(0), budget="40%")
-    assert failed(profile.replace(objective=profile.objective + 1e-6)) == {"objective"}
-    assert failed(profile.replace(retention=profile.retention + 1e-6)) == {"retention"}
-    assert failed(profile.replace(bound=profile.bound - 1e-6)) == {"bound"}
-    assert failed(profile.replace(bound=profile.bound + 1e-6)) == {"bound"}
-    assert failed(profile.replace(problem_digest="0")) == {"problem digest"}
-    assert "score profile digest" in failed(profile, seed=1)
+def fewer(profile: BudgetProfile) -> dict[str, Any]:
+    return {"budgets": np.maximum(profile.budgets - 3, profile.policy.protected_tokens)}
+
+
+def another_policy(profile: BudgetProfile) -> dict[str, Any]:
+    table = profile.unit_policies.copy()  # type: ignore[union-attr]
+    table[0, 0] = (table[0, 0] + 1) % len(profile.policies)
+    return {"unit_policies": table}
+
+
+def foreign_policy(profile: BudgetProfile) -> dict[str, Any]:
+    first, *others = profile.other_policies
+    return {"other_policies": (first.replace(scorer_parameters={"window": 1}), *others)}
+
+
+def other_widths(profile: BudgetProfile) -> dict[str, Any]:
+    return {"bits": np.where(profile.bits == 4, 8, 4)}
+
+
+def requesting(**asked: Any) -> Any:
+    return lambda profile: {"requested": {**profile.requested, **asked}}
+
+
+def moved(name: str, by: float) -> Any:
+    return lambda profile: {name: getattr(profile, name) + by}
+
+
+SHARE: dict[str, Any] = {"budget": "40%"}
+HEADS: dict[str, Any] = {**SHARE, "level": "head"}
+LOSSES: dict[str, Any] = {**HEADS, "objective": "loss"}
+
+FALSE: list[tuple[Any, dict[str, Any], Any, set[str]]] = [
+    *(
+        (make_scores, SHARE, change, names)
+        for change, names in (
+            (moved("objective", 1e-6), {"objective"}),
+            (moved("retention", 1e-6), {"retention"}),
+            (moved("bound", -1e-6), {"bound"}),
+            (moved("bound", 1e-6), {"bound"}),
+            (lambda profile: {"problem_digest": "0"}, {"problem digest"}),
+            (lambda profile: {"score_digest": "0"}, {"score profile digest"}),
+            (more, {"within capacity", "retention", "objective", "bound"}),
+        )
+    ),
+    (make_scores, {"target_retention": 0.8}, fewer, {"target met", "retention", "objective"}),
+    (make_scores, {**SHARE, "page": 8}, moved("budgets", -1), {"budgets are options"}),
+    (make_scores, {**HEADS, "max_distinct": 9}, requesting(max_distinct=1), {"different budgets"}),
+    (make_scores, {**HEADS, "max_distinct": 9}, requesting(cap=["0=200B"]), {"cap of layer 0"}),
+    (make_scores, {**SHARE, "cost": "decode-bytes"}, moved("cost_bytes", -1), {"cost"}),
+    (make_losses, {"target_loss": 0.05}, moved("predicted_loss", -0.01), {"predicted loss"}),
+    (make_choices, LOSSES, another_policy, {"policies", "predicted loss"}),
+    (make_choices, LOSSES, lambda profile: {"retention": 0.5}, {"retention"}),
+    (make_choices, LOSSES, foreign_policy, {"policies"}),
+    (make_scores, {**SHARE, **WORST}, moved("worst_sample_retention", 0.1), {"worst sample"}),
+    (make_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "retention"}),
+    (make_loss_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "predicted loss"}),
+    (
+        make_shared_scores,
+        {"budget": "35%", "share_groups": 4},
+        moved("grouping_bound", -0.01),
+        {"bound over groupings"},
+    ),
+    (
+        make_shared_scores,
+        {"budget": "35%", "share_groups": 4},
+        lambda profile: {"share_groups": ()},
+        {"groups"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "asked", "change", "names"), FALSE)
+def test_a_false_statement_is_found(make: Any, asked: Any, change: Any, names: set[str]) -> None:
+    scores = make(3)
+    profile = kvalloc.solve(scores, **asked)
+    assert untrue(profile, scores) == set()
+    assert names <= untrue(profile.replace(**change(profile)), scores)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +208,6 @@ def test_numbers_have_the_sign_and_unit_that_solve_prints(asked: Any, unit: str)
 
 def number_of(text: str) -> float:
     return float(text.partition(" ")[0].replace(",", ""))
-
-
-def test_budgets_that_do_not_fit_the_request_are_found() -> None:
-    profile = kvalloc.solve(make_scores(0), budget="40%")
-    more = np.minimum(profile.budgets + 5, profile.context_tokens)
-    assert "within capacity" in failed(profile.replace(budgets=more))
-    short = kvalloc.solve(make_scores(0), target_retention=0.8)
-    fewer = np.maximum(short.budgets - 3, short.policy.protected_tokens)
-    assert "target met" in failed(short.replace(budgets=fewer))
-    paged = kvalloc.solve(make_scores(0), budget="40%", page=8)
-    assert "budgets are options" in failed(paged.replace(budgets=paged.budgets - 1))
 
 
 def test_a_profile_without_its_request_cannot_be_verified() -> None:

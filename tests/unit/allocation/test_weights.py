@@ -56,18 +56,6 @@ def test_losses_are_weighted_too() -> None:
     plain = formulate(scores, Request.parse(budget=0.5, objective="loss"))
     heavy = formulate(scores, Request.parse(budget=0.5, objective="loss", weights=[1, 0, 2]))
     np.testing.assert_allclose(heavy.values, plain.values * [[1.0], [0.0], [2.0]], atol=1e-15)
-    whole = make_losses(1, per="layer")
-    with pytest.raises(InputError, match="one weight a layer"):
-        formulate(
-            whole,
-            Request.parse(budget=0.5, objective="loss", weights=[[1, 0], [1, 1], [1, 1]]),
-        )
-
-
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [[1.0] * 3] * 3, [[1.0, 1.0]] * 2])
-def test_weights_of_another_model_are_refused(weights: Any) -> None:
-    with pytest.raises(InputError, match="tests/tiny has 3 layers of 2 KV heads"):
-        formulate(make_scores(), Request.parse(budget=0.5, weights=weights))
 
 
 def test_weights_of_sliding_layers_do_not_count() -> None:

@@ -8,7 +8,6 @@ from factories import make_curves, make_problem, make_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from refusals import untrue
 from scipy.optimize import linprog
 
 from kvalloc.allocation.decision import solve
@@ -170,7 +169,6 @@ def test_the_worst_sample_is_stated(goal, level):
     else:
         assert worst.worst_sample_retention >= 0.8 - 1e-12
         assert worst.objective >= tail.objective >= mean.objective
-    assert untrue(worst.replace(worst_sample_retention=0.99), scores) == {"worst sample"}
 
 
 def test_a_variant_computes_again_what_its_changes_touch() -> None:
