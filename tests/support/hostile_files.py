@@ -16,9 +16,9 @@ import signal
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ FIELDS = tuple(
 )
 """Arrays of records in the order of their digests."""
 
-Change = Callable[[bytes, random.Random], bytes]
+Read = Callable[[Path], object]
+Kind = tuple[Sequence[bytes], Read]
+"""Sound files, and what reads such a file and uses it."""
 
 
 # JSON
@@ -135,16 +137,16 @@ def as_json(value: Any, rng: random.Random) -> bytes:
 
 
 def changed_json(content: bytes, rng: random.Random) -> bytes:
-    """Return a JSON file with one place changed."""
-    return as_json(changed_value(json.loads(content), rng), rng)
-
-
-def changed_lines(content: bytes, rng: random.Random) -> bytes:
-    """Return a file of JSON lines with one line changed."""
-    lines = content.splitlines()
-    number = rng.randrange(len(lines))
-    lines[number] = changed_json(lines[number], rng)
-    return rng.choice((b"\n", b"\r\n", b"\n\n")).join(lines)
+    """Return JSON, or JSON lines, with one place changed; a record's digest is made again."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        lines = content.splitlines()
+        number = rng.randrange(len(lines))
+        lines[number] = changed_json(lines[number], rng)
+        return rng.choice((b"\n", b"\r\n", b"\n\n")).join(lines)
+    changed = changed_value(value, rng)
+    return as_json(signed(changed) if b'"digest"' in content else changed, rng)
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -179,28 +181,31 @@ class Tensors:
         That header.
     arrays : dict
         Name to type and bytes, (*shape, bytes a number).
+    others : dict
+        What else is in the metadata.
     """
 
     entry: str
     stated: Any
     arrays: dict[str, tuple[str, np.ndarray]]
+    others: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, content: bytes) -> Tensors:
         """Return the parts of a sound file."""
         size = int.from_bytes(content[:8], "little")
         table, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-        ((entry, stated),) = table.pop("__metadata__").items()
+        (entry, stated), *others = table.pop("__metadata__").items()
         arrays = {}
         for name, one in table.items():
             raw = np.frombuffer(data[slice(*one["data_offsets"])], np.uint8).copy()
             shape = (*one["shape"], BITS[one["dtype"]] // 8)
             arrays[name] = one["dtype"], raw.reshape(shape)
-        return cls(entry, json.loads(stated), arrays)
+        return cls(entry, json.loads(stated), arrays, dict(others))
 
     def pack(self, change: Callable[[Any], Any] = lambda table: table) -> bytes:
         """Return the file; ``change`` is applied to the table of its tensors."""
-        table: Any = {"__metadata__": {self.entry: json.dumps(self.stated)}}
+        table: Any = {"__metadata__": {self.entry: json.dumps(self.stated), **self.others}}
         end = 0
         for name, (dtype, raw) in self.arrays.items():
             end, begin = end + raw.size, end
@@ -273,7 +278,7 @@ class Tensors:
             else:
                 numbers = {name: self.numbers(name) for name in FIELDS if name in self.arrays}
                 stated["digest"] = digest_over(json.dumps(stated, sort_keys=True), numbers)
-            return Tensors(self.entry, stated, self.arrays)
+            return replace(self, stated=stated)
         return self
 
 
@@ -297,9 +302,15 @@ def changed_tensors(content: bytes, rng: random.Random) -> bytes:
     return file.signed().pack()
 
 
-def changed_record(content: bytes, rng: random.Random) -> bytes:
-    """Return a JSON file of kvalloc's with one place changed."""
-    return as_json(signed(changed_value(json.loads(content), rng)), rng)
+def mutant(content: bytes, rng: random.Random) -> bytes:
+    """Return a sound file of any format with one place changed."""
+    if rng.random() < 0.25:
+        return changed_bytes(content, rng)
+    if content[8:9] == b"{":
+        return changed_tensors(content, rng)
+    return (
+        changed_json(content, rng) if content[:1] in (b"{", b"[") else changed_bytes(content, rng)
+    )
 
 
 def stated_by(content: bytes) -> Any:
@@ -319,27 +330,8 @@ def with_stated(content: bytes, stated: Any, *, sign: bool = True) -> bytes:
 # Cases
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of file.
-
-    Attributes
-    ----------
-    samples : tuple of bytes
-        Sound files.
-    read : callable
-        Reads a file, and uses what is in it.
-    changes : tuple of callable
-        ``change(content, rng)`` returns changed content.
-    """
-
-    samples: tuple[bytes, ...]
-    read: Callable[[Path], object]
-    changes: tuple[Change, ...]
-
-
 def outcomes(name: str, kind: Kind, path: Path, count: int, seed: int) -> Counter[str]:
-    """Read so many mutants of a kind; return and print how many were refused and read.
+    """Read so many mutants of a kind of file; return and print how many were refused and read.
 
     Raises
     ------
@@ -349,9 +341,9 @@ def outcomes(name: str, kind: Kind, path: Path, count: int, seed: int) -> Counte
     found: Counter[str] = Counter()
     for number in range(count):
         rng, case = random.Random(f"{seed} {number}"), f"{name}, case {number} of seed {seed}"
-        path.write_bytes(rng.choice(kind.changes)(rng.choice(kind.samples), rng))
+        path.write_bytes(mutant(rng.choice(kind[0]), rng))
         try:
-            error = refusal(kind.read, path)
+            error = refusal(kind[1], path)
         except BaseException as crash:
             crash.add_note(case)
             raise
@@ -362,7 +354,7 @@ def outcomes(name: str, kind: Kind, path: Path, count: int, seed: int) -> Counte
     return found
 
 
-def refusal(read: Callable[[Path], object], path: Path) -> KVAllocError | None:
+def refusal(read: Read, path: Path) -> KVAllocError | None:
     """Return the error that refuses a file; None where it is read."""
     with GUARD.watching(path.parent), bounded():
         try:

@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,8 @@ from factories import (
 from hostile_files import (
     STRINGS,
     Kind,
+    Read,
     changed_bytes,
-    changed_json,
-    changed_lines,
-    changed_record,
-    changed_tensors,
     changed_value,
     each_field,
     one_clear_line,
@@ -89,7 +87,7 @@ COSTS = {"commands": 4}
 EXPORTS = tuple(name for name, one in TARGETS.items() if type(one).read is not ExportTarget.read)
 
 
-def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Callable[[Path], object]:
+def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Read:
     """Return a reader of a record that saves it again, loads that, and uses it."""
 
     def read(path: Path) -> object:
@@ -104,7 +102,7 @@ def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Callable
     return read
 
 
-def merged(other: bytes, put: Callable[..., object], kind: type[Any]) -> Callable[[Path], object]:
+def merged(other: bytes, put: Callable[..., object], kind: type[Any]) -> Read:
     """Return a reader of a part, which is put together with another one."""
 
     def read(path: Path) -> object:
@@ -144,7 +142,7 @@ def checkpoint(output: Path, name: str, content: bytes | None) -> Path:
     return file
 
 
-def continued(name: str) -> Callable[[Path], object]:
+def continued(name: str) -> Read:
     """Return a reader of a killed job's folder, one file of which is the changed one."""
 
     def read(path: Path) -> object:
@@ -198,11 +196,6 @@ def commanded(path: Path) -> object:
     return ran
 
 
-def changed_any(content: bytes, rng: random.Random) -> bytes:
-    change = changed_record if content[:1] == b"{" else changed_tensors
-    return change(content, rng)
-
-
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     folder = tmp_path_factory.mktemp("sound")
@@ -238,62 +231,33 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         checkpoint(folder / name, name, None).read_bytes()
         for name in ("manifest.json", "piece.safetensors")
     ]
-    raw, json_record = (changed_bytes,), (changed_record, changed_record, changed_bytes)
-
-    arrays = (changed_tensors, changed_tensors, changed_tensors, changed_bytes)
-
-    whole = {
-        "score profile": Kind(
-            samples=scores,
-            read=loaded(ScoreProfile, then=lambda s: solve(s, budget="50%", solver="greedy")),
-            changes=arrays,
+    use_scores = partial(solve, budget="50%", solver="greedy")
+    whole: dict[str, Kind] = {
+        "score profile": (scores, loaded(ScoreProfile, then=use_scores)),
+        "part of a measurement": (parts[:1], merged(parts[1], merge, ScoreProfile)),
+        "budget profile": (budgets, loaded(BudgetProfile, then=use_budgets)),
+        "surrogate": ((surrogate,), loaded(FittedSurrogate)),
+        "part of a surrogate": (
+            surrogates[:1],
+            merged(surrogates[1], merge_surrogates, FittedSurrogate),
         ),
-        "part of a measurement": Kind(
-            samples=parts[:1],
-            read=merged(parts[1], merge, ScoreProfile),
-            changes=arrays,
-        ),
-        "budget profile": Kind(
-            samples=budgets, read=loaded(BudgetProfile, then=use_budgets), changes=json_record
-        ),
-        "surrogate": Kind(samples=(surrogate,), read=loaded(FittedSurrogate), changes=arrays),
-        "part of a surrogate": Kind(
-            samples=(surrogates[0],),
-            read=merged(surrogates[1], merge_surrogates, FittedSurrogate),
-            changes=arrays,
-        ),
-        "evaluation": Kind(samples=evaluation, read=loaded(Evaluation), changes=json_record),
-        "prompts": Kind(samples=LINES, read=read_any_lines, changes=(changed_lines, changed_bytes)),
-        "weights": Kind(
-            samples=(b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"),
-            read=read_weights,
-            changes=(changed_json, changed_bytes),
-        ),
-        "manifest": Kind(
-            samples=(files[0],),
-            read=continued("manifest.json"),
-            changes=(changed_json, changed_bytes),
-        ),
-        "piece": Kind(samples=(files[1],), read=continued("piece.safetensors"), changes=raw),
-        "commands": Kind(
-            samples=(*scores, *budgets, *evaluation, surrogate),
-            read=commanded,
-            changes=(changed_any,),
-        ),
+        "evaluation": (evaluation, loaded(Evaluation)),
+        "prompts": (LINES, read_any_lines),
+        "weights": ((b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"), read_weights),
+        "manifest": (files[:1], continued("manifest.json")),
+        "piece": (files[1:], continued("piece.safetensors")),
+        "commands": ((*scores, *budgets, *evaluation, surrogate), commanded),
     }
     for name in EXPORTS:
         out = folder / name
         TARGETS[name].write(PROFILE, out)
         samples = [file.read_bytes() for file in (sorted(out.iterdir()) if out.is_dir() else [out])]
         for place, sample in enumerate(samples):
-            changes = (changed_json, changed_bytes) if sample[:1] == b"{" else raw
-            whole[f"{name} {place}"] = Kind(
-                samples=(sample,), read=imported(name, samples, place), changes=changes
-            )
+            whole[f"{name} {place}"] = (sample,), imported(name, samples, place)
     return whole
 
 
-def imported(name: str, samples: list[bytes], place: int) -> Callable[[Path], object]:
+def imported(name: str, samples: list[bytes], place: int) -> Read:
     """Return a reader of budgets in another engine's file, or in one of the files of a folder."""
 
     def read(path: Path) -> object:
@@ -335,12 +299,12 @@ FREE |= {"settings"}
 def test_every_field_that_is_dropped_or_of_another_type_is_named(
     kinds: dict[str, Kind], tmp_path: Path, name: str
 ) -> None:
-    kind, path, sound = kinds[name], tmp_path / "p", kinds[name].samples[0]
+    ((sound, *_), read), path = kinds[name], tmp_path / "p"
     stated = stated_by(sound)
     for place, new in each_field(stated):
         changed, field = with_value(stated, place, new), ".".join(map(str, place))
         path.write_bytes(with_stated(sound, changed))
-        error = refusal(kind.read, path)
+        error = refusal(read, path)
         if not isinstance(error, ProfileFileError):
             assert new != [[]] or {*place} & {*FREE, "digest"}, field
             continue
@@ -357,13 +321,13 @@ def test_what_is_read_under_the_old_digest_is_equal(
     kinds: dict[str, Kind], tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
     """White space and the order of keys may differ."""
-    kind, path, sound = kinds[name], tmp_path / "p", kinds[name].samples[0]
+    ((sound, *_), read), path = kinds[name], tmp_path / "p"
     rng, stated = random.Random(0), stated_by(sound)
     for number in range(request.config.getoption("--hostile-files")):
         changed = with_stated(sound, changed_value(stated, rng), sign=False)
         path.write_bytes(changed if number % 2 else changed_bytes(sound, rng))
         with suppress(ProfileFileError):
-            assert kind.read(path).digest == stated["digest"]
+            assert read(path).digest == stated["digest"]
 
 
 def test_the_guard_notices_what_must_not_be(tmp_path: Path) -> None:

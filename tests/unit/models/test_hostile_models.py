@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from cli_tools import save_tiny_model
-from hostile_files import Kind, changed_bytes, changed_json, outcomes
+from hostile_files import Kind, outcomes
 from tiny_models import tiny_model
 
 from kvalloc.errors import UnsupportedModelError
@@ -95,16 +95,11 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         finally:
             shutil.rmtree(path.with_name("cache"), ignore_errors=True)
 
-    found = {
-        name: Kind(
-            samples=(whole[name],),
-            read=partial(read, name=name),
-            changes=(changed_json, changed_json, changed_json, changed_bytes),
-        )
-        for name in WRITTEN
-    }
     gguf = tiny_gguf(tmp_path_factory.mktemp("gguf"))
-    return {**found, "GGUF": Kind(samples=(gguf,), read=read_gguf, changes=(changed_bytes,))}
+    return {
+        **{name: ((whole[name],), partial(read, name=name)) for name in WRITTEN},
+        "GGUF": ((gguf,), read_gguf),
+    }
 
 
 def test_model_files_made_by_chance_are_refused_or_read(
