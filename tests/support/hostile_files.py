@@ -195,13 +195,15 @@ class Tensors:
         """Return the parts of a sound file."""
         size = int.from_bytes(content[:8], "little")
         table, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-        (entry, stated), *others = table.pop("__metadata__").items()
+        others = table.pop("__metadata__")
+        entry = next(key for key, text in others.items() if text[:1] == "{")
+        stated = others.pop(entry)
         arrays = {}
         for name, one in table.items():
             raw = np.frombuffer(data[slice(*one["data_offsets"])], np.uint8).copy()
             shape = (*one["shape"], BITS[one["dtype"]] // 8)
             arrays[name] = one["dtype"], raw.reshape(shape)
-        return cls(entry, json.loads(stated), arrays, dict(others))
+        return cls(entry, json.loads(stated), arrays, others)
 
     def pack(self, change: Callable[[Any], Any] = lambda table: table) -> bytes:
         """Return the file; ``change`` is applied to the table of its tensors."""
