@@ -16,6 +16,8 @@ from runtime_cells import FACTORS, Cell, comparable, refusal
 PRODUCT = ("policy", "arrival", "mode")
 OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
 NAMES = list(FACTORS)
+REFUSED_FOR = ("mode", "family", "level", "bits", "sharing")
+"""Factors whose settings are why some cells are refused."""
 CANDIDATES = 200
 """So many cells of each triple of the product are looked at: of all, it would take a minute."""
 KERNEL_CALLS = "kernel calls"
@@ -54,7 +56,8 @@ def covering_cells() -> list[Cell]:
     """Few cells in which any two settings of different factors meet: the greedy choice.
 
     Each cell begins with a pair that is still missing and takes, factor by factor, the setting that
-    meets most of what it has not met, and of several the one that was taken least so far.
+    meets most of what it has not met, and of several the one that was taken least so far. One that
+    would be refused is changed where it can be, so that policies and arrivals meet in an answer.
     """
     missing = {
         ((i, a), (j, b))
@@ -65,7 +68,8 @@ def covering_cells() -> list[Cell]:
     cells: list[Cell] = []
     taken: collections.Counter[tuple[int, str]] = collections.Counter()
     while missing:
-        cell: dict[int, str] = dict(min(missing))
+        first = dict(min(missing))
+        cell: dict[int, str] = dict(first)
         for place, name in enumerate(NAMES):
             if place not in cell:
                 cell[place] = max(
@@ -78,10 +82,29 @@ def covering_cells() -> list[Cell]:
                         -taken[place, value],
                     ),
                 )
+        cell = answered(cell, first)
         missing -= set(itertools.combinations(sorted(cell.items()), 2))
         taken.update(cell.items())
         cells.append(tuple(cell[place] for place in range(len(NAMES))))
     return cells
+
+
+def answered(cell: dict[int, str], first: dict[int, str]) -> dict[int, str]:
+    """Return the cell, or one like it that is not refused: policy, arrival, first pair stay."""
+    stay = {*first, NAMES.index("policy"), NAMES.index("arrival")}
+    choices = [
+        [cell[place]] if place in stay or name not in REFUSED_FOR else FACTORS[name]
+        for place, name in enumerate(NAMES)
+    ]
+    others = [
+        other
+        for other in itertools.product(*choices)
+        if comparable(other) and refused_as(other) is None
+    ]
+    if not others:
+        return cell
+    nearest = min(others, key=lambda other: sum(other[i] != own for i, own in cell.items()))
+    return dict(enumerate(nearest))
 
 
 @functools.cache

@@ -213,35 +213,6 @@ def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyP
     assert asked == list(range(tiny.N_LAYERS))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_it_answers_as_if_the_rest_were_hidden(tiny: ModuleType, family: str) -> None:
-    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    cache, shadow = make_cache(model, looking_ahead(tiny, model)), tiny.Shadow(model)
-    run(model, ids, cache)
-    shadow.logits(ids)
-    for seed in (1, 2, 3):
-        following = tiny.prompt(3, seed=seed)
-        assert tiny.worst(run(model, following, cache), shadow.logits(following)) < 1e-4
-        shadow.follow(cache)
-    assert cache.reduced
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
-    model = tiny.tiny_model()
-    profile = looking_ahead(tiny, model)
-    rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
-    ids, mask, positions = padded_rows(rows, side)
-    cache = make_cache(model, profile)
-    read(model, ids, cache, mask, position_ids=positions)
-    for row, own in enumerate(rows):
-        alone = make_cache(model, profile)
-        read(model, own, alone)
-        kept = alone.kept_tokens - LOOKAHEAD["tokens"]
-        assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()
-        assert kept.sum() == total_of(profile, own.shape[1])
-
-
 def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_path: Path) -> None:
     model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
     profile = looking_ahead(tiny, model)
@@ -251,13 +222,6 @@ def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_pat
     logits = run(model, following, copied)
     assert torch.equal(run(model, following, loaded), logits)
     assert torch.allclose(run(model, following, chunked), logits, atol=1e-4)
-
-
-def test_a_short_prompt_is_kept_whole(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = make_cache(model, looking_ahead(tiny, model))
-    run(model, tiny.prompt(PROTECTED), cache)
-    assert (cache.kept_tokens == PROTECTED).all()
 
 
 # As a file, and what it refuses

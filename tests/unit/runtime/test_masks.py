@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from prompt_runs import run
 from scorer_oracle import SCORERS
 
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.runtime import make_cache
 from kvalloc.runtime.attention.masks import mask_function, stored_mask
 from kvalloc.scorers import get_scorer
 
@@ -112,23 +110,3 @@ def test_profiling_sees_the_same_curves(attention: str) -> None:
         )
         curves.append(torch.from_numpy(scores.curves))
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=1e-5)
-
-
-def test_budgets_that_a_prompt_hands_out(tiny: ModuleType, attention: str) -> None:
-    """The budgets of all heads are those of sdpa."""
-    ids, mask = tiny.prompt(90, 2), torch.ones(2, 90, dtype=torch.long)
-    mask[1, :49] = 0
-    found = []
-    for name in (attention, "sdpa"):
-        model = tiny.tiny_model("llama", name)
-        profile = tiny.by_head(tiny.make_profile(model, 90, 0.4), spread=9).replace(by_prompt=True)
-        cache, shadow = make_cache(model, profile), tiny.Shadow(model)
-        run(model, ids, cache, mask)
-        shadow.logits(ids, mask)
-        shadow.follow(cache)
-        own = torch.nn.functional.pad(mask, (0, 3), value=1)
-        question = tiny.prompt(3, 2, seed=3)
-        assert tiny.worst(run(model, question, cache, own), shadow.logits(question, own)) < 1e-4
-        assert (cache.kept_tokens_by_row[0] - 3 != profile.budgets).any()  # row 1 is shorter
-        found.append(cache)
-    assert tiny.same_kept(*found)

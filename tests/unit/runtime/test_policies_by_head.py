@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policies_of, policy_of
 
 CONTEXT = 150
-LENGTHS = (CONTEXT, 97, 30)
 NAMES = ("tova", "critical", "keydiff", "nacl")
 
 
@@ -42,25 +40,6 @@ def heads_kept(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_questions_after_the_prompt(
-    tiny: ModuleType, family: str, attention: str, level: str
-) -> None:
-    model = tiny.tiny_model(family, attention)
-    profile = mixed(tiny, model, level)
-    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
-    ids = tiny.prompt(CONTEXT, 2)
-    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
-    shadow.follow(cache)
-    for tokens in (1, 5, 1):
-        question = tiny.prompt(tokens, 2, seed=tokens)
-        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
-    full = list(profile.shape.full_layers)
-    assert (cache.kept_tokens[full] - 7 == profile.budgets[full]).all()
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
 def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
     profile = mixed(tiny, model, level)
@@ -77,45 +56,6 @@ def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: st
         assert kept == heads_kept(alone[place], layer, head)
         differ += kept != heads_kept(alone[(place + 1) % len(alone)], layer, head)
     assert differ > profile.budgets.size // 2
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_prompt_in_chunks(tiny: ModuleType, announced: bool, level: str) -> None:
-    model = tiny.tiny_model()
-    profile = mixed(tiny, model, level)
-    cache = make_cache(model, profile, prompt_tokens=CONTEXT if announced else None)
-    shadow, ids = tiny.Shadow(model), tiny.prompt(CONTEXT, 2)
-    with nullcontext() if announced else cache.prefill():
-        for chunk in ids.split(7 if announced else 50, dim=1):
-            assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
-            shadow.follow(cache)
-    assert (cache.kept_tokens == profile.budgets).all()
-    question = tiny.prompt(6, 2, seed=9)
-    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_with_padding_keep_what_they_keep_alone(tiny: ModuleType, side: str) -> None:
-    model = tiny.tiny_model()
-    profile = mixed(tiny, model, "head")
-    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
-    shown = (columns < count) if side == "right" else (columns >= CONTEXT - count)
-    mask = shown.long()
-    ids = tiny.prompt(CONTEXT, len(LENGTHS)) * mask
-    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
-    assert tiny.worst(run(model, ids, cache, mask), shadow.logits(ids, mask), mask) < 1e-4
-    shadow.follow(cache)
-    more = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], dim=1)
-    question = tiny.prompt(4, 3, seed=4)
-    assert tiny.worst(run(model, question, cache, more), shadow.logits(question, more)) < 1e-4
-    for row, length in enumerate(LENGTHS):
-        own = make_cache(model, profile)
-        run(model, ids[row : row + 1][:, mask[row].bool()], own)
-        first = 0 if side == "right" else CONTEXT - length
-        for layer, head in np.ndindex(profile.budgets.shape):
-            here = [place - first for place in heads_kept(cache, layer, head, row)]
-            assert here == heads_kept(own, layer, head)
 
 
 def test_a_saved_cache_goes_on_with_its_policies(tiny: ModuleType, tmp_path: Path) -> None:
@@ -144,21 +84,6 @@ def test_a_policy_that_is_named_counts_for_all_heads(tiny: ModuleType) -> None:
     budget = int(profile.budgets[0, 0])
     kept = heads_kept(cache, 0, 0)
     assert kept == [0, 1, *range(CONTEXT - budget + 2, CONTEXT)]
-
-
-def test_the_budget_is_kept_while_decoding(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = mixed(tiny, model, "head")
-    cache, shadow = make_cache(model, profile, decode_every=1), tiny.Shadow(model)
-    ids = tiny.prompt(CONTEXT)
-    run(model, ids, cache)
-    shadow.logits(ids)
-    shadow.follow(cache)
-    for step in range(5):
-        token = tiny.prompt(1, seed=step)
-        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
-        shadow.follow(cache)
-    assert (cache.kept_tokens == profile.budgets).all()
 
 
 def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:
