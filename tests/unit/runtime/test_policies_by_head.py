@@ -39,23 +39,26 @@ def heads_kept(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
     return [int(place) for place in kept if place >= 0]
 
 
+@pytest.mark.parametrize("chunk", [CONTEXT, 50])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: str) -> None:
+def test_each_head_keeps_what_its_policy_alone_would(
+    tiny: ModuleType, level: str, chunk: int
+) -> None:
+    """In chunks in the first layer, which sees the same whatever was evicted before."""
     model = tiny.tiny_model()
     profile = mixed(tiny, model, level)
-    ids = tiny.prompt(CONTEXT)
-    cache = make_cache(model, profile)
-    run(model, ids, cache)
-    alone = [make_cache(model, profile.with_policy(policy)) for policy in profile.policies]
-    for own in alone:
-        run(model, ids, own)
-    differ = 0
-    for layer, head in np.ndindex(profile.budgets.shape):
+    alone = [profile.with_policy(policy) for policy in profile.policies]
+    cache, *caches = (make_cache(model, each, prompt_tokens=CONTEXT) for each in (profile, *alone))
+    for each in (cache, *caches):
+        for part in tiny.prompt(CONTEXT).split(chunk, dim=1):
+            run(model, part, each)
+    differ, budgets = 0, profile.budgets if chunk == CONTEXT else profile.budgets[:1]
+    for layer, head in np.ndindex(budgets.shape):
         place = int(profile.unit_policies[layer, head])
         kept = heads_kept(cache, layer, head)
-        assert kept == heads_kept(alone[place], layer, head)
-        differ += kept != heads_kept(alone[(place + 1) % len(alone)], layer, head)
-    assert differ > profile.budgets.size // 2
+        assert kept == heads_kept(caches[place], layer, head)
+        differ += kept != heads_kept(caches[(place + 1) % len(caches)], layer, head)
+    assert differ >= budgets.size // 2
 
 
 def test_a_saved_cache_goes_on_with_its_policies(tiny: ModuleType, tmp_path: Path) -> None:
