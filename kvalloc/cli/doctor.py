@@ -39,8 +39,8 @@ class Finding:
     ----------
     name : str
         What.
-    found : str
-        What was found; empty if nothing was.
+    result : str
+        Such as its version; empty if it is not there.
     advice : str
         What to do; empty if all is well.
     core : bool
@@ -48,7 +48,7 @@ class Finding:
     """
 
     name: str
-    found: str = ""
+    result: str = ""
     advice: str = ""
     core: bool = False
 
@@ -102,9 +102,9 @@ def examine() -> list[Finding]:
 
 
 def _python(name: str) -> Finding:
-    found = f"{platform.python_version()} ({sys.executable})"
+    result = f"{platform.python_version()} ({sys.executable})"
     advice = "kvalloc needs Python 3.11 or newer" if sys.version_info < (3, 11) else ""
-    return Finding(name, found, advice)
+    return Finding(name, result, advice)
 
 
 def _kvalloc(name: str) -> Finding:
@@ -113,9 +113,9 @@ def _kvalloc(name: str) -> Finding:
     try:
         return Finding(name, importlib.metadata.version("kvalloc"))
     except importlib.metadata.PackageNotFoundError:
-        found = f"{kvalloc.__version__}, on the path but not installed"
+        result = f"{kvalloc.__version__}, on the path but not installed"
         advice = "install it, so that solvers and scorers are found: pip install -e ."
-        return Finding(name, found, advice)
+        return Finding(name, result, advice)
 
 
 def _package(advice: str, name: str) -> Finding:
@@ -203,8 +203,8 @@ def _show(findings: list[Finding]) -> None:
     width = max((len(finding.name) for finding in findings), default=0) + 2
     for finding in findings:
         mark = "ok" if not finding.advice else "BROKEN" if finding.core else "missing"
-        if finding.advice and finding.found and not finding.core:
+        if finding.advice and finding.result and not finding.core:
             mark = "look"
-        print(f"{mark:<9}{finding.name:<{width}}{finding.found}".rstrip())
+        print(f"{mark:<9}{finding.name:<{width}}{finding.result}".rstrip())
         if finding.advice:
             print(f"{'':<{9 + width}}{finding.advice}")

@@ -150,21 +150,21 @@ def eval(model: str, **given: Any) -> None:
     from kvalloc.files import check_writable
     from kvalloc.interop.kvpress import read_peers
 
-    asked: dict[str, Any] = {**DEFAULTS, **given}
-    if "output" in asked:
-        check_writable(asked["output"], stream=True)
-    profiles = _profiles(asked)
-    files = _files(asked["profile"]) if "into_profile" in asked else {}
-    peers = read_peers(asked["peer"], profiles.values())
-    wanted = _wanted(asked)
-    context = asked.get("context", DEFAULT_CONTEXT)
+    options: dict[str, Any] = {**DEFAULTS, **given}
+    if "output" in options:
+        check_writable(options["output"], stream=True)
+    profiles = _profiles(options)
+    files = _files(options["profile"]) if "into_profile" in options else {}
+    peers = read_peers(options["peer"], profiles.values())
+    tasks = _tasks(options)
+    context = options.get("context", DEFAULT_CONTEXT)
     with running(model, given) as loaded:
         engine = engine_of(loaded.model)
         shape = engine.facts(loaded.model_id).shape
-        make = partial(_methods, profiles, asked, peers, loaded.tokenizer)
+        make = partial(_methods, profiles, options, peers, loaded.tokenizer)
         work = CaseWork(loaded.tokenizer, make)
         work.names(engine)  # what cannot be made is refused before anything runs
-        cases = _cases(loaded.tokenizer, shape, wanted, asked)
+        cases = _cases(loaded.tokenizer, shape, tasks, options)
         with ProgressBar("evaluating", unit="prompts") as progress:
             scores = evaluate(
                 engine, loaded.tokenizer, cases, work, context=context, progress=progress
@@ -172,36 +172,36 @@ def eval(model: str, **given: Any) -> None:
     for name, budgets in profiles.items():
         share = share_text(budgets.share_at(budgets.context_tokens), budgets.target_text)
         note(f"{name}: {budgets.solver}, {budgets.level} level, {share}", beside_json=False)
-    settings = {"tasks": [task.name for task in wanted], "context": context}
+    settings = {"tasks": [task.name for task in tasks], "context": context}
     result = evaluation_of(
         shape,
         scores,
-        settings={**settings, **{name: asked[name] for name in SETTINGS if name in asked}},
+        settings={**settings, **{name: options[name] for name in SETTINGS if name in options}},
         profiles=profiles,
         cases={task.name: some for task, some in cases},
     )
-    if "output" in asked:
-        result.save(asked["output"])
+    if "output" in options:
+        result.save(options["output"])
     for name, file in files.items():
         profiles[name].replace(evaluation=result.of(name)).save(file)
     _note_slid_out(result.rows[0])
     print_result(result.rows, lambda: print_evaluation(result.rows), always=True)
 
 
-def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
+def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     """Load what is compared, by short names; refuse what no prompt could be read with."""
     from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.application import cache_maker
     from kvalloc.runtime import CacheOptions
 
-    parse_bits(asked.get("plain_bits", ()), "plain_bits")
-    for options in _applied(asked):
-        check_conflicts(options)
-        cache_maker(None, CacheOptions(), **options)
-    if not (_applied(asked) or asked["profile"] or asked["peer"] or "plain_bits" in asked):
+    parse_bits(options.get("plain_bits", ()), "plain_bits")
+    for applied in _applied(options):
+        check_conflicts(applied)
+        cache_maker(None, CacheOptions(), **applied)
+    if not (_applied(options) or options["profile"] or options["peer"] or "plain_bits" in options):
         raise InputError("there is nothing to evaluate; give --budget 20%, or a --profile")
     profiles: dict[str, BudgetProfile] = {}
-    for name in asked["profile"]:
+    for name in options["profile"]:
         short = Path(name).stem
         if short in profiles:
             raise InputError(f"two profiles are called {short}; rename one of the files")
@@ -209,11 +209,11 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     return profiles
 
 
-def _applied(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _applied(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each `kvalloc.apply` that is compared."""
     names = ("budget", *BUDGET_BY), ("target_retention",)
-    each = ({name: asked[name] for name in some if name in asked} for some in names)
-    return [options for options in each if options]
+    each = ({name: options[name] for name in some if name in options} for some in names)
+    return [applied for applied in each if applied]
 
 
 def _files(names: Sequence[str]) -> dict[str, Path]:
@@ -229,31 +229,31 @@ def _files(names: Sequence[str]) -> dict[str, Path]:
     return {Path(name).stem: Path(name) for name in names}
 
 
-def _wanted(asked: Mapping[str, Any]) -> list[Task]:
+def _tasks(options: Mapping[str, Any]) -> list[Task]:
     from kvalloc.prompts.tasks import find_tasks
     from kvalloc.prompts.tasks.longbench import file_task, read_records
 
-    prompts, metric = asked.get("prompts"), asked.get("metric")
-    check_conflicts({"prompts", "metric"} & {*asked})
-    names = asked.get("tasks", "needle,kl" if prompts is None else "")
+    prompts, metric = options.get("prompts"), options.get("metric")
+    check_conflicts({"prompts", "metric"} & {*options})
+    names = options.get("tasks", "needle,kl" if prompts is None else "")
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen and prompts is None:
         raise InputError("--tasks names no task; give some such as needle,kl")
-    wanted = find_tasks(chosen)
+    tasks = find_tasks(chosen)
     if prompts is not None:
         records = read_records(prompts, metric=metric)
-        wanted.append(file_task(prompts, records, cut="context" in asked))
-    return wanted
+        tasks.append(file_task(prompts, records, cut="context" in options))
+    return tasks
 
 
 def _methods(
     profiles: Mapping[str, BudgetProfile],
-    asked: Mapping[str, Any],
+    options: Mapping[str, Any],
     peers: Sequence[PeerName],
     tokenizer: Any,
     model: Any,
 ) -> dict[str, Method]:
-    """Caches of stored budgets, of budgets for each prompt, and peers, by names of their rows.
+    """Return stored budgets, what `kvalloc.apply` does, and peers, by the names of their rows.
 
     Raises
     ------
@@ -267,35 +267,35 @@ def _methods(
 
     methods: dict[str, Method] = {}
     for name, budgets in profiles.items():
-        allowed = asked.get("allow_other_model", False)
+        allowed = options.get("allow_other_model", False)
         make = partial(make_cache, model, budgets, allow_other_model=allowed)
         make()  # what cannot work is refused before anything runs
         methods[name] = CacheMethod(make_cache=make)
-    for options in _applied(asked):
-        with apply(model, **options):
-            methods[several(**options)] = AppliedMethod(options=options)
-    for bits in parse_bits(asked.get("plain_bits", ())):
+    for applied in _applied(options):
+        with apply(model, **applied):
+            methods[several(**applied)] = AppliedMethod(options=applied)
+    for bits in parse_bits(options.get("plain_bits", ())):
         methods[f"{bits} bits"] = rounded_cache(model, bits)
     return methods | peer_methods(peers, tokenizer)
 
 
 def _cases(
-    tokenizer: Any, shape: ModelShape, wanted: Sequence[Task], asked: Mapping[str, Any]
+    tokenizer: Any, shape: ModelShape, tasks: Sequence[Task], options: Mapping[str, Any]
 ) -> list[tuple[Task, list[Case]]]:
     """Make the prompts; refuse one that leaves no room for its answer, before anything runs."""
-    context = asked.get("context", DEFAULT_CONTEXT)
+    context = options.get("context", DEFAULT_CONTEXT)
     limit = shape.max_context_tokens or float("inf")
-    by_rule = "tasks" in asked or "prompts" not in asked
-    if ("context" in asked or by_rule) and context > limit:
+    by_rule = "tasks" in options or "prompts" not in options
+    if ("context" in options or by_rule) and context > limit:
         raise InputError(
             f"--context {context} is beyond the {limit} tokens of {shape.model_id}; ask for less"
         )
-    standing = {name: asked[name] for name in ("split", "turns", "answer_tokens")}
-    standing["after"] = asked["question"] == "after"
-    standing["opened"] = asked["question"] == "second-turn"
+    standing = {name: options[name] for name in ("split", "turns", "answer_tokens")}
+    standing["after"] = options["question"] == "after"
+    standing["opened"] = options["question"] == "second-turn"
     cases = [
-        (task, task.make(tokenizer, asked["samples"], context, asked["seed"], **standing))
-        for task in wanted
+        (task, task.make(tokenizer, options["samples"], context, options["seed"], **standing))
+        for task in tasks
     ]
     for task, some in cases:
         for case in some:

@@ -230,7 +230,7 @@ def from_typed(kind: type[T], typed: Mapping[str, Any]) -> T:
 
 
 def _helps(documented: object) -> dict[str, tuple[str, str]]:
-    """Help and default of each parameter or field that a numpydoc docstring describes."""
+    """Return help and default of each parameter or field that a numpydoc docstring describes."""
     return {
         name: (
             re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split())),

@@ -63,7 +63,7 @@ def make_folder(folder: Path) -> None:
 
 
 def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
-    """The options of a solver as `typed_options` reads them.
+    """Return the options of a solver as `typed_options` reads them.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
 def typed_options(
     kind: str, name: str, known: dict[str, inspect.Parameter], pairs: list[str], *, example: str
 ) -> dict[str, Any]:
-    """The options of a plug-in from ``KEY=VALUE`` texts, each of the type that it takes.
+    """Return the options of a plug-in from ``KEY=VALUE`` texts, each of the type that it takes.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ MakeCache = Callable[[], "Cache"]
 
 
 def stored_bytes(cache: Cache) -> int:
-    """Bytes of K and V that a cache really holds, read from its tensors' storage.
+    """Return the bytes of K and V that a cache stores, read from its tensors' storages.
 
     Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
     keeps alive.
@@ -27,7 +27,7 @@ def stored_bytes(cache: Cache) -> int:
 
 
 def needed_bytes(cache: Cache) -> int:
-    """Bytes of K and V that later tokens attend to: of each storage what its tensors show.
+    """Return the bytes of K and V that later tokens attend to: of each storage what tensors show.
 
     After a prompt, a sliding layer of transformers shows the last tokens of its window and keeps
     the whole prompt's storage alive until the next token; what a model needs is what it shows, at
@@ -37,7 +37,7 @@ def needed_bytes(cache: Cache) -> int:
 
 
 def full_bytes(cache: Cache, shape: ModelShape) -> int:
-    """Bytes of K and V that a full cache needs for the tokens that a cache of one row has seen.
+    """Return the bytes that a full cache needs for the tokens that a cache of one row has seen.
 
     To be compared with `stored_bytes` of the same moment. Of a sliding layer the last
     ``sliding_window - 1`` entries count and, after a decoded token, the one that has just slid
@@ -75,7 +75,7 @@ def next_logits(
     last: int,
     **arguments: Tensor,
 ) -> Tensor:
-    """Float32 logits of the last positions after feeding tokens, ``(last, vocabulary)``."""
+    """Read tokens; return the float32 logits of the last positions, ``(last, vocabulary)``."""
     import torch
 
     with torch.inference_mode():
@@ -91,6 +91,6 @@ def next_logits(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end an answer, by the model's and by the tokenizer's word."""
+    """Return the tokens that end an answer: those of the model and of its tokenizer."""
     mark = tokenizer.eos_token_id
     return {*structure.end_tokens(model), *(() if mark is None else (mark,))}

@@ -59,20 +59,20 @@ class Compressed:
     prefill_seconds: float
 
     def exact_tokens(self, n_question: int) -> int:
-        """How many of the next answer's tokens are predicted before anything is evicted.
+        """Return the number of tokens of the next answer that are predicted before an eviction.
 
-        The first one, where no question follows the prompt; and those for which a cache waits
-        that evicts when tokens have followed: they are the full cache's own.
+        The full cache predicts them: the first one, where no question follows the prompt; and
+        those that a cache waits for which evicts when tokens have followed.
         """
-        held = 0 if getattr(self.cache, "reduced", False) else self._awaited
-        return 1 + max(held - n_question, 0) if held or not n_question else 0
+        awaited = 0 if getattr(self.cache, "reduced", False) else self._awaited
+        return 1 + max(awaited - n_question, 0) if awaited or not n_question else 0
 
     @property
     def _awaited(self) -> int:
         return int(getattr(self.cache, "awaited_tokens", 0))
 
     def fork(self) -> Compressed:
-        """A copy that can be asked without changing this one."""
+        """Return a copy that can answer without changing this one."""
         # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
         return replace(self, cache=copy.deepcopy(self.cache))
 
@@ -172,7 +172,7 @@ class AppliedMethod:
 
 
 def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) -> Compressed:
-    """A cache that has read its prompt, and the bytes that it will have evicted to."""
+    """Return a cache that has read its prompt, with its bytes after the eviction."""
     from kvalloc.runtime.cache import BudgetCache
 
     evicted = cache
@@ -194,7 +194,7 @@ def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) 
 
 
 def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
-    """Everything kept, at fewer bits.
+    """Return a method that keeps every entry, at fewer bits.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
 
 
 def full_cache(model: PreTrainedModel) -> CacheMethod:
-    """The model's own cache, which keeps everything."""
+    """Return the method of the plain cache, which keeps everything."""
     from transformers import DynamicCache
 
     return CacheMethod(make_cache=lambda: DynamicCache(config=model.config))

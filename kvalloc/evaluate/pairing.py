@@ -15,7 +15,7 @@ from kvalloc.prompts.intervals import interval
 Pair = tuple[float | None, float | None]
 
 
-def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> dict[str, Any]:
+def compare(scores: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> dict[str, Any]:
     """Compare two methods prompt by prompt, tasks with equal weight.
 
     Prompts are drawn with replacement, the same ones for both methods, within each task. What is
@@ -24,7 +24,7 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
 
     Parameters
     ----------
-    mine, other : sequence of Score, (n_tasks,)
+    scores, other : sequence of Score, (n_tasks,)
         Of the same tasks in the same order.
     seed : int
         Of the bootstrap.
@@ -33,7 +33,7 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
     -------
     dict
         ``against``, the other method; ``kl_difference`` and ``score_difference``, the mean less
-        that of the other, None where nothing was compared or asked; ``kl_ratio``, the mean KL by
+        that of the other, None where nothing was compared; ``kl_ratio``, the mean KL by
         that of the other, None where that is 0; each with its bootstrap interval over the prompts
         under its name and ``_ci95``, None for fewer than two prompts in a task.
 
@@ -42,12 +42,12 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
     InputError
         If the tasks or their numbers of prompts differ.
     """
-    shapes = [[(score.task, len(score.outcomes)) for score in scores] for scores in (mine, other)]
-    if shapes[0] != shapes[1] or not mine:
+    shapes = [[(score.task, len(score.outcomes)) for score in one] for one in (scores, other)]
+    if shapes[0] != shapes[1] or not scores:
         raise InputError("methods can be compared on the same prompts only; evaluate them together")
-    kls = _pairs(mine, other, _shared_kls)
-    scores = _pairs(mine, other, lambda one, two: (one.score, two.score))
-    kl, score = (_means(pairs) for pairs in (kls, scores))
+    kls = _pairs(scores, other, _shared_kls)
+    points = _pairs(scores, other, lambda one, two: (one.score, two.score))
+    kl, score = (_means(pairs) for pairs in (kls, points))
     ratio = kl[0] / kl[1] if kl is not None and kl[1] > 0 else None
     by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1], seed=seed)
     return {
@@ -57,12 +57,12 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
         "kl_ratio": ratio,
         "kl_ratio_ci95": by,
         "score_difference": None if score is None else score[0] - score[1],
-        "score_difference_ci95": interval(scores, _difference, seed=seed),
+        "score_difference_ci95": interval(points, _difference, seed=seed),
     }
 
 
 def rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Every score as plain values, each method beside the full cache and the first method.
+    """Return every score as plain values, each method beside the full cache and the first one.
 
     Parameters
     ----------
@@ -90,14 +90,14 @@ def rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any]]:
-    """A method beside the full cache, and beside the first of the others."""
+    """Compare a method with the full cache, and with the first of the others."""
     others = [other for other in by_name if other != FULL]
     against = [] if name == FULL else [FULL, *(other for other in others[:1] if other != name)]
     return [compare(by_name[name], by_name[other]) for other in against]
 
 
 def _shared_kls(one: Outcome, two: Outcome) -> Pair:
-    """The KL of both, of the tokens that both predicted after their eviction."""
+    """Return the KL of both, over the tokens that both predicted after their eviction."""
     both = (zip(*turns, strict=True) for turns in zip(one.kls, two.kls, strict=True))
     shared = [[pair for pair in turn if None not in pair] for turn in both]
     means = [np.array(turn, dtype=np.float64).mean(axis=0) for turn in shared if turn]
@@ -108,11 +108,11 @@ def _shared_kls(one: Outcome, two: Outcome) -> Pair:
 
 
 def _pairs(
-    mine: Sequence[Score], other: Sequence[Score], of: Callable[[Outcome, Outcome], Pair]
+    scores: Sequence[Score], other: Sequence[Score], of: Callable[[Outcome, Outcome], Pair]
 ) -> list[FloatArray]:
-    """What both know: of each task with some, ``(n_prompts, 2)``."""
+    """Return the values that both have: of each task with some, ``(n_prompts, 2)``."""
     tasks = []
-    for one, two in zip(mine, other, strict=True):
+    for one, two in zip(scores, other, strict=True):
         pairs = [of(a, b) for a, b in zip(one.outcomes, two.outcomes, strict=True)]
         known = [pair for pair in pairs if None not in pair]
         if known:

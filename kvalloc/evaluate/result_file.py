@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from kvalloc.evaluate.scoring import Score
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.record import digest_of
 from kvalloc.prompts.cases import Case
 from kvalloc.shape import ModelShape
 
@@ -33,7 +32,7 @@ def evaluation_of(
     scores : sequence of Score
         As `kvalloc.evaluate.scoring.evaluate` gives them.
     settings : mapping
-        What was asked: tasks, split, question, turns, samples, context, seed, dtype.
+        Of the evaluation: tasks, split, question, turns, samples, context, seed, dtype.
     profiles : mapping of str to BudgetProfile
         By the name of their rows; the record holds their digests.
     cases : mapping of str to sequence of Case
@@ -66,9 +65,10 @@ def evaluation_of(
 
 
 def text_digest(cases: Mapping[str, Sequence[Case]]) -> str:
-    """SHA-256 over the token ids of all prompts and questions, by task."""
-    asked = {
-        task: [[one.input_ids, *(turn.question_ids for turn in one.turns)] for one in some]
-        for task, some in cases.items()
-    }
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    """Return a SHA-256 digest over the token ids of all prompts and questions, by task."""
+    return digest_of(
+        {
+            task: [[one.input_ids, *(turn.question_ids for turn in one.turns)] for one in some]
+            for task, some in cases.items()
+        }
+    )

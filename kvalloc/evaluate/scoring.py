@@ -50,9 +50,9 @@ class Outcome:
     nll : float or None
         Mean negative log likelihood of what really follows in the text, nats per token.
     score : float or None
-        The answers by the task's metric, 0..1; None where nothing is asked.
-    found : float or None
-        Share of the turns whose answer holds a right one, 0..1; None where nothing is asked.
+        The answers by the task's metric, 0..1; None without a question.
+    exact_match : float or None
+        Share of the turns whose answer contains a right one, 0..1; None without a question.
     retained_bytes, full_bytes : int
         Bytes of K and V after the prompt, read from the storages; those that the full cache needs,
         which is less than it stores while sliding layers keep what has left their window.
@@ -73,7 +73,7 @@ class Outcome:
     top1_agreement: float | None
     nll: float | None
     score: float | None
-    found: float | None
+    exact_match: float | None
     retained_bytes: int
     full_bytes: int
     kept_bytes: int
@@ -85,20 +85,20 @@ class Outcome:
 
     @property
     def kl(self) -> float | None:
-        """Mean over the turns of the mean after the eviction, nats per token.
+        """Return the mean over the turns of the mean KL after the eviction, nats per token.
 
         None where there is nothing to compare: all was predicted before it.
         """
         return self.kl_at(slice(None))
 
     def kl_at(self, positions: slice) -> float | None:
-        """The same of these tokens of the answers alone."""
+        """Return the same over these tokens of the answers alone."""
         turns = (known(turn[positions]) for turn in self.kls)
         return _mean_or_none([float(np.mean(turn)) for turn in turns if turn])
 
     @property
     def exact_tokens(self) -> float:
-        """Tokens of an answer that were predicted before any eviction, mean of the turns."""
+        """Return the tokens of an answer that were predicted before any eviction, mean of turns."""
         return float(np.mean([turn.count(None) for turn in self.kls]))
 
 
@@ -125,13 +125,13 @@ class Score:
 
 
 def values(scores: Sequence[Score], of: Callable[[Outcome], float | None]) -> list[FloatArray]:
-    """What is known of the outcomes: of each task that has some, ``(n_prompts,)``."""
+    """Return the known values of the outcomes: of each task that has some, ``(n_prompts,)``."""
     tasks = (known(of(outcome) for outcome in score.outcomes) for score in scores)
     return [np.array(task, dtype=np.float64) for task in tasks if task]
 
 
 def row(scores: Sequence[Score]) -> dict[str, Any]:
-    """One method as plain values: means over prompts, then over tasks, which have equal weight.
+    """Return one method as plain values: means over prompts, then over tasks of equal weight.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
         },
         "exact_tokens": mean("exact_tokens"),
         "top1_agreement": mean("top1_agreement"),
-        "exact_match": mean("found"),
+        "exact_match": mean("exact_match"),
         "score": mean("score"),
         "score_ci95": interval(values(scores, attrgetter("score"))),
         "perplexity": math.exp(nll) if nll is not None and len(scores) == 1 else None,
@@ -194,31 +194,31 @@ class CaseWork:
         self._methods: Mapping[str, Method] | None = None
 
     def __call__(self, model: Any, case: Case | None, advance: Advance) -> dict[str, Any]:
-        """The outcome of each method by its name; without a prompt only the names."""
+        """Return the outcome of each method by its name; without a prompt only the names."""
         if self._methods is None:
             self._methods = self._make(model)
         if case is None:
             return dict.fromkeys(self._methods)
-        full = measure(model, self._tokenizer, full_cache(model), case)
-        advance(1)
-        outcomes = {FULL: full.outcome}
-        for name, method in self._methods.items():
-            outcomes[name] = measure(model, self._tokenizer, method, case, full).outcome
+        full, outcomes = None, {}
+        for name, method in {FULL: full_cache(model), **self._methods}.items():
+            measured = measure(model, self._tokenizer, method, case, full)
+            outcomes[name] = measured.outcome
+            full = full or measured
             advance(1)
         return outcomes
 
     def names(self, engine: Engine) -> list[str]:
-        """Those of the methods.
+        """Return the names of the methods.
 
         Raises
         ------
         InputError
             If one is called as the full cache is, or cannot be made for the model.
         """
-        (found,) = none_failed(engine.run(self, {0: None}, lambda steps: None)).values()
-        if FULL in found:
+        (names,) = none_failed(engine.run(self, {0: None}, lambda steps: None)).values()
+        if FULL in names:
             raise InputError(f"a method cannot be called {FULL!r}; give it another name")
-        return [*found]
+        return [*names]
 
 
 def evaluate(
@@ -265,24 +265,24 @@ def evaluate(
     cases = [(task, case) for task, some in tasks for case in some]
     steps = Steps(len(cases) * (1 + len(names)), progress)
     items = {number: case for number, (_, case) in enumerate(cases)}
-    found: dict[int, dict[str, Outcome]] = {}
+    outcomes: dict[int, dict[str, Outcome]] = {}
     for number, result in engine.run(work, items, steps.advance):
         if isinstance(result, Failed):
             task, case = cases[number]
             if isinstance(result.error, SampleError):
                 raise InputError(f"{case.source or task.name}, prompt {number}: {result.reason}")
             raise result.error
-        found[number] = result
-    outcomes = iter(found[number] for number in sorted(found))
+        outcomes[number] = result
+    in_order = iter(outcomes[number] for number in sorted(outcomes))
     scores: list[Score] = []
     for task, some in tasks:
-        own = [next(outcomes) for _ in some]
+        by_prompt = [next(in_order) for _ in some]
         scores += [
             Score(
                 name=name,
                 task=task.name,
                 context=context,
-                outcomes=tuple(outcome[name] for outcome in own),
+                outcomes=tuple(outcome[name] for outcome in by_prompt),
             )
             for name in (FULL, *names)
         ]
@@ -409,7 +409,7 @@ def read_turns(
 
 
 def known(values: Iterable[float | None]) -> list[float]:
-    """Those that are not None."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
@@ -419,7 +419,7 @@ def _outcome(
     turns: Sequence[ReadTurn],
     full: Measured | None,
 ) -> Outcome:
-    kls, agreed, scores, found, nlls = [], [], [], [], []
+    kls, agreed, scores, matches, nlls = [], [], [], [], []
     rights = turns if full is None else full.turns
     for turn, read, right in zip(case.turns, turns, rights, strict=True):
         if not turn.measured:
@@ -433,7 +433,7 @@ def _outcome(
         kls.append((*[None] * read.exact_tokens, *(compared.kls if compared else ())))
         if read.answer.ids:
             scores.append(turn.score(read.answer.text))
-            found.append(float(turn.is_found(read.answer.text)) if turn.answers else None)
+            matches.append(float(turn.is_found(read.answer.text)) if turn.answers else None)
         if turn.continuation_ids and len(read.logits):
             nlls.append(_nll(read.logits, turn.continuation_ids[-len(read.logits) :]))
     return Outcome(
@@ -442,7 +442,7 @@ def _outcome(
         top1_agreement=_mean_or_none(agreed),
         nll=_mean_or_none(nlls),
         score=_mean_or_none(known(scores)),
-        found=_mean_or_none(known(found)),
+        exact_match=_mean_or_none(known(matches)),
         retained_bytes=compressed.stored_bytes,
         full_bytes=compressed.kept_bytes if full is None else full.outcome.full_bytes,
         kept_bytes=compressed.kept_bytes,

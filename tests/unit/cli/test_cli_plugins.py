@@ -110,9 +110,9 @@ def findings(code=0):
 
 def test_doctor_finds_everything_here():
     found = findings()
-    assert found["torch"]["found"]
+    assert found["torch"]["result"]
     for name, words in (("compute", "threads"), ("solvers", "greedy"), ("scorers", "xkv")):
-        assert words in found[name]["found"]
+        assert words in found[name]["result"]
 
 
 def _without(monkeypatch, *missing):

@@ -105,7 +105,7 @@ def test_a_reduced_cache_is_measured(model, references):
     assert all(one.retained_bytes == granted < one.full_bytes for one in outcomes)
     assert all(one.kl is not None and one.kl > 0 for one in outcomes)
     assert all(one.prefill_seconds > 0 and one.decode_seconds > 0 for one in outcomes)
-    assert not any(one.found for one in outcomes)
+    assert not any(one.exact_match for one in outcomes)
 
 
 def test_kl_equals_one_token_at_a_time(model, references):

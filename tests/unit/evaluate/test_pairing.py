@@ -18,7 +18,7 @@ from kvalloc.prompts.cases import Case, Turn
 
 def outcome(kl, score=None):
     return Outcome(
-        answers=("x",), kls=((kl,),), top1_agreement=0.5, nll=None, score=score, found=score,
+        answers=("x",), kls=((kl,),), top1_agreement=0.5, nll=None, score=score, exact_match=score,
         retained_bytes=10, full_bytes=40, kept_bytes=10, bytes_at_16_bits=6,
         full_bytes_at_16_bits=20, prefill_seconds=1.0, decoded_tokens=3, decode_seconds=1.0,
     )  # fmt: skip
