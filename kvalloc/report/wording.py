@@ -22,6 +22,7 @@ LOSS_NOTE = (
     "predicted loss is a sum of single-unit measurements: each unit was reduced alone, and "
     "together they may do more harm or less"
 )
+_LOSS_ORIGINS = {"measured": "measured", "fast": "estimated to second order (--loss fast)"}
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
@@ -44,16 +45,16 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     return {
         "asked": request_text(decided),
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
-        "why": why_text(decided),
-        "retention": retention_text(decided),
+        "why": decided.detail.removeprefix(f"{decided.decided_by}: "),
+        "retention": _retention_text(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
         **_measured_fields(decided),
         "objective": objective_text(decided.objective, decided),
-        "bound": bound_text(decided),
-        "price": price_text(decided),
+        "bound": _bound_text(decided),
+        "price": _price_text(decided),
         "bytes": f"{size(kept)}{of_granted} of {size(whole)}{share}",
         "bits": bits_text(decided),
-        "cost": cost_text(decided),
+        "cost": _cost_text(decided),
         "chosen": policies_text(decided),
     }
 
@@ -113,7 +114,9 @@ def request_text(decided: BudgetProfile) -> str:
     counted = {"bytes": "bytes of a cache at 16 bits", "decode-bytes": "bytes read per token"}
     text = request.target.describe(what, counted.get(request.cost, request.cost))
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
-    return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(request)])
+    return "; ".join(
+        [f"{text}, {prompts}{decided.context_tokens:,} tokens", *_limit_texts(request)]
+    )
 
 
 def value_heading(request: Request | None) -> str:
@@ -127,7 +130,7 @@ def value_heading(request: Request | None) -> str:
     return "weighted" if request.weights else ""
 
 
-def limit_texts(request: Request) -> list[str]:
+def _limit_texts(request: Request) -> list[str]:
     """Return the limits and other terms of a request, one text each."""
     caps = (cap.text.partition("=") for cap in request.cap)
     texts = [f"layers {which} within {limit}" for which, _, limit in caps]
@@ -156,11 +159,6 @@ def ended_text(decided: BudgetProfile) -> str:
     return decided.termination.replace("_", " ")
 
 
-def why_text(decided: BudgetProfile) -> str:
-    """Return the solver's own line without its name."""
-    return decided.detail.removeprefix(f"{decided.decided_by}: ")
-
-
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
     """Return an objective or bound with its unit; a loss counts from 0 up."""
     if value is None or not decided.solver:
@@ -173,7 +171,7 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
     return f"{value:.6f}"
 
 
-def bound_text(decided: BudgetProfile) -> str:
+def _bound_text(decided: BudgetProfile) -> str:
     """Return the bound, its source and the gap."""
     text = objective_text(decided.bound, decided)
     if decided.bound is None:
@@ -181,7 +179,7 @@ def bound_text(decided: BudgetProfile) -> str:
     return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
 
 
-def price_text(decided: BudgetProfile) -> str:
+def _price_text(decided: BudgetProfile) -> str:
     """Return what a little more memory or retention is worth; empty if unknown."""
     price = decided.value_per_mib
     if price is None:
@@ -219,12 +217,12 @@ def requested_bytes(decided: BudgetProfile) -> int | None:
     return granted if known else None
 
 
-def retention_text(decided: BudgetProfile) -> str:
+def _retention_text(decided: BudgetProfile) -> str:
     """Return the retention, or why it is unknown."""
     if decided.retention is not None:
         return f"{decided.retention:.6f}"
-    chosen = decided.unit_policies is not None
-    return "unknown: some heads keep others than the scorer's best" if chosen else "unknown"
+    mixed = decided.unit_policies is not None
+    return "unknown: some heads keep others than the scorer's best" if mixed else "unknown"
 
 
 def bits_text(decided: BudgetProfile) -> str:
@@ -249,7 +247,7 @@ def policies_text(decided: BudgetProfile) -> str:
     return f"{listed} of {table.size} KV heads"
 
 
-def cost_text(decided: BudgetProfile) -> str:
+def _cost_text(decided: BudgetProfile) -> str:
     """Return the bounded cost of the decided layers; empty if it is stored bytes."""
     if decided.cost_bytes is None or not decided.full_cost_bytes:
         return ""
@@ -337,23 +335,18 @@ def losses_text(profile: ScoreProfile) -> str:
     several = f", with each of {titles}" if profile.loss_policies else ""
     if profile.loss_bits is not None:
         several += f", stored at {', '.join(map(str, profile.loss_widths))} bits each"
+    origin = _LOSS_ORIGINS.get(profile.loss_method, "measured or estimated")
     return (
-        f"{_loss_origin(profile)} one {losses_per(profile)} at a time, at {levels.size} budgets "
+        f"{origin} one {losses_per(profile)} at a time, at {levels.size} budgets "
         f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
     )
 
 
 def losses_per(profile: ScoreProfile) -> str | None:
-    """Whether losses were measured of layers or of heads; None where they were not."""
+    """Return the unit of the measured losses, layer or head; None if there are none."""
     if profile.losses is None:
         return None
     return "layer" if profile.losses.shape[2] == 1 else "head"
-
-
-def _loss_origin(profile: ScoreProfile) -> str:
-    """Whether losses were measured or estimated, as far as the file tells."""
-    known = {"measured": "measured", "fast": "estimated to second order (--loss fast)"}
-    return known.get(profile.loss_method, "measured or estimated (this older file does not say)")
 
 
 def _bits_text(profile: ScoreProfile) -> str:
@@ -376,12 +369,9 @@ def _sharing_text(profile: BudgetProfile) -> str:
     text = shared_text(profile.share_groups)
     if profile.grouping_bound is None:
         return text
-    bound = (
-        f"{profile.grouping_bound:.6f}"
-        if profile.sense == "max_value"
-        else f"{round(profile.grouping_bound):,} bytes"
-    )
-    return f"{text}; bound over all groupings {bound}"
+    in_bytes = profile.sense == "min_cost"
+    form, unit = (",.0f", " bytes") if in_bytes else (".6f", "")
+    return f"{text}; bound over all groupings {profile.grouping_bound:{form}}{unit}"
 
 
 def _parameters(parameters: dict[str, Any]) -> str:
@@ -401,16 +391,15 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     return {
         "model": model_text(evaluation.shape),
-        **{name: _plain_text(value) for name, value in settings.items()},
+        **{
+            name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            for name, value in settings.items()
+        },
         "profiles": ", ".join(f"{name} ({one[:8]})" for name, one in evaluation.profiles.items()),
         "prompts": f"{len({str(one.get('name')) for one in evaluation.prompts})} caches, "
         f"{len(evaluation.prompts)} answers",
         "made": f"{evaluation.created} with {versions}",
     }
-
-
-def _plain_text(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def proof_text(profile: BudgetProfile) -> str:
