@@ -278,7 +278,8 @@ class _Contents:
             self._take(f"{prefix}key_scales", "float16", (blocks, 2, dim))
         self._take(f"{prefix}kept_keys", dtype, (total, widths[0]))
         self._take(f"{prefix}kept_values", dtype, (total, widths[1]))
-        self._maybe(f"{prefix}kept_bias", "float32", (total,))
+        if (name := f"{prefix}kept_bias") in self._left:
+            self._take(name, "float32", (total,))
         name = f"{prefix}kept_positions"
         self._check_columns(name, self._take(name, "int32", (total,)), counts, heads, end)
 
@@ -308,10 +309,6 @@ class _Contents:
         stated = f"{found.dtype} of {_sizes(found.shape)}"
         self._require(fits and found.dtype == dtype, name, stated, expected)
         return found.numbers()
-
-    def _maybe(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
-        if name in self._left:
-            self._take(name, dtype, shape)
 
     def _require(self, holds: bool, field: str, found: object, expected: str) -> None:
         if not holds:

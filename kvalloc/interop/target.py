@@ -316,14 +316,6 @@ def _lengths(profile: BudgetProfile, _: ExportTarget) -> str:
     return f"budgets that follow the prompt's length: {profile.context_tokens:,} tokens count"
 
 
-def _one_length(*_: object) -> dict[str, Any]:
-    return {"length_rule": "fixed"}
-
-
-def _any_length(*_: object) -> dict[str, Any]:
-    return {"length_rule": "proportional"}
-
-
 def _shares(profile: BudgetProfile, _: ExportTarget) -> str:
     if profile.share_of_16_bits is not None:
         return "budgets as a share of a 16-bit cache's bytes: shares of the entries count"
@@ -431,19 +423,21 @@ def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
     return "" if kept == 1 else f"the eviction of {1 - kept:.0%} of the entries: all are kept"
 
 
-def _all_entries(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
-    return {"budgets": with_decided(profile, profile.context_tokens)}
-
-
 RESTRICTIONS = (
-    Restriction(name="one-length", lost=_lengths, apply=_one_length),
-    Restriction(name="length-shares", lost=_shares, apply=_any_length),
+    Restriction(name="one-length", lost=_lengths, apply=lambda *_: {"length_rule": "fixed"}),
+    Restriction(
+        name="length-shares", lost=_shares, apply=lambda *_: {"length_rule": "proportional"}
+    ),
     Restriction(
         name="no-sharing",
         lost=lambda profile, _: "layers that share entries" if profile.share_groups else "",
         apply=lambda *_: {"share_groups": ()},
     ),
-    Restriction(name="no-eviction", lost=_evicts, apply=_all_entries),
+    Restriction(
+        name="no-eviction",
+        lost=_evicts,
+        apply=lambda profile, _: {"budgets": with_decided(profile, profile.context_tokens)},
+    ),
     Restriction(
         name="one-width",
         lost=_one_width,
