@@ -295,9 +295,13 @@ def harm_chart(rows: Sequence[Row]) -> Spec:
     label = {"type": "text", "align": "left", "dx": 9}
     return {
         "data": {"values": list(rows)},
-        "transform": [{"calculate": text, "as": "label"}],
+        # a logarithmic axis has no 0
+        "transform": [
+            {"calculate": text, "as": "label"},
+            {"calculate": "max(datum.kl, 1e-6)", "as": "drawn"},
+        ],
         "encoding": {
-            "x": _number("kl", _KL, scale={"type": "log"}, axis=_decades()),
+            "x": _number("drawn", _KL, scale={"type": "log"}, axis=_decades()),
             "y": {"field": "name", "type": "nominal", "title": None, "sort": "x"},
         },
         "layer": [

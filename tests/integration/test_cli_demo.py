@@ -71,7 +71,7 @@ def test_budgets_of_equal_size_are_measured_and_shown(demo):
 def test_every_command_that_is_shown_can_be_typed(demo):
     _, output = demo
     shown = [line.split()[2] for line in output.splitlines() if line.startswith("$ kvalloc ")]
-    assert shown == ["profile", "compare", "diff", "eval", "report"]
+    assert shown == ["profile", "compare", "diff", "eval", "report", "plot"]
 
 
 def test_json_has_stdout_to_itself(tmp_path):
