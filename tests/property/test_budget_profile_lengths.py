@@ -28,25 +28,32 @@ def share_of(profile: BudgetProfile, context: int) -> np.ndarray:
     return PROTECTED + (profile.budgets - PROTECTED) * ratio
 
 
-@settings(max_examples=200)
-@given(profile=profiles, context=st.integers(1, 300))
+@settings(max_examples=300)
+@given(profile=profiles, context=st.one_of(st.integers(1, 300), st.integers(1, 131_072)))
 def test_within_limits_and_never_above_the_share(profile: BudgetProfile, context: int) -> None:
-    budgets = profile.budgets_for(context)
+    budgets, page, whole = (
+        profile.budgets_for(context),
+        profile.page_tokens,
+        profile.budgets == CONTEXT,
+    )
     assert budgets.shape == profile.budgets.shape
     assert budgets.dtype == np.int64
     assert np.all(budgets <= context)
     assert np.all(budgets >= min(context, PROTECTED))
+    assert np.all(budgets[whole] == context)
+    if page == 1 and np.all(whole):
+        assert profile.retained_bytes_at(context) == profile.full_bytes_at(context)
     if context == CONTEXT:
         assert budgets.tolist() == profile.budgets.tolist()
     elif context > PROTECTED:
         # A floor of one page is more than a tiny share; nothing else may exceed it.
-        page = profile.page_tokens
+        share = share_of(profile, context)
         least = min(context, -(-PROTECTED // page) * page)
-        allowed = np.maximum(share_of(profile, context), least).sum()
-        assert budgets.sum() <= allowed + 1e-6
-        # Less than a page is left over in all, but whoever is kept whole cannot take it.
-        if np.all(profile.budgets < CONTEXT) and page == 1:
-            assert budgets.sum() > share_of(profile, context).sum() - 1
+        assert budgets.sum() <= np.maximum(share, least).sum() + 1e-6
+        if page == 1:
+            assert np.all(np.abs(budgets - share) < 1.5)
+            # Less than an entry is left over in all, but whoever is kept whole cannot take it.
+            assert np.any(whole) or budgets.sum() > share.sum() - 1
 
 
 @settings(max_examples=30)
@@ -64,32 +71,6 @@ def test_a_longer_prompt_keeps_no_less(profile: BudgetProfile) -> None:
         assert np.all(budgets >= previous - page)
         previous = budgets
     assert totals == sorted(totals)
-
-
-@settings(max_examples=100)
-@given(profile=profiles, context=st.integers(1, 5000))
-def test_kept_whole_stays_whole(profile: BudgetProfile, context: int) -> None:
-    whole = profile.budgets == CONTEXT
-    assert np.all(profile.budgets_for(context)[whole] == context)
-
-
-@settings(max_examples=60)
-@given(profile=profiles, context=st.integers(PROTECTED + 1, 3000))
-def test_everybody_is_near_their_own_share(profile: BudgetProfile, context: int) -> None:
-    page = profile.page_tokens
-    if page == 1 and context != CONTEXT:
-        assert np.all(np.abs(profile.budgets_for(context) - share_of(profile, context)) < 1.5)
-
-
-@pytest.mark.parametrize("page", [1, 7, 16, 64])
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_full_profile_is_full_at_any_length(page: int, level: str) -> None:
-    budgets = np.full((3, 2), CONTEXT)
-    profile = make_budget_profile(budgets, page_tokens=page, level=level)
-    for context in (1, 4, 5, 6, 39, 40, 41, 1000, 131_072):
-        assert np.all(profile.budgets_for(context) == context)
-        if page == 1:
-            assert profile.retained_bytes_at(context) == profile.full_bytes_at(context)
 
 
 def test_the_fixed_rule_keeps_the_number() -> None:
@@ -116,10 +97,9 @@ def test_sliding_layers_follow_their_window() -> None:
     assert profile.full_bytes_at(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
 
 
-@pytest.mark.parametrize("context", [0, -1])
-def test_no_context_has_no_budgets(context: int) -> None:
+def test_no_context_has_no_budgets() -> None:
     with pytest.raises(InputError, match="ask for >= 1"):
-        make_budget_profile([[20, 20]]).budgets_for(context)
+        make_budget_profile([[20, 20]]).budgets_for(0)
 
 
 def test_a_solved_share_holds_at_other_lengths() -> None:

@@ -21,17 +21,8 @@ def test_greedy_is_algorithm_1_step_by_step() -> None:
         # Zero gains are taken by both while there is room, so even the costs agree.
         assert answer.cost_bytes == problem.cost(literal), name
         assert answer.value == pytest.approx(problem.objective_value(literal), abs=1e-12)
-
-
-def test_greedy_and_algorithm_1_choose_the_same_units_without_ties() -> None:
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        gains = -np.sort(-rng.random((6, 30)), axis=1)
-        values = np.concatenate([np.zeros((6, 1)), np.cumsum(gains, axis=1)], axis=1)
-        goal = {"capacity": 70} if seed % 2 else {"target": 0.7 * float(values[:, -1].sum())}
-        problem = make_problem(values, **goal)  # type: ignore[arg-type]
-        answer = solve_problem(problem, get_solver("greedy"))
-        assert answer.choice.tolist() == algorithm_1(problem).tolist()
+        if "'concave'" in name:  # without ties the units are the same, too
+            assert answer.choice.tolist() == literal.tolist(), name
 
 
 @pytest.mark.parametrize("name", ["greedy", "ilp"])

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import scorer_oracle
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.scorers import get_scorer, scorer_class
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.pooled import PooledScorer
-from kvalloc.scorers.xkv import XKV
 
 OPTIONS = {
     "snapkv": {"pooling": "max", "group_reduce": "max"},
@@ -70,24 +68,6 @@ def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, gr
     assert not scores[..., max(n_tokens - window, 0) :].any()
 
 
-@given(
-    seed=st.integers(0, 10**6),
-    n_tokens=st.integers(2, 40),
-    n_new=st.integers(1, 40),
-    window=st.integers(1, 12),
-    sinks=st.integers(0, 6),
-    pool=st.sampled_from([1, 3, 7]),
-    group_reduce=st.sampled_from(["mean", "max"]),
-)
-def test_xkv_equals_the_whole_matrix(seed, n_tokens, n_new, window, sinks, pool, group_reduce):
-    states = make_states(seed=seed, n_tokens=n_tokens, n_new_tokens=min(n_new, n_tokens))
-    found = XKV(window=window, pool=pool, group_reduce=group_reduce).score(states, sinks=sinks)
-    expected = scorer_oracle.window_scores(
-        states, window=window, sinks=sinks, pool=pool, group_reduce=group_reduce
-    )
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
-
-
 finite_scores = arrays.arrays(
     np.float32,
     st.tuples(st.integers(1, 3), st.integers(1, 30)),
@@ -95,26 +75,18 @@ finite_scores = arrays.arrays(
 )
 
 
-@given(finite_scores)
-def test_curves_rise_are_concave_and_end_at_one(scores):
-    curves, masses = retention_curves(scores)
-    gains = np.diff(curves, axis=-1)
-    assert np.all(gains >= 0)
-    assert np.all(np.diff(gains, axis=-1) <= 1e-12)
-    assert np.all(curves[..., -1] == 1)
-    assert np.all((curves >= 0) & (curves <= 1))
-    np.testing.assert_allclose(masses, scores.astype(np.float64).sum(axis=-1), rtol=1e-12)
-
-
 @given(finite_scores, st.integers(1, 60))
-def test_a_stretched_curve_is_still_a_curve(scores, n_wanted):
-    exact, _ = retention_curves(scores)
-    values, error = on_grid(exact, np.arange(n_wanted + 1))
-    gains = np.diff(values, axis=-1)
+def test_curves_rise_are_concave_and_end_at_one_stretched_or_not(scores, n_wanted):
+    exact, masses = retention_curves(scores)
+    stretched, error = on_grid(exact, np.arange(n_wanted + 1))
     assert error == 0
-    assert np.all(gains >= -1e-12)
-    assert np.all(np.diff(gains, axis=-1) <= 1e-9)
-    assert np.all(values[..., -1] == 1)
+    for curves, slack in ((exact, 1e-12), (stretched, 1e-9)):
+        gains = np.diff(curves, axis=-1)
+        assert np.all(gains >= (0 if curves is exact else -1e-12))
+        assert np.all(np.diff(gains, axis=-1) <= slack)
+        assert np.all(curves[..., -1] == 1)
+        assert np.all((curves >= 0) & (curves <= 1))
+    np.testing.assert_allclose(masses, scores.astype(np.float64).sum(axis=-1), rtol=1e-12)
 
 
 @given(st.integers(0, 10**6), st.integers(4097, 20000))
