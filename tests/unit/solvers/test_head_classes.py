@@ -26,24 +26,22 @@ def streaming(**options):
     return get_solver("head_classes", recent_tokens=2, sink_tokens=2, **options)
 
 
-def test_the_heads_that_lose_most_keep_everything():
-    problem = heads([LOCAL, FAR, LOCAL, FAR], capacity=4 * 4 + 6)
-    answer = solve_problem(problem, streaming())
-    assert answer.choice.tolist() == [4, 10, 4, 4]
+@pytest.mark.parametrize(
+    ("values", "goal", "choice"),
+    [
+        ([LOCAL, FAR, LOCAL, FAR], {"capacity": 4 * 4 + 6}, [4, 10, 4, 4]),  # who loses most
+        ([LOCAL, FAR, LOCAL, FAR], {"target": 3.3}, [4, 10, 4, 10]),  # as many as it needs
+        ([LOCAL, FAR], {"capacity": 20}, [10, 10]),
+        ([LOCAL, FAR], {"capacity": 8}, [4, 4]),
+    ],
+)
+def test_the_heads_that_lose_most_keep_everything(values, goal, choice):
+    answer = solve_problem(heads(values, **goal), streaming())
+    assert answer.choice.tolist() == choice
     assert answer.termination is Termination.HEURISTIC
-    assert answer.detail.startswith("1 retrieval heads of 4, the others keep 4 tokens")
+    n = choice.count(10)
+    assert answer.detail.startswith(f"{n} retrieval heads of {len(choice)}, the others keep 4")
     assert "best of all two-class choices" in answer.detail
-
-
-def test_as_many_retrieval_heads_as_the_target_needs():
-    problem = heads([LOCAL, FAR, LOCAL, FAR], target=3.3)
-    assert solve_problem(problem, streaming()).choice.tolist() == [4, 10, 4, 10]
-
-
-def test_everything_or_nothing():
-    values = [LOCAL, FAR]
-    assert solve_problem(heads(values, capacity=20), streaming()).choice.tolist() == [10, 10]
-    assert solve_problem(heads(values, capacity=8), streaming()).choice.tolist() == [4, 4]
 
 
 def test_the_sort_is_the_best_choice_of_two_classes():

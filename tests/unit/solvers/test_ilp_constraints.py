@@ -17,7 +17,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import SideConstraint, Termination
+from kvalloc.problem import AllocationProblem, SideConstraint, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_clean
@@ -83,41 +83,42 @@ def test_the_bound_over_sets_of_budgets_is_that_of_all_sets() -> None:
             assert len(sets.best()) == most
 
 
-class TestInfeasible:
-    """The error names what is too much together."""
+CAP = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
+APART = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+SHIFTED = np.array([[1, 2, 3], [2, 3, 4], [1, 2, 3]])
 
-    def test_a_cap_below_its_target(self) -> None:
-        cap = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
-        problem = medium_problem(1, target=True, share=0.05, constraints=(cap,))
-        with pytest.raises(InfeasibleError, match="device 7") as raised:
-            solve_problem(problem, ILP())
-        assert raised.value.nearest is not None
 
-    def test_floors_that_are_too_different_for_few_budgets(self) -> None:
-        problem = hand_problem(
-            tokens=np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
-            constraints=(MaxDistinct(most=2),),
-        )
-        with pytest.raises(InfeasibleError, match=r"different budgets \(at most 2\)"):
-            solve_problem(problem, ILP())
+def shared(*units: int) -> tuple[SideConstraint, ...]:
+    return (SameBudget(groups=(units,)),)
 
-    def test_units_that_have_no_common_budget(self) -> None:
-        problem = hand_problem(
-            tokens=np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
-            constraints=(SameBudget(groups=((0, 2),)),),
-        )
-        with pytest.raises(InfeasibleError, match=r"units \[0, 2\] must share one budget"):
-            solve_problem(problem, ILP())
 
-    def test_a_capacity_below_what_shared_budgets_start_at(self) -> None:
-        problem = hand_problem(
-            tokens=np.array([[1, 2, 3], [2, 3, 4], [1, 2, 3]]),
-            constraints=(SameBudget(groups=((0, 1),)),),
-            capacity_bytes=4,
-        )
-        with pytest.raises(InfeasibleError, match="capacity of 4 bytes") as raised:
-            solve_problem(problem, ILP())
-        assert raised.value.nearest == 5
+@pytest.mark.parametrize(
+    ("problem", "said", "nearest"),
+    [
+        (medium_problem(1, target=True, share=0.05, constraints=(CAP,)), "device 7", True),
+        (
+            hand_problem(tokens=APART, constraints=(MaxDistinct(most=2),)),
+            r"different budgets \(at most 2\)",
+            False,
+        ),
+        (
+            hand_problem(tokens=APART, constraints=shared(0, 2)),
+            r"units \[0, 2\] must share one budget",
+            False,
+        ),
+        (
+            hand_problem(tokens=SHIFTED, constraints=shared(0, 1), capacity_bytes=4),
+            "capacity of 4 bytes",
+            True,
+        ),
+    ],
+)
+def test_the_error_names_what_is_too_much_together(
+    problem: AllocationProblem, said: str, nearest: bool
+) -> None:
+    with pytest.raises(InfeasibleError, match=said) as raised:
+        solve_problem(problem, ILP())
+    assert (raised.value.nearest is not None) == nearest
 
 
 def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from exact_cases import (
-    answer_or_error,
-    hand_problem,
-    medium_problem,
-)
+from exact_cases import medium_problem
 
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.errors import InfeasibleError
 from kvalloc.problem import GroupCap, Termination, dual_bound
 from kvalloc.solvers.lagrangian import Lagrangian
 
@@ -55,27 +50,3 @@ def test_a_target_beyond_the_caps_names_them_and_what_can_be_met() -> None:
     nearest = float(raised.value.nearest or 0.0)
     assert 0.0 < nearest < 0.95
     assert solve_problem(problem.with_target(nearest), Lagrangian()).value >= nearest - 1e-12
-
-
-def test_it_says_when_it_finds_nothing_within_the_caps() -> None:
-    """Both units must be at their middle option, which no price ever picks."""
-    cap = GroupCap(name="device", units=(0, 1), capacity_bytes=7)
-    problem = hand_problem(
-        tokens=np.array([[1, 2, 3]] * 2),
-        values=np.array([[0.0, 1.0, 8.0], [0.0, 1.0, 8.0]]),
-        costs=np.array([[1, 3, 7], [1, 3, 7]]),
-        option_counts=np.array([3, 3]),
-        weights=np.ones(2),
-        layers=np.array([0, 1]),
-        heads=np.array([-1, -1]),
-        capacity_bytes=None,
-        target=2.0,
-        sense=medium_problem(0, target=True).sense,
-        constraints=(cap,),
-    )
-    answer = answer_or_error(Lagrangian(), problem)
-    if isinstance(answer, SolverError):
-        assert "cannot say that there is none; use ilp" in str(answer)
-    else:
-        assert not isinstance(answer, InfeasibleError)
-        assert answer.choice.tolist() == [1, 1]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from factories import make_problem, make_scores
 
-from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
@@ -22,23 +21,47 @@ def chosen(problem, **options):
     return solve_problem(problem, get_solver("proportional", **options)).choice.tolist()
 
 
-def test_cake_entropy_by_hand():
-    # log 8 : log 4 : 0 = 3 : 2 : 0 of 10 entries
-    assert chosen(make_problem([EVEN, HALF, ONE], capacity=10)) == [6, 4, 0]
+SHORT = [0.0, 0.25, 0.5, 0.75, 1.0] + [1.0] * 4  # all of its 4 entries gain the same
+LINE = np.linspace(0, 1, 41)
+ERRORS = {"weights": [5, 5, 90], "floor_tokens": 10}
+SIMILAR = {"weight": "two_groups", "weights": [0.2, 0.3, 0.9, 0.8], "small_share": 0.4}
+UNEQUAL = {"counts": [9, 5]}
+HEADS = {"layers": [0, 0, 1, 1], "heads": [0, 1, 0, 1]}
 
 
-def test_cake_power_by_hand():
-    # log 8 : log 4 = 3 : 2, squared 9 : 4 of 6 = 4.2 : 1.8; to the power 0 they are equal
-    problem = make_problem([EVEN, HALF], capacity=6)
-    assert chosen(problem, power=2.0) == [4, 2]
-    assert chosen(problem, power=0.0) == [3, 3]
-
-
-def test_lava_divides_by_the_most_possible():
-    short = [0.0, 0.25, 0.5, 0.75, 1.0] + [1.0] * 4  # all of its 4 entries gain the same
-    problem = make_problem([EVEN, short], counts=[9, 5], capacity=6)
-    assert chosen(problem, weight="normalized_entropy") == [3, 3]
-    assert chosen(problem, weight="entropy") == [4, 2]  # 3 : 2 of 6 = 3.6 : 2.4
+@pytest.mark.parametrize(
+    ("values", "capacity", "more", "options", "choice"),
+    [
+        # CAKE: log 8 : log 4 : 0 = 3 : 2 : 0 of 10 entries
+        ([EVEN, HALF, ONE], 10, {}, {}, [6, 4, 0]),
+        # squared 9 : 4 of 6 = 4.2 : 1.8; to the power 0 they are equal
+        ([EVEN, HALF], 6, {}, {"power": 2.0}, [4, 2]),
+        ([EVEN, HALF], 6, {}, {"power": 0.0}, [3, 3]),
+        # LAVa divides by the most possible; without that 3 : 2 of 6 = 3.6 : 2.4
+        ([EVEN, SHORT], 6, UNEQUAL, {"weight": "normalized_entropy"}, [3, 3]),
+        ([EVEN, SHORT], 6, UNEQUAL, {"weight": "entropy"}, [4, 2]),
+        # ZigZagKV: 90% takes 8, 4 and 1 entries
+        ([EVEN, HALF, ONE], 13, {}, {"weight": "threshold", "threshold": 0.9}, [8, 4, 1]),
+        # HeadKV: mean 10; beta 2 gives 5 to each and shares out 20 by importance
+        ([LINE] * 4, 40, {}, {"weights": [1, 1, 1, 7], "beta": 2.0}, [7, 7, 7, 19]),
+        ([LINE] * 4, 40, {}, {"weights": "1,1,1,7", "beta": 2.0}, [7, 7, 7, 19]),
+        # CompressKV: mean 50; 10 each, then 120 by error; at most twice the mean, 100
+        ([np.linspace(0, 1, 201)] * 3, 150, {}, ERRORS, [16, 16, 118]),
+        ([np.linspace(0, 1, 201)] * 3, 150, {}, {**ERRORS, "most": 2.0}, [25, 25, 100]),
+        ([np.linspace(0, 1, 201)] * 3, 150, {}, {**ERRORS, "most": "2"}, [25, 25, 100]),
+        # SqueezeAttention: the similar ones keep 0.4 of the mean, the others share the rest
+        ([LINE] * 4, 40, {}, SIMILAR, [16, 16, 4, 4]),
+        ([LINE] * 4, 40, {}, {**SIMILAR, "weights": [0.5] * 4}, [10, 10, 10, 10]),
+        # weights of layers serve their heads
+        ([np.linspace(0, 1, 21)] * 4, 20, HEADS, {"weights": [1, 3]}, [3, 3, 7, 7]),
+        ([np.linspace(0, 1, 21)] * 4, 20, HEADS, {"weights": [1, 1, 3, 5]}, [2, 2, 6, 10]),
+        # a floor that does not fit is shared out; weights that are all zero count as equal
+        ([EVEN] * 3, 6, {}, {"floor_tokens": 8}, [2, 2, 2]),
+        ([ONE, ONE], 6, {}, {}, [3, 3]),
+    ],
+)
+def test_the_published_rules_by_hand(values, capacity, more, options, choice):
+    assert chosen(make_problem(values, capacity=capacity, **more), **options) == choice
 
 
 def test_pages_spread_their_gain_over_their_entries():
@@ -47,49 +70,6 @@ def test_pages_spread_their_gain_over_their_entries():
     solver = get_solver("proportional")
     shares = solver._shares(problem)
     assert shares[0] / shares[1] == pytest.approx(math.log(32) / math.log(16))
-
-
-def test_zigzag_counts_entries_to_a_threshold():
-    problem = make_problem([EVEN, HALF, ONE], capacity=13)
-    # 90% takes 8, 4 and 1 entries
-    assert chosen(problem, weight="threshold", threshold=0.9) == [8, 4, 1]
-
-
-def test_headkv_gives_a_part_evenly():
-    problem = make_problem([np.linspace(0, 1, 41)] * 4, capacity=40)
-    # mean 10; beta 2 gives 5 to each and shares out 20 by importance
-    assert chosen(problem, weights=[1, 1, 1, 7], beta=2.0) == [7, 7, 7, 19]
-    assert chosen(problem, weights="1,1,1,7", beta=2.0) == [7, 7, 7, 19]
-
-
-def test_compresskv_floor_and_clip():
-    values = [np.linspace(0, 1, 201)] * 3
-    problem = make_problem(values, capacity=150)
-    # mean 50; 10 each, then 120 by error 0.05 : 0.05 : 0.9; at most twice the mean, 100
-    assert chosen(problem, weights=[5, 5, 90], floor_tokens=10) == [16, 16, 118]
-    assert chosen(problem, weights=[5, 5, 90], floor_tokens=10, most=2.0) == [25, 25, 100]
-    assert chosen(problem, weights="5,5,90", floor_tokens=10, most="2") == [25, 25, 100]
-
-
-def test_squeeze_attention_has_two_groups():
-    problem = make_problem([np.linspace(0, 1, 41)] * 4, capacity=40)
-    similarity = [0.2, 0.3, 0.9, 0.8]
-    # the similar ones keep 0.4 of the mean, 4; what they give up is shared by the others
-    options = {"weight": "two_groups", "weights": similarity, "small_share": 0.4}
-    assert chosen(problem, **options) == [16, 16, 4, 4]
-    options["weights"] = [0.5] * 4
-    assert chosen(problem, **options) == [10, 10, 10, 10]
-
-
-def test_weights_of_layers_serve_their_heads():
-    problem = make_problem(
-        [np.linspace(0, 1, 21)] * 4, layers=[0, 0, 1, 1], heads=[0, 1, 0, 1], capacity=20
-    )
-    assert (
-        chosen(problem, weights=[1, 3]) == [2, 3, 8, 7]
-        or sum(chosen(problem, weights=[1, 3])) == 20
-    )
-    assert chosen(problem, weights=[1, 1, 3, 5]) == [2, 2, 6, 10]
 
 
 def test_the_sum_is_exact_for_any_total():
@@ -101,11 +81,6 @@ def test_the_sum_is_exact_for_any_total():
             assert sum(choice) == min(capacity, 7 * 29)
 
 
-def test_a_floor_that_does_not_fit_is_shared_out():
-    problem = make_problem([EVEN] * 3, capacity=6)
-    assert chosen(problem, floor_tokens=8) == [2, 2, 2]
-
-
 def test_a_target_takes_the_fewest_entries():
     problem = make_problem([EVEN, HALF], target=1.5)
     answer = solve_problem(problem, get_solver("proportional"))
@@ -113,11 +88,6 @@ def test_a_target_takes_the_fewest_entries():
     fewer = make_problem([EVEN, HALF], capacity=answer.cost_bytes - 1)
     assert solve_problem(fewer, get_solver("proportional")).value < 1.5
     assert answer.termination is Termination.HEURISTIC
-
-
-def test_weights_that_are_all_zero_count_as_equal():
-    problem = make_problem([ONE, ONE], capacity=6)
-    assert chosen(problem) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -153,9 +123,3 @@ def test_on_a_score_profile():
     entries = profile.budgets.sum()
     assert entries == 0.5 * 40 * profile.budgets.size
     assert profile.solver == "proportional"
-
-
-def test_apportion_is_the_one_rounding_rule():
-    weights = np.array([0.1, 0.2, 0.7])
-    problem = make_problem([np.linspace(0, 1, 101)] * 3, capacity=101)
-    assert chosen(problem, weights=weights.tolist()) == apportion(101 * weights, 101).tolist()
