@@ -408,6 +408,18 @@ class CacheCosts:
         beside = self.beside_bytes * count
         return head_cost(self.cost, tokens, bits, self.shape, page_tokens) + beside
 
+    @property
+    def everything(self) -> int:
+        """Return the cost of keeping all entries of the full-attention layers at 16 bits."""
+        return self.heads * int(self.of_head(self.context_tokens, 16, self.page_tokens))
+
+    @property
+    def plain_bytes(self) -> int:
+        """Return the bytes of a plain cache, as the model makes it."""
+        columns = self.columns or self.context_tokens
+        full = len(self.shape.full_layers) * reading_bytes(self.shape, columns, self.batch)
+        return full + self.sliding_bytes
+
     def of_budget(self, tokens: int) -> int:
         """Return the cost of one budget in every KV head of the full-attention layers."""
         return self.heads * int(self.of_head(tokens, 16))

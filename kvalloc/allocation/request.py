@@ -300,8 +300,7 @@ class _Share(_Size):
 
     def cost(self, costs: CacheCosts) -> int:
         if self.value == 1:  # nothing has to go or be rounded, in whatever type it is stored
-            everything = costs.of_head(costs.context_tokens, 16, costs.page_tokens)
-            return max(costs.full, costs.heads * int(everything))
+            return max(costs.full, costs.everything)
         return int(self.value * (costs.full // costs.grain) + 1e-9) * costs.grain
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
@@ -369,6 +368,11 @@ class _Memory(_Size):
 
     def cost(self, costs: CacheCosts) -> int:
         return self.value
+
+    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
+        capacity = super().capacity(costs, floor_cost)
+        # What nothing was evicted from stays as the model made it, which may be wider than 16 bits.
+        return capacity if self.value >= costs.plain_bytes else min(capacity, costs.everything - 1)
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
         needed = int(reached) + sum(self.beside(costs).values())

@@ -20,6 +20,7 @@ from factories import (
     make_shared_scores,
 )
 
+from kvalloc.accounting.costs import reading_bytes
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate, problem_of
@@ -345,6 +346,7 @@ def test_sliding_layers_are_paid_for_but_not_decided() -> None:
             (lambda: make_scores(1, shape=SLIDING, context_tokens=100), asked)
             for asked in ({}, {"page": 16}, {"batch": 3}, {"batch": 3, "page": 16, "context": 60})
         ),
+        (partial(make_scores, shape=make_shape(dtype_bytes=4)), {"level": "head"}),
         (make_bits, {"bits": (16, 8, 4), "page": 8, "batch": 2}),
         (make_shared_scores, {"share_groups": "2-3,4-5", "batch": 2}),
     ],
@@ -357,8 +359,12 @@ def test_memory_is_a_peak_and_too_little_names_what_would_do(make: Any, asked: A
     least = caught.value.nearest
     with pytest.raises(InfeasibleError, match=re.escape(f"ask for at least memory={least}")):
         solve(scores, memory=least - 1, **asked)
-    for memory in (least, *(int(least * (1 + share)) for share in (0.1, 0.33, 0.7))):
+    shape = scores.shape
+    for memory in (least, *(int(least * (1 + share)) for share in (0.1, 0.33, 0.7, 1.3, 1.6, 2))):
         profile = solve(scores, memory=memory, **asked)
+        if (profile.budgets[0] == profile.context_tokens).all() and profile.bits is None:
+            plain = reading_bytes(shape, profile.context_tokens, profile.batch)
+            assert plain * len(shape.full_layers) <= memory
         assert profile.peak_bytes_at(profile.context_tokens, profile.batch) <= memory
         if memory == least:
             floor = max(scores.protected_tokens, profile.page_tokens)
