@@ -40,6 +40,7 @@ def profiles(scores):
 def test_an_overview_has_a_panel_for_each_thing_and_equal_budgets_once(tmp_path, scores, profiles):
     scores.save(tmp_path / "s.safetensors")
     rows = [make_row(kl=0.8), make_row("greedy", kl=0.125, score=0.5), make_row("none", kl=None)]
+    rows.append(make_row("exact", kl=0.0))
     make_evaluation(*rows, make_row("plain", kl=0.5, task="kl", score=None)).save(
         tmp_path / "r.json"
     )
@@ -49,7 +50,7 @@ def test_an_overview_has_a_panel_for_each_thing_and_equal_budgets_once(tmp_path,
     assert plot(files, tmp_path / "b.svg", "overview") == "overview"
     words = words_of(tmp_path / "b.svg")
     assert {"greedy = ilp", "Layers differ in what they need", "Measured harm"} <= {*words}
-    assert {"0.8; 100%", "0.13; 50%"} <= {*words}
+    assert {"0.8; 100%", "0.13; 50%", "0; 100%", "0.1"} <= {*words}  # and an axis
     assert not {"none", "plain"} & {*words}
     assert sum("% of the bytes" in word for word in words) == 3
 
