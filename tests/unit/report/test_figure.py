@@ -50,7 +50,7 @@ def test_an_overview_has_a_panel_for_each_thing_and_equal_budgets_once(tmp_path,
     assert plot(files, tmp_path / "b.svg", "overview") == "overview"
     words = words_of(tmp_path / "b.svg")
     assert {"greedy = ilp", "Layers differ in what they need", "Measured harm"} <= {*words}
-    assert {"0.8; 100%", "0.13; 50%", "0; 100%", "0.1"} <= {*words}  # and an axis
+    assert {"0.8; 100%", "0.13; 50%", "0; 100%", "0.0001"} <= {*words}  # and an axis
     assert not {"none", "plain"} & {*words}
     assert sum("% of the bytes" in word for word in words) == 3
 
