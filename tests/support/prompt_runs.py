@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,21 +78,6 @@ def padded_rows(
         at = slice(longest - n, None) if side == "left" else slice(0, n)
         ids[row, at], mask[row, at] = own[0], 1
     return ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def chunked_copied_and_loaded(
-    profile: Any, model: Any, ids: torch.Tensor, folder: Path
-) -> tuple[Any, Any, Any, Any]:
-    """Caches of one prompt: in one piece, in chunks, a copy of the first, the first loaded."""
-    whole, chunked = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
-    read(model, ids, whole)
-    with chunked.prefill():
-        for chunk in ids.split(33, dim=1):
-            logits = run(model, chunk, chunked)
-    follow(model, chunked, logits)
-    whole.save(folder / "saved.safetensors")
-    loaded = kvalloc.load_cache(folder / "saved.safetensors", model)
-    return whole, chunked, copy.deepcopy(whole), loaded
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:

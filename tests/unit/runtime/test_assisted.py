@@ -230,20 +230,3 @@ def test_sliding_layers_stay_small_after_drafts(
         for token in expected.sequences[:, -1:].expand(20, 1):
             model(token[None], past_key_values=cache)
     assert (cache.kept_tokens[0] <= model.config.sliding_window).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"decode_every": 4}, "takes back drafts"),
-        ({"policy": "mpcache"}, "drafts come several at a time"),
-    ],
-)
-def test_what_assisted_generation_cannot_do(tiny: ModuleType, options: Any, match: str) -> None:
-    model = tiny.tiny_model()
-    profile, ran = tiny.make_profile(model, CONTEXT, 0.4), []
-    model.register_forward_pre_hook(lambda *_: ran.append(1))
-    refused = pytest.raises(UnsupportedRequestError, match=match)
-    with kvalloc.apply(model, profile, **options), refused:
-        generate(model, tiny.prompt(CONTEXT), **LOOKUP)
-    assert not ran

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from prompt_runs import chunked_copied_and_loaded, padded_rows, read, run
+from prompt_runs import padded_rows, read, run
 
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -211,17 +211,6 @@ def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Score, "scores", counted)
     read(model, tiny.prompt(CONTEXT), make_cache(model, looking_ahead(tiny, model)))
     assert asked == list(range(tiny.N_LAYERS))
-
-
-def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_path: Path) -> None:
-    model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
-    profile = looking_ahead(tiny, model)
-    whole, chunked, copied, loaded = chunked_copied_and_loaded(profile, model, ids, tmp_path)
-    assert chunked.kept_tokens.tolist() == whole.kept_tokens.tolist()
-    assert chunked.retained_bytes == whole.retained_bytes
-    logits = run(model, following, copied)
-    assert torch.equal(run(model, following, loaded), logits)
-    assert torch.allclose(run(model, following, chunked), logits, atol=1e-4)
 
 
 # As a file, and what it refuses
