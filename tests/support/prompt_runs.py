@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import kvalloc
+from kvalloc.runtime import repetition
 from kvalloc.runtime.policies import get_policy
 from kvalloc.scorers import get_scorer
 
@@ -86,3 +88,16 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     with torch.no_grad():
         out: torch.Tensor = model.generate(ids, attention_mask=mask, **settings)
     return out
+
+
+def noted_repetitions(patch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each forward that repeats a prompt from now on."""
+    forwards: list[int] = []
+    original = repetition.HeldPrompt.run
+
+    def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        forwards.append(int(tokens.shape[1]))
+        return original(self, cache, tokens, *more)
+
+    patch.setattr(repetition.HeldPrompt, "run", counted)
+    return forwards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -100,31 +101,32 @@ def test_a_temporary_file_that_was_taken_for_one_left_is_made_again(tmp_path, mo
     assert files_in(tmp_path) == {"x": b"whole"}
 
 
-@pytest.mark.parametrize("lockless", [False, True])
-def test_without_locks_nothing_of_others_is_deleted(tmp_path, monkeypatch, lockless):
-    """On Windows, and on network file systems that have none."""
+def refused(number: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "as this system does")
 
-    def refuse(handle: int, how: int) -> None:
-        raise OSError(38, "Function not implemented")
+    return refuse
 
-    if lockless:
-        monkeypatch.setattr(files, "_fcntl", None)
-    else:
-        monkeypatch.setattr(fcntl, "flock", refuse)
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (files, "_fcntl", None),
+        (fcntl, "flock", refused(errno.ENOSYS)),
+        (files.os, "listdir", refused(errno.EACCES)),
+    ],
+)
+def test_what_a_system_does_not_let_one_do_is_left_out(tmp_path, monkeypatch, module, name, value):
+    """No locks, on Windows and on some network file systems; a folder that may not be read.
+
+    Then nothing of others is deleted.
+    """
     (tmp_path / ".x.abcd1234.tmp").touch()
-    with files.atomic_write(tmp_path / "x") as temporary:
-        temporary.write_text("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, value)
+        with files.atomic_write(tmp_path / "x") as temporary:
+            temporary.write_text("whole")
     assert files_in(tmp_path) == {".x.abcd1234.tmp": b"", "x": b"whole"}
-
-
-def test_a_folder_that_may_be_written_to_and_not_read(tmp_path, monkeypatch):
-    def refuse(folder: Path) -> list[str]:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(files.os, "listdir", refuse)
-    with files.atomic_write(tmp_path / "x") as temporary:
-        temporary.write_text("whole")
-    assert (tmp_path / "x").read_text() == "whole"
 
 
 def test_two_that_write_one_output_leave_one_of_them_whole(tmp_path):

@@ -22,6 +22,12 @@ def tiny() -> ModuleType:
     return runtime_oracle
 
 
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    """A tiny random model of four layers."""
+    return tiny.tiny_model()
+
+
 @pytest.fixture(scope="session")
 def peak_bytes() -> Any:
     """Most bytes of tensor storage alive at any time while a function runs."""

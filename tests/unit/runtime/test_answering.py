@@ -21,6 +21,13 @@ def read(model: Any, cache: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
+@pytest.fixture
+def filled(tiny: ModuleType, model: Any) -> Any:
+    """A model, and a cache that has read a text."""
+    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4))
+    return model, read(model, cache, tiny.prompt(CONTEXT))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_each_question_finds_the_text_as_it_was_read(
@@ -42,13 +49,8 @@ def test_each_question_finds_the_text_as_it_was_read(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_long_question_is_not_taken_for_more_of_the_text(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = read(
-        model,
-        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4)),
-        tiny.prompt(CONTEXT),
-    )
+def test_a_long_question_is_not_taken_for_more_of_the_text(tiny: ModuleType, filled: Any) -> None:
+    model, cache = filled
     assert list(answer(model, cache, tiny.prompt(CONTEXT, seed=2), max_new_tokens=1))
 
 
@@ -77,13 +79,8 @@ def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None
     assert cache.get_seq_length() == CONTEXT + 2 * (4 + NEW) - 1
 
 
-def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = read(
-        model,
-        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4)),
-        tiny.prompt(CONTEXT),
-    )
+def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType, filled: Any) -> None:
+    model, cache = filled
     question = tiny.prompt(3, seed=2)[0]
     whole = list(answer(model, cache, question, max_new_tokens=NEW))
     third = whole[: whole.index(whole[2]) + 1]
@@ -94,13 +91,8 @@ def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType) -> None:
     assert list(answer(model, cache, question, max_new_tokens=NEW)) == third
 
 
-def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    cache = read(
-        model,
-        kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4)),
-        tiny.prompt(CONTEXT),
-    )
+def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType, filled: Any) -> None:
+    model, cache = filled
     question = tiny.prompt(3, seed=2)[0]
     expected = list(answer(model, cache, question, max_new_tokens=NEW))
     begun = answer(model, cache, question, max_new_tokens=NEW)

@@ -46,11 +46,6 @@ def adding(scorer: str) -> Any:
     return kind
 
 
-@pytest.fixture
-def model(tiny: ModuleType) -> Any:
-    return tiny.tiny_model()
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("chunk", [CONTEXT, 25])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from prompt_runs import run
+from prompt_runs import noted_repetitions, run
 
 from kvalloc.errors import InputError
-from kvalloc.runtime import make_cache, repetition
+from kvalloc.runtime import make_cache
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
 
 CONTEXT = 90
@@ -42,14 +42,7 @@ def test_how_far_a_pass_goes_is_how_far_it_runs(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the tokens that the repetition's forwards really have."""
-    model, found = tiny.tiny_model(), list[int]()
-    original = repetition.HeldPrompt.run
-
-    def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        found.append(int(tokens.shape[1]))
-        return original(self, cache, tokens, *more)
-
-    monkeypatch.setattr(repetition.HeldPrompt, "run", counted)
+    model, found = tiny.tiny_model(), noted_repetitions(monkeypatch)
     for tokens in (60, 70, 74, 75, 83, CONTEXT):
         for instruction in ("", "7+8+9", "+".join("7" * 30)):
             found.clear()

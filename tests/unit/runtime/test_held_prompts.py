@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from prompt_runs import follow, read, run
+from prompt_runs import follow, noted_repetitions, read, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime import make_cache, repetition
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy
 from kvalloc.runtime.prompt import State
 from kvalloc.scorers import get_scorer
@@ -208,14 +208,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     if level == "layer":
         table[:] = table[:, :1]
     mixed = profile.replace(other_policies=others, unit_policies=table)
-    forwards: list[int] = []
-    original = repetition.HeldPrompt.run
-
-    def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        forwards.append(int(tokens.shape[1]))
-        return original(self, cache, tokens, *more)
-
-    monkeypatch.setattr(repetition.HeldPrompt, "run", counted)
+    forwards = noted_repetitions(monkeypatch)
     cache = make_cache(model, mixed)
     followed = follow(model, cache, run(model, ids, cache))
     # six tokens that followed, one repetition in three pieces of which two lead over

@@ -31,11 +31,6 @@ from kvalloc.runtime import hooks
 CONTEXT = 60
 
 
-@pytest.fixture
-def model(tiny: ModuleType) -> Any:
-    return tiny.tiny_model()
-
-
 @contextlib.contextmanager
 def failing_with(failure: type[BaseException], model: Any) -> Iterator[None]:
     """The third layer fails as long as it is open, and that is what comes out of it."""

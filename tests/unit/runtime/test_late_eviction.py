@@ -34,11 +34,6 @@ def plain(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-@pytest.fixture
-def model(tiny: ModuleType) -> Any:
-    return tiny.tiny_model()
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["layer", "head"])

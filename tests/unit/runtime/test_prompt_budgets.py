@@ -22,11 +22,6 @@ from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
 
-@pytest.fixture
-def model(tiny: ModuleType) -> Any:
-    return tiny.tiny_model()
-
-
 def scores_of(model: Any, ids: torch.Tensor) -> Any:
     """What the mini-prefill is to measure, by the parts it is made of."""
     return prompt_scores(

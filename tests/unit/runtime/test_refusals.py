@@ -46,11 +46,6 @@ WIDE = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4)
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
-    return tiny.tiny_model()
-
-
-@pytest.fixture
 def bloom() -> Any:
     """A model outside the attention interface."""
     return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
