@@ -87,25 +87,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _matrix_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Of a matrix that was asked for: how many cells there are, and which are refused and why.
+    """Of a matrix that was asked for: how many cells there are, and which are refused and why."""
+    if any(map(config.getoption, ("--matrix-product", "--whole-matrix", "--matrix-cells"))):
+        from cell_choice import chosen_cells, told
 
-    Of any cells that ran: how many with a kernel. The workers' tests report it as a property.
-    """
-    asked = any(map(config.getoption, ("--matrix-product", "--whole-matrix", "--matrix-cells")))
-    properties = [
-        dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])
-    ]
-    if not asked and not any(properties):  # a command that tests nothing of it loads no torch
-        return
-    from cell_choice import KERNEL_CALLS, chosen_cells, kernels_told, told
-
-    from kvalloc.runtime.attention import cpu
-
-    terminalreporter.section("the runtime's matrix")
-    for line in told(chosen_cells(config.getoption)) if asked else ():
-        terminalreporter.write_line(line)
-    ran = [tuple(each[KERNEL_CALLS]) for each in properties if KERNEL_CALLS in each]
-    terminalreporter.write_line(kernels_told(ran, cpu.unavailable()))
+        terminalreporter.section("the runtime's matrix")
+        for line in told(chosen_cells(config.getoption)):
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

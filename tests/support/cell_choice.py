@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from kernel_choice import WITH
 from runtime_cells import FACTORS, Cell, comparable, refusal
 
 PRODUCT = ("policy", "arrival", "mode")
@@ -20,8 +19,6 @@ REFUSED_FOR = ("mode", "family", "level", "bits", "sharing")
 """Factors whose settings are why some cells are refused."""
 CANDIDATES = 200
 """So many cells of each triple of the product are looked at: of all, it would take a minute."""
-KERNEL_CALLS = "kernel calls"
-"""The property of a cell's test: its setting of the kernel, and how often that was called."""
 
 
 def chosen_cells(asked: Callable[[str], Any]) -> list[Cell]:
@@ -171,21 +168,6 @@ def told(cells: Sequence[Cell]) -> list[str]:
         "without a reduced cache counts its windows otherwise, too"
     )
     return lines
-
-
-def kernels_told(ran: Sequence[tuple[str, int]], unavailable: str | None) -> str:
-    """How many of the cells that ran did so with a kernel, and in how many it was called.
-
-    Why there is none on this machine is said where that is so.
-    """
-    if unavailable is not None:
-        how = f"all with torch's operations alone: {unavailable}"
-        return f"of the matrix {len(ran):,} cells ran, {how}"
-    calls = [number for name, number in ran if name == WITH]
-    return (
-        f"of the matrix {len(calls):,} cells ran with the CPU's kernel, which was called in "
-        f"{sum(map(bool, calls)):,}, and {len(ran) - len(calls):,} with torch's operations alone"
-    )
 
 
 def impossible() -> dict[Cell, str]:

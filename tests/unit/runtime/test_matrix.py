@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from cell_choice import (
-    KERNEL_CALLS,
     OTHERS,
     PRODUCT,
     chosen_cells,
     covering_cells,
     impossible,
-    kernels_told,
     product_cells,
     refused_as,
     told,
 )
-from kernel_choice import WITH, WITHOUT, kernel_choice
+from kernel_choice import WITH, kernel_choice
 from runtime_cells import (
     FACTORS,
     Cell,
@@ -65,13 +63,11 @@ def test_the_cache_answers_as_the_oracle(
     cell: Cell,
     attention: str,
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
 ) -> None:
     kernel = cell[list(FACTORS).index("kernel")]
     with kernel_choice(kernel) as calls:
         answers_as_the_oracle(tiny, cell, tmp_path)
     assert kernel == WITH or not calls
-    record_property(KERNEL_CALLS, (kernel, len(calls)))
 
 
 def test_the_kernel_is_called_where_it_is_asked_for(tiny: ModuleType, tmp_path: Path) -> None:
@@ -146,17 +142,6 @@ def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
     named = {(line.split()[1].rstrip(":"), line.split("'")[1]) for line in lines}
     assert named == {(cell[0], refused_as(cell)) for cell in refused}
     assert "different_lengths on gemma3 with padding_only" in last
-
-
-def test_cells_are_counted_by_what_read_their_entries() -> None:
-    ran = [(WITH, 3), (WITHOUT, 0), (WITH, 0), (WITH, 12)]
-    assert kernels_told(ran, None) == (
-        "of the matrix 3 cells ran with the CPU's kernel, which was called in 2, "
-        "and 1 with torch's operations alone"
-    )
-    assert kernels_told(ran[1:3], "no compiler") == (
-        "of the matrix 2 cells ran, all with torch's operations alone: no compiler"
-    )
 
 
 def test_shards_are_the_whole() -> None:
