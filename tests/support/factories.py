@@ -21,28 +21,11 @@ Array = npt.NDArray[Any]
 
 
 def make_shape(
-    *,
-    n_layers: int = 3,
-    n_kv_heads: int = 2,
-    group: int = 2,
-    head_dim: int = 4,
-    dtype_bytes: int = 2,
-    layer_types: tuple[str, ...] | None = None,
-    sliding_window: int | None = None,
-    max_context_tokens: int | None = None,
-    model_id: str = "tests/tiny",
+    *, n_layers: int = 3, n_kv_heads: int = 2, group: int = 2, **changes: Any
 ) -> ModelShape:
-    return ModelShape(
-        model_id=model_id,
-        n_layers=n_layers,
-        n_query_heads=n_kv_heads * group,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        dtype_bytes=dtype_bytes,
-        layer_types=layer_types or ("full",) * n_layers,  # type: ignore[arg-type]
-        sliding_window=sliding_window,
-        max_context_tokens=max_context_tokens,
-    )
+    sizes = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "n_query_heads": n_kv_heads * group}
+    values = {"model_id": "tests/tiny", "head_dim": 4, "dtype_bytes": 2, **sizes, **changes}
+    return ModelShape(**{"layer_types": ("full",) * n_layers, **values})
 
 
 def curves_of(scores: Array) -> Array:
@@ -255,49 +238,40 @@ def make_budget_profile(budgets: Array, **changes: Any) -> BudgetProfile:
 def make_problem(
     values: Array | list[list[float]],
     *,
-    costs: Array | list[list[int]] | None = None,
-    tokens: Array | None = None,
     counts: list[int] | Array | None = None,
-    weights: Array | list[float] | None = None,
     capacity: int | None = None,
     target: float | None = None,
-    layers: Array | list[int] | None = None,
-    heads: Array | list[int] | None = None,
-    context_tokens: int | None = None,
     protected_tokens: int = 0,
     step: int = 1,
-    **changes: Any,
+    **given: Any,
 ) -> AllocationProblem:
-    """A problem from bare arrays: equal cost steps and one head a layer unless told."""
+    """Return a problem from bare arrays or lists; by default equal cost steps, one head a layer."""
     worth = np.array(values, dtype=np.float64)
     n_units, n_options = worth.shape
+    tokens = given.get("tokens")
     if tokens is None:
-        tokens = np.broadcast_to(
-            np.arange(protected_tokens, protected_tokens + n_options, dtype=np.int64), worth.shape
-        )
-    if costs is None:
-        costs = tokens * step
+        ladder = np.arange(protected_tokens, protected_tokens + n_options, dtype=np.int64)
+        tokens = np.broadcast_to(ladder, worth.shape)
     fields: dict[str, Any] = {
         "tokens": tokens,
         "values": worth,
-        "costs": np.array(costs, dtype=np.int64) if not isinstance(costs, np.ndarray) else costs,
-        "option_counts": np.array(
-            [n_options] * n_units if counts is None else counts, dtype=np.int64
-        ),
-        "weights": np.ones(n_units) if weights is None else np.array(weights, dtype=np.float64),
-        "layers": np.arange(n_units, dtype=np.int64)
-        if layers is None
-        else np.array(layers, dtype=np.int64),
-        "heads": np.full(n_units, -1, dtype=np.int64)
-        if heads is None
-        else np.array(heads, dtype=np.int64),
+        "costs": tokens * step,
+        "option_counts": [n_options] * n_units if counts is None else counts,
+        "weights": [1.0] * n_units,
+        "layers": range(n_units),
+        "heads": [-1] * n_units,
         "sense": Sense.MAX_VALUE if target is None else Sense.MIN_COST,
         "capacity_bytes": capacity,
         "target": target,
-        "context_tokens": int(tokens.max()) if context_tokens is None else context_tokens,
+        "context_tokens": int(tokens.max()),
         "protected_tokens": protected_tokens,
+        **{name: one for name, one in given.items() if one is not None},
     }
-    return AllocationProblem(**{**fields, **changes})
+    for name in ("costs", "option_counts", "weights", "layers", "heads"):
+        dtype = np.float64 if name == "weights" else np.int64
+        if name != "costs" or not isinstance(fields[name], np.ndarray):
+            fields[name] = np.array(fields[name], dtype=dtype)
+    return AllocationProblem(**fields)
 
 
 def concave_values(rng: np.random.Generator, n_units: int, n_options: int, kind: int = 0) -> Array:
