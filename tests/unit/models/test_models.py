@@ -227,19 +227,14 @@ class TestGgufCache:
         )
         assert (self.runs, notes) == (0, [])
 
-    def test_converted_once(self):
+    def test_converted_once_for_each_content_and_type(self):
         notes = []
         first = gguf_cache.converted_folder(self.file, "float32", notify=notes.append)
-        again = gguf_cache.converted_folder(self.file, "float32", notify=notes.append)
-        assert first == again
+        renamed = self.file.rename(self.file.with_name("n.gguf"))
+        assert gguf_cache.converted_folder(renamed, "float32", notify=notes.append) == first
         assert (first / "config.json").exists()
         assert (self.runs, len(notes)) == (1, 1)
-        assert gguf_cache.converted_folder(self.file, "bfloat16") != first
-
-    def test_a_renamed_file_is_the_same_file_and_a_changed_one_is_not(self):
-        first = gguf_cache.converted_folder(self.file, "float32")
-        renamed = self.file.rename(self.file.with_name("n.gguf"))
-        assert gguf_cache.converted_folder(renamed, "float32") == first
+        assert gguf_cache.converted_folder(renamed, "bfloat16") != first
         renamed.write_bytes(b"GGUF and more")
         assert gguf_cache.converted_folder(renamed, "float32") != first
 
