@@ -143,16 +143,6 @@ def test_a_mask_that_is_no_tensor_is_refused():
         XKV().score(states, sinks=0)
 
 
-def test_tova_shares_one_ranking_over_all_heads_of_the_layer():
-    states = make_states(batch=2)
-    scores = TOVA(window=3).score(states, sinks=2)
-    assert torch.equal(scores[:, 0], scores[:, 1])
-    expected = scorer_oracle.full_attention(states)[:, :, -1].mean(axis=1)
-    np.testing.assert_allclose(scores[:, 0, 2:-3].numpy(), expected[:, 2:-3], atol=1e-6)
-    assert not scores[..., :2].any()
-    assert not scores[..., -3:].any()
-
-
 @pytest.mark.parametrize("least_rows", [1, 7, 1000])
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("forgetting", [1.0, 0.8])
@@ -185,49 +175,53 @@ def test_no_tensor_grows_with_the_square_of_the_prompt(monkeypatch, scorer, rows
     assert max(sizes) <= 6 * rows * 600
 
 
-def test_streaming_is_the_position():
-    scores = Streaming(window=3).score(make_states(n_tokens=10), sinks=2)
-    assert scores.shape == (1, 2, 10)
-    assert scores.dtype == torch.float32
-    assert scores[0, 1].tolist() == pytest.approx([0, 0, 0.3, 0.4, 0.5, 0.6, 0.7, 0, 0, 0])
-    assert not Streaming(window=8).score(make_states(n_tokens=5), sinks=2).any()
+def tova(states):
+    return scorer_oracle.full_attention(states)[:, :, -1].mean(axis=1)[:, None].repeat(2, axis=1)
 
 
-def test_knorm_by_hand():
-    states = make_states(n_kv_heads=1, n_tokens=4, head_dim=2)
-    keys = torch.tensor([[3.0, 4.0], [0.0, 0.5], [0.0, 0.0], [1.0, 0.0]]).view(1, 1, 4, 2)
-    scores = KNorm(window=1).score(replace(states, keys=keys), sinks=0)
-    assert torch.isfinite(scores).all()
-    assert scores[0, 0].tolist() == pytest.approx([0.2, 2.0, 1e6, 0.0])
-
-
-def test_keydiff_agrees_with_loops():
-    states = make_states(batch=2)
+def keydiff(states):
     keys = states.keys.double().numpy()
-    found = KeyDiff(window=4).score(states, sinks=3).numpy()
-    for row, head in np.ndindex(2, 2):
-        units = [key / np.linalg.norm(key) for key in keys[row, head]]
-        anchor = np.mean(units, axis=0)
-        anchor /= np.linalg.norm(anchor)
-        expected = [1 - unit @ anchor if 3 <= i < 36 else 0.0 for i, unit in enumerate(units)]
-        np.testing.assert_allclose(found[row, head], expected, atol=1e-6)
+    units = keys / np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
+    anchor = units.mean(axis=2, keepdims=True)
+    return 1 - (units * anchor).sum(axis=-1) / np.linalg.norm(anchor, axis=-1)
 
 
-def test_cake_agrees_with_loops():
-    states = make_states(batch=2)
-    window, gamma, sinks = 6, 200.0, 2
-    found = CAKE(window=window, pool=5, gamma=gamma).score(states, sinks=sinks)
-    attention = scorer_oracle.full_attention(states)[:, :, -window:]
-    last = 40 - window
-    expected = np.zeros((2, 2, 40))
-    for row, query_head in np.ndindex(2, 6):
-        rows = attention[row, query_head]
-        raw = rows.mean(axis=0) + gamma * rows.var(axis=0, ddof=1)
-        raw = np.array([raw[i] if sinks <= i < last else 0.0 for i in range(last)])
-        padded = np.concatenate([[0, 0], raw, [0, 0]])
-        pooled = [padded[i : i + 5].sum() / 5 for i in range(last)]
-        expected[row, query_head // 3, sinks:last] += np.array(pooled)[sinks:] / 3
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-6)
+def cake(states):
+    rows = scorer_oracle.full_attention(states)[:, :, -6:]
+    raw = rows.mean(axis=2) + 200 * rows.var(axis=2, ddof=1)
+    raw[..., :SINKS] = raw[..., -6:] = 0.0
+    padded = np.pad(raw, ((0, 0), (0, 0), (2, 2)))
+    pooled = np.mean([padded[..., shift : shift + 40] for shift in range(5)], axis=0)
+    return pooled.reshape(2, 2, 3, 40).mean(axis=2)
+
+
+def criticalkv(states):
+    how = {"window": 6, "sinks": SINKS, "pool": 3, "pooling": "max"}
+    attention = scorer_oracle.window_scores(states, **how)
+    return (attention + 0.01) * projected_value_norms(states).double().numpy()
+
+
+SINKS = 2
+DEFINITIONS = {
+    TOVA(window=3): tova,
+    Streaming(window=3): lambda states: np.tile(np.arange(1, 41) / 40, (2, 2, 1)),
+    KNorm(window=1): lambda states: (
+        1 / np.maximum(np.linalg.norm(states.keys.double().numpy(), axis=-1), 1e-6)
+    ),
+    KeyDiff(window=4): keydiff,
+    CAKE(window=6, pool=5, gamma=200.0): cake,
+    CriticalKV(window=6, pool=3, epsilon=0.01): criticalkv,
+}
+
+
+@pytest.mark.parametrize("scorer", DEFINITIONS, ids=lambda scorer: scorer.name)
+def test_a_scorer_is_its_definition(scorer):
+    states = make_states(batch=2, hidden_size=10)
+    states.keys[:, :, 7] = 0.0
+    expected = np.array(DEFINITIONS[scorer](states))
+    expected[..., :SINKS] = expected[..., -scorer.window :] = 0.0
+    found = scorer.score(states, sinks=SINKS).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_cake_with_one_row_has_no_variance():
@@ -303,15 +297,6 @@ def test_projected_value_norms_agree_with_loops(monkeypatch):
         heads = range(head * 3, head * 3 + 3)
         norms = [np.abs(weight[:, h * 4 : h * 4 + 4] @ value).sum() for h in heads]
         assert found[row, head, token] == pytest.approx(np.mean(norms), rel=1e-5)
-
-
-def test_criticalkv_is_attention_times_what_reaches_the_output():
-    states = make_states(batch=2, hidden_size=10)
-    found = CriticalKV(window=6, pool=3, epsilon=0.01).score(states, sinks=2).numpy()
-    attention = scorer_oracle.window_scores(states, window=6, sinks=2, pool=3, pooling="max")
-    expected = (attention + 0.01) * projected_value_norms(states).double().numpy()
-    expected[..., :2] = expected[..., -6:] = 0.0
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
