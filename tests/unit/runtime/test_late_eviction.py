@@ -60,23 +60,6 @@ def test_it_is_the_full_cache_until_enough_has_followed(
         assert cache.retained_bytes == 2 * profile.retained_bytes_at(CONTEXT) + followed
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 3}])
-def test_the_first_tokens_of_any_answer_are_those_of_the_full_cache(
-    tiny: ModuleType, model: Any, options: dict[str, Any]
-) -> None:
-    ids = tiny.prompt(CONTEXT)
-    for new, evicted in ((AWAITED + 1, True), (AWAITED, False)):
-        answers = []
-        cache = make_cache(model, late(tiny, model))
-        for one in (cache, plain(model)):
-            torch.manual_seed(3)
-            settings = {"max_new_tokens": new, "do_sample": False, **options}
-            answers.append(model.generate(ids, past_key_values=one, **settings))
-        assert torch.equal(*answers)
-        assert cache.reduced == evicted  # the last token is predicted and not read
-        assert (cache.retained_bytes < cache.full_bytes) == evicted
-
-
 def test_a_question_in_one_piece_counts_and_its_end_votes(tiny: ModuleType, model: Any) -> None:
     """A long one as well as its last tokens alone, which see the rest of it."""
     profile, ids = late(tiny, model), tiny.prompt(CONTEXT)

@@ -59,20 +59,6 @@ def test_a_target_is_what_profile_and_solve_give_the_prompt(
     assert by_hand.decision_seconds is None
 
 
-def test_each_prompt_gets_its_own_budgets(tiny: ModuleType, model: Any) -> None:
-    ids = [tiny.prompt(CONTEXT, seed=1), torch.full((1, CONTEXT), 5), tiny.prompt(30, seed=2)]
-    found = []
-    with kvalloc.apply(model, target_retention=0.8, **TARGET) as applying:
-        for one in ids:
-            generate(model, one)
-            found.append(applying.last_cache.profile)
-    for one, profile in zip(ids, found, strict=True):
-        alone = kvalloc.solve(scores_of(model, one[0]), target_retention=0.8)
-        assert (profile.budgets == alone.budgets).all()
-    assert (found[0].budgets != found[1].budgets).any()
-    assert found[2].context_tokens == 30
-
-
 PEAK = 4 * 2 * 20 * (128 + 4) + 2 * CONTEXT * 128
 """Of 20 entries a head with their positions, and one layer in full."""
 
