@@ -117,95 +117,111 @@ def test_prompts_in_one_piece_and_slices_of_a_text_are_no_chunks(
 # The table, row by row
 
 
-def read(tiny: ModuleType, model: Any, rows: int = 1, **changes: Any) -> Any:
+@dataclasses.dataclass
+class At:
+    """What a case is made of."""
+
+    tiny: ModuleType
+    model: Any
+
+    def of(self, model: Any) -> At:
+        """The same with another model, or a tiny one of this family."""
+        model = self.tiny.tiny_model(model) if isinstance(model, str) else model
+        return At(self.tiny, model)
+
+    def profile(self, budgets: Any = 0.3, **options: Any) -> Any:
+        return self.tiny.make_profile(self.model, CONTEXT, budgets, **options)
+
+
+def read(at: At, rows: int = 1, **changes: Any) -> Any:
     """A cache that has read a prompt."""
     scorer = changes.pop("scorer", "xkv")
-    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer), **changes)
+    cache = make_cache(at.model, at.profile(scorer=scorer), **changes)
     with torch.no_grad():
-        model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
+        at.model(at.tiny.prompt(CONTEXT, rows), past_key_values=cache)
     return cache
 
 
-def forward(tiny: ModuleType, model: Any, cache: Any = None, **arguments: Any) -> None:
+def forward(at: At, cache: Any = None, **arguments: Any) -> None:
     """A forward of which nothing is stored where it is refused."""
-    cache = made(tiny, model) if cache is None else cache
-    arguments, stored = {"input_ids": tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
+    cache = made(at) if cache is None else cache
+    arguments, stored = {"input_ids": at.tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
     try:
         with torch.no_grad():
-            model(past_key_values=cache, **arguments)
+            at.model(past_key_values=cache, **arguments)
     except KVAllocError:
         assert cache.retained_bytes == stored
         raise
 
 
-def masked(tiny: ModuleType, model: Any, mask: torch.Tensor) -> None:
-    forward(tiny, model, read(tiny, model), input_ids=tiny.prompt(2), attention_mask=mask)
+def masked(at: At, mask: torch.Tensor) -> None:
+    forward(at, read(at), input_ids=at.tiny.prompt(2), attention_mask=mask)
 
 
-def one_hidden(tiny: ModuleType, model: Any) -> None:
+def one_hidden(at: At) -> None:
     mask = torch.ones(1, CONTEXT + 2)
     mask[0, 5] = 0
-    masked(tiny, model, mask)
+    masked(at, mask)
 
 
-def made_for(tiny: ModuleType, model: Any, budgets: Any = 0.3, **shape: Any) -> None:
+def made_for(at: At, budgets: Any = 0.3, **shape: Any) -> None:
     """A cache by the profile of a model of another shape."""
-    profile = tiny.make_profile(model, CONTEXT, budgets)
+    profile = at.profile(budgets)
     other = dataclasses.replace(profile.shape, **shape)
     table = np.repeat(profile.budgets[:, :1], other.n_kv_heads, axis=1)
     profile = profile.replace(shape=other, budgets=table)
-    make_cache(model, profile, allow_other_model="model_id" not in shape)
+    make_cache(at.model, profile, allow_other_model="model_id" not in shape)
 
 
-def full_layers_for_sliding(tiny: ModuleType, model: Any) -> None:
-    model = tiny.tiny_model("gemma3")
-    shape = tiny.shape_of(model, layer_types=("full",) * 4, sliding_window=None)
-    make_cache(model, tiny.make_profile(model, CONTEXT, 0.3, shape=shape))
+def full_layers_for_sliding(at: At) -> None:
+    at = at.of("gemma3")
+    shape = at.tiny.shape_of(at.model, layer_types=("full",) * 4, sliding_window=None)
+    make_cache(at.model, at.profile(shape=shape))
 
 
-def unfit(tiny: ModuleType, model: Any, budgets: Any = 0.3, **parameters: int) -> None:
-    make_cache(model, tiny.make_profile(model, CONTEXT, budgets, parameters=parameters))
+def unfit(at: At, budgets: Any = 0.3, **parameters: int) -> None:
+    make_cache(at.model, at.profile(budgets, parameters=parameters))
 
 
-def compiled_later(tiny: ModuleType, model: Any) -> None:
+def compiled_later(at: At) -> None:
     """The model itself goes on with the cache that was refused to the compiled one."""
-    cache = made(tiny, model)
+    cache = made(at)
     try:
-        forward(tiny, torch.compile(model, backend="eager"), cache)
+        forward(at.of(torch.compile(at.model, backend="eager")), cache)
     finally:
-        forward(tiny, model, cache)
+        forward(at, cache)
         assert cache.reduced
 
 
-def padded_while_decoding(tiny: ModuleType, model: Any, scorer: str) -> None:
+def padded_while_decoding(at: At, scorer: str) -> None:
     """Where the prompt is held it is evicted at once, by no vote of what follows."""
-    cache = read(tiny, model, 2, scorer=scorer, decode_every=4)
+    cache = read(at, 2, scorer=scorer, decode_every=4)
     cache.evict()
     assert (cache.kept_tokens == cache.profile.budgets).all()
     mask = torch.ones(2, CONTEXT + 3, dtype=torch.long)
     mask[0, CONTEXT] = 0
-    forward(tiny, model, cache, input_ids=tiny.prompt(3, 2), attention_mask=mask)
+    forward(at, cache, input_ids=at.tiny.prompt(3, 2), attention_mask=mask)
 
 
-def beside(tiny: ModuleType, model: Any, other: Any, scorer: str = "xkv", **options: Any) -> None:
+def beside(at: At, other: Any, scorer: str = "xkv", **options: Any) -> None:
     """Every second head has another policy."""
-    profile = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer, level="head")
-    table = by_head(tiny, model)["unit_policies"]
+    profile = at.profile(scorer=scorer, level="head")
+    table = by_head(at)["unit_policies"]
     policy = changed_policy(profile.policy, other) if isinstance(other, str) else other
     others = (policy.replace(label="other"),)
-    make_cache(model, profile.replace(unit_policies=table, other_policies=others), **options)
+    make_cache(at.model, profile.replace(unit_policies=table, other_policies=others), **options)
 
 
-def at_peak(tiny: ModuleType, model: Any, **changes: Any) -> Any:
+def at_peak(at: At, **changes: Any) -> Any:
     """A profile that was decided for a memory."""
     asked = {"target": "memory", "value": 10**6}
-    return tiny.make_profile(model, CONTEXT, 0.3).replace(requested=asked, **changes)
+    return at.profile().replace(requested=asked, **changes)
 
 
-def cropped_into_prompt(tiny: ModuleType, model: Any) -> None:
-    cache = made(tiny, model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20, 20, 20]))
+def cropped_into_prompt(at: At) -> None:
+    cache = made(at, at.profile([CONTEXT, 20, 20, 20]))
     for tokens in (CONTEXT, 2):
-        forward(tiny, model, cache, input_ids=tiny.prompt(tokens))
+        forward(at, cache, input_ids=at.tiny.prompt(tokens))
     stored = cache.kept_tokens
     try:
         cache.crop(-3)
@@ -213,137 +229,137 @@ def cropped_into_prompt(tiny: ModuleType, model: Any) -> None:
         assert (cache.kept_tokens == stored).all()
 
 
-def beyond_announced(tiny: ModuleType, model: Any) -> None:
-    cache = made(tiny, model, prompt_tokens=CONTEXT)
-    forward(tiny, model, cache, input_ids=tiny.prompt(40))
-    forward(tiny, model, cache, input_ids=tiny.prompt(21))
+def beyond_announced(at: At) -> None:
+    cache = made(at, prompt_tokens=CONTEXT)
+    forward(at, cache, input_ids=at.tiny.prompt(40))
+    forward(at, cache, input_ids=at.tiny.prompt(21))
 
 
-def shared(tiny: ModuleType, model: Any, **changes: Any) -> Any:
-    profile = tiny.make_profile(model, CONTEXT, [30, 30, 20, 20], scorer="lookahead")
+def shared(at: At, **changes: Any) -> Any:
+    profile = at.profile([30, 30, 20, 20], scorer="lookahead")
     return profile.replace(share_groups=((2, 3),), **changes)
 
 
-def by_head(tiny: ModuleType, model: Any, scorer: str = "h2o") -> dict[str, Any]:
-    other = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer).policy.replace(label="other")
-    table = np.arange(model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
+def by_head(at: At, scorer: str = "h2o") -> dict[str, Any]:
+    other = at.profile(scorer=scorer).policy.replace(label="other")
+    table = np.arange(at.model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
     return {"unit_policies": table, "other_policies": (other,)}
 
 
-def generated(tiny: ModuleType, model: Any, **options: Any) -> None:
+def generated(at: At, **options: Any) -> None:
     """Refused before anything runs."""
     ran: list[int] = []
-    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    at.model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
-        with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)):
-            model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+        with kvalloc.apply(at.model, at.profile()):
+            at.model.generate(at.tiny.prompt(CONTEXT), max_new_tokens=2, **options)
     finally:
         assert not ran
 
 
-def configured(tiny: ModuleType, model: Any, **settings: Any) -> None:
+def configured(at: At, **settings: Any) -> None:
     for name, value in settings.items():
-        setattr(model.generation_config, name, value)
-    kvalloc.apply(model, profile := tiny.make_profile(model, CONTEXT, 0.3))
-    make_cache(model, profile)
+        setattr(at.model.generation_config, name, value)
+    kvalloc.apply(at.model, profile := at.profile())
+    make_cache(at.model, profile)
 
 
-def of_the_oldest(tiny: ModuleType, model: Any) -> None:
-    cache = made(tiny, own := tiny.tiny_model("gemma3"), tiny.make_profile(own, CONTEXT, 0.3))
+def of_the_oldest(at: At) -> None:
+    cache = made(at.of("gemma3"))
     for layer in cache.layers:
         vars(layer).pop("record_past", None)
     cache.activate_past_recording(CONTEXT)
 
 
-def trained(tiny: ModuleType, model: Any) -> None:
+def trained(at: At) -> None:
     """In evaluation the same cache is filled."""
-    model.gradient_checkpointing_enable()
-    cache = made(tiny, model)
+    at.model.gradient_checkpointing_enable()
+    cache = made(at)
     try:
-        forward(tiny, model.train(), cache)
+        forward(at.of(at.model.train()), cache)
     finally:
-        forward(tiny, model.eval(), cache)
+        forward(at.of(at.model.eval()), cache)
         assert cache.reduced
 
 
-def unranked(tiny: ModuleType, model: Any) -> None:
+def unranked(at: At) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
-        make_cache(model, shared(tiny, model))
+        make_cache(at.model, shared(at))
 
 
-def own_attention(tiny: ModuleType, model: Any) -> None:
+def own_attention(at: At) -> None:
     """An implementation of the user's own, whose masks could be of any kind."""
     AttentionInterface.register("mine", sdpa_attention_forward)
-    model.set_attn_implementation("mine")
-    forward(tiny, model)
+    at.model.set_attn_implementation("mine")
+    forward(at)
 
 
-def made(tiny: ModuleType, model: Any, profile: Any = None, **options: Any) -> Any:
-    profile = tiny.make_profile(model, CONTEXT, 0.3) if profile is None else profile
-    return make_cache(model, profile, **options)
+def made(at: At, profile: Any = None, **options: Any) -> Any:
+    profile = at.profile() if profile is None else profile
+    return make_cache(at.model, profile, **options)
 
 
-def of_scorer(tiny: ModuleType, model: Any, scorer: str, **options: Any) -> Any:
-    return made(tiny, model, tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer), **options)
+def of_scorer(at: At, scorer: str, **options: Any) -> Any:
+    return made(at, at.profile(scorer=scorer), **options)
 
 
-def four_bits(tiny: ModuleType, model: Any) -> Any:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+def four_bits(at: At) -> Any:
+    profile = at.profile()
     profile = profile.replace(bits=np.full_like(profile.budgets, 4))
-    return made(tiny, model, profile, policy="mpcache")
+    return made(at, profile, policy="mpcache")
 
 
-def crop_a_part(tiny: ModuleType, model: Any) -> None:
-    cache = made(tiny, model, prompt_tokens=CONTEXT)
-    forward(tiny, model, cache, input_ids=tiny.prompt(20))
+def crop_a_part(at: At) -> None:
+    cache = made(at, prompt_tokens=CONTEXT)
+    forward(at, cache, input_ids=at.tiny.prompt(20))
     cache.crop(-1)
 
 
-def uneven(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3))
-    forward(tiny, model, make_cache(model, profile, policy="mpcache"))
+def uneven(at: At) -> None:
+    profile = at.tiny.by_head(at.profile())
+    forward(at, make_cache(at.model, profile, policy="mpcache"))
 
 
-def too_few(tiny: ModuleType, model: Any) -> None:
+def too_few(at: At) -> None:
     kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
     refusals.check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
 
 
-def of_heads(tiny: ModuleType, model: Any) -> Any:
-    profile = tiny.make_profile(model, CONTEXT, 0.3, level="head")
-    return profile.replace(**by_head(tiny, model))
+def of_heads(at: At) -> Any:
+    profile = at.profile(level="head")
+    return profile.replace(**by_head(at))
 
 
-def adding_up(tiny: ModuleType, model: Any) -> None:
+def adding_up(at: At) -> None:
     """In one piece it works."""
-    forward(tiny, model, made(tiny, model, of_heads(tiny, model)))
-    cache = made(tiny, model, of_heads(tiny, model), prompt_tokens=CONTEXT)
-    forward(tiny, model, cache, input_ids=tiny.prompt(20))
+    forward(at, made(at, of_heads(at)))
+    cache = made(at, of_heads(at), prompt_tokens=CONTEXT)
+    forward(at, cache, input_ids=at.tiny.prompt(20))
 
 
-def chunk_of_undecided(tiny: ModuleType, model: Any) -> None:
+def chunk_of_undecided(at: At) -> None:
     cache = build_cache(
-        model,
-        tiny.make_profile(model, CONTEXT, 0.3),
+        at.model,
+        at.profile(),
         CacheOptions(),
         prompt_tokens=CONTEXT,
         decide=lambda decoder, rows: [],
     )
-    forward(tiny, model, cache, input_ids=tiny.prompt(20))
+    forward(at, cache, input_ids=at.tiny.prompt(20))
 
 
-def without_its_model(tiny: ModuleType, model: Any) -> None:
-    cache = read(tiny, model)
+def without_its_model(at: At) -> None:
+    cache = read(at)
     cache.decoder = lambda: None
     cache.save("c.kv")
 
 
-def loaded_for(tiny: ModuleType, model: Any, change: Callable[[Any], Any]) -> None:
+def loaded_for(at: At, change: Callable[[Any], Any]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "c.kv"
-        read(tiny, model).save(path)
-        kvalloc.load_cache(path, change(copy.deepcopy(model)))
+        read(at).save(path)
+        kvalloc.load_cache(path, change(copy.deepcopy(at.model)))
 
 
 def retrained(model: Any) -> Any:
@@ -352,20 +368,20 @@ def retrained(model: Any) -> Any:
     return model
 
 
-def given_to_other(tiny: ModuleType, model: Any) -> None:
+def given_to_other(at: At) -> None:
     """Which has the hooks because of a cache of its own."""
-    other = tiny.tiny_model()
-    own = made(tiny, other)
-    forward(tiny, other, read(tiny, model))
+    other = at.of("llama")
+    own = made(other)
+    forward(other, read(at))
     del own
 
 
-def asked(tiny: ModuleType, model: Any, ids: Any, rows: int = 1, **options: Any) -> None:
+def asked(at: At, ids: Any, rows: int = 1, **options: Any) -> None:
     """Refused before anything runs."""
-    cache, ran = read(tiny, model, rows), list[int]()
-    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    cache, ran = read(at, rows), list[int]()
+    at.model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
-        answer(model, cache, ids, **options)
+        answer(at.model, cache, ids, **options)
     finally:
         assert not ran
 
@@ -373,9 +389,7 @@ def asked(tiny: ModuleType, model: Any, ids: Any, rows: int = 1, **options: Any)
 CASES: dict[str, tuple[Callable[..., object], str]] = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
     "shared_by_policies": (
-        lambda tiny, model: make_cache(
-            model, shared(tiny, model, **by_head(tiny, model), level="head")
-        ),
+        lambda at: make_cache(at.model, shared(at, **by_head(at), level="head")),
         "layers 2-3 keep the same entries, but heads have different policies",
     ),
     "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
@@ -384,49 +398,46 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "the scorer reconstruction lets the model repeat.*leave out decode_every",
     ),
     "adds_up_while_decoding": (
-        lambda tiny, model: made(tiny, model, of_heads(tiny, model), decode_every=4),
+        lambda at: made(at, of_heads(at), decode_every=4),
         "heads have different policies, of which one adds up",
     ),
     "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
     "bounded_shared": (
-        lambda tiny, model: make_cache(model, shared(tiny, model), bounded=True),
+        lambda at: make_cache(at.model, shared(at), bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
     ),
     "beyond_memory": (
-        lambda tiny, model: make_cache(model, at_peak(tiny, model), policy="reconstruction"),
+        lambda at: make_cache(at.model, at_peak(at), policy="reconstruction"),
         "decided for memory at its peak, and here the policy score takes more",
     ),
     "rounded_beyond_memory": (
-        lambda tiny, model: forward(
-            tiny,
-            model,
-            make_cache(
-                model, at_peak(tiny, model, bits=np.full((4, 2), 8)), prompt_tokens=CONTEXT + 1
-            ),
+        lambda at: forward(
+            at,
+            make_cache(at.model, at_peak(at, bits=np.full((4, 2), 8)), prompt_tokens=CONTEXT + 1),
         ),
         "nothing is rounded before the last one; send it in one piece",
     ),
     "assisted": (partial(generated, use_mtp=True), "leave them out, or take prompt_lookup"),
     "drafts_unannounced": (
-        lambda tiny, model: made(tiny, model).activate_past_recording(),
+        lambda at: made(at).activate_past_recording(),
         "say how long the prompt is.*prompt_tokens",
     ),
     "drafts_slide_out": (of_the_oldest, "takes back no drafts from sliding-window layers"),
     "drafts_while_decoding": (
-        lambda tiny, model: read(tiny, model, decode_every=4).activate_past_recording(),
+        lambda at: read(at, decode_every=4).activate_past_recording(),
         "leave out assistance or decode_every",
     ),
     "drafts_read_all": (
-        lambda tiny, model: read(tiny, model, policy="mpcache").activate_past_recording(),
+        lambda at: read(at, policy="mpcache").activate_past_recording(),
         "the policy mpcache leaves entries unread",
     ),
-    "offloaded": (lambda tiny, model: read(tiny, model).offload(0), "cannot be offloaded"),
+    "offloaded": (lambda at: read(at).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
     "compiled": (partial(configured, compile_config=CompileConfig()), r"without torch\.compile"),
     "chunk_size": (
-        lambda tiny, model: (
-            setattr(model.generation_config, "prefill_chunk_size", 16),
-            made(tiny, model),
+        lambda at: (
+            setattr(at.model.generation_config, "prefill_chunk_size", 16),
+            made(at),
         ),
         "in chunks of 16 tokens.*prompt_tokens=",
     ),
@@ -436,64 +447,57 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "checkpointed": (trained, "gradient checkpointing"),
     "attention": (own_attention, "flash and flex attention, not on mine"),
     "other_batch": (
-        lambda tiny, model: forward(tiny, model, read(tiny, model, 2), input_ids=tiny.prompt(1, 3)),
+        lambda at: forward(at, read(at, 2), input_ids=at.tiny.prompt(1, 3)),
         "a batch of 2, but this input has one of 3",
     ),
     "unannounced_chunk": (
-        lambda tiny, model: model.generate(
-            tiny.prompt(CONTEXT), past_key_values=made(tiny, model), prefill_chunk_size=25
+        lambda at: at.model.generate(
+            at.tiny.prompt(CONTEXT), past_key_values=made(at), prefill_chunk_size=25
         ),
         f"prompt_tokens={CONTEXT}",
     ),
     "merges_chunks": (
-        lambda tiny, model: forward(
-            tiny,
-            model,
-            made(tiny, model, policy="merge", prompt_tokens=CONTEXT),
-            input_ids=tiny.prompt(20),
+        lambda at: forward(
+            at,
+            made(at, policy="merge", prompt_tokens=CONTEXT),
+            input_ids=at.tiny.prompt(20),
         ),
         "policy merge merges entries.*in one piece",
     ),
     "adds_up_chunks": (adding_up, "prompts in one piece only"),
     "reads_unevenly": (uneven, "policy mpcache leaves entries unread"),
     "crop_while_decoding": (
-        lambda tiny, model: read(tiny, model, decode_every=4).crop(-1),
+        lambda at: read(at, decode_every=4).crop(-1),
         "keeps its budget while decoding",
     ),
     "crop_amid_prompt": (crop_a_part, "before the prompt is complete"),
     "crop_into_held": (
-        lambda tiny, model: read(tiny, model, scorer="lookahead").crop(-1),
+        lambda at: read(at, scorer="lookahead").crop(-1),
         f"a prompt of {CONTEXT} tokens that is held",
     ),
-    "prompt_begun": (
-        lambda tiny, model: read(tiny, model).prefill().__enter__(),
-        "has seen one already",
-    ),
+    "prompt_begun": (lambda at: read(at).prefill().__enter__(), "has seen one already"),
     "decided_after": (
-        lambda tiny, model: read(tiny, model).decide({"input_ids": tiny.prompt(CONTEXT)}),
+        lambda at: read(at).decide({"input_ids": at.tiny.prompt(CONTEXT)}),
         "holds one already",
     ),
     "decides_from_chunk": (chunk_of_undecided, "only a chunk of it has come"),
-    "crop_slid_out": (
-        lambda tiny, model: read(tiny, tiny.tiny_model("gemma3")).crop(-1),
-        "already dropped",
-    ),
-    "saved_incomplete": (lambda tiny, model: made(tiny, model).save("c.kv"), "nothing to save"),
+    "crop_slid_out": (lambda at: read(at.of("gemma3")).crop(-1), "already dropped"),
+    "saved_incomplete": (lambda at: made(at).save("c.kv"), "nothing to save"),
     "saved_held": (
-        lambda tiny, model: read(tiny, model, scorer="lookahead").save("c.kv"),
+        lambda at: read(at, scorer="lookahead").save("c.kv"),
         r"until \d+ more tokens have followed it.*cache\.evict",
     ),
     "saved_in_groups": (
-        lambda tiny, model: GroupedCache([((0,), made(tiny, model))]).save("c.kv"),
+        lambda at: GroupedCache([((0,), made(at))]).save("c.kv"),
         "kept in 1 different ways",
     ),
     "saved_while_decoding": (
-        lambda tiny, model: read(tiny, model, decode_every=4).save("c.kv"),
+        lambda at: read(at, decode_every=4).save("c.kv"),
         "make one without decode_every",
     ),
     "saved_without_model": (without_its_model, "while its model is loaded"),
-    "decided_in_file": (lambda tiny, model: loading._decided_before(model, []), "not in the file"),
-    "pickled": (lambda tiny, model: pickle.dumps(read(tiny, model)), r"cache\.save"),
+    "decided_in_file": (lambda at: loading._decided_before(at.model, []), "not in the file"),
+    "pickled": (lambda at: pickle.dumps(read(at)), r"cache\.save"),
     "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
     "on_or_off": (partial(made, bounded=0.5), "bounded is 0.5, expected"),
     "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
@@ -503,10 +507,10 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "no_policy": (partial(made, policy=3), "policy is 3"),
     "kept_by_sliding": (
-        lambda tiny, model: read(tiny, tiny.tiny_model("gemma3")).kept_indices(0),
+        lambda at: read(at.of("gemma3")).kept_indices(0),
         "layer 0 is a sliding-window layer",
     ),
-    "kept_of_nothing": (lambda tiny, model: made(tiny, model).kept_indices(0), "no prompt yet"),
+    "kept_of_nothing": (lambda at: made(at).kept_indices(0), "no prompt yet"),
     "asked_in_rows": (partial(asked, ids=torch.ones(2, 3)), "this one has 2"),
     "asked_nothing": (partial(asked, ids=[]), "ask something"),
     "answers_nothing": (partial(asked, ids=[1], max_new_tokens=0), "an answer of 0 tokens"),
@@ -517,11 +521,11 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "given_to_other": (given_to_other, "another LlamaForCausalLM object than the LlamaModel"),
     "outside_forward": (
-        lambda tiny, model: read(tiny, model).update(*torch.zeros(2, 1, 2, 1, 16), 0),
+        lambda at: read(at).update(*torch.zeros(2, 1, 2, 1, 16), 0),
         "only inside a forward of the LlamaForCausalLM object",
     ),
     "asked_by_other": (
-        lambda tiny, model: answer(tiny.tiny_model(), read(tiny, model), [1]),
+        lambda at: answer(at.tiny.tiny_model(), read(at), [1]),
         "another LlamaForCausalLM object than the one that is asked",
     ),
     "other_dtype": (
@@ -537,15 +541,14 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
 
 
 MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
-    ("assisted", partial(generated, use_mtp=True), "use_mtp"),
     ("other_cache", partial(generated, cache_implementation="static"), "static"),
     ("offloaded", partial(generated, cache_implementation="offloaded"), "offloaded"),
     ("unused", partial(generated, use_cache=False), "use_cache=False"),
     ("compiled", partial(generated, compile_config=CompileConfig()), "torch.compile"),
     ("compiled", compiled_later, r"torch\.compile"),
     ("weights", partial(generated, output_attentions=True), "output_attentions"),
-    ("pickled", lambda tiny, model: copy.copy(read(tiny, model)), r"cache\.save"),
-    ("pickled", lambda tiny, model: torch.save(read(tiny, model), io.BytesIO()), r"cache\.save"),
+    ("pickled", lambda at: copy.copy(read(at)), r"cache\.save"),
+    ("pickled", lambda at: torch.save(read(at), io.BytesIO()), r"cache\.save"),
     (ModelMismatchError, partial(made_for, model_id="org/giant"), "org/giant.*tiny"),
     (ModelMismatchError, partial(made_for, head_dim=64), "head_dim 64"),
     (ModelMismatchError, partial(made_for, n_kv_heads=4), "heads"),
@@ -582,11 +585,7 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
     ),
     (UnsupportedRequestError, partial(beside, other="merge"), "merges entries and cannot be one"),
     (UnsupportedRequestError, partial(beside, other="mpcache"), "leaves stored entries unread"),
-    (
-        InputError,
-        partial(beside, other=WIDE),
-        "looks at the last 9 tokens",
-    ),
+    (InputError, partial(beside, other=WIDE), "looks at the last 9 tokens"),
     (UnsupportedRequestError, cropped_into_prompt, "only 2 tokens followed"),
     (UnsupportedRequestError, beyond_announced, "prompt of 60 tokens"),
 ]
@@ -602,7 +601,7 @@ def test_what_cannot_work_is_refused_in_one_line(
     table = refusals.REFUSALS
     error = next(kind for kind in table if row in (kind, *table[kind]))
     with pytest.raises(error, match=match) as caught:
-        do(tiny, model)
+        do(At(tiny, model))
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
     first = "" if row is error else table[error][row].split("{")[0]
