@@ -29,15 +29,24 @@ def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
     return ((columns < count) if side == "right" else (columns >= max(lengths) - count)).long()
 
 
-@pytest.mark.parametrize("scorer", ["h2o", "expected_attention"])
-def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(tiny: ModuleType, scorer: str) -> None:
-    """Also where the scorer adds up what each chunk brings, of which the first one is nothing."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "h2o"},
+        {"policy": "expected_attention"},
+        {"policy": "nacl", "policy_options": {"proxy_share": 0.5, "random_share": 0.0}},
+    ],
+)
+def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(
+    tiny: ModuleType, options: dict[str, Any]
+) -> None:
+    """Also where what each chunk brings is added up, and where policies look back over chunks."""
     model, tokens = tiny.tiny_model(), 97
-    profile = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer)
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids, mask = tiny.prompt(CONTEXT, 2), padding("left", (CONTEXT, tokens))
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = make_cache(model, profile, prompt_tokens=CONTEXT)
-    alone = make_cache(model, profile, prompt_tokens=tokens)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT, **options)
+    alone = make_cache(model, profile, prompt_tokens=tokens, **options)
     first = CONTEXT - tokens
     with torch.no_grad():
         for end in (first, 100, CONTEXT):

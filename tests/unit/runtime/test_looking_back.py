@@ -97,22 +97,3 @@ def test_each_query_sees_what_is_left_before_it(
             )
             assert (found - expected).abs().max() < 1e-5
     assert checked >= 2
-
-
-def test_rows_with_padding_look_back_over_their_own_tokens(tiny: ModuleType) -> None:
-    """A row of a padded batch in chunks keeps what it keeps alone, chunk for chunk."""
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    options: dict[str, Any] = {"policy": "nacl", "policy_options": {"proxy_share": 0.5}}
-    ids = tiny.prompt(CONTEXT, 2)
-    mask = torch.ones_like(ids)
-    mask[1, :20] = 0
-    together = make_cache(model, profile, prompt_tokens=CONTEXT, **options)
-    alone = make_cache(model, profile, prompt_tokens=CONTEXT, **options)
-    with torch.no_grad():
-        for end in range(20, CONTEXT + 1, 10):
-            first = together.get_seq_length()
-            model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=together)
-            model(ids[:1, first:end], past_key_values=alone)
-    for layer in range(tiny.N_LAYERS):
-        assert torch.equal(together.kept_indices(layer)[0], alone.kept_indices(layer)[0])
