@@ -77,41 +77,35 @@ def demo(
     require_run_packages()
     make_folder(output_dir)
     amount = QUICK if quick else FULL
-    files = {name: output_dir / name for name in ("scores.safetensors", "results.json")}
-    scores_file, results_file = files.values()
+    measured, results_file = output_dir / "scores.safetensors", output_dir / "results.json"
 
     say("1. Measure: where the model looks")
     texts = ("--samples", amount.samples, "--context", amount.tokens)
-    step("profile", "demo", *texts, "-o", scores_file)
-    scores = ScoreProfile.load(scores_file)
+    step("profile", "demo", *texts, "-o", measured)
 
     say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
-    step("compare", scores_file, "--target-retention", TARGET_RETENTION)
+    step("compare", measured, "--target-retention", TARGET_RETENTION)
 
-    profiles = _equal_budgets(scores)
-    any_profile = next(iter(profiles.values()))
-    kept = f"{size(any_profile.retained_bytes)} of {size(any_profile.full_bytes)}"
-    say(f"3. Apply: the same {kept} for every solver, needles and KL")
-    profile_words: list[object] = []
+    profiles = _equal_budgets(ScoreProfile.load(measured))
+    files = {name: output_dir / f"{_first(name)}.json" for name in profiles}
     for name, profile in profiles.items():
-        profile.save(output_dir / f"{_first(name)}.json")
-        profile_words += ["--profile", output_dir / f"{_first(name)}.json"]
+        profile.save(files[name])
+    best, *_, by_loss = files.values()
+    kept, full = profiles[BY_LOSS].retained_bytes, profiles[BY_LOSS].full_bytes
+    say(f"3. Apply: the same {size(kept)} of {size(full)} for every solver, needles and KL")
     say(*(f"Equal to the entry: {name}." for name in profiles if " = " in name))
-    step(
-        "diff", output_dir / f"{_first(next(iter(profiles)))}.json", output_dir / f"{BY_LOSS}.json"
-    )
-    share = f"{any_profile.retained_bytes / any_profile.full_bytes:.1%}"
-    prompts = ("--samples", samples or amount.prompts, "--context", amount.tokens)
-    step("eval", "demo", *profile_words, "--budget", share, "--tasks", "needle,kl", *prompts,
-         "--seed", seed, "-o", results_file, hidden=True)  # fmt: skip
-    results, page = Evaluation.load(results_file), output_dir / "report.html"
+    step("diff", best, by_loss)
+    named = [word for file in files.values() for word in ("--profile", file)]
+    prompts = ("--samples", samples or amount.prompts, "--context", amount.tokens, "--seed", seed)
+    step("eval", "demo", *named, "--budget", f"{kept / full:.1%}", "--tasks", "needle,kl",
+         *prompts, "-o", results_file, hidden=True)  # fmt: skip
+    results = Evaluation.load(results_file)
     _print_results(results)
 
     say("4. Look at it")
-    shown = [output_dir / f"{_first(name)}.json" for name in profiles]
-    step("report", scores_file, *shown, results_file, "-o", page)
-    picture = output_dir / "demo.png"
-    step("plot", scores_file, *shown, results_file, "--what", "overview", "-o", picture)
+    every = (measured, *files.values(), results_file)
+    step("report", *every, "-o", output_dir / "report.html")
+    step("plot", *every, "--what", "overview", "-o", output_dir / "demo.png")
     say(*_lessons(profiles, results), f"In {output_dir}: all files above, and demo.png.")
 
 

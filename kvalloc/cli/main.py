@@ -147,9 +147,6 @@ def run_command(arguments: list[str]) -> int:
         return done.exit_code
     except typer.Abort:
         raise KeyboardInterrupt from None
-    except KVAllocError as error:
-        _complain(str(error))
-        return USER_ERROR
     except Exception as error:
         message = _users_mistake(error, arguments)
         if message is None:
@@ -201,6 +198,8 @@ def _build(name: str) -> Any:
 
 def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
     """Return a line for an error that is not a defect of ours, or None."""
+    if isinstance(error, KVAllocError):
+        return str(error)
     # typer's usage errors; which package their class is in depends on typer's version
     describe = getattr(error, "format_message", None)
     if describe is not None:

@@ -129,6 +129,7 @@ class EngineFlags(TypedDict, total=False):
 
 
 HELP_ALL = "--help-all"
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 RARE = frozenset(
     {
@@ -186,16 +187,12 @@ def takes(
         hints = get_type_hints(command, include_extras=True)
         parameters = inspect.signature(command).parameters.values()
         named = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
-        flags = {
-            name: _flag(
-                name,
-                hints[name],
-                helps,
-                argument=one.default is one.empty and one.kind is not one.KEYWORD_ONLY,
-            )
-            for name, one in named.items()
+        required = {name for name, one in named.items() if one.default is one.empty}
+        places = {
+            name for name in required if named[name].kind is not inspect.Parameter.KEYWORD_ONLY
         }
-        first = {name: flags[name] for name, one in named.items() if one.default is one.empty}
+        flags = {name: _flag(name, hints[name], helps, argument=name in places) for name in named}
+        first = {name: flags[name] for name in named if name in required}
         always = {name: _flag(name, bool, helps) for name in _ALWAYS}
         defaults = {name: one.default for name, one in named.items()} | dict.fromkeys(always, False)
 
@@ -208,14 +205,10 @@ def takes(
 
         shown: Any = run
         shown.__annotations__ = {**first, **fields, **flags, **always}
+        keyword = functools.partial(inspect.Parameter, kind=_KEYWORD)
         shown.__signature__ = inspect.Signature(
             [
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=defaults.get(name),
-                    annotation=flag,
-                )
+                keyword(name, default=defaults.get(name), annotation=flag)
                 for name, flag in shown.__annotations__.items()
             ]
         )

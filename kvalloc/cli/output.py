@@ -102,13 +102,8 @@ def print_result(
 
 
 def print_json(data: Any) -> None:
-    """Print one JSON document on stdout; see `json_text`."""
-    print(json_text(data))
-
-
-def json_text(data: Any) -> str:
-    """Return one JSON document of plain values, dataclasses, arrays and paths; none is NaN."""
-    return json.dumps(data, indent=2, allow_nan=False, default=_as_plain)
+    """Print one JSON document of plain values, dataclasses, arrays and paths; none is NaN."""
+    print(json.dumps(data, indent=2, allow_nan=False, default=_as_plain))
 
 
 def _as_plain(value: Any) -> Any:
