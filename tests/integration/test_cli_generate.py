@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from cli_tools import Stdin, generate_arguments, profile_arguments, prose, refused, run
+from cli_tools import Stdin, generate_arguments, prose, refused, run
 
 import kvalloc
 
@@ -226,24 +226,6 @@ def test_generate_refuses(models, profiles, folder, changes, words):
         is_path = name in ("--profile", "--prompt-file")
         arguments += [name] if value is True else [name, folder / value if is_path else value]
     refused(folder, *arguments, words=words)
-
-
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-@pytest.mark.parametrize("command", ["profile", "generate"])
-def test_without_torch_the_way_to_get_it_is_told(
-    models, profiles, folder, monkeypatch, package, command
-):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)
-    )
-    arguments = {"profile": profile_arguments(models, folder),
-                 "generate": generate_arguments(models, profiles, folder)}  # fmt: skip
-    line = refused(folder, *arguments[command])
-    assert package in line
-    assert "pip install 'kvalloc[run]'" in line
 
 
 @pytest.mark.parametrize("flag", ["--prompt", "--question"])

@@ -83,13 +83,3 @@ def test_bits_are_decided_by_what_is_lost_with_them(folder: Path) -> None:
         "--max-new-tokens", 3, "--json",
     ).json  # fmt: skip
     assert generated["retained_bytes"] < generated["full_bytes"]
-
-
-def test_policies_that_cannot_be_measured(folder: Path, tmp_path: Path) -> None:
-    wide = ("--loss", "fast", "--loss-policies", "snapkv:window=32")
-    for more, said in (
-        (wide[2:], "needs losses: add --loss measured or --loss fast"),
-        (wide, "with --window 32"),
-    ):
-        asked = profiling(folder, *more, "-o", tmp_path / "x.safetensors")
-        assert said in refused(tmp_path, *asked)

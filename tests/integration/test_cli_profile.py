@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
-from cli_tools import CLI_CONTEXT, files_in, full_disk, profile_arguments, prose, refused, run
+from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, run
 
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.measure.checkpoint import checkpoint_folder
 
 
 def test_profile_writes_what_it_says(models, folder):
@@ -106,22 +105,6 @@ def test_an_interruption_before_the_first_sample_leaves_nothing(models, folder, 
     assert files_in(folder) == before
 
 
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_a_second_command_on_one_output_touches_nothing(models, folder, resume):
-    with Checkpoint(folder / "s.safetensors", {"of": "another process"}, resume=False) as kept:
-        kept.save("sample_00000", {})
-        line = refused(folder, *profile_arguments(models, folder), *resume)
-        assert f"another process ({os.getpid()}) is at work in" in line
-        assert "s.safetensors.partial; wait for it" in line
-
-
-def test_a_full_disk_is_one_line(models, folder):
-    with full_disk():
-        line = refused(folder, *profile_arguments(models, folder))
-    assert "cannot write" in line
-    assert "File too large" in line
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -155,6 +138,8 @@ def test_a_full_disk_is_one_line(models, folder):
         ({"--tasks": "kl", "--text": None, "--lengths": "9,x"}, ["--lengths", "512,1024"]),
         ({"--tasks": "kl", "--text": None, "--lengths": "100000"}, ["--lengths", "--context"]),
         ({"--question": "after"}, ["--question", "add --tasks"]),
+        ({"--loss-policies": "tova"}, ["needs losses: add --loss measured or --loss fast"]),
+        ({"--loss": "fast", "--loss-policies": "snapkv:window=32"}, ["with --window 32"]),
         ({"--tasks": "kl", "--text": None, "--context": 100_000}, ["no text", "--prompts"]),
     ],
 )
@@ -184,12 +169,9 @@ def test_profile_refuses(models, folder, changes, words):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("models/nothing", ["check the path"]),
         ("models/", ["config.json"]),
         ("models/mamba", ["Mamba"]),
         ("models/nan", ["not finite", "layer 1"]),
-        ("folder/text.txt", [".gguf"]),
-        ("folder/model.gguf", ["GGUF"]),
         ("nobody/nothing-of-the-kind", ["nothing-of-the-kind"]),
     ],
 )
