@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import is_quiet, note, print_json, print_result, print_table, wants_json
-from kvalloc.errors import KVAllocError, plain
+from kvalloc.cli.output import note, print_fields, print_result, print_table
+from kvalloc.errors import KVAllocError
 from kvalloc.problem.registry import load, names, plugin_options
-from kvalloc.report.terminal import number_text, terminal_width
+from kvalloc.report.terminal import number_text
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -127,23 +126,20 @@ def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
 def _show_plugins(group: str, base: type[Any], hint: str) -> None:
     """Print every plug-in of a group: what it is, or why it cannot be used; then the hint."""
     rows = [_plugin_row(group, name, base) for name in names(group)]
-    if wants_json():
-        print_json(rows)
-        return
-    width = terminal_width()
-    indent = max([len(row["name"]) for row in rows], default=0) + 2
-    for row in rows:
-        lines = [f"cannot be used: {row['error']}"]
-        if row["error"] is None:
-            options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
-            lines = [row["summary"], row["reference"], f"options: {options}" if options else ""]
-        wrapped = [part for line in lines for part in textwrap.wrap(plain(line), width - indent)]
-        for name, line in zip([row["name"], *[""] * len(wrapped)], wrapped or [""], strict=False):
-            print(f"{name:<{indent}}{line}".rstrip())
+    print_result(rows, lambda: _print_plugins(rows), always=True)
     if not rows:
-        print("none is registered: kvalloc is on the path, but not installed")
-    elif not is_quiet():
-        print(f"\n{hint}")
+        note("none is registered: kvalloc is on the path, but not installed")
+    note(hint, beside_json=False)
+
+
+def _print_plugins(rows: Sequence[Mapping[str, Any]]) -> None:
+    shown = {}
+    for row in rows:
+        options = ", ".join(f"{key}={value}" for key, value in (row["options"] or {}).items())
+        known = (row["summary"], row["reference"], f"options: {options}" if options else "")
+        error = row["error"] and f"cannot be used: {row['error']}"
+        shown[row["name"]] = error or "; ".join(filter(None, known))
+    print_fields(shown)
 
 
 def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def print_fields(fields: Mapping[str, str]) -> None:
     What has no text is left out.
     """
     fields = {name: text for name, text in fields.items() if text}
-    indent = max(map(len, fields)) + 2
+    indent = max(map(len, fields), default=0) + 2
     for name, text in fields.items():
         print(f"{plain(name):<{indent}}{hanging(text, indent)}")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
-from cli_tools import run
+from cli_tools import Terminal, run
 
+from kvalloc.cli.main import main
 from kvalloc.cli.options import parse_seconds
 from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError
@@ -96,9 +98,11 @@ def test_options_are_listed_with_their_defaults():
 @pytest.mark.parametrize("width", ["60", "80", "120"])
 @pytest.mark.parametrize("command", ["solvers", "scorers", "policies"])
 def test_lists_fit_the_terminal(monkeypatch, command, width):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", width)
-    lines = run("list", command, "--quiet").out.splitlines()
-    assert max(map(len, lines)) <= int(width)
+    assert main(["list", command, "--quiet"]) == 0
+    assert max(map(len, terminal.getvalue().splitlines())) <= int(width)
 
 
 def findings(code=0):

@@ -156,5 +156,5 @@ def test_the_command_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     assert SWITCH in findings["CPU kernel"]["advice"]
     assert not findings["CPU kernel"]["core"]
     if not torch.cuda.is_available():
-        assert findings["CUDA kernel"]["found"] == "there is no CUDA device"
+        assert findings["CUDA kernel"]["result"] == "there is no CUDA device"
         assert not findings["CUDA kernel"]["advice"]
