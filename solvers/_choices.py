@@ -42,7 +42,7 @@ class Cap:
     capacity_bytes: int
 
     def load(self, picked: IntArray) -> int:
-        """Bytes drawn by a pick of one column per row."""
+        """Return the bytes drawn by a pick of one column per row."""
         return int(self.costs[np.arange(self.rows.size), picked[self.rows]].sum())
 
 
@@ -88,7 +88,7 @@ class Choices:
 
     @classmethod
     def of(cls, problem: AllocationProblem) -> Choices:
-        """Rows of a problem, with `SameBudget` merged and `GroupCap` as caps.
+        """Return the rows of a problem, with `SameBudget` merged and `GroupCap` as caps.
 
         Raises
         ------
@@ -178,7 +178,7 @@ class Choices:
         return self.target
 
     def cost(self, picked: IntArray) -> int:
-        """Bytes of a pick."""
+        """Return the bytes of a pick."""
         return int(self.costs[self.index, picked].sum())
 
     def value(self, picked: IntArray) -> float:
@@ -188,7 +188,7 @@ class Choices:
         return math.fsum(self.worth[self.index, picked])
 
     def objective(self, picked: IntArray) -> float:
-        """What is optimised: the worth, or the cost in bytes."""
+        """Return what is optimised: the worth, or the cost in bytes."""
         return float(self.cost(picked)) if self.minimise else self.value(picked)
 
     def satisfies(self, picked: IntArray) -> bool:
@@ -217,32 +217,32 @@ class Choices:
         return first < second if self.minimise else first > second
 
     def rounded_up(self, relaxed_bytes: float) -> float:
-        """The least cost of a pick that is not below a relaxed one."""
+        """Return the smallest cost of a pick that is not below a relaxed one."""
         floor = self.floor_bytes
         return float(floor + round_up_to_grain(relaxed_bytes - floor, self.grain))
 
     def tighter(self, *bounds: float) -> float:
-        """The bound that says most."""
+        """Return the tightest of some bounds."""
         return max(bounds) if self.minimise else min(bounds)
 
     def looser(self, *bounds: float) -> float:
-        """The bound that says least."""
+        """Return the loosest of some bounds."""
         return min(bounds) if self.minimise else max(bounds)
 
     def n_levels(self, picked: IntArray) -> int:
-        """Different budgets in a pick."""
+        """Return the number of different budgets in a pick."""
         return int(np.unique(self.tokens[self.index, picked]).size)
 
     def with_capacity(self, capacity_bytes: int) -> Choices:
-        """The same rows with the most worth within a capacity as the goal."""
+        """Return the same rows with the most worth within a capacity as the goal."""
         return dataclasses.replace(self, minimise=False, capacity_bytes=capacity_bytes, target=None)
 
     def expand(self, picked: IntArray) -> IntArray:
-        """The option of every unit for a pick of one column per row, ``(n_units,)``."""
+        """Return the option of every unit for a pick of one column per row, ``(n_units,)``."""
         return self.option_of[self.problem.units, picked[self.row_of]]
 
     def restricted(self, allowed: BoolArray) -> Choices:
-        """The same rows with only the allowed options.
+        """Return the same rows with only the allowed options.
 
         Raises
         ------
@@ -254,7 +254,7 @@ class Choices:
         return less
 
     def cap_rows(self, kept: BoolArray) -> Iterator[tuple[IntArray, IntArray]]:
-        """For each cap, places among the options kept, and the bytes that those draw."""
+        """Yield for each cap its places among the kept options, and the bytes that those draw."""
         place = np.full(self.worth.shape, -1, dtype=np.int64)
         place[kept] = np.arange(int(kept.sum()))
         for cap in self.caps:
@@ -296,7 +296,7 @@ class Choices:
 
 
 def _members(problem: AllocationProblem) -> list[IntArray]:
-    """Units of each row: sharing a budget is transitive over all groups."""
+    """Return the units of each row: sharing a budget is transitive over all groups."""
     pairs = [
         (group[0], unit)
         for constraint in problem.constraints
@@ -319,7 +319,7 @@ def _members(problem: AllocationProblem) -> list[IntArray]:
 
 
 def _unmerged(problem: AllocationProblem) -> dict[str, Any]:
-    """Fields of `Choices` where every unit is a row."""
+    """Return the fields of `Choices` where every unit is a row."""
     exists = problem.exists
     worth, costs = problem.weights[:, None] * problem.values, problem.costs
     if not np.all(exists):
@@ -336,7 +336,7 @@ def _unmerged(problem: AllocationProblem) -> dict[str, Any]:
 
 
 def _merged(problem: AllocationProblem, members: list[IntArray]) -> dict[str, Any]:
-    """Fields of `Choices` where the units of each row share one budget."""
+    """Return the fields of `Choices` where the units of each row share one budget."""
     common = [_common_levels(problem, units) for units in members]
     n_rows, width = len(members), max(1, max(levels.size for levels in common))
     worst = problem.aggregate is Aggregate.WORST
@@ -368,7 +368,7 @@ def _merged(problem: AllocationProblem, members: list[IntArray]) -> dict[str, An
 
 
 def _common_levels(problem: AllocationProblem, units: IntArray) -> IntArray:
-    """Budgets in tokens that all the units can have."""
+    """Return the budgets in tokens that all the units can have."""
     rows = [problem.tokens[u, : problem.option_counts[u]] for u in units]
     if all(np.array_equal(row, rows[0]) for row in rows[1:]):  # as a rule, and much faster
         return rows[0]
@@ -377,7 +377,7 @@ def _common_levels(problem: AllocationProblem, units: IntArray) -> IntArray:
 
 
 def _cap(problem: AllocationProblem, cap: GroupCap, table: dict[str, Any]) -> Cap:
-    """A cap on units as one on rows: a row may lie in it with some of its units only."""
+    """Return a cap on units as one on rows, which may lie in it with some of their units only."""
     row_of, option_of, worth = table["row_of"], table["option_of"], table["worth"]
     units = np.asarray(cap.units, dtype=np.int64)
     units = units[np.argsort(row_of[units], kind="stable")]

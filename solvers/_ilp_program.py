@@ -77,7 +77,7 @@ class Program:
     hint: list[int] = field(default_factory=list)
 
     def new(self, count: int, *, most: int = 1) -> IntArray:
-        """So many new variables."""
+        """Add ``count`` variables; return their numbers."""
         first = len(self.most)
         self.most += [most] * count
         return np.arange(first, first + count)
@@ -90,7 +90,7 @@ class Program:
         lower: int | None = None,
         upper: int | None = None,
     ) -> None:
-        """One more row."""
+        """Add one row."""
         row = Row(variables=variables, coefficients=coefficients, lower=lower, upper=upper)
         self.rows.append(row)
 
@@ -167,14 +167,14 @@ class Encoding:
     rounded: int
 
     def picked(self, values: IntArray) -> IntArray:
-        """Column of each row in a solution."""
+        """Return the column of each row in a solution."""
         on = np.flatnonzero(values[: self.rows.size])
         picked = np.zeros(self.choices.n_rows, dtype=np.int64)
         picked[self.rows[on]] = self.columns[on]
         return picked
 
     def bound(self, bound: float | None) -> float:
-        """What no pick can beat, by a back end's bound."""
+        """Return what no pick can beat, by a back end's bound."""
         if not self.program.maximise:
             return -math.inf if bound is None else self.base + math.ceil(bound - 1e-6) * self.step
         return math.inf if bound is None else self.base + (bound + self.rounded) * self.step
@@ -244,7 +244,7 @@ def encode(
 
 
 def _in_steps(worth: FloatArray, rows: IntArray, largest: float) -> tuple[IntArray, float, float]:
-    """Worths of picks in whole steps above their row's least; the sum of those, and one step.
+    """Return worths in whole steps above their row's smallest, the sum of those, and one step.
 
     ``worth`` is ``(n_picks,)`` or ``(n_scenarios, n_picks)``; ``largest`` steps are the range of
     all rows together.
@@ -261,7 +261,7 @@ def _in_steps(worth: FloatArray, rows: IntArray, largest: float) -> tuple[IntArr
 def _sum_goal(
     program: Program, choices: Choices, rows: IntArray, columns: IntArray
 ) -> tuple[Row, float, float, int]:
-    """The worth of a pick: its row, what every pick has, one step, and what rounding may lose."""
+    """Return the goal's row, the worth of every pick, one step, and what rounding may lose."""
     whole, base, step = _in_steps(choices.worth[rows, columns], rows, VALUE_RANGE)
     goal = Row(variables=np.arange(rows.size), coefficients=whole)
     return goal, base, step, choices.n_rows
@@ -270,7 +270,7 @@ def _sum_goal(
 def _tail_goal(
     program: Program, choices: Choices, rows: IntArray, columns: IntArray
 ) -> tuple[Row, float, float, int]:
-    """The same for the tail of the scenarios, with its variables and rows."""
+    """Return the same for the tail of the scenarios; add its variables and rows."""
     real = choices.scenario_worth[:, rows, columns]
     count = real.shape[0]
     share = Fraction(choices.problem.tail_share).limit_denominator(MOST_PARTS) * count
@@ -298,7 +298,7 @@ def _tail_goal(
 
 
 def _add_levels(program: Program, tokens: IntArray, most: int) -> None:
-    """One variable for each budget in use, at most so many of them."""
+    """Add one variable for each budget in use, and a limit on their number."""
     levels, level_of = np.unique(tokens, return_inverse=True)
     used = program.new(levels.size)
     for pick, level in enumerate(level_of.tolist()):

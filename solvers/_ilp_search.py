@@ -138,7 +138,7 @@ class Search:
     # The worst unit: whether a level can be reached is a problem of least cost.
 
     def _most_for_worst(self) -> Found:
-        """The highest level that every row can reach within the capacity, by bisection."""
+        """Return the highest level that every row can reach within the capacity, by bisection."""
         worth = self.choices.worth
         levels = np.unique(worth[self.choices.exists])
         # Each row can reach its own best, so the worst cannot be above the least of those.
@@ -176,7 +176,7 @@ class Search:
     # Few levels: one set of them after the other, as far as their bounds allow.
 
     def _free(self, choices: Choices, known: Found = NOTHING) -> Found:
-        """The best pick."""
+        """Return the best pick for the sum."""
         prices = best_prices(choices)
         if known.picked is None:
             known = Found(picked=best_known(choices, prices, self.repair_until), bound=0.0)
@@ -228,7 +228,7 @@ class Search:
         places: tuple[int, ...],
         known: IntArray | None = None,
     ) -> Found:
-        """The best pick with the levels of one set; nothing where none of it could matter."""
+        """Return the best pick with the levels of one set, if it could beat the known one."""
         try:
             few = choices.restricted(np.isin(choices.tokens, sets.levels[list(places)]))
             prices = best_prices(few)
@@ -248,7 +248,7 @@ class Search:
         known: Found,
         most: int | None,
     ) -> Found:
-        """The best pick, by a program over the options that could be part of a better one.
+        """Return the best pick, by a program over the options that could be part of a better one.
 
         With the dual bound U and losses l, a pick with an option of loss l is worth at most U - l.
         """
@@ -275,7 +275,7 @@ class Search:
         return dataclasses.replace(best, bound=bound)
 
     def _better(self, choices: Choices, best: Found, asked: Found) -> Found:
-        """The better of two picks, with the word of the last program."""
+        """Return the better of two picks, with the status of the last program."""
         if asked.picked is not None and (
             best.picked is None
             or choices.better(choices.objective(asked.picked), choices.objective(best.picked))
@@ -342,7 +342,7 @@ class Search:
     # Several workloads: one program over what the best weights of the scenarios leave open.
 
     def _best_tail(self) -> Found:
-        """The best worst share of the scenarios.
+        """Return the pick with the best worst share of the scenarios.
 
         The dual's weights of the scenarios make a problem with one workload whose bound holds
         here too; its losses say which options cannot be part of anything better than what is

@@ -60,7 +60,7 @@ class Prices:
     only_cost: bool = False
 
     def room(self, choices: Choices, known: float, gap: float = 0.0) -> float:
-        """Loss beyond which an option cannot be in a pick better than the known objective.
+        """Return the loss beyond which no option is in a pick better than the known objective.
 
         Parameters
         ----------
@@ -82,19 +82,19 @@ class Prices:
         return self.per_byte * (better - self.relaxed_bytes + 1e-6 * choices.grain)
 
     def beyond(self, choices: Choices, loss: float) -> float:
-        """What no pick that loses so much at these prices can beat."""
+        """Return what no pick that loses so much at these prices can beat."""
         if not choices.minimise:
             return self.bound - loss
         return choices.rounded_up(self.relaxed_bytes + loss / self.per_byte)
 
     def worth_keeping(self, room: float) -> BoolArray:
-        """Options whose loss is within the room, ``(n_rows, n_columns)``."""
+        """Return the options whose loss is within the room, ``(n_rows, n_columns)``."""
         kept: BoolArray = self.loss <= max(room, 0.0) + NOISE
         return kept
 
 
 def best_prices(choices: Choices) -> Prices:
-    """The prices of the tightest Lagrangian bound.
+    """Return the prices of the tightest Lagrangian bound.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def tail_prices(problem: AllocationProblem, bound: TailBound) -> Prices:
 
 
 def _prices_of_floors(choices: Choices) -> Prices:
-    """Only the cost counts: an option loses what it costs beyond its row's cheapest."""
+    """Return prices where only the cost counts: what an option costs beyond its row's cheapest."""
     floors = choices.costs[choices.index, choices.floors]
     loss = np.where(choices.exists, choices.costs - floors[:, None], np.inf)
     least = float(choices.floor_bytes)
@@ -155,7 +155,7 @@ def _prices_of_floors(choices: Choices) -> Prices:
 
 
 def _secant(choices: Choices) -> tuple[float, IntArray, IntArray]:
-    """Price where the best response crosses the capacity (target), with the picks on both sides.
+    """Return the price where the best response crosses the goal, and the picks on both sides.
 
     The dual function is the upper envelope of one line per pick. The price where the lines of a
     pick that spends too much and of one that does not cross is the next one tried; when no pick
@@ -198,7 +198,7 @@ def too_much(choices: Choices, picked: IntArray) -> bool:
 
 
 def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: IntArray) -> Prices:
-    """The Lagrangian bound and the losses at prices, whatever they are."""
+    """Return the Lagrangian bound and the losses at given prices."""
     # Costs above the floors, so that large costs at small prices do not eat the digits.
     floors = choices.costs[choices.index, choices.floors]
     net = choices.worth - per_byte * (choices.costs - floors[:, None])
@@ -229,7 +229,7 @@ def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: Int
 
 
 def _by_linear_program(choices: Choices, among: BoolArray) -> Prices:
-    """Prices of the linear relaxation over some options, and its solution rounded down."""
+    """Return prices of the linear relaxation over some options; its solution is rounded down."""
     from scipy import sparse
     from scipy.optimize import linprog
 
@@ -282,7 +282,7 @@ def _by_linear_program(choices: Choices, among: BoolArray) -> Prices:
 
 
 def _beyond_caps(choices: Choices) -> InfeasibleError:
-    """Which caps keep a target from being met, and what can be met within them."""
+    """Return the error that names the caps in the way of a target, and what can be met."""
     free = choices.with_capacity(int(choices.costs.sum()))
     prices = best_prices(free)
     tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
@@ -296,7 +296,7 @@ def _beyond_caps(choices: Choices) -> InfeasibleError:
 
 
 def upper_hull(choices: Choices) -> BoolArray:
-    """Options on the upper convex hull of each row, from its cheapest to its best.
+    """Return the options on the upper convex hull of each row, from its cheapest to its best.
 
     All rows at once: an option under the chord of its two neighbours is under the hull, so all
     such options go in one sweep, until none is left.

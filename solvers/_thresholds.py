@@ -20,7 +20,7 @@ THRESHOLD_RESOLUTION = 1e-20
 def largest_gains(
     problem: AllocationProblem, steps: int, units: IntArray, limits: IntArray
 ) -> IntArray:
-    """The given number of largest gains of some units; ties go to the lower unit.
+    """Take the given number of largest gains of some units; ties go to the lower unit.
 
     Parameters
     ----------
@@ -48,14 +48,14 @@ def largest_gains(
 
 
 def greedy_choice(problem: AllocationProblem, limits: IntArray) -> IntArray:
-    """The largest gains of all units within limits, as many as fit or as the target needs."""
+    """Take the largest gains of all units within limits, as many as fit or as the target needs."""
     if problem.sense is Sense.MAX_VALUE:
         return largest_gains(problem, problem.spendable_steps, problem.units, limits)
     return _fewest_gains(problem, limits)
 
 
 def _fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
-    """The largest gains of all units until their sum reaches the target, ``(n_units,)``.
+    """Take the largest gains of all units until their sum reaches the target, ``(n_units,)``.
 
     ``limits`` are the most steps of each unit, which reach it.
     """
@@ -78,7 +78,7 @@ def _bracket(
     units: IntArray,
     limits: IntArray,
 ) -> tuple[IntArray, IntArray]:
-    """Steps that are surely taken, and the few around the threshold in the order of their gain.
+    """Return steps that are surely taken, and those around the threshold by falling gain.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def _bracket(
 def _median_gain(
     problem: AllocationProblem, units: IntArray, inside: IntArray, counts: IntArray
 ) -> float:
-    """A gain with at least a quarter of the steps left on either side, equal ones on both.
+    """Return a gain with at least a quarter of the steps left on either side, equal ones on both.
 
     The median of the units' middle gains, each counted as often as the unit has steps left
     (Frederickson and Johnson, 1982: selection in sorted rows).

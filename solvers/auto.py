@@ -125,7 +125,7 @@ class Auto(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The answer of the solver that was picked; of the next one where that gives up.
+        """Return the answer of the solver that was picked; of the next one where that gives up.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class Auto(Solver):
         raise SolverError("; ".join(gave_up) or "auto found no solver for this problem")
 
     def _able(self, problem: AllocationProblem) -> Iterator[tuple[Candidate, Solver]]:
-        """The candidates that can solve the problem, from cheap to expensive."""
+        """Yield the candidates that can solve the problem, from cheap to expensive."""
         for candidate in CANDIDATES:
             if candidate.fits(problem):
                 module = importlib.import_module(f"kvalloc.solvers.{candidate.solver}")

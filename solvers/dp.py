@@ -67,7 +67,7 @@ class DP(Solver):
         self.memory_bytes = memory_bytes
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True where the table of stored options is certain to fit in memory."""
+        """Return True where the table of stored options is certain to fit in memory."""
         refusal = super().can_solve(problem)
         if refusal is not True:
             return refusal
@@ -86,7 +86,7 @@ class DP(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The optimum; when time runs out, a choice repaired from the dual and its bound."""
+        """Return the optimum; when time runs out, a choice repaired from the dual and its bound."""
         deadline = deadline_after(time_limit_seconds)
         choices = Choices.of(problem)
         prices = best_prices(choices)
@@ -117,7 +117,7 @@ def _option_type(n_options: int) -> np.dtype[Any]:
 def _search(
     choices: Choices, prices: Prices, known: IntArray, room: float, deadline: float
 ) -> tuple[IntArray | None, int]:
-    """The best pick, or None when time ran out, and how many states were visited.
+    """Return the best pick, None when time ran out, and the number of states visited.
 
     States that lose more than the room are dropped.
     """
@@ -152,7 +152,7 @@ def _search(
 def _advance(
     labels: FloatArray, steps: IntArray, loss: FloatArray, columns: IntArray
 ) -> tuple[FloatArray, Options]:
-    """One stage: every option of a row added to every state, the better kept.
+    """Add every option of a row to every state, and keep the better: one stage.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def _read(
     picked: IntArray,
     steps: IntArray,
 ) -> IntArray | None:
-    """The pick of the best last state: most worth, or the cheapest that meets the target."""
+    """Return the pick of the best last state: most worth, or the cheapest that meets the target."""
     paid = prices.per_byte * choices.grain * (first + np.arange(labels.size, dtype=np.float64))
     if not choices.minimise:
         # Worth is a constant less the loss, plus the price of what is spent.

@@ -45,7 +45,7 @@ class Flow(Solver):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True for concave curves of one cost step under nested caps."""
+        """Return True for concave curves of one cost step under nested caps."""
         crossing = _crossing([c for c in problem.constraints if isinstance(c, GroupCap)])
         if crossing is not None:
             return (
@@ -57,7 +57,7 @@ class Flow(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The optimum; the time limit is never needed.
+        """Return the optimum; the time limit is never needed.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Flow(Solver):
 
 
 def _crossing(caps: list[GroupCap]) -> tuple[GroupCap, GroupCap] | None:
-    """Two caps that share some units, none of them inside the other; None where all nest."""
+    """Return two caps that share some units, none of them inside the other; None where all nest."""
     members = [set(cap.units) for cap in caps]
     for at, first in enumerate(members):
         for after, second in enumerate(members[at + 1 :], start=at + 1):
@@ -131,7 +131,7 @@ class _Tree:
             self.groups.append(_Group(units=units, steps=steps, inner=inner, alone=alone))
 
     def bound(self, choice: IntArray) -> float:
-        """A dual bound from one price for all steps and one for each full cap.
+        """Return a dual bound from one price for all steps and one for each full cap.
 
         The price of a step is the least gain taken, in a group that its cap cuts short the least
         gain that it would take if it were alone. The part above what the next larger group asks

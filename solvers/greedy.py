@@ -36,7 +36,7 @@ class Greedy(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """The optimum; see the class. The time limit is never needed."""
+        """Return the optimum; see the class. The time limit is never needed."""
         choice = greedy_choice(problem, problem.last_options)
         optimum = problem.objective(choice)
         return Solution.of(problem, choice, bound=optimum, detail="threshold on the marginal gain")

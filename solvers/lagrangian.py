@@ -42,7 +42,7 @@ class Lagrangian(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """A near-optimal choice and the dual bound.
+        """Return a near-optimal choice and the dual bound.
 
         Raises
         ------

@@ -53,7 +53,7 @@ class CacheLosses:
 
     @torch.no_grad()
     def loss(self, index: int, profile: BudgetProfile) -> float:
-        """Mean KL(full cache || reduced cache) of what follows one prompt, nats per token.
+        """Return mean KL(full cache || reduced cache) of what follows one prompt, nats per token.
 
         A cache that waits for tokens after the prompt reads the first ones of what follows for
         that, and then all of it as the others do.
@@ -97,13 +97,13 @@ class CacheLosses:
         return found
 
     def _ids(self, index: int, name: str) -> Tensor:
-        """Token ids of a sample, (1, n); n is 0 where it has none."""
+        """Return token ids of a sample, (1, n); n is 0 where it has none."""
         ids, device = getattr(self._samples[index], name), input_device(self._model)
         row = [] if ids is None else ids.tolist()
         return torch.tensor([row], dtype=torch.long, device=device)
 
     def _answer(self, index: int, prompt: Tensor, question: Tensor) -> Tensor:
-        """The sample's answer, else what the model writes with the full cache, (1, n)."""
+        """Return the sample's answer, else what the model writes with the full cache, (1, n)."""
         given = self._ids(index, "answer_ids")[:, : self._continuation_tokens]
         if given.numel():
             return given
@@ -125,7 +125,7 @@ class CacheLosses:
     def _predictions(
         self, cache: Any, prompt: Tensor, following: Tensor, n_question: int
     ) -> Tensor:
-        """Logits after the question's last token and all that follow it, (n, vocabulary)."""
+        """Return logits after the question's last token and all that follow it, (n, vocabulary)."""
         self._model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
         if awaited := getattr(cache, "awaited_tokens", 0):
             self._show(cache, following[:, : max(awaited, n_question)], int(prompt.shape[1]))

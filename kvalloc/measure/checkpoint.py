@@ -128,7 +128,7 @@ class Checkpoint:
     def load(
         self, name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> tuple[dict[str, Array], dict[str, Any]] | None:
-        """Arrays and values of a finished piece; None when there is none that can be trusted.
+        """Return arrays and values of a finished piece; None when none can be trusted.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class Checkpoint:
 def kept_work(
     output: str | Path | None, job: Callable[[], Mapping[str, Any]], *, resume: bool
 ) -> AbstractContextManager[Checkpoint | None]:
-    """A `Checkpoint` beside an output; None where there is no output.
+    """Return a `Checkpoint` beside an output; a context of None where there is no output.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def kept_work(
 
 
 def checkpoint_folder(output: str | Path) -> Path:
-    """Where finished pieces of an unfinished ``output`` are kept: ``OUTPUT.partial`` beside it."""
+    """Return where finished pieces of an unfinished ``output`` are kept: ``OUTPUT.partial``."""
     target = Path(output)
     return target.with_name(f"{target.name}.partial")
 
@@ -265,7 +265,7 @@ def _holds_pieces(folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> BaseFileLock:
-    """The folder's lock, which the system takes back when this process ends in any way."""
+    """Return the folder's lock, which the system releases when this process ends in any way."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / _LOCK)

@@ -60,7 +60,7 @@ def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
 
 
 def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
-    """Exact curves at the ranks of a profile.
+    """Return exact curves at the ranks of a profile.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ class SharedRuns:
 
 
 def _shares(scores: npt.NDArray[Any], masses: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Scores as shares of their layer's mass; and where it has none, what a head keeps anyway."""
+    """Return scores as shares of their layer's mass; without any, what a head keeps anyway."""
     whole = masses.sum(axis=1)
     with_mass = np.where(whole > 0, whole, 1.0)
     shares: FloatArray = scores / with_mass[:, None, None]
@@ -202,7 +202,7 @@ FIDELITY_ROWS = 8
 
 
 def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
-    """Bit widths to measure, the widest first; none by default.
+    """Return bit widths to measure, the widest first; none by default.
 
     Raises
     ------
@@ -223,7 +223,7 @@ def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
 def layer_fidelity(
     states: AttentionStates, bits: tuple[int, ...], *, window: int, model_id: str
 ) -> FloatArray:
-    """Fidelity of each bit width in one layer.
+    """Return the fidelity of each bit width in one layer.
 
     Parameters
     ----------

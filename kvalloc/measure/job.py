@@ -221,7 +221,7 @@ class Job:
         return groups if self.shard is None else self.shard.of_groups(groups)
 
     def chunk_of(self, n_tokens: int) -> int:
-        """Tokens of a sample that run at once: at least the last ones, whose queries are looked at.
+        """Return the tokens of a sample that run at once, at least those whose queries are scored.
 
         All of them by default, up to the context whose curves are exact.
         """
@@ -242,7 +242,7 @@ class Job:
                 yield same[begin : begin + self.batch]
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the arrays of one sample, by name, without those that are not wanted.
+        """Return the shapes of the arrays of one sample, by name, without those not wanted.
 
         Returns
         -------
@@ -270,7 +270,7 @@ class Job:
         return sizes
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:
-        """Everything that decides the numbers, for the manifest of a checkpoint."""
+        """Return everything that decides the numbers, for the manifest of a checkpoint."""
         return {
             **facts.record(),
             "scorer": self.scorer.name,

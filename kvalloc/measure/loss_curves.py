@@ -48,7 +48,7 @@ def sample_losses(
     *,
     layer_done: Callable[[], None],
 ) -> Measured:
-    """Loss curves of one sample of a job, as its plan says.
+    """Return the loss curves of one sample of a job, as its plan says.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def estimate_losses(
     seed: int = 0,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """The same to second order, from one backward pass instead of a forward for each figure.
+    """Estimate the same to second order, from one forward in place of one for each figure.
 
     Hiding and rounding entries moves the outputs of a unit's heads by a known ``d``. To second
     order ``KL = d' F d / 2`` with F the Fisher information of those outputs; ``d' F d`` is the mean
@@ -195,7 +195,7 @@ def _of_all_layers(
 
 
 def _by_unit(numbers: Tensor, heads: int) -> Tensor:
-    """Rows of (n, n_predictions, n_query_heads, head_dim) by KV head or layer, float64.
+    """Group (n, n_predictions, n_query_heads, head_dim) by KV head or layer, in float64.
 
     Returns
     -------
@@ -207,7 +207,7 @@ def _by_unit(numbers: Tensor, heads: int) -> Tensor:
 
 
 def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Figure]:
-    """What each kind keeps of a layer at each level, but for everything as the model made it."""
+    """Return what each kind keeps of a layer at each level, except everything at 16 bits."""
     budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
     kept = [probe.kept(layer, place, budgets) for place in range(1 + len(probe.policies))]
     heads = len(kept[0][0])
@@ -220,7 +220,7 @@ def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Figure]:
 
 
 def _together(some: Sequence[_Figure | _Variant]) -> dict[str, Any]:
-    """What is kept, and at which bits, as the probe takes it."""
+    """Return the kept entries and their bits as the probe takes them."""
     keep, bits = torch.stack([one.keep for one in some]), np.stack([one.bits for one in some])
     return {"keep": keep, "bits": bits}
 
@@ -242,7 +242,7 @@ def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:
 
 
 def _alone(figure: _Figure, job: Job) -> Iterator[tuple[int, Tensor, IntArray]]:
-    """Each unit reduced alone: the layer, or one head after the other."""
+    """Yield each unit reduced alone: the layer, or one head after the other."""
     if job.loss_plan.level == "layer":
         yield 0, figure.keep, figure.bits
         return

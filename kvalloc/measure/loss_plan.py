@@ -72,7 +72,7 @@ class LossPlan:
             )
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
-        """Budgets at which losses are measured.
+        """Return the budgets at which losses are measured.
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class LossPlan:
         return np.unique([*tokens, context_tokens]).astype(np.int64)
 
     def record(self) -> dict[str, Any]:
-        """What decides the numbers, as plain values."""
+        """Return what decides the numbers, as plain values."""
         values = asdict(self)
         del values["batch"]
         return values
@@ -105,7 +105,7 @@ USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
 
 
 def own_policy(scorer: Scorer, sinks: int) -> Policy:
-    """The best entries of a scorer."""
+    """Return the policy that keeps the best entries of a scorer."""
     return Policy(
         scorer=scorer.name,
         scorer_parameters=dict(scorer.parameters()),
@@ -117,7 +117,7 @@ def own_policy(scorer: Scorer, sinks: int) -> Policy:
 def named_policies(
     texts: Sequence[str], scorer: Scorer, *, sinks: int, usual: Sequence[str] = USUAL
 ) -> tuple[Policy, ...]:
-    """The policies that some texts ask for, all with the same sinks and window.
+    """Return the policies that some texts ask for, all with the same sinks and window.
 
     A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
     best entries stay; then its options as ``:KEY=VALUE``, such as ``snapkv:window=4:pool=1``. A
@@ -165,7 +165,7 @@ def named_policies(
 
 
 def read_named(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a policy or scorer written as NAME or NAME:KEY=VALUE:...
+    """Return name and options of a policy or scorer written as NAME or NAME:KEY=VALUE:...
 
     Raises
     ------
@@ -211,7 +211,7 @@ def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer
 
 
 def _followed(name: str, own: Policy) -> dict[str, Any]:
-    """The profile's pooling, as far as a scorer has any."""
+    """Return the profile's pooling, as far as a scorer has any."""
     from kvalloc.scorers import scorer_class
 
     if name not in names(SCORERS):
@@ -239,7 +239,7 @@ def _options(text: str, pairs: list[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> bool | int | float | str:
-    """A text as the number or truth that it reads as; scorers and policies check the type."""
+    """Return a text as the number or truth that it reads as; plug-ins check the type."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

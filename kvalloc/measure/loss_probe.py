@@ -150,7 +150,7 @@ class LossProbe:
 
     @classmethod
     def of_sample(cls, model: Any, sample: Sample, scorer: Scorer, **options: Any) -> Self:
-        """The probe of a sample, with its answer and question; options as above."""
+        """Return the probe of a sample, with its answer and question; options as for the class."""
         device = input_device(model)
         answer, question = (
             None if ids is None else torch.from_numpy(ids).to(device)
@@ -173,7 +173,7 @@ class LossProbe:
 
     @torch.no_grad()
     def kept(self, layer: int, place: int, budgets: Sequence[int]) -> list[Tensor]:
-        """What one policy keeps of a layer at some budgets, all of them from the same prefill.
+        """Return what one policy keeps of a layer at some budgets, all from the same prefill.
 
         Parameters
         ----------
@@ -199,7 +199,7 @@ class LossProbe:
 
     @torch.no_grad()
     def losses(self, layer: int, keep: Tensor, *, bits: IntArray | None = None) -> Tensor:
-        """KL(full cache || reduced cache) of each prediction, for each variant.
+        """Return KL(full cache || reduced cache) of each prediction, for each variant.
 
         Parameters
         ----------
@@ -226,7 +226,7 @@ class LossProbe:
             return row_divergences(self._log_probabilities, logits)
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
-        """What variants see where they keep this and store it at these widths."""
+        """Return what variants see where they keep these entries at these widths."""
         if bits is None or bool((bits == 16).all()):
             return Reduced(keep=keep)
         keys, values = (
@@ -243,7 +243,7 @@ class LossProbe:
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:
-        """What a layer's heads put out on the continuation when entries are reduced there.
+        """Return the outputs of a layer's heads on the continuation with reduced entries there.
 
         Parameters
         ----------
@@ -268,7 +268,7 @@ class LossProbe:
         return self._attend(replace(states, **wide), self._reduced(layer, keep, bits))
 
     def sensitivities(self, n_draws: int, *, seed: int = 0) -> dict[int, Tensor]:
-        """Gradients of drawn next tokens' log probability with respect to the heads' outputs.
+        """Return gradients of drawn tokens' log probability with respect to the heads' outputs.
 
         The tokens are drawn from the full cache's own predictions, so that the mean outer product
         of the gradients is the Fisher information of the heads' outputs.
@@ -395,7 +395,7 @@ class LossProbe:
         )
 
     def _measured(self, logits: Tensor) -> Tensor:
-        """Predictions of the answer: those inside the question do not count."""
+        """Return the predictions of the answer: those inside the question do not count."""
         return logits[..., self._unmeasured :, :]
 
     def _written(self, logits: Tensor, question: Tensor, n_tokens: int) -> Tensor:
@@ -415,7 +415,7 @@ class LossProbe:
         return torch.stack(written)
 
     def _note(self, states: AttentionStates) -> Tensor:
-        """Attention with the full cache, of which the states are kept."""
+        """Return attention with the full cache; keep its states."""
         self._states[states.layer] = states
         return self._attend(states, None)
 
@@ -438,7 +438,7 @@ class LossProbe:
             return entering, self._run(attend, input_ids=self.continuation_ids[None])
 
     def _run(self, attend: Callable[[AttentionStates], Tensor], **inputs: Tensor) -> Tensor:
-        """Logits of tokens that follow what is stored; `attend` gives each layer's attention."""
+        """Return logits of tokens after the prompt; `attend` gives each layer's attention."""
         (tokens,) = inputs.values()
         positions = self.n_tokens + torch.arange(tokens.shape[1], device=tokens.device)[None]
         with (
@@ -449,7 +449,7 @@ class LossProbe:
         return logits
 
     def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
-        """Attention of new tokens over what is stored and over each other.
+        """Return attention of new tokens over what is stored and over each other.
 
         Variants that see the same keys are folded into the rows of one product with them, so that
         they are never copied.
@@ -498,7 +498,7 @@ class LossProbe:
 
 
 def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of stored and new tokens each new token sees, ``(n_new, stored + n_new)``."""
+    """Return the mask of the tokens that each new token sees, ``(n_new, stored + n_new)``."""
     place = torch.arange(stored + n_new, device=device)
     distance = place[stored:, None] - place
     visible: Tensor = distance >= 0

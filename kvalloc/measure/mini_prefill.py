@@ -153,7 +153,7 @@ def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
 
 @contextmanager
 def evaluating(module: Any) -> Iterator[None]:
-    """Dropout off, and each module's own flag back afterwards."""
+    """Switch dropout off, and give each module its flag back afterwards."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -165,7 +165,7 @@ def evaluating(module: Any) -> Iterator[None]:
 
 
 def layers_of(model: Any) -> Any:
-    """The decoder layers of a model, in order.
+    """Return the decoder layers of a model, in order.
 
     Raises
     ------

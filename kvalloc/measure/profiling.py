@@ -196,7 +196,7 @@ def profile(
 
 
 def read_options(options: ProfileOptions) -> dict[str, Any]:
-    """What options ask for, as keywords of `Job`.
+    """Return what options ask for, as keywords of `Job`.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def _job(
     shape: ModelShape,
     options: ProfileOptions,
 ) -> Job:
-    """The options as a job; refuses what cannot be, before anything is measured."""
+    """Return the options as a job; refuse what cannot be, before anything is measured."""
     asked = read_options(options)
     context, sinks, window = asked["context_tokens"], asked["sinks"], asked["scorer"].window
     _check_sizes(shape, context, sinks, window, asked["batch"])
@@ -284,7 +284,7 @@ def measure_job(
 
 
 def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> list[Measured]:
-    """One mini-prefill over samples of equal length, and the losses of each."""
+    """Measure samples of equal length by one mini-prefill, and the losses of each."""
     import torch
 
     ids = np.stack([job.samples.samples[index].token_ids for index in group])
@@ -360,7 +360,7 @@ def _loss_plan(options: ProfileOptions) -> LossPlan | None:
 
 
 def _assemble(job: Job, found: Mapping[int, Measured]) -> ScoreProfile:
-    """The profile of the samples that could be measured."""
+    """Return the profile of the samples that could be measured."""
     stacked = {name: np.stack([one[name] for one in found.values()]) for name in job.sizes()}
     losses: dict[str, Any] = {}
     if job.losses is not None:

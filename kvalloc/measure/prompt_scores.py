@@ -25,7 +25,7 @@ def prompt_scores(
     sinks: int,
     shape: ModelShape,
 ) -> ScoreProfile:
-    """Retention curves of one prompt.
+    """Return the retention curves of one prompt.
 
     Parameters
     ----------

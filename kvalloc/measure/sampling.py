@@ -61,7 +61,7 @@ class Shard:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """A shard as it is written, such as ``2/8``.
+        """Read a shard as it is written, such as ``2/8``.
 
         Raises
         ------
@@ -77,7 +77,7 @@ class Shard:
         return cls(number=number, of=of)
 
     def of_groups(self, groups: Sequence[list[int]]) -> Sequence[list[int]]:
-        """The groups of samples that are its own.
+        """Return the groups of samples that belong to the shard.
 
         Raises
         ------
@@ -107,25 +107,25 @@ class SampleSet:
     description: str
 
     def set_aside(self, failed: Mapping[int, Failed]) -> dict[int, str]:
-        """Of each that failed its name and why, by its place, as files tell it."""
+        """Return the name of each sample that failed, and why, by its place, as files say it."""
         return {
             place: f"{self.samples[place].name or f'sample {place}'}: {failed[place].reason}"
             for place in sorted(failed)
         }
 
     def digest(self) -> str:
-        """SHA-256 over the samples' lengths and token ids, answers not included."""
+        """Return SHA-256 over the samples' lengths and token ids, answers not included."""
         return _digest([one.token_ids for one in self.samples])
 
     def answers_digest(self) -> str:
-        """SHA-256 over the answers, and over the questions where there are any."""
+        """Return SHA-256 over the answers, and over the questions where there are any."""
         questions = [one.question_ids for one in self.samples]
         asks = any(ids is not None for ids in questions)
         return _digest([one.answer_ids for one in self.samples] + (questions if asks else []))
 
 
 def _digest(arrays: Sequence[IntArray | None]) -> str:
-    """SHA-256 over lengths, -1 where there is nothing, and token ids."""
+    """Return SHA-256 over lengths, -1 where there is nothing, and token ids."""
     hasher = hashlib.sha256()
     for ids in arrays:
         hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
@@ -232,7 +232,7 @@ def _sort_out(
 
 
 def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens: int) -> Sample:
-    """One sample; after a text that ends in a word a space comes before the answer."""
+    """Return one sample; after a text that ends in a word a space comes before the answer."""
     ids = cut_middle(np.asarray(prompt_ids(tokenizer, prompt), dtype=np.int64), context_tokens)
     if ids.size < least_tokens:
         raise InputError(
@@ -260,7 +260,7 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
 
 
 def _given(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
-    """Tokens as they are given, else those of the text; None where there is neither."""
+    """Return the given tokens, else those of the text; None where there is neither."""
     if ids:
         return np.asarray(ids, dtype=np.int64)
     return _encode(tokenizer, text) if text else None
@@ -271,7 +271,7 @@ def _encode(tokenizer: Any, text: str, *, special: bool = False) -> IntArray:
 
 
 def _start_tokens(tokenizer: Any) -> IntArray:
-    """The start token, if the tokenizer puts one before a text."""
+    """Return the start token, if the tokenizer puts one before a text."""
     start = getattr(tokenizer, "bos_token_id", None)
     ids = _encode(tokenizer, "a", special=True)
     return ids[: int(start is not None and ids.size > 1 and ids[0] == start)]
@@ -301,7 +301,7 @@ def _chosen(n_candidates: int, samples: int | None, ratio: float, seed: int) -> 
 
 
 def spread(n: int, count: int, seed: int) -> list[int]:
-    """Indices below `n`, rising: one is drawn from each of `count` stretches of equal length."""
+    """Draw one index below `n` from each of `count` stretches of equal length; they rise."""
     random = np.random.default_rng(seed)
     edges = [index * n // count for index in range(count + 1)]
     return [int(random.integers(low, high)) for low, high in pairwise(edges)]

@@ -97,7 +97,7 @@ class NormalEquations:
         return from_digits(self.digits, top_bits=TOP_BITS)
 
     def fit(self, ridge: float) -> FloatArray:
-        """Weights and, last, the constant that predict the target.
+        """Return weights and, last, the constant that predict the target.
 
         ``(C + ridge I) w = c`` with the correlations C of the features and c with the target, so
         that one ridge suits features of any size; a feature that never changes gets weight 0.
@@ -282,7 +282,7 @@ class _Fitting:
         kept: Checkpoint | None,
         progress: Callable[[int, int], None] | None,
     ) -> SurrogatePart:
-        """Sums over all samples, or over those of the shard."""
+        """Return the sums over all samples, or over those of the shard."""
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
         groups: Sequence[list[int]] = [[index] for index in range(n_samples)]
         shard = self.shard or Shard(number=1, of=1)
@@ -327,7 +327,7 @@ class _Fitting:
         return [{"moments": NormalEquations.of(features, targets).digits, "ranked": joined}]
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
-        """Features and log scores of a sample, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
+        """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
         import torch
 
         from kvalloc.scorers.surrogate import entry_features
@@ -425,17 +425,17 @@ def merge_surrogates(
 
 
 def _target() -> Reconstruction:
-    """What is fitted."""
+    """Return the scorer that is fitted."""
     return Reconstruction(chunk=PIECE)
 
 
 def _half(index: int, n_samples: int) -> int:
-    """Of a sample: other documents than the first half's, or the same kinds in their turns."""
+    """Return the half of a sample, 0 or 1: neighbours in the text are in the same one."""
     return int(2 * index >= n_samples)
 
 
 def _fitted(part: SurrogatePart) -> FittedSurrogate:
-    """The best ridge, both halves by the fit of the other, and the fit of both."""
+    """Return the fit of both halves at the best ridge, each half tested by the other's fit."""
     first, second = (NormalEquations(digits=half) for half in np.split(part.sums, 2))
     if not (first.digits.any() and second.digits.any()):
         raise InputError(
@@ -471,7 +471,7 @@ def _fitted(part: SurrogatePart) -> FittedSurrogate:
 
 
 def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:
-    """Spearman's, of what weights predict with the targets, last in the rows' last axis.
+    """Return Spearman's correlation of what weights predict with the targets, the last column.
 
     ``(n_full_layers, n_kv_heads)``; 0 where one of them never changes.
     """
