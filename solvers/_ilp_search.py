@@ -302,42 +302,40 @@ class Search:
         return kept
 
     def _ask(
+        self, choices: Choices, kept: BoolArray, best: IntArray | None, most: int | None
+    ) -> Found:
+        """Encode, solve and read; twice where rounding lets the target be missed."""
+        answer = self._program(choices, kept, best, most, tight_target=False)
+        if answer.picked is None or choices.satisfies(answer.picked):
+            return answer
+        tight = self._program(choices, kept, best, most, tight_target=True)
+        # the bound of the program that loses nothing
+        return dataclasses.replace(tight, bound=answer.bound, infeasible=False)
+
+    def _program(
         self,
         choices: Choices,
         kept: BoolArray,
         best: IntArray | None,
         most: int | None,
+        *,
+        tight_target: bool,
     ) -> Found:
-        """Encode, solve and read; twice where rounding lets the target be missed."""
+        """Return what a back end answers to one program."""
         tail = self.problem.aggregate is Aggregate.TAIL
-        known = 0.0 if best is None else choices.objective(best)
-        relaxed: Found | None = None
-        for tight in (False, True):
-            encoding = encode(
-                choices,
-                kept,
-                most=most,
-                hint=best,
-                tight_target=tight,
-                tail=tail,
-            )
-            gap = 0.0 if tail else self.options.gap * abs(known) / encoding.step
-            limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
-            answer = self.options.backend(encoding.program, limits)
-            values = answer.values
-            found = Found(
-                picked=None if values is None else encoding.picked(values),
-                bound=float(encoding.bound(answer.bound)),
-                status=answer.status,
-                n_options=encoding.rows.size,
-                infeasible=answer.infeasible,
-            )
-            if relaxed is not None:  # the bound of the program that loses nothing
-                return dataclasses.replace(found, bound=relaxed.bound, infeasible=False)
-            if found.picked is None or choices.satisfies(found.picked):
-                return found
-            relaxed = found
-        raise AssertionError("the loop returns")
+        encoding = encode(choices, kept, most=most, hint=best, tight_target=tight_target, tail=tail)
+        gap = 0.0
+        if best is not None and not tail:
+            gap = self.options.gap * abs(choices.objective(best)) / encoding.step
+        limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
+        answer = self.options.backend(encoding.program, limits)
+        return Found(
+            picked=None if answer.values is None else encoding.picked(answer.values),
+            bound=float(encoding.bound(answer.bound)),
+            status=answer.status,
+            n_options=encoding.rows.size,
+            infeasible=answer.infeasible,
+        )
 
     # Several workloads: one program over what the best weights of the scenarios leave open.
 

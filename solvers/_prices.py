@@ -47,8 +47,6 @@ class Prices:
         How much less an option nets than its row's best; inf where there is none.
     starts : tuple of ndarray of int64, (n_rows,)
         Picks to repair: feasible ones where that was possible.
-    only_cost : bool
-        The target asks for nothing: worth has no part in the losses, which are bytes.
     """
 
     bound: float
@@ -57,7 +55,6 @@ class Prices:
     per_cap: tuple[float, ...]
     loss: FloatArray
     starts: tuple[IntArray, ...]
-    only_cost: bool = False
 
     def room(self, choices: Choices, known: float, gap: float = 0.0) -> float:
         """Return the loss beyond which no option is in a pick better than the known objective.
@@ -150,7 +147,6 @@ def _prices_of_floors(choices: Choices) -> Prices:
         per_cap=(0.0,) * len(choices.caps),
         loss=loss,
         starts=(choices.floors,),
-        only_cost=True,
     )
 
 

@@ -211,9 +211,7 @@ def _read(
         # Worth is a constant less the loss, plus the price of what is spent.
         order = [int(np.argmax(paid - labels))]
     else:
-        order = np.flatnonzero(np.isfinite(labels)).tolist()
-        if not prices.only_cost:
-            order = _meeting(choices, prices, labels, paid)
+        order = _meeting(choices, prices, labels, paid)
     for state in order:
         found = _traced(stages, picked, first + state, steps)
         if choices.satisfies(found):
