@@ -135,25 +135,17 @@ def test_the_fit_is_that_of_all_tokens_of_all_samples(fitted):
 
 
 def test_rank_correlation_is_spearmans():
-    from scipy.stats import spearmanr
-
+    """Equal scores share a rank, and constant ones say nothing."""
     rng = np.random.default_rng(0)
-    rows, weights = rng.normal(size=(1, 2, 30, 4)), rng.normal(size=(1, 2, 4))
-    found = scorer_fitting._rank_correlation(rows, weights)
-    for head in range(2):
+    rows, weights = rng.normal(size=(1, 4, 30, 4)), rng.normal(size=(1, 4, 4))
+    rows[0, 2, :, 3] = np.maximum(rows[0, 2, :, 3], 0.0)  # half of the targets are at the least
+    rows[0, 3, :, 3] = -3.0
+    correlations = scorer_fitting._rank_correlation(rows, weights)
+    for head in range(3):
         predicted = rows[0, head, :, :3] @ weights[0, head, :3]
-        expected = spearmanr(predicted, rows[0, head, :, 3]).statistic
-        assert found[0, head] == pytest.approx(expected)
-
-
-def test_equal_scores_share_a_rank_and_constant_ones_say_nothing():
-    rows = np.random.default_rng(1).normal(size=(1, 2, 40, 2))
-    rows[0, 0, :, 1] = np.maximum(rows[0, 0, :, 1], 0.0)  # half of the targets are at the least
-    rows[0, 1, :, 1] = -3.0
-    found = scorer_fitting._rank_correlation(rows, np.ones((1, 2, 2)))
-    wanted = scipy.stats.spearmanr(rows[0, 0, :, 0], rows[0, 0, :, 1]).statistic
-    assert found[0, 0] == pytest.approx(wanted, abs=1e-12)
-    assert found[0, 1] == 0
+        expected = scipy.stats.spearmanr(predicted, rows[0, head, :, 3]).statistic
+        assert correlations[0, head] == pytest.approx(expected)
+    assert correlations[0, 3] == 0
 
 
 def test_the_scorer_is_a_direct_computation(fitted, file):
@@ -216,24 +208,17 @@ def test_a_killed_fit_goes_on_bit_identically(fitted, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_what_cannot_be_fitted_is_refused():
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
+    for options, said in (
         ({"context": 300}, "prompts of 300 tokens are read twice.*choose context=256 or less"),
         ({"samples": 1}, "at least 2 samples"),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused(options, said):
-    with pytest.raises(InputError, match=said):
-        fit(**options)
-
-
-def test_keys_that_are_no_numbers_are_refused():
-    model = tiny_model()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
-    with pytest.raises(InputError, match="tests/tiny in layer 1, sample 0 are not finite numbers"):
-        fit(model)
+        ({"model": broken}, "tests/tiny in layer 1, sample 0 are not finite numbers"),
+    ):
+        with pytest.raises(InputError, match=said):
+            fit(**options)
 
 
 def test_only_full_layers_are_fitted():
@@ -278,13 +263,15 @@ def test_missing_and_other_files_are_refused(tmp_path):
         get_scorer("surrogate", file=str(tmp_path / "text"))
 
 
-@pytest.mark.parametrize(
-    "change", [{"weights": np.zeros((3, 1, 23))}, {"weights": np.full((3, 2, 23), np.inf)},
-               {"r_squared": np.zeros(2)}, {"samples": 1}]
-)  # fmt: skip
-def test_arrays_that_cannot_be_are_refused(fitted, change):
-    with pytest.raises(InputError, match=f"surrogate: {next(iter(change))}"):
-        fitted.replace(**change)
+def test_arrays_that_cannot_be_are_refused(fitted):
+    for name, array in (
+        ("weights", np.zeros((3, 1, 23))),
+        ("weights", np.full((3, 2, 23), np.inf)),
+        ("r_squared", np.zeros(2)),
+        ("samples", 1),
+    ):
+        with pytest.raises(InputError, match=f"surrogate: {name}"):
+            fitted.replace(**{name: array})
 
 
 def test_another_model_is_refused_before_it_runs(fitted, file):
@@ -341,42 +328,25 @@ def test_parts_of_a_fit_make_the_unbroken_file_in_any_order(tmp_path, capsys):
     assert (tmp_path / "merged").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("others", "said"),
-    [
-        ({}, "shard 2 of 2 is missing"),
-        ({"model": tiny_model(seed=1)}, "shape.weights"),
-        ({"seed": 1}, "text_digest is"),
-    ],
-)
-def test_parts_of_other_fits_are_refused(tmp_path, others, said):
-    parts = shards(tmp_path, 2)
-    fit(output=tmp_path / "other", shard="2/2", **others)
-    parts = [parts[0], tmp_path / "other"] if others else parts[:1]
-    with pytest.raises(InputError, match=said):
-        merge_surrogates(parts, tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (lambda part: {"ranked": part.ranked[:, :, :, :5].copy()}, "sample of ranked is .*, 5, "),
+def test_parts_that_do_not_belong_together_are_refused(tmp_path):
+    one, two = shards(tmp_path, 2)
+    part, other = SurrogatePart.load(one), tmp_path / "other"
+    few, short = part.ranked[:, :, :, :5].copy(), part.ranked[..., :3].copy()
+    made = (
+        ("shape.weights", lambda: fit(output=other, shard="1/2", model=tiny_model(seed=1))),
+        ("text_digest is", lambda: fit(output=other, shard="1/2", seed=1)),
+        ("sample of ranked is .*, 5, ", lambda: part.replace(ranked=few).save(other)),
         (
-            lambda part: {
-                "sums": part.sums[..., :4, :4].copy(),
-                "ranked": part.ranked[..., :3].copy(),
-            },
             "the shape of sums is .* in the first and",
+            lambda: part.replace(sums=part.sums[..., :4, :4].copy(), ranked=short).save(other),
         ),
-    ],
-)
-def test_parts_of_other_sizes_are_refused(tmp_path, changes, said):
-    parts = shards(tmp_path, 2)
-    part = SurrogatePart.load(parts[0])
-    part.replace(**changes(part)).save(parts[0])
-    with pytest.raises(InputError, match=said):
-        merge_surrogates(parts, tmp_path / "s")
+    )
+    for said, make in made:
+        make()
+        with pytest.raises(InputError, match=said):
+            merge_surrogates([other, two], tmp_path / "s")
+    with pytest.raises(InputError, match="shard 2 of 2 is missing"):
+        merge_surrogates([one], tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
