@@ -71,20 +71,6 @@ def test_each_layer_sees_all_chunks_before_the_next_one():
     ]
 
 
-def test_nothing_is_left_on_the_model_by_chunks():
-    model = tiny_model()
-    ids = torch.arange(40).remainder(VOCABULARY).view(1, 40)
-
-    def fail(states):
-        raise RuntimeError("from the scorer")
-
-    with pytest.raises(RuntimeError, match="scorer"):
-        mini_prefill(model, ids, fail, layers=(1,), chunk=15)
-    modules = [*model.modules()]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-    assert not any("forward" in module.__dict__ for module in modules)
-
-
 def test_long_samples_run_in_chunks_by_themselves():
     whole = {"shape": None, "sinks": 4}
     whole["samples"] = SampleSet(samples=(), description="")

@@ -1,5 +1,7 @@
 """Which tokens are measured."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny_models import WordTokenizer, words
@@ -101,35 +103,25 @@ def test_what_cannot_be_measured(texts, options, said):
         choose(texts, **options)
 
 
-def test_a_question_comes_between_prompt_and_answer():
-    text = "a b c d e f"
-    asks = Prompt(text=text, question=" which letter?", answer="b")
-    brings = Prompt(token_ids=(3, 4, 5, 6, 7, 8), question_ids=(9, 10), answer_ids=(11,))
-    found = choose_samples(
-        [asks, brings], WordTokenizer(), context_tokens=9, least_tokens=2, samples=2
-    )
-    asked = WordTokenizer()(" which letter?")["input_ids"]
-    assert [one.question_ids.tolist() for one in found.samples] == [asked, [9, 10]]
-    assert found.samples[0].token_ids.tolist() == WordTokenizer()(text)["input_ids"]
-    plain = [Prompt(text=text, answer="b"), Prompt(token_ids=(3, 4, 5, 6, 7, 8), answer_ids=(11,))]
-    without = choose_samples(plain, WordTokenizer(), context_tokens=9, least_tokens=2, samples=2)
-    assert [one.question_ids for one in without.samples] == [None, None]
-    assert without.digest() == found.digest()
-    assert without.answers_digest() != found.answers_digest()
+def test_questions_and_answers_follow_their_prompts_and_have_a_digest():
+    def ids(text):
+        return TOKENIZER(text)["input_ids"]
 
-
-def test_answers_follow_their_prompts():
-    prompts = [
-        Prompt(text="a b c d e", answer="x y"),
-        Prompt(text="a b c d e"),
-        Prompt(messages=({"role": "user", "content": "a b c d"},), answer="x"),
+    chat = ({"role": "user", "content": "a b c d"},)
+    cases = [  # a prompt, its question and its answer
+        (Prompt(text="a b c d e", answer="x y"), None, ids("x y")),
+        (Prompt(text="a b c d e"), None, None),
+        (Prompt(messages=chat, answer="x"), None, ids("x")),
+        (Prompt(text="a b c d", question=" which?", answer="b"), ids(" which?"), ids("b")),
+        (Prompt(token_ids=(3, 4, 5, 6), question_ids=(9, 10), answer_ids=(11,)), [9, 10], [11]),
     ]
+    prompts = [case[0] for case in cases]
     found = choose([words(10), *prompts], sampling_ratio=1.0)
-    answers = [None if one.answer_ids is None else one.answer_ids.tolist() for one in found.samples]
-    assert answers == [None, TOKENIZER("x y")["input_ids"], None, TOKENIZER("x")["input_ids"]]
-    without = choose(
-        [words(10), *(Prompt(text=p.text, messages=p.messages) for p in prompts)],
-        sampling_ratio=1.0,
-    )
-    assert without.digest() == found.digest()
-    assert without.answers_digest() != found.answers_digest()
+    for sample, (_, *expected) in zip(found.samples[1:], cases, strict=True):
+        given = (sample.question_ids, sample.answer_ids)
+        assert [None if each is None else each.tolist() for each in given] == expected
+    for gone in ("answer", "question"):
+        less = [replace(p, **{gone: "", f"{gone}_ids": ()}) for p in prompts]
+        without = choose([words(10), *less], sampling_ratio=1.0)
+        assert without.digest() == found.digest()
+        assert without.answers_digest() != found.answers_digest()

@@ -48,16 +48,6 @@ def test_no_choice_of_entries_keeps_more():
         assert found[0, 0, 0, n] == pytest.approx(max(kept))
 
 
-def test_layers_that_rank_alike_lose_nothing():
-    rng = np.random.default_rng(1)
-    raw = np.repeat(rng.random((1, 1, 2, 15)), 5, axis=1) * np.array([1, 1, 3, 2, 5])[:, None, None]
-    runs, found = added(raw, 3)
-    alone = np.sort(raw / raw.sum(axis=(2, 3), keepdims=True), axis=-1)[..., ::-1].cumsum(axis=-1)
-    for run, (first, length) in enumerate(runs):
-        separate = alone[0, first : first + length].sum(axis=0)
-        assert np.allclose(found[0, run, :, 1:], separate)
-
-
 def test_a_layer_without_any_mass_keeps_its_share_whatever_is_kept():
     raw = np.random.default_rng(2).random((1, 4, 2, 8))
     raw[0, 3] = 0.0
