@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 from kvalloc.errors import InputError, option
@@ -17,11 +19,11 @@ from kvalloc.prompts.examples import Example, Question
 from kvalloc.prompts.splits import Split, belongs
 from kvalloc.prompts.tasks.task import Brief, Draft, by_rule
 
-LEAST_CHARACTERS = 12
+MIN_CHARACTERS = 12
 """A shorter next line, such as ``else:``, says little."""
 QUESTION_LINES = 5
 """Last lines before the answer: the question, where that comes after the compression."""
-LEAST_LINES = 30
+MIN_LINES = 30
 
 
 def _modules(split: Split) -> list[Path]:
@@ -41,9 +43,7 @@ def _lines(file: Path, n_tokens: int) -> list[str]:
 
 def _is_worth_asking(line: str) -> bool:
     code = line.strip()
-    return len(code) >= LEAST_CHARACTERS and not any(
-        mark in code for mark in ("#", "`", "//", '"""')
-    )
+    return len(code) >= MIN_CHARACTERS and not any(mark in code for mark in ("#", "`", "//", '"""'))
 
 
 def _completion(brief: Brief) -> Draft:
@@ -60,16 +60,10 @@ def _completion(brief: Brief) -> Draft:
         )
     name, lines = brief.draw.choice(long_enough)
     # Lines before the answer are taken from it backwards, so it must leave enough behind it.
-    behind, least = 0, len(lines)
-    for place, line in enumerate(lines):
-        behind += len(line) + 1
-        if behind > 5 * n_tokens:
-            least = place
-            break
-    places = [n for n in range(least, len(lines)) if _is_worth_asking(lines[n])]
-    if not places:
-        places = [n for n in range(LEAST_LINES, len(lines)) if _is_worth_asking(lines[n])]
-    at = brief.draw.choice(places)
+    ends = list(accumulate(len(line) + 1 for line in lines))
+    worth = [place for place, line in enumerate(lines) if _is_worth_asking(line)]
+    far = [place for place in worth if place >= bisect_right(ends, 5 * n_tokens)]
+    at = brief.draw.choice(far or [place for place in worth if place >= MIN_LINES])
 
     def make(size: int) -> Example:
         some = lines[max(0, at - size) : at]
@@ -89,7 +83,7 @@ def _completion(brief: Brief) -> Draft:
             chat=False,
         )
 
-    return Draft(make=make, least=LEAST_LINES // 2, most=at)
+    return Draft(make=make, least=MIN_LINES // 2, most=at)
 
 
 TASKS = (by_rule("code", _completion),)
