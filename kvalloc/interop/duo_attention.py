@@ -43,8 +43,8 @@ class DuoAttention(ExportTarget):
     def policy(self, profile: BudgetProfile) -> Policy:
         """Return StreamingLLM with all entries of the smallest head as sinks and window."""
         smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
-        own = profile.policy
-        return recent_tokens(own.replace(window=max(1, own.window, smallest - own.sinks)))
+        policy = profile.policy
+        return recent_tokens(policy.replace(window=max(1, policy.window, smallest - policy.sinks)))
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write both files; see `ExportTarget.write`."""

@@ -42,9 +42,8 @@ class OpenVINO(ExportTarget):
 
     def policy(self, profile: BudgetProfile) -> Policy:
         """Return SnapKV with sinks and window in whole blocks."""
-        own = profile.policy
-        whole = [BLOCK_TOKENS * max(1, -(-n // BLOCK_TOKENS)) for n in (own.sinks, own.window)]
-        sinks, window = whole
+        sizes = (profile.policy.sinks, profile.policy.window)
+        sinks, window = (BLOCK_TOKENS * max(1, -(-size // BLOCK_TOKENS)) for size in sizes)
         return Policy(
             scorer="snapkv", scorer_parameters={"window": window}, sinks=sinks, window=window
         )
@@ -64,7 +63,7 @@ class OpenVINO(ExportTarget):
                 f"{policy.window} last tokens; give a larger budget or a longer context"
             )
         width = self.widths[layer_bits(profile)[profile.shape.full_layers[0]]]
-        said = {
+        config = {
             "cache_eviction_config": {
                 "start_size": policy.sinks,
                 "recent_size": policy.window,
@@ -74,7 +73,7 @@ class OpenVINO(ExportTarget):
             "ov_config": {"KV_CACHE_PRECISION": width},
             "from": profile.digest,
         }
-        write_text(path, json.dumps(said, indent=2))
+        write_text(path, json.dumps(config, indent=2))
 
 
 def scheduler_config(path: str | Path) -> Any:
@@ -103,9 +102,9 @@ def scheduler_config(path: str | Path) -> Any:
             "openvino_genai is not installed; get it with: pip install openvino-genai"
         ) from error
     try:
-        said = json.loads(Path(path).read_bytes())["cache_eviction_config"]
-        said["aggregation_mode"] = getattr(openvino_genai.AggregationMode, said["aggregation_mode"])
-        eviction = openvino_genai.CacheEvictionConfig(**said)
+        stated = json.loads(Path(path).read_bytes())["cache_eviction_config"]
+        mode = getattr(openvino_genai.AggregationMode, stated["aggregation_mode"])
+        eviction = openvino_genai.CacheEvictionConfig(**stated | {"aggregation_mode": mode})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise InputError(
             f"{path} is no cache eviction config of 'kvalloc export --to openvino': "

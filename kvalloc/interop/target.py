@@ -342,11 +342,12 @@ def alone(policy: Policy) -> dict[str, Any]:
 
 
 def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> str:
-    own, engine = profile.policy, target.policy(profile)
+    policy, engine = profile.policy, target.policy(profile)
     beyond = _beyond_scores(profile)
-    if own.replace(label="") == engine and not beyond:
+    if policy.replace(label="") == engine and not beyond:
         return ""
-    needs = ", ".join([*beyond, f"entries by {own.scorer}, {own.sinks} sinks, window {own.window}"])
+    kept = f"entries by {policy.scorer}, {policy.sinks} sinks, window {policy.window}"
+    needs = ", ".join([*beyond, kept])
     return f"{needs}: the engine keeps {target.engine_keeps}"
 
 

@@ -58,11 +58,11 @@ kv_cache_config:
         )
 
 
-def recent_tokens(own: Policy) -> Policy:
+def recent_tokens(policy: Policy) -> Policy:
     """Return StreamingLLM with the sinks and the window of another policy."""
     return Policy(
         scorer="streaming",
-        scorer_parameters={"window": own.window},
-        sinks=own.sinks,
-        window=own.window,
+        scorer_parameters={"window": policy.window},
+        sinks=policy.sinks,
+        window=policy.window,
     )

@@ -47,8 +47,8 @@ class VLLM(ExportTarget):
                 "vllm: this profile rounds no layer, and vLLM evicts nothing, so nothing of it "
                 f"would be left; decide bits, too, with {option('bits', (16, 8, 4))}"
             )
-        said: dict[str, Any] = {"kv_cache_dtype": self.widths[width]}
+        arguments: dict[str, Any] = {"kv_cache_dtype": self.widths[width]}
         skipped = [str(layer) for layer in range(len(bits)) if bits[layer] == 16]
         if skipped:
-            said["kv_cache_dtype_skip_layers"] = skipped
-        write_text(path, json.dumps(said, indent=2))
+            arguments["kv_cache_dtype_skip_layers"] = skipped
+        write_text(path, json.dumps(arguments, indent=2))

@@ -335,11 +335,14 @@ class AttentionSwitch:
         with _lock:
             within = _within[decoder] = _within.get(decoder, 0) + step
             for module in self._modules:
-                config, own = module.config, vars(module)  # a module takes long to be set anything
+                config, attributes = (
+                    module.config,
+                    vars(module),
+                )  # a module takes long to be set anything
                 if within and type(config) is not _ConfigView:
-                    own["config"] = _ConfigView(config, id(module))
+                    attributes["config"] = _ConfigView(config, id(module))
                 elif not within and type(config) is _ConfigView:
-                    own["config"] = config._viewed
+                    attributes["config"] = config._viewed
 
 
 def _attention_modules(decoder: nn.Module) -> list[Any]:
@@ -357,8 +360,8 @@ def rotates_halves(model: nn.Module) -> bool:
     decoder: nn.Module = decoder_of(model)
     rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
     every = set(_attention_modules(decoder))  # of some families whole layers, too
-    own = [one for one in every if not every & {*one.modules()} - {one}]
-    return not any(isinstance(layer_frequencies(layer, rotary), str) for layer in own)
+    innermost = [one for one in every if not every & {*one.modules()} - {one}]
+    return not any(isinstance(layer_frequencies(layer, rotary), str) for layer in innermost)
 
 
 def base_implementation(config: Any) -> str:

@@ -55,14 +55,10 @@ def layer_frequencies(layer: nn.Module, rotary: nn.Module | None) -> Tensor | st
     if rotary is None or not rotates(layer):
         return f"a layer of {kind.__name__} does not rotate its queries"
     # read from `vars`: a failing attribute search costs much at each layer of each token
-    own = vars(layer).get("layer_type")
-    frequencies = None if own is None else getattr(rotary, f"{own}_inv_freq", None)
-    frequencies = getattr(rotary, "inv_freq", None) if frequencies is None else frequencies
-    return (
-        f"{type(rotary).__name__} has no inverse frequencies"
-        if frequencies is None
-        else frequencies
-    )
+    layer_type = vars(layer).get("layer_type")
+    known = None if layer_type is None else getattr(rotary, f"{layer_type}_inv_freq", None)
+    known = getattr(rotary, "inv_freq", None) if known is None else known
+    return f"{type(rotary).__name__} has no inverse frequencies" if known is None else known
 
 
 def known_frequencies(frequencies: Tensor | str, *, who: str, instead: str) -> Tensor:

@@ -40,8 +40,11 @@ def is_compiled(model: Any) -> bool:
     layers = list(decoder_layers(decoder) or ())
     parts = [part for layer in layers for part in vars(layer)["_modules"].values()]
     for one in (model, decoder, *layers, *parts):
-        own = vars(one)  # once a forward: a failing attribute search of a module takes long
-        if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
+        attributes = vars(one)  # once a forward: a failing attribute search of a module takes long
+        if (
+            attributes.get("_compiled_call_impl") is not None
+            or "_orig_mod" in attributes["_modules"]
+        ):
             return True
     return False
 

@@ -207,9 +207,9 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     mask: Tensor = given
     rows, n_new = end - first, states.queries.shape[2]
     if mask.dim() == 2:  # flash attention gets the padding alone, 1 for a real token
-        own = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)
-        own = own.tril_(n_tokens - n_new + first)
-        return own & mask[:, None, None, None, :n_tokens].bool()
+        causal = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)
+        causal = causal.tril_(n_tokens - n_new + first)
+        return causal & mask[:, None, None, None, :n_tokens].bool()
     if mask.shape[2] > 1:  # one row stands for all
         mask = mask[:, :, first - n_new + mask.shape[2] : end - n_new + mask.shape[2]]
     mask = mask[..., :n_tokens]

@@ -118,8 +118,8 @@ class Lookahead(PooledScorer):
             if self.row_reduce == "mean":
                 votes = votes + window_votes(states, self.votes, lambda rows: rows.sum(dim=3))
             else:
-                own = window_votes(states, self.votes, lambda rows: rows.amax(dim=3))
-                votes = torch.maximum(votes, own)
+                window = window_votes(states, self.votes, lambda rows: rows.amax(dim=3))
+                votes = torch.maximum(votes, window)
             n_rows += min(self.votes, states.queries.shape[2])
         if self.row_reduce == "mean":
             votes = votes / n_rows.clamp(min=1)[:, None, None, None]

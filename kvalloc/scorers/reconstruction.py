@@ -116,8 +116,8 @@ class Reconstruction(PooledScorer):
             end = min(first + rows, n_rows)
             seen = columns.numel() - (n_rows - end)
             logits = attention_logits(states, keys[:, :, :seen], first, end)
-            own = torch.ones(end - first, end - first, dtype=torch.bool, device=keys.device)
-            logits[..., first - end :].masked_fill_(own.triu_(1), float("-inf"))
+            causal = torch.ones(end - first, end - first, dtype=torch.bool, device=keys.device)
+            logits[..., first - end :].masked_fill_(causal.triu_(1), float("-inf"))
             weights = attention_softmax(logits, states.sink_logits)[..., : places.numel()]
             torch.maximum(best, weights.amax(dim=3).flatten(1, 2), out=best)
         before = states.observed
