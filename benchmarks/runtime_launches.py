@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "support"
 sys.path.append(str(TESTS))
-from fake_device import AskedTheDevice, decoded_on_fake_device  # noqa: E402
+from fake_device import DeviceWaitError, decoded_on_fake_device  # noqa: E402
 
 import kvalloc  # noqa: E402
 
@@ -39,7 +39,7 @@ def main() -> int:
 def in_words(name: str) -> str:
     try:
         few, more = (launches(name, n_layers) for n_layers in (2, 4))
-    except AskedTheDevice as error:
+    except DeviceWaitError as error:
         return f"the host waits ({error})"
     each = {one: (count - few[one]) // 2 for one, count in more.items() if count > few[one]}
     ours = {

@@ -89,10 +89,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _matrix_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Of a matrix that was asked for: how many cells there are, and which are refused and why."""
     if any(map(config.getoption, ("--matrix-product", "--whole-matrix", "--matrix-cells"))):
-        from cell_choice import chosen_cells, told
+        from cell_choice import chosen_cells, summary_lines
 
         terminalreporter.section("the runtime's matrix")
-        for line in told(chosen_cells(config.getoption)):
+        for line in summary_lines(chosen_cells(config.getoption)):
             terminalreporter.write_line(line)
 
 

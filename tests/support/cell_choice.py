@@ -21,15 +21,15 @@ CANDIDATES = 200
 """So many cells of each triple of the product are looked at: of all, it would take a minute."""
 
 
-def chosen_cells(asked: Callable[[str], Any]) -> list[Cell]:
+def chosen_cells(option: Callable[[str], Any]) -> list[Cell]:
     """What the options of the command line ask for; by default few that cover pairs."""
-    if asked("--matrix-cells"):
-        cells = drawn_cells(asked("--matrix-cells"), asked("--matrix-seed"))
-    elif asked("--whole-matrix"):
+    if option("--matrix-cells"):
+        cells = drawn_cells(option("--matrix-cells"), option("--matrix-seed"))
+    elif option("--whole-matrix"):
         cells = list(all_cells())
     else:
-        cells = product_cells() if asked("--matrix-product") else covering_cells()
-    place, shards = map(int, (asked("--matrix-shard") or "1/1").split("/"))
+        cells = product_cells() if option("--matrix-product") else covering_cells()
+    place, shards = map(int, (option("--matrix-shard") or "1/1").split("/"))
     assert 1 <= place <= shards, "a shard is one of so many, such as 2/8"
     return cells[place - 1 :: shards]
 
@@ -100,7 +100,7 @@ def answered(cell: dict[int, str], first: dict[int, str]) -> dict[int, str]:
     ]
     if not others:
         return cell
-    nearest = min(others, key=lambda other: sum(other[i] != own for i, own in cell.items()))
+    nearest = min(others, key=lambda other: sum(other[i] != value for i, value in cell.items()))
     return dict(enumerate(nearest))
 
 
@@ -136,19 +136,19 @@ def settings_of(cell: Cell) -> set[tuple[str, str]]:
 
 def refused_as(cell: Cell) -> str | None:
     """Why a cell ends in a refusal, what arrivals expect by themselves included."""
-    said = refusal(cell)
-    if said is None and {"crop", "gemma3"} <= set(cell):
+    reason = refusal(cell)
+    if reason is None and {"crop", "gemma3"} <= set(cell):
         return "sliding layers cannot be cropped (the prompt before it is answered)"
-    return said
+    return reason
 
 
-def told(cells: Sequence[Cell]) -> list[str]:
+def summary_lines(cells: Sequence[Cell]) -> list[str]:
     """How many cells are answered, and which are refused and why, line by line."""
     refused: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
     for cell in cells:
-        said = refused_as(cell)
-        if said is not None:
-            refused[cell[0], said].append(cell)
+        reason = refused_as(cell)
+        if reason is not None:
+            refused[cell[0], reason].append(cell)
     number = sum(map(len, refused.values()))
     triples = len({cell[: len(PRODUCT)] for cell in cells})
     whole = int(np.prod([len(FACTORS[name]) for name in PRODUCT]))
@@ -156,11 +156,11 @@ def told(cells: Sequence[Cell]) -> list[str]:
         f"{len(cells):,} cells of {triples} of {whole} policies x arrivals x modes: "
         f"{len(cells) - number:,} answered as the oracle, {number:,} refused:"
     ]
-    for (policy, said), some in sorted(refused.items()):
+    for (policy, reason), some in sorted(refused.items()):
         arrivals = sorted({cell[1] for cell in some})
         everywhere = len(arrivals) == len(FACTORS["arrival"])
         within = "every arrival" if everywhere else ", ".join(arrivals)
-        lines.append(f"  {len(some):5,}  {policy}: {said!r} in {within}")
+        lines.append(f"  {len(some):5,}  {policy}: {reason!r} in {within}")
     beside = [name for name in NAMES if name not in ("arrival", "family", "attention")]
     never = int(np.prod([len(FACTORS[name]) for name in beside]))
     lines.append(
@@ -174,11 +174,11 @@ def impossible() -> dict[Cell, str]:
     """Triples of the product that are refused whatever the rest is, and why."""
     found: dict[Cell, str] = {}
     for triple in itertools.product(*(FACTORS[name] for name in PRODUCT)):
-        said: set[str] = set()
+        reasons: set[str] = set()
         for cell in cells_of(triple):
-            if (own := refused_as(cell)) is None:
+            if (reason := refused_as(cell)) is None:
                 break
-            said.add(own)
+            reasons.add(reason)
         else:
-            found[triple] = " | ".join(sorted(said))
+            found[triple] = " | ".join(sorted(reasons))
     return found

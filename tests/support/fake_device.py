@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["AskedTheDevice", "Launches", "decoded_on_fake_device", "evicted_on_fake_device"]
+__all__ = ["DeviceWaitError", "Launches", "decoded_on_fake_device", "evicted_on_fake_device"]
 
 _NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
 
@@ -28,7 +28,7 @@ WARM = 8
 followed has room for one more."""
 
 
-class AskedTheDevice(Exception):
+class DeviceWaitError(Exception):
     """The host waits for a value of the device, or the device for one of the host."""
 
 
@@ -37,7 +37,7 @@ class Launches(TorchDispatchMode):
 
     Attributes
     ----------
-    found : collections.Counter of str
+    counts : collections.Counter of str
     read : int
         Numbers that the host has read, of any device.
     strict : bool
@@ -47,7 +47,7 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.strict, self.read = False, 0
-        self.found: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -57,14 +57,14 @@ class Launches(TorchDispatchMode):
         try:
             out = func(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
-            raise AskedTheDevice(f"{name} wants a value of the device") from error
+            raise DeviceWaitError(f"{name} wants a value of the device") from error
         self.read += name == "_local_scalar_dense"
         tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
         devices = {one.device.type for one in tensors if one.numel()}
         if self.strict and name in ("_to_copy", "copy_") and len(devices) > 1:
-            raise AskedTheDevice(f"{name} goes from the host to the device")
+            raise DeviceWaitError(f"{name} goes from the host to the device")
         if "meta" in devices and not func.is_view and name not in _NO_LAUNCH:
-            self.found[name] += 1
+            self.counts[name] += 1
         return out
 
 
@@ -84,7 +84,7 @@ def decoded_on_fake_device(
 
     Raises
     ------
-    AskedTheDevice
+    DeviceWaitError
         If a value goes between device and host while it is decoded.
     """
     launches, model = Launches(), make_model()
@@ -103,10 +103,10 @@ def decoded_on_fake_device(
         ids = torch.ones(rows, 1, dtype=torch.long, device="meta")
         for number in range(WARM + 1):
             launches.strict = number == WARM
-            launches.found.clear()
+            launches.counts.clear()
             with launches:
                 model(ids, past_key_values=cache)
-    return launches.found
+    return launches.counts
 
 
 def evicted_on_fake_device(model: Any, cache: Any, mask: Tensor, following: int = 0) -> int:
@@ -125,7 +125,7 @@ def evicted_on_fake_device(model: Any, cache: Any, mask: Tensor, following: int 
 
     Raises
     ------
-    AskedTheDevice
+    DeviceWaitError
         If anything else is read.
     """
     launches, reads = Launches(), 0
@@ -149,7 +149,7 @@ def _fake_device(launches: Launches) -> Iterator[None]:
     """Tensors on ``meta`` are taken for those on CUDA, and no gradients are asked for."""
 
     def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
-        launches.found[kernel.__name__] += 1
+        launches.counts[kernel.__name__] += 1
 
     on_device = property(lambda tensor: tensor.device.type == "meta")
     properties = mock.Mock(multi_processor_count=132)

@@ -38,7 +38,7 @@ TIMES = ("prefill_seconds", "decode_tokens_per_second", "digest")
 Dates, which are all else that differs between two days, are the same in every run here."""
 
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "tempfile.mkstemp")
-MOST_SECONDS = 300.0
+MAX_SECONDS = 300.0
 
 
 class Broken(Exception):
@@ -96,11 +96,11 @@ JOBS = {
     ),
     "eval": Job(
         arguments=(
-            *("eval", "model", "--profile", "budgets.json", "--prompts", "asked.jsonl"),
+            *("eval", "model", "--profile", "budgets.json", "--prompts", "questions.jsonl"),
             *("--answer-tokens", "4", "--into-profile", "-o", "out.json"),
         ),
         outputs=("out.json", "budgets.json"),
-        inputs=("model", "budgets.json", "asked.jsonl"),
+        inputs=("model", "budgets.json", "questions.jsonl"),
     ),
     "report": Job(
         arguments=("report", "scores.safetensors", "budgets.json", "-o", "out.html"),
@@ -149,14 +149,14 @@ class Runs:
             {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
             for i in range(5)
         ]
-        asked = [{"prompt": " ".join(words[i : i + 50]), "answer": "w7"} for i in range(3)]
+        questions = [{"prompt": " ".join(words[i : i + 50]), "answer": "w7"} for i in range(3)]
         (inputs / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (inputs / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        (inputs / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
         (inputs / "text.txt").write_text(prose(300))
         for name, arguments in MADE.items():
             child = Child(inputs, (*arguments, "-o", name))
             if child.wait():
-                raise Broken(f"{' '.join(arguments)}: {child.said()}")
+                raise Broken(f"{' '.join(arguments)}: {child.printed()}")
         for name in names:
             runs.unbroken[name] = runs._unbroken(name)
         return runs
@@ -167,12 +167,12 @@ class Runs:
             work, start = self._new_case(name), time.monotonic()
             child = Child(work, JOBS[name].arguments)
             if child.wait():
-                raise Broken(f"{name}: {child.said()}")
+                raise Broken(f"{name}: {child.printed()}")
             times.append(time.monotonic() - start)
-            for module in child.told()["modules"]:
+            for module in child.report()["modules"]:
                 with contextlib.suppress(Exception):
                     importlib.import_module(module)
-        return Unbroken(contents(work), min(times), child.told()["changes"])
+        return Unbroken(contents(work), min(times), child.report()["changes"])
 
     def _new_case(self, name: str) -> Path:
         self._case += 1
@@ -186,8 +186,8 @@ class Runs:
                 shutil.copy(source, work / one)
         return work
 
-    def kill(self, name: str, rng: random.Random, most: int = 3) -> int:
-        """Kill a job up to so many times in a row, then let it end; how many kills there were.
+    def kill(self, name: str, rng: random.Random, max_kills: int = 3) -> int:
+        """Kill a job up to ``max_kills`` times, then let it end; return the number of kills.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class Runs:
             (work / one).write_bytes(content)
         old = contents(work)
         killed = 0
-        for _ in range(rng.randint(1, most)):
+        for _ in range(rng.randint(1, max_kills)):
             by_time = rng.random() < 0.5
             at = 0 if by_time else rng.randint(1, whole.changes)
             child = Child(work, self._arguments(job, killed), kill_at=at)
@@ -216,7 +216,7 @@ class Runs:
             self._check_whole(name, work, old)
         child = Child(work, self._arguments(job, 1))
         if child.wait():
-            raise Broken(f"{name} after {killed} kills: {child.said()}")
+            raise Broken(f"{name} after {killed} kills: {child.printed()}")
         self._check_equal(name, work, f"after {killed} kills")
         shutil.rmtree(work)
         return killed
@@ -225,7 +225,7 @@ class Runs:
         return (*job.arguments, "--resume") if killed and job.resumes else job.arguments
 
     def two_at_once(self, name: str) -> None:
-        """Two processes write one output: one wins whole, or the second one is refused.
+        """Let two processes write one output: one wins whole, or the second one is refused.
 
         Raises
         ------
@@ -238,11 +238,11 @@ class Runs:
         codes = [child.wait() for child in children]
         refused = [child for child, code in zip(children, codes, strict=True) if code == 2]
         if 0 not in codes or {*codes} - {0, 2} or (refused and not job.resumes):
-            raise Broken(f"{name} twice: exit codes {codes}: {[one.said() for one in children]}")
+            raise Broken(f"{name} twice: exit codes {codes}: {[one.printed() for one in children]}")
         for one in refused:
             (other,) = {child.pid for child in children} - {one.pid}
-            if f"another process ({other}) is at work" not in one.said():
-                raise Broken(f"{name} twice: {one.said()}")
+            if f"another process ({other}) is at work" not in one.printed():
+                raise Broken(f"{name} twice: {one.printed()}")
         self._check_equal(name, work, "by two processes")
         shutil.rmtree(work)
 
@@ -257,24 +257,24 @@ class Runs:
                 raise Broken(f"{name}: {path} is left by a kill")
 
     def _check_equal(self, name: str, work: Path, when: str) -> None:
-        found, whole = contents(work), self.unbroken[name].files
-        if found.keys() != whole.keys():
-            raise Broken(f"{name} {when}: left {sorted(found.keys() ^ whole.keys())}")
-        if other := [path for path in found if found[path] != whole[path]]:
+        files, whole = contents(work), self.unbroken[name].files
+        if files.keys() != whole.keys():
+            raise Broken(f"{name} {when}: left {sorted(files.keys() ^ whole.keys())}")
+        if other := [path for path in files if files[path] != whole[path]]:
             raise Broken(f"{name} {when}: {other} differ from those of an unbroken run")
 
 
 def contents(work: Path) -> dict[str, Any]:
-    """Every file and folder below one, with its bytes; of an evaluation what no time is in."""
-    found: dict[str, Any] = {}
+    """Return every file and folder below one with its bytes; evaluations without their times."""
+    files: dict[str, Any] = {}
     for path in sorted(work.rglob("*")):
         name = str(path.relative_to(work))
         content: Any = path.read_bytes() if path.is_file() else b""
         if b'"kvalloc.evaluation"' in content:
             content = _timeless(json.loads(content))
         if not name.startswith("model/"):
-            found[name] = content
-    return found
+            files[name] = content
+    return files
 
 
 def _timeless(value: Any) -> Any:
@@ -328,8 +328,8 @@ class Child:
         from kvalloc.cli.main import main
 
         code = main(arguments)
-        told = {"changes": self._changes, "modules": sorted(sys.modules)}
-        self._log.with_suffix(".json").write_text(json.dumps(told))
+        report = {"changes": self._changes, "modules": sorted(sys.modules)}
+        self._log.with_suffix(".json").write_text(json.dumps(report))
         return code
 
     def _saw(self, event: str, given: tuple[Any, ...], inside: str, kill_at: int) -> None:
@@ -350,24 +350,24 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)  # not waited for yet: the id is still its own
 
     def wait(self) -> int:
-        """Its exit code, or minus the signal that ended it."""
-        end = time.monotonic() + MOST_SECONDS
+        """Return its exit code, or minus the signal that ended it."""
+        end = time.monotonic() + MAX_SECONDS
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.005)
         self.kill()
-        raise Broken(f"not ended after {MOST_SECONDS:g} s: {self.said()}")
+        raise Broken(f"not ended after {MAX_SECONDS:g} s: {self.printed()}")
 
-    def said(self) -> str:
-        """What it has printed."""
+    def printed(self) -> str:
+        """Return what it printed."""
         return self._log.read_text(errors="replace")[-1500:]
 
-    def told(self) -> dict[str, Any]:
-        """How many changes of files it made, and which modules it has imported."""
-        found: dict[str, Any] = json.loads(self._log.with_suffix(".json").read_text())
-        return found
+    def report(self) -> dict[str, Any]:
+        """Return how many changes of files it made, and which modules it imported."""
+        report: dict[str, Any] = json.loads(self._log.with_suffix(".json").read_text())
+        return report
 
 
 def _same_day() -> None:
@@ -390,7 +390,7 @@ def kill_all(runs: Runs, kills: int, seed: int) -> Iterator[str]:
     while done < kills:
         name, rng = names[case % len(names)], random.Random(f"{seed} {case}")
         try:
-            done += runs.kill(name, rng, most=min(3, kills - done))
+            done += runs.kill(name, rng, max_kills=min(3, kills - done))
         except Broken as broken:
             done += 1
             yield f"seed {seed}, case {case}: {broken}"
@@ -402,8 +402,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", help="names with commas; all by default")
-    asked = parser.parse_args()
-    names = tuple(asked.jobs.split(",")) if asked.jobs else tuple(JOBS)
+    options = parser.parse_args()
+    names = tuple(options.jobs.split(",")) if options.jobs else tuple(JOBS)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         runs = Runs.prepared(Path(made), names)
@@ -413,8 +413,8 @@ def main() -> int:
                 runs.two_at_once(name)
             except Broken as error:
                 broken.append(str(error))
-        broken += kill_all(runs, asked.kills, asked.seed)
-    print(f"seed {asked.seed}, {time.monotonic() - start:,.0f} s")
+        broken += kill_all(runs, options.kills, options.seed)
+    print(f"seed {options.seed}, {time.monotonic() - start:,.0f} s")
     print(f"{'command':16} {'killed':>7} {'by time':>8} {'at a file':>10} {'unbroken':>9}")
     for name in names:
         by_time, at_a_file = (runs.kills[name, how] for how in ("by time", "at a file"))

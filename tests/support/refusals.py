@@ -1,4 +1,4 @@
-"""Refusals of files, and that they are told well; what a profile states and is not true."""
+"""Refusals of files and whether their messages are clear; untrue statements of a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 
 
 def refused(path: Path, load: Callable[[Path], object]) -> ProfileFileError:
-    """What loading says, after checking that it says it well."""
+    """Return the error of loading a file, after checking that it is one clear line."""
     with pytest.raises(ProfileFileError) as caught:
         load(path)
     error = caught.value
@@ -29,5 +29,5 @@ def refused(path: Path, load: Callable[[Path], object]) -> ProfileFileError:
 
 
 def untrue(profile: BudgetProfile, scores: ScoreProfile) -> set[str]:
-    """What a budget profile states and its score profile does not confirm."""
+    """Return what a budget profile states and its score profile does not confirm."""
     return {check.name for check in verify(profile, scores) if not check.passed}

@@ -98,7 +98,7 @@ class Soak:
         return cls(model, CONTEXT[name], ways_of(model, CONTEXT[name], folder / "s.safetensors"))
 
     def answer(self, way: str, shape: str) -> str:
-        """What a call says, by its digest: tokens, logits and bytes, or why there are none."""
+        """Return the digest of an answer's tokens, logits and bytes, or why there are none."""
         options: dict[str, Any] = {"num_beams": 1, **SHAPES[shape]}
         rows, tokens = options.pop("rows", 1), self.context * options.pop("times", 1)
         ids, mask = prompt(self.model, tokens, rows, seed=len(shape)), torch.ones(rows, tokens)
@@ -106,10 +106,10 @@ class Soak:
             for row in range(1, rows):
                 mask[row, : 11 * row] = 0
         # A model for each thread that shares all modules: `apply` changes its attribute `generate`.
-        model, own = copy.copy(self.model), self.ways[way]
+        model, reduced = copy.copy(self.model), self.ways[way]
         try:
-            with nullcontext() if own is None else kvalloc.apply(model, **own) as applied:
-                found = model.generate(
+            with nullcontext() if reduced is None else kvalloc.apply(model, **reduced) as applied:
+                output = model.generate(
                     ids,
                     attention_mask=mask.long(),
                     max_new_tokens=NEW,
@@ -123,13 +123,13 @@ class Soak:
         except (KVAllocError, BrokenOffError) as error:
             return f"{type(error).__name__}: {error}"
         cache = getattr(applied, "last_cache", None)
-        said = hashlib.sha256(b"" if cache is None else b"%d" % cache.retained_bytes)
-        for tensor in (found.sequences, *found.logits):
-            said.update(tensor.numpy().tobytes())
-        return said.hexdigest()
+        digest = hashlib.sha256(b"" if cache is None else b"%d" % cache.retained_bytes)
+        for tensor in (output.sequences, *output.logits):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def left_behind(self) -> dict[str, object]:
-        """All that a call may change and has to put back."""
+        """Return all that a call may change and has to put back."""
         gc.collect()  # an error holds the frames that it came through, and they the cache
         modules = dict(self.model.named_modules())
         return {
@@ -140,7 +140,9 @@ class Soak:
                 if getattr(module, kind)
             },
             "attributes": {(name, key) for name, module in modules.items() for key in vars(module)},
-            "views": [name for name, own in modules.items() if has_view(own, self.model.config)],
+            "views": [
+                name for name, module in modules.items() if has_view(module, self.model.config)
+            ],
             "config": self.model.config.to_dict(),
             "attention": self.model.config._attn_implementation,
             "generation": self.model.generation_config.to_dict(),
@@ -153,8 +155,8 @@ class Soak:
 
 
 def has_view(module: torch.nn.Module, config: object) -> bool:
-    own = vars(module).get("config")
-    return own is not None and type(own) is not type(config)
+    view = vars(module).get("config")
+    return view is not None and type(view) is not type(config)
 
 
 def prompt(model: Any, tokens: int, rows: int, seed: int) -> torch.Tensor:
@@ -182,7 +184,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
         "no kvalloc": None,
         "layer": {"profile": layer},
         "head": {"profile": head},
-        **{f"{n} bits": {"profile": head.replace(bits=own)} for n, own in packed.items()},
+        **{f"{n} bits": {"profile": head.replace(bits=bits)} for n, bits in packed.items()},
         **{f"policy {name}": {"profile": layer, "policy": name} for name in policy_names()},
         **{f"scorer {name}": {"profile": head, "policy": name} for name in SCORERS},
         "scorer surrogate": {
@@ -205,15 +207,15 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
 
 
 def fresh(soak: Soak, call: tuple[str, str]) -> str:
-    """What a call answers in a process of its own, forked where none has been made."""
+    """Return what a call answers in a process that is forked before any other call."""
     context = multiprocessing.get_context("fork")
     ours, its = context.Pipe(duplex=False)
-    own = context.Process(target=lambda: its.send(soak.answer(*call)))
-    own.start()
+    process = context.Process(target=lambda: its.send(soak.answer(*call)))
+    process.start()
     its.close()  # so that the end of a process that says nothing is noticed
-    said: str = ours.recv()
-    own.join()
-    return said
+    answer: str = ours.recv()
+    process.join()
+    return answer
 
 
 class Memory:
@@ -237,10 +239,10 @@ def wrong_answers(
 ) -> list[str]:
     """Calls that do not answer as expected, in words; made by so many threads at once."""
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(lambda call: soak.answer(*call), calls)
+        answers = pool.map(lambda call: soak.answer(*call), calls)
         return [
             f"{', '.join(call)}: {expected[call][:60]} became {one[:60]}"
-            for call, one in zip(calls, found, strict=True)
+            for call, one in zip(calls, answers, strict=True)
             if one != expected[call]
         ]
 
@@ -289,14 +291,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=CONTEXT, help="this one alone")
     parser.add_argument("--threads", type=int, help="so many alone")
-    asked = parser.parse_args()
-    if asked.model and asked.threads:
-        return int(not run(asked.model, asked.calls, asked.threads, asked.seed))
+    arguments = parser.parse_args()
+    if arguments.model and arguments.threads:
+        return int(not run(arguments.model, arguments.calls, arguments.threads, arguments.seed))
     codes = []
     for model, part in {"tiny": 1, "demo": 40}.items():
         for threads in (1, 4):  # each part in a process of its own: memory is counted
-            if asked.model in (None, model) and asked.threads in (None, threads):
-                calls = ("--calls", str(asked.calls // part), "--seed", str(asked.seed))
+            if arguments.model in (None, model) and arguments.threads in (None, threads):
+                calls = ("--calls", str(arguments.calls // part), "--seed", str(arguments.seed))
                 one = ("--model", model, "--threads", str(threads))
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
                 command = [sys.executable, "-u", __file__, *calls, *one]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import (
-    AskedTheDevice,
+    DeviceWaitError,
     Launches,
     decoded_on_fake_device,
     evicted_on_fake_device,
@@ -153,13 +153,13 @@ def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
     numbers = torch.ones(3, device="meta")
     with launches:
         numbers * 2
-        assert launches.found == {"mul": 1}
-        with pytest.raises(AskedTheDevice, match="wants a value"):
+        assert launches.counts == {"mul": 1}
+        with pytest.raises(DeviceWaitError, match="wants a value"):
             bool(numbers.all())
-        with pytest.raises(AskedTheDevice, match="wants a value"):
+        with pytest.raises(DeviceWaitError, match="wants a value"):
             numbers.cpu()
         launches.strict = True
-        with pytest.raises(AskedTheDevice, match="from the host"):
+        with pytest.raises(DeviceWaitError, match="from the host"):
             torch.ones(3).to("meta")
 
 
@@ -172,7 +172,7 @@ class OnDevice(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs or {})
         if func.__name__ in ("__bool__", "equal", "item", "tolist", "numpy"):
-            raise AskedTheDevice(func.__name__)
+            raise DeviceWaitError(func.__name__)
         if func.__name__ in ("to", "cpu"):
             cls.read += 1
             return found.as_subclass(torch.Tensor)

@@ -24,7 +24,7 @@ from cell_choice import (
     impossible,
     product_cells,
     refused_as,
-    told,
+    summary_lines,
 )
 from kernel_choice import WITH, kernel_choice
 from runtime_cells import (
@@ -132,7 +132,7 @@ def test_what_is_impossible_is_known() -> None:
 
 
 def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
-    head, *lines, last = told(product)
+    head, *lines, last = summary_lines(product)
     refused = [cell for cell in product if refused_as(cell) is not None]
     assert f"{len(product):,} cells of 456 of 456" in head
     assert (
