@@ -9,13 +9,13 @@ from contextlib import nullcontext, redirect_stdout
 
 import typer
 
-from kvalloc.cli.output import wants_json
+from kvalloc.cli.output import is_quiet, wants_json
 from kvalloc.report.terminal import terminal_width
 
 
 def say(*paragraphs: str) -> None:
-    """Print paragraphs, wrapped also in a pipe, unless stdout is for JSON."""
-    for text in () if wants_json() else paragraphs:
+    """Print paragraphs, wrapped also in a pipe, unless --quiet or --json is given."""
+    for text in () if wants_json() or is_quiet() else paragraphs:
         print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
 
 
@@ -37,9 +37,12 @@ def step(*words: object, hidden: bool = False) -> None:
     from kvalloc.cli.main import run_command
 
     line = [*map(str, words)]
-    if not wants_json():
+    if not (wants_json() or is_quiet()):
         print(f"\n$ {shlex.join(['kvalloc', *line])}", flush=True)
-    with nullcontext() if hidden == wants_json() else redirect_stdout(io.StringIO()):
-        code = run_command([*line, "--json"] if wants_json() else line)
+    line += ["--json"] if wants_json() else []
+    line += ["--quiet"] if is_quiet() else []
+    shown = hidden if wants_json() else not (hidden or is_quiet())
+    with nullcontext() if shown else redirect_stdout(io.StringIO()):
+        code = run_command(line)
     if code:
         raise typer.Exit(code)

@@ -239,6 +239,8 @@ def test_quickstart_needs_no_model(tmp_path):
     page = (tmp_path / "q/report.html").read_text()
     profiles = {file.stem: load_profile(file) for file in (tmp_path / "q").glob("*.json")}
     assert all(name in page for name in profiles)
+    quiet = run("quickstart", "--output-dir", tmp_path / "q", "--quiet")
+    assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
     losses = {name: profile.predicted_loss for name, profile in profiles.items()}
     assert min(losses, key=losses.get) == "auto"
     assert profiles["auto"].termination == "optimal"
