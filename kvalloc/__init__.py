@@ -29,30 +29,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_WHERE = {
-    "AllocationProblem": "kvalloc.problem",
-    "BudgetProfile": "kvalloc.formats.budget_profile",
-    "KVAllocError": "kvalloc.errors",
-    "ModelShape": "kvalloc.shape",
-    "Policy": "kvalloc.formats.budget_profile",
-    "ScoreProfile": "kvalloc.formats.score_profile",
-    "Solution": "kvalloc.problem",
-    "Solver": "kvalloc.problem",
-    "Termination": "kvalloc.problem",
-    "apply": "kvalloc.online.application",
-    "compare": "kvalloc.allocation.decision",
-    "fit_scorer": "kvalloc.measure.scorer_fitting",
-    "load_cache": "kvalloc.runtime",
-    "load_model": "kvalloc.models.loading",
-    "load_profile": "kvalloc.formats.shipped_profiles",
-    "load_scores": "kvalloc.formats.shipped_profiles",
-    "make_cache": "kvalloc.runtime",
-    "profile": "kvalloc.measure",
-    "shipped_profiles": "kvalloc.formats.shipped_profiles",
-    "solve": "kvalloc.allocation.decision",
-    "solve_measured": "kvalloc.online.solving",
-    "write_report": "kvalloc.report.page",
+_NAMES = {
+    "kvalloc.allocation.decision": ("compare", "solve"),
+    "kvalloc.errors": ("KVAllocError",),
+    "kvalloc.formats.budget_profile": ("BudgetProfile", "Policy"),
+    "kvalloc.formats.score_profile": ("ScoreProfile",),
+    "kvalloc.formats.shipped_profiles": ("load_profile", "load_scores", "shipped_profiles"),
+    "kvalloc.measure": ("profile",),
+    "kvalloc.measure.scorer_fitting": ("fit_scorer",),
+    "kvalloc.models.loading": ("load_model",),
+    "kvalloc.online.application": ("apply",),
+    "kvalloc.online.solving": ("solve_measured",),
+    "kvalloc.problem": ("AllocationProblem", "Solution", "Solver", "Termination"),
+    "kvalloc.report.page": ("write_report",),
+    "kvalloc.runtime": ("load_cache", "make_cache"),
+    "kvalloc.shape": ("ModelShape",),
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AllocationProblem",

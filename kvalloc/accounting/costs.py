@@ -130,8 +130,8 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(bits, shape.head_dim)) for bits in BIT_WIDTHS]
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
     packed = count * rows[width] + key_scales
-    found: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
-    return found
+    stored: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
+    return stored
 
 
 def entries_in_share(
@@ -182,8 +182,8 @@ def entries_in_share(
     beside = POSITION_BYTES + (BIAS_BYTES if biased else 0)
     needed = ((stored_bytes(counts, widths, half) + beside * counts) * heads).sum(axis=1)
     whole = tokens * half.bytes_per_entry * int(heads.sum())
-    found = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
-    return tokens if found < min(least, tokens) else found
+    entries = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
+    return tokens if entries < min(least, tokens) else entries
 
 
 def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
@@ -347,8 +347,6 @@ class CacheCosts:
         Entries of one KV head of a sliding layer, which no budget changes.
     sliding_layer_bytes, sliding_bytes : int
         Bytes of one sliding layer in whole pages, and of all of them.
-    reading_bytes : int
-        Bytes that the cache takes beside what is kept while the prompts are read.
 
     Raises
     ------
@@ -371,7 +369,6 @@ class CacheCosts:
     sliding_entries: int = field(init=False)
     sliding_layer_bytes: int = field(init=False)
     sliding_bytes: int = field(init=False)
-    reading_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         shape, page = self.shape, self.page_tokens
@@ -390,7 +387,6 @@ class CacheCosts:
             sliding_entries=shape.sliding_entries(self.context_tokens),
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
-            reading_bytes=reading_bytes(shape, columns, self.batch, self.read_layers),
         )
 
     @property
@@ -414,11 +410,16 @@ class CacheCosts:
         return self.heads * int(self.of_head(self.context_tokens, 16, self.page_tokens))
 
     @property
+    def reading_bytes(self) -> int:
+        """Return the bytes that the cache takes beside what is kept while the prompts are read."""
+        columns = self.columns or self.context_tokens
+        return reading_bytes(self.shape, columns, self.batch, self.read_layers)
+
+    @property
     def plain_bytes(self) -> int:
         """Return the bytes of a plain cache, as the model makes it."""
-        columns = self.columns or self.context_tokens
-        full = len(self.shape.full_layers) * reading_bytes(self.shape, columns, self.batch)
-        return full + self.sliding_bytes
+        one_layer = replace(self, read_layers=1).reading_bytes
+        return len(self.shape.full_layers) * one_layer + self.sliding_bytes
 
     def of_budget(self, tokens: int) -> int:
         """Return the cost of one budget in every KV head of the full-attention layers."""

@@ -18,13 +18,13 @@ def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, int]]:
     ----------
     tensors : iterable of Tensor
     """
-    found: dict[tuple[str, int], tuple[Any, int, int]] = {}
+    stored: dict[tuple[str, int], tuple[Any, int, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         key = str(tensor.device), storage.data_ptr()
-        _, shown, _ = found.get(key, (storage, 0, 0))
-        found[key] = storage, shown + tensor.nbytes, tensor.itemsize
-    return list(found.values())
+        _, shown, _ = stored.get(key, (storage, 0, 0))
+        stored[key] = storage, shown + tensor.nbytes, tensor.itemsize
+    return list(stored.values())
 
 
 def layer_tensors(layer: Any) -> list[Any]:

@@ -90,7 +90,9 @@ def solve(
     >>> profile = solve("s.safetensors", target_retention=0.9)  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    scores, chosen = load_scores(scores), solver_of(solver, solver_options)
+    chosen = solver_of(solver, solver_options)
+    if not isinstance(scores, ScoreProfile):
+        scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
     request, problem, note = choose_objective(scores, request, chosen)
     try:

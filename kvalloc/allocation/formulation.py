@@ -194,7 +194,8 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     """
     request, shape = curves.request, curves.scores.shape
     _check_context(curves)
-    _check_peak(curves)
+    if request.target.at_peak and request.objective == "loss":
+        _check_peak(curves)
     costs = curves.costs
     tokens = _option_tokens(curves)
     options, weights = _options(curves, tokens)
@@ -356,8 +357,6 @@ def _check_context(curves: RequestCurves) -> None:
 def _check_peak(curves: RequestCurves) -> None:
     """Raise an `InputError` for policies whose cache takes more at its peak than what is kept."""
     request, scores = curves.request, curves.scores
-    if not request.target.at_peak or request.objective != "loss":
-        return
     evicting = [
         one.title
         for one in scores.policies

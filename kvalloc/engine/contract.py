@@ -176,12 +176,12 @@ class LocalEngine:
     ) -> Iterator[tuple[int, Any]]:
         """Do some work for each item, in their order."""
         for number, item in items.items():
-            found: Any
+            result: Any
             try:
-                found = work(self._model, item, advance)
+                result = work(self._model, item, advance)
             except Exception as error:
-                found = Failed.of(error)
-            yield number, found
+                result = Failed.of(error)
+            yield number, result
 
 
 def engine_of(model: Any) -> Engine:
@@ -198,9 +198,9 @@ def none_failed(results: Iterable[tuple[int, Any]]) -> dict[int, Any]:
     Exception
         Of the first that failed.
     """
-    found: dict[int, Any] = {}
+    by_number: dict[int, Any] = {}
     for number, result in results:
         if isinstance(result, Failed):
             raise result.error
-        found[number] = result
-    return found
+        by_number[number] = result
+    return by_number

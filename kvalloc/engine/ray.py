@@ -89,11 +89,11 @@ class Host:
             self._work = (number, pickle.loads(ray.get(references)[0]))
         try:
             with naming_flags() if self._flags else nullcontext():
-                found: Any = self._work[1](self._model, item, self._advance)
+                result: Any = self._work[1](self._model, item, self._advance)
         except Exception as error:
             _LOG.info("an item failed", exc_info=True)
-            found = _told(error)
-        return pickle.dumps((found, self.steps))
+            result = _told(error)
+        return pickle.dumps((result, self.steps))
 
     def _advance(self, steps: int) -> None:
         self.steps += steps
@@ -276,18 +276,18 @@ class RayEngine:
                 self._tell(told, advance)
                 if worker is None:
                     continue
-                number, found = self._taken(worker, told, advance)
-                if found is _DIED:
+                number, result = self._taken(worker, told, advance)
+                if result is _DIED:
                     deaths[number] += 1
                     _LOG.info("a worker died of item %d", number)
                     if deaths[number] < DEATHS:
                         left.appendleft(number)
                         continue
-                    found = Failed(error=SampleError(f"it killed its worker {DEATHS} times"))
-                elif isinstance(found, KVAllocError):
-                    raise found
+                    result = Failed(error=SampleError(f"it killed its worker {DEATHS} times"))
+                elif isinstance(result, KVAllocError):
+                    raise result
                 self._hand_out(left, items)  # before anybody looks at this one
-                yield number, found
+                yield number, result
         finally:
             for worker in [one for one in self._workers if one.item is not None]:
                 self._replace(worker)  # nobody waits for what it is at
@@ -388,7 +388,7 @@ class RayEngine:
         """Look at what a new worker has loaded."""
         exceptions = self._ray.exceptions
         try:
-            found = self._ray.get(worker.waiting)
+            result = self._ray.get(worker.waiting)
         except exceptions.RayTaskError as error:
             why = one_line(error.cause)
             raise InputError(f"a worker of the Ray cluster cannot begin: {why}") from None
@@ -400,17 +400,17 @@ class RayEngine:
                 ) from None
             self._replace(worker, worker.lost + 1)
             return
-        if isinstance(found, KVAllocError):
-            raise found
+        if isinstance(result, KVAllocError):
+            raise result
         here = _versions()
-        if isinstance(found, dict):
-            name = next(name for name in here if found[name] != here[name])
+        if isinstance(result, dict):
+            name = next(name for name in here if result[name] != here[name])
             raise InputError(
-                f"a worker of the Ray cluster has {name} {found[name]}, and this process "
+                f"a worker of the Ray cluster has {name} {result[name]}, and this process "
                 f"{here[name]}; install the same on all of its machines"
             )
-        self._facts = self._facts or found
-        first, own = self._facts.record(), found.record()
+        self._facts = self._facts or result
+        first, own = self._facts.record(), result.record()
         if differ := [name for name in first if first[name] != own[name]]:
             raise InputError(
                 f"workers of the Ray cluster have not loaded the same model: {differ[0]} is "
@@ -425,15 +425,15 @@ class RayEngine:
         assert worker.item is not None  # the caller has looked
         number, exceptions = worker.item, self._ray.exceptions
         try:
-            found, steps = pickle.loads(self._ray.get(worker.waiting))
+            result, steps = pickle.loads(self._ray.get(worker.waiting))
             advance(max(0, steps - told[number]))
         except exceptions.RayTaskError as error:
-            found = Failed(error=SampleError(one_line(error.cause)))
+            result = Failed(error=SampleError(one_line(error.cause)))
         except exceptions.RayError:
             self._replace(worker)
             return number, _DIED
         worker.item = worker.waiting = None
-        return number, found
+        return number, result
 
     def _tell(self, told: Counter[int], advance: Advance) -> None:
         """Count what workers have done of their items; what is done again counts once."""

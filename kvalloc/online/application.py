@@ -45,7 +45,7 @@ def apply(
     decode_every: int | None = None,
     bounded: bool = False,
     surrogate: str | Path | None = None,
-    **asked: Unpack[PromptOptions],
+    **keywords: Unpack[PromptOptions],
 ) -> Applied:
     """From now on, each ``model.generate()`` and each ``model()`` reduces its prompt.
 
@@ -81,7 +81,7 @@ def apply(
     surrogate : str or Path, optional
         With a budget alone: what ``kvalloc fit-scorer`` wrote for this model. It says what a
         second read of a prompt would look up, so that one read is enough.
-    **asked
+    **keywords
         What each prompt is to reach, and how that is measured and decided; see
         `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
 
@@ -103,21 +103,21 @@ def apply(
         allow_other_model=allow_other_model,
         surrogate=surrogate,
     )
-    given = {"profile": profile, **vars(options), **asked}
+    given = {"profile": profile, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])
-    return Applied(model, partial(cache_maker(profile, options, **asked), model))
+    return Applied(model, partial(cache_maker(profile, options, **keywords), model))
 
 
 def cache_maker(
     profile: BudgetProfile | str | Path | None,
     options: CacheOptions,
-    **asked: Unpack[PromptOptions],
+    **keywords: Unpack[PromptOptions],
 ) -> Callable[[Any, PromptSize], BudgetCache]:
     """Return what makes a cache of a model for a prompt; refuse what can be without a model.
 
     Parameters
     ----------
-    profile, options, **asked
+    profile, options, **keywords
         As for `apply`; a profile and a target do not exclude each other here.
 
     Returns
@@ -131,9 +131,9 @@ def cache_maker(
         If the profile cannot be read, or the target is none.
     """
     if profile is None:
-        if Default.is_asked(policy=options.policy, **asked):
-            return Default.parse(options=options, **asked).cache
-        return PromptTarget.parse(options=options, **asked).cache
+        if Default.is_asked(policy=options.policy, **keywords):
+            return Default.parse(options=options, **keywords).cache
+        return PromptTarget.parse(options=options, **keywords).cache
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if not isinstance(profile, BudgetProfile):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -96,6 +96,23 @@ IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}
 """Of the way ``decided``: new values are fitted to the prompt's last queries."""
 
 
+class _Served(NamedTuple):
+    """How a row is served.
+
+    Attributes
+    ----------
+    way : Way
+    name : str
+        Of the way ``decided``: the shipped profile.
+    width : int
+        Of the way ``whole``: at how many bits the row is kept.
+    """
+
+    way: Way
+    name: str = ""
+    width: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
     """Rows of a batch that are served alike.
@@ -106,15 +123,14 @@ class _Rows:
         Their places in the batch.
     lengths : tuple of int
         Tokens of each, without padding.
-    way : Way
-    name : str
-        Of the way ``decided``: the shipped profile.
+    way, name
+        See `_Served`.
     """
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     way: Way
-    name: str = ""
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +202,14 @@ class Default:
         shape, fitted = shape_of(model), rotates_halves(model)
         tokens, chunked = size.tokens, size.chunked
         if tokens is None:
-            way, *_ = self._way(model, shape, None, size.embedded)
-            profile = self.profile(shape, None, way, fitted=fitted)
+            unread = self._served(model, shape, None, size.embedded)
+            profile = self.profile(shape, None, unread.way, fitted=fitted)
             return build_cache(model, profile, self.options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(own, 1) for own in size.lengths or (tokens,)]
-        ways = [self._way(model, shape, own, size.embedded) for own in lengths]
-        groups = self._that_fit(shape, tokens, lengths, ways, chunked=chunked)
-        found = []
+        served = [self._served(model, shape, own, size.embedded) for own in lengths]
+        groups = self._that_fit(shape, tokens, lengths, served, chunked=chunked)
+        caches = []
         for group in groups:
             if group.way == "decided":
                 profile = shipped_decisions(shape)[group.name]
@@ -208,53 +224,39 @@ class Default:
             profile = profile.replace(requested=requested, detail=said)
             options = replace(self.options, bounded=bounded)
             cache = build_cache(model, profile, options, prompt_tokens=size.announced)
-            found.append((group.rows, cache))
-        return found[0][1] if len(found) == 1 else GroupedCache(found)
+            caches.append((group.rows, cache))
+        return caches[0][1] if len(caches) == 1 else GroupedCache(caches)
 
-    def _way(
-        self,
-        model: Any,
-        shape: ModelShape,
-        tokens: int | None,
-        embedded: bool,
-    ) -> tuple[Way, str, int]:
-        """Say which way serves a row, where it may hold its full cache.
-
-        Returns
-        -------
-        Way
-        str
-            Name of the shipped profile.
-        int
-            Width of what is kept whole.
-        """
+    def _served(self, model: Any, shape: ModelShape, tokens: int | None, embedded: bool) -> _Served:
+        """Return how a row is served where it may hold its full cache."""
         bounded, surrogate = self.options.bounded, self.options.surrogate
         goes_on = bounded or self.options.decode_every
         if tokens is not None:
             name = "" if goes_on or surrogate else self.decided(shape, tokens)[0]
             if name:
-                return "decided", name, 0
+                return _Served("decided", name)
             if self._entries(shape, tokens) == tokens:
-                return "whole", "", self._width(shape, tokens)
+                return _Served("whole", width=self._width(shape, tokens))
         repeatable, limit = tokens is not None and not (embedded or goes_on), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
         predicts = self.surrogate_of(shape) is not None and not bounded
         if predicts and (not repeatable or surrogate or self.share >= FOUR_BITS_BELOW):
-            return "surrogate", "", 0
-        return "bounded" if bounded else "twice" if repeatable else "late", "", 0
+            return _Served("surrogate")
+        return _Served("bounded" if bounded else "twice" if repeatable else "late")
 
     def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
-        """The shipped profile that takes most of the share at a prompt's length, and its name.
+        """Return the name of the shipped profile that takes most of the share at a length, and it.
 
-        None where there is none near it.
+        None where there is none near the share.
         """
-        found: tuple[float, str, BudgetProfile | None] = (NEAR * self.share, "", None)
+        nearest = NEAR * self.share
+        chosen: tuple[str, BudgetProfile | None] = ("", None)
         for name, profile in shipped_decisions(shape).items():
             reached = profile.share_at(tokens)
-            if found[0] <= reached <= self.share:
-                found = reached, name, profile
-        return found[1:]
+            if nearest <= reached <= self.share:
+                nearest, chosen = reached, (name, profile)
+        return chosen
 
     def surrogate_of(self, shape: ModelShape) -> str | None:
         """Return the file of the surrogate that is named, or the name of one that ships."""
@@ -352,15 +354,15 @@ class Default:
         shape: ModelShape,
         tokens: int,
         lengths: Sequence[int],
-        ways: Sequence[tuple[Way, str, int]],
+        served: Sequence[_Served],
         *,
         chunked: bool,
     ) -> list[_Rows]:
-        """Put rows of one way together; all early where the memory asks for it."""
-        groups = _alike(lengths, ways)
+        """Put rows that are served alike together; all early where the memory asks for it."""
+        groups = _alike(lengths, served)
         if self.memory is None:
             return groups
-        early = _alike(lengths, [way if way[0] == "whole" else ("early", "", 0) for way in ways])
+        early = _alike(lengths, [one if one.way == "whole" else _Served("early") for one in served])
         needs = [
             sum(
                 self.peak_bytes(
@@ -405,15 +407,15 @@ class Default:
         voting = way in ("late", "bounded")
         held = min(VOTES, tokens) + AWAITED if voting else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
-        found = shape.full_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
+        peak = shape.full_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
         if way == "bounded":  # kept as the model made them until the last eviction
             entries = min(BOUNDED_BUDGETS * self._entries(shape, tokens), tokens)
             gone = one_layer * (columns - entries) // columns
-            found += one_layer * (entries < columns) - len(shape.full_layers) * gone
+            peak += one_layer * (entries < columns) - len(shape.full_layers) * gone
         if way == "twice":  # what is read again, and what one layer shows of the prompt
-            found += one_layer * min(SHOWN_FIRST + PIECE, tokens) // columns
-            found += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
-        return found
+            peak += one_layer * min(SHOWN_FIRST + PIECE, tokens) // columns
+            peak += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
+        return peak
 
     def _said(self, profile: BudgetProfile, group: _Rows, columns: int, *, chunked: bool) -> str:
         """One line: which way, how much is kept, its peak and its cost."""
@@ -442,17 +444,12 @@ class Default:
         )
 
 
-def _alike(lengths: Sequence[int], ways: Sequence[tuple[Way, str, int]]) -> list[_Rows]:
-    """Rows of one way together, that of the longest row first."""
-    found: dict[tuple[Way, str, int], list[int]] = {}
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        found.setdefault(ways[row], []).append(row)
-    return [
-        _Rows(
-            rows=tuple(sorted(rows)),
-            lengths=tuple(lengths[row] for row in sorted(rows)),
-            way=way,
-            name=name,
-        )
-        for (way, name, _), rows in found.items()
-    ]
+def _alike(lengths: Sequence[int], served: Sequence[_Served]) -> list[_Rows]:
+    """Return the rows that are served alike together, those of the longest row first."""
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups = []
+    for how in dict.fromkeys(served[row] for row in longest_first):
+        rows = tuple(row for row, own in enumerate(served) if own == how)
+        own = tuple(lengths[row] for row in rows)
+        groups.append(_Rows(rows=rows, lengths=own, way=how.way, name=how.name))
+    return groups

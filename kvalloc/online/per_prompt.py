@@ -113,9 +113,11 @@ class PromptTarget:
         self.scorer.check_prompt_only()
 
     @classmethod
-    def parse(cls, *, options: CacheOptions | None = None, **asked: Unpack[PromptOptions]) -> Self:
+    def parse(
+        cls, *, options: CacheOptions | None = None, **keywords: Unpack[PromptOptions]
+    ) -> Self:
         """Return the target that keywords make; see `PromptOptions`."""
-        given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+        given: dict[str, Any] = {key: value for key, value in keywords.items() if value is not None}
         scorer = get_scorer(given.pop("scorer", "xkv"), **given.pop("scorer_options", {}))
         decided_by: dict[str, Any] = {"solver_options": given.pop("solver_options", {})}
         decided_by |= {name: given.pop(name) for name in ("solver", "sinks") if name in given}

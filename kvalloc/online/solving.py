@@ -53,7 +53,7 @@ def solve_measured(
     model_id: str | None = None,
     request: Request | None = None,
     how: Mapping[str, Any] | None = None,
-    **asked: Unpack[RequestOptions],
+    **keywords: Unpack[RequestOptions],
 ) -> BudgetProfile:
     """Decide budgets, and measure what the whole reduced cache loses on prompts left out.
 
@@ -85,7 +85,7 @@ def solve_measured(
         What is asked, where it is parsed already.
     how : mapping, optional
         What else `kvalloc.solve` takes: solver, solver_options, time_limit, average, notify.
-    **asked
+    **keywords
         See `kvalloc.allocation.request.RequestOptions`.
 
     Returns
@@ -112,7 +112,7 @@ def solve_measured(
     ...                target_loss=0.02, level="head")  # doctest: +SKIP
     """
     scores, facts = load_scores(scores), ModelFacts.of(model, model_id)
-    request = Request.parse(**asked) if request is None else request
+    request = Request.parse(**keywords) if request is None else request
     scores.shape.require_same_model(facts.shape)
     samples = _samples(prompts, tokenizer, scores)
     job = {**facts.record(), "text_digest": samples.digest(), "scores": scores.digest}
@@ -155,28 +155,28 @@ def _meet(
             if not tries:
                 raise
             break
-        found, aim = measure(decided), request.target.max_loss
+        summary, aim = measure(decided), request.target.max_loss
         one = MeasuredTry(
             target=aim,
             predicted=decided.predicted_loss,
-            loss=found["loss"],
+            loss=summary["loss"],
             retained_bytes=decided.retained_bytes,
         )
         tries.append(one)
-        met = target is None or aim is None or found["loss"] <= target
-        best = (decided, found) if met else best
-        if target is None or not aim or (met and (not missed or found["loss"] > NEAR * target)):
+        met = target is None or aim is None or summary["loss"] <= target
+        best = (decided, summary) if met else best
+        if target is None or not aim or (met and (not missed or summary["loss"] > NEAR * target)):
             break
         if met:
             reached = aim
         else:
             missed = aim
-        step = min(max(target / max(found["loss"], 1e-12), LEAST_STEP), MOST_STEP)
+        step = min(max(target / max(summary["loss"], 1e-12), LEAST_STEP), MOST_STEP)
         aim = aim * step if best is None else math.sqrt(reached * missed)
         request = replace(request, target=replace(request.target, value=aim))
     if best is not None:
-        decided, found = best
-        stated = MeasuredLoss(target=target, tries=tuple(tries), **found)
+        decided, summary = best
+        stated = MeasuredLoss(target=target, tries=tuple(tries), **summary)
         return decided.replace(measured_loss=stated)
     least = min(one.loss for one in tries)
     raise InfeasibleError(

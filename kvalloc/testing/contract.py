@@ -155,8 +155,8 @@ class SolverContract:
             goals = _goals(problem)
             owed = self.monotone and bool(np.all(np.diff(problem.values, axis=1) >= 0))
             answers = [self._solved(f"{name} at {goal!r}", goal, solver) for goal in goals]
-            found = [answer for answer in answers if answer is not None]
-            for first, second in zip(found, found[1:], strict=False):
+            solved = [answer for answer in answers if answer is not None]
+            for first, second in zip(solved, solved[1:], strict=False):
                 both = (first.termination, second.termination)
                 if owed or both == (Termination.OPTIMAL, Termination.OPTIMAL):
                     slack = TOLERANCE * max(1.0, abs(first.objective))
