@@ -144,7 +144,7 @@ class LossProbe:
             else:
                 answer = answer_ids[:continuation_tokens].to(prompt_ids.device)
             self.continuation_ids = torch.cat([question, answer])
-            self._hidden, logits = self._watched(self._note)
+            self._hidden, logits = self._watched()
             self._look_later()
             self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
 
@@ -414,16 +414,16 @@ class LossProbe:
             written.append(logits[0, -1].argmax())
         return torch.stack(written)
 
-    def _note(self, states: AttentionStates) -> Tensor:
-        """Return attention with the full cache; keep its states."""
-        self._states[states.layer] = states
-        return self._attend(states, None)
+    def _watched(self) -> tuple[dict[int, Tensor], Tensor]:
+        """Run the continuation with the full cache; keep what each layer's attention sees.
 
-    def _watched(
-        self, attend: Callable[[AttentionStates], Tensor]
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """Run the continuation; what enters each layer, and the logits."""
+        Returns what enters each layer, and the logits.
+        """
         entering: dict[int, Tensor] = {}
+
+        def attend(states: AttentionStates) -> Tensor:
+            self._states[states.layer] = states
+            return self._attend(states, None)
 
         def watch(index: int) -> Any:
             def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -58,6 +58,8 @@ PIECE = 256
 """Tokens of the second copy that look up at once, as in the default (docs/runtime.md): with 2,048
 reconstruction loses twice as much at 10% of the bytes on a model's own answers."""
 
+TARGET = Reconstruction(chunk=PIECE)
+"""The scorer that is fitted."""
 
 TOP_BITS = 62
 """Sums of moments are below ``2 ** TOP_BITS``."""
@@ -352,7 +354,7 @@ class _Fitting:
                 )
                 leading = first[:SINKS] if begin else None
                 step = LaterStep(n_prompt=n_tokens, repeated=repeated, leading=leading)
-                noted = _target().observe_later(second, step, sinks=SINKS)
+                noted = TARGET.observe_later(second, step, sinks=SINKS)
             assert noted is not None
             assert noted.columns is not None  # `observe_later` made it
             score = noted.columns.view(self.shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
@@ -424,11 +426,6 @@ def merge_surrogates(
     return Merged(output=Path(output), samples=places.size, missing=missing, digest=result.digest)
 
 
-def _target() -> Reconstruction:
-    """Return the scorer that is fitted."""
-    return Reconstruction(chunk=PIECE)
-
-
 def _half(index: int, n_samples: int) -> int:
     """Return the half of a sample, 0 or 1: neighbours in the text are in the same one."""
     return int(2 * index >= n_samples)
@@ -453,8 +450,8 @@ def _fitted(part: SurrogatePart) -> FittedSurrogate:
     ]
     return FittedSurrogate(
         shape=part.shape,
-        target=_target().name,
-        target_parameters=_target().parameters(),
+        target=TARGET.name,
+        target_parameters=TARGET.parameters(),
         context_tokens=part.context_tokens,
         samples=len(correlations),
         sinks=SINKS,
