@@ -139,23 +139,6 @@ def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> Non
     assert cache.retained_bytes == new.retained_bytes < new.full_bytes
 
 
-def test_an_announced_prompt_is_incomplete_until_its_last_chunk(
-    tiny: ModuleType, tmp_path: Path
-) -> None:
-    """Nothing of it is lost between chunks, so that the rest may still come."""
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache: Any = make_cache(model, profile, prompt_tokens=CONTEXT)
-    ids = tiny.prompt(CONTEXT)
-    run(model, ids[:, :CHUNK], cache)
-    assert not cache.prompt_complete
-    with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
-        cache.save(tmp_path / "c.kv")
-    run(model, ids[:, CHUNK:], cache)
-    assert cache.prompt_complete
-    cache.save(tmp_path / "c.kv")
-
-
 def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: ModuleType) -> None:
     """Half of the first chunk is kept and all of the second, where half of both was granted."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from prompt_runs import NEW, generate
 from transformers import DynamicCache, GenerationConfig
 
 import kvalloc
@@ -20,13 +21,7 @@ from kvalloc.models.loading import LoadedModel
 from kvalloc.runtime import BudgetCache
 from kvalloc.runtime.hooks import hooked_models
 
-CONTEXT, NEW = 90, 12
-
-
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **options}
-    with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+CONTEXT = 90
 
 
 def test_a_conversation_goes_on_after_generate(tiny: ModuleType) -> None:

@@ -75,22 +75,6 @@ def test_every_target_of_a_size_is_met(
     assert most - 4 * 2 * 128 < cache.retained_bytes <= most
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_are_decided_as_if_alone(tiny: ModuleType, model: Any, side: str) -> None:
-    ids, mask = tiny.prompt(CONTEXT, 3), torch.ones(3, CONTEXT, dtype=torch.long)
-    hidden = slice(0, 25) if side == "left" else slice(CONTEXT - 25, CONTEXT)
-    mask[1, hidden] = 0
-    cache = decided(model)
-    run(model, ids, cache, mask)
-    for row in range(3):
-        own = ids[row][mask[row].bool()]
-        expected = kvalloc.solve(scores_of(model, own), target_retention=0.7).budgets
-        assert (cache.kept_tokens_by_row[row] == expected).all()
-        assert (cache.row_profiles[row].budgets == expected).all()
-    logits = run(model, tiny.prompt(3, 3, seed=9), cache)
-    assert torch.isfinite(logits).all()
-
-
 def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any) -> None:
     ids = tiny.prompt(CONTEXT, 2)
     with kvalloc.apply(model, target_retention=0.7, **TARGET) as applying:
@@ -106,10 +90,6 @@ def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any) -> None:
         longer = kept(num_beams=3)
         assert longer.shape[0] == 6
         assert longer.min() >= expected.min()
-
-
-def test_short_prompts_keep_everything(tiny: ModuleType, model: Any) -> None:
-    assert not applied(model, tiny.prompt(6), target_retention=0.5, **TARGET).reduced
 
 
 def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, model: Any) -> None:
@@ -172,11 +152,6 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     embeds = model.model.embed_tokens(ids)
     with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
         model(inputs_embeds=embeds, past_key_values=cache)
-    with pytest.raises(UnsupportedRequestError, match="only a chunk"), cache.prefill():
-        run(model, ids[:, :20], cache)
-    run(model, ids, cache)
-    with pytest.raises(UnsupportedRequestError, match="holds one already"):
-        cache.decide({"input_ids": ids})
     small = PromptTarget.parse(memory=1000, **TARGET).cache(model)
     with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
         run(model, ids, small)

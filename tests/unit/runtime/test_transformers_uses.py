@@ -14,12 +14,13 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from prompt_runs import NEW, generate
 from torch import nn
 
 import kvalloc
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 
-CONTEXT, NEW = 60, 6
+CONTEXT = 60
 TRIED = ("5.2", "5.23")
 """Versions of transformers whose private names `kvalloc.models` uses were tried, first and last."""
 
@@ -35,13 +36,6 @@ def tokenizer(tiny: ModuleType) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=own, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
     )
-
-
-def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: Any) -> Any:
-    mask = torch.ones_like(ids) if mask is None else mask
-    settings = {"max_new_tokens": NEW, "do_sample": False, **more}
-    with torch.no_grad():
-        return model.generate(ids, attention_mask=mask, **settings)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
