@@ -105,13 +105,13 @@ class Target(ABC):
 
     @abstractmethod
     def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
-        """Half a sentence for people.
+        """Return the target as half a sentence for people.
 
         Parameters
         ----------
         what : str
             What is optimised, such as "retention" or "predicted loss".
-        entries : str
+        counted : str
             What a share is of.
         """
 

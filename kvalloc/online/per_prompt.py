@@ -159,7 +159,7 @@ class PromptTarget:
         """
         undecided = self.options.with_policy(self._undecided(shape_of(model)))
         options = replace(self.options, policy=None, policy_options=None)  # it is the profile's now
-        decide = partial(self._decided_rows, undecided)
+        decide = partial(self._decided_rows, undecided, size.tokens or 0)
         return build_cache(model, undecided, options, prompt_tokens=size.announced, decide=decide)
 
     def _undecided(self, shape: ModelShape) -> BudgetProfile:
@@ -181,10 +181,11 @@ class PromptTarget:
         )
 
     def _decided_rows(
-        self, undecided: BudgetProfile, decoder: nn.Module, rows: Sequence[IntArray]
+        self, undecided: BudgetProfile, known: int, decoder: nn.Module, rows: Sequence[IntArray]
     ) -> list[BudgetProfile]:
-        """Return the budgets of each row; those of a beam search are equal."""
-        request, columns = replace(self.request, batch=len(rows)), max(row.size for row in rows)
+        """Return the budgets of each row of at least so many columns; those of beams are equal."""
+        request = replace(self.request, batch=len(rows))
+        columns = max(known, *(row.size for row in rows))
         different = {row.tobytes(): row for row in rows}
         profiles = {
             key: self._decided(request, undecided, decoder, row, columns)

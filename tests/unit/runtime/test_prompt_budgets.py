@@ -18,6 +18,7 @@ from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models.loading import shape_of
 from kvalloc.online.per_prompt import PromptTarget
+from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -174,17 +175,19 @@ def test_memory_is_for_all_rows_also_where_they_are_equal(tiny: ModuleType, mode
         run(model, tiny.prompt(5), small.cache(model))
 
 
-def test_of_rows_of_different_length_the_longest_is_in_memory_while_it_is_read(
-    tiny: ModuleType, model: Any
+@pytest.mark.parametrize("padding", [(30, 0), (30, 10)])
+def test_of_rows_of_different_length_all_columns_are_in_memory_while_they_are_read(
+    tiny: ModuleType, model: Any, padding: tuple[int, int]
 ) -> None:
-    cache = PromptTarget.parse(memory="90KiB", **TARGET).cache(model)
+    cache = PromptTarget.parse(memory="90KiB", **TARGET).cache(model, PromptSize(tokens=CONTEXT))
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
-    mask[0, :30] = 0
+    for row, hidden in enumerate(padding):
+        mask[row, :hidden] = 0
     run(model, tiny.prompt(CONTEXT, 2), cache, mask)
     shape, (short, long) = shape_of(model), cache.row_profiles
     assert short.requested["bytes"] == long.requested["bytes"]
     kept = [
         one.peak_bytes_at(own) - reading_bytes(shape, own)
-        for one, own in ((short, CONTEXT - 30), (long, CONTEXT))
+        for one, own in zip((short, long), mask.sum(dim=1).tolist(), strict=True)
     ]
     assert 0.9 * 90 * 1024 < sum(kept) + reading_bytes(shape, CONTEXT, 2) <= 90 * 1024
