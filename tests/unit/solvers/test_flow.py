@@ -17,24 +17,15 @@ def tree_problem(seed: int, *, tight: float = 0.5, target: bool = False) -> Allo
     """A model of 6 layers of 3 heads on 2 devices: a cap for each layer and each device."""
     random = np.random.default_rng(seed)
     base = medium_problem(seed, concave=True)
-    caps = []
-    for layer in range(6):
-        units = tuple(range(3 * layer, 3 * layer + 3))
+
+    def cap(name: str, units: range, share: float) -> GroupCap:
         most = int(base.costs[list(units), -1].sum())
-        caps.append(
-            GroupCap(
-                name=f"layer {layer}",
-                units=units,
-                capacity_bytes=int(most * random.uniform(0.2, 1.0)),
-            )
-        )
-    for device in range(2):
-        units = tuple(range(9 * device, 9 * device + 9))
-        most = int(base.costs[list(units), -1].sum())
-        caps.append(
-            GroupCap(name=f"device {device}", units=units, capacity_bytes=int(most * tight))
-        )
-    return medium_problem(seed, concave=True, constraints=tuple(caps), share=0.4, target=target)
+        return GroupCap(name=name, units=tuple(units), capacity_bytes=int(most * share))
+
+    layers = [cap(f"layer {n}", range(3 * n, 3 * n + 3), random.uniform(0.2, 1)) for n in range(6)]
+    devices = [cap(f"device {n}", range(9 * n, 9 * n + 9), tight) for n in range(2)]
+    caps = (*layers, *devices)
+    return medium_problem(seed, concave=True, constraints=caps, share=0.4, target=target)
 
 
 def test_a_cap_on_paper() -> None:
