@@ -11,16 +11,8 @@ from kvalloc.cli.output import hanging, note, print_result, print_table
 from kvalloc.cli.solve import decision_facts
 from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError, nearest
+from kvalloc.report import wording
 from kvalloc.report.terminal import number_text
-from kvalloc.report.wording import (
-    LOSS_NOTE,
-    RETENTION_NOTE,
-    ended_text,
-    request_text,
-    requested_bytes,
-    solver_text,
-    value_heading,
-)
 from kvalloc.units import Option, gap_text, size
 
 if TYPE_CHECKING:
@@ -99,8 +91,8 @@ def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str
 def _show(attempts: list[Attempt]) -> None:
     decided = [(one, one.profile) for one in attempts if one.profile is not None]
     _, first = decided[0]
-    print(f"{request_text(first)}, {first.level} level")
-    if (granted := requested_bytes(first)) is not None:
+    print(f"{wording.request_text(first)}, {first.level} level")
+    if (granted := wording.requested_bytes(first)) is not None:
         print(f"granted {size(granted)} of {size(first.full_bytes)}")
     print()
     columns = [_cells(one, profile) for one, profile in decided]
@@ -114,16 +106,16 @@ def _show(attempts: list[Attempt]) -> None:
         indent = max(map(len, refused)) + 2
         for name, reason in refused.items():
             print(f"{name:<{indent}}{hanging(reason.removeprefix(f'{name} '), indent)}")
-    note(f"note: {RETENTION_NOTE}")
+    note(f"note: {wording.RETENTION_NOTE}")
     if any(profile.predicted_loss is not None for _, profile in decided):
-        note(f"note: {LOSS_NOTE}")
+        note(f"note: {wording.LOSS_NOTE}")
 
 
 def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
     """Return the cells of a solver, by column."""
-    value_name = value_heading(Request.stated(decided))
+    value_name = wording.value_heading(Request.stated(decided))
     return {
-        "solver": solver_text(decided),
+        "solver": wording.solver_text(decided),
         "retention": number_text(decided.retention, ".4f", "?"),
         **(
             {value_name: f"{abs(decided.objective):.4f}"}
@@ -137,7 +129,7 @@ def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
         "bound": _bound(decided),
         "gap": gap_text(decided.gap),
         "seconds": f"{attempt.seconds:.3f}",
-        "ended": ended_text(decided),
+        "ended": wording.ended_text(decided),
     }
 
 

@@ -19,18 +19,8 @@ from kvalloc.cli.output import (
     print_json,
     wants_json,
 )
+from kvalloc.report import wording
 from kvalloc.report.terminal import bar, bar_scale, sparks, table_lines, terminal_width
-from kvalloc.report.wording import (
-    bits_text,
-    budget_fields,
-    budget_spread,
-    evaluation_fields,
-    losses_per,
-    model_text,
-    policies_text,
-    score_fields,
-    tokens_for,
-)
 from kvalloc.units import size
 
 if TYPE_CHECKING:
@@ -82,11 +72,11 @@ def inspect(file: str) -> None:
         print_json({"file": file, **record.record(), "prompts": None})
     else:
         print_evaluation(record.rows)
-        print_fields({"evaluation": file, **evaluation_fields(record)})
+        print_fields({"evaluation": file, **wording.evaluation_fields(record)})
 
 
 def _show_budgets(file: str, profile: BudgetProfile) -> None:
-    low, mean, high = budget_spread(profile)
+    low, mean, high = wording.budget_spread(profile)
     if wants_json():
         spread = {"min_tokens": low, "mean_tokens": mean, "max_tokens": high}
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
@@ -101,7 +91,7 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
         print(hanging(f"measured on {where}; KL in nats per token", 0))
         print_evaluation(rows)
         print()
-    print_fields({"budget profile": file, **budget_fields(profile, brief=not is_verbose())})
+    print_fields({"budget profile": file, **wording.budget_fields(profile, brief=not is_verbose())})
     print()
     print("\n".join(budget_picture(profile)))
     if not is_verbose():
@@ -109,12 +99,12 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
 
 
 def _show_scores(file: str, profile: ScoreProfile) -> None:
-    needed = {level: tokens_for(profile, level) for level in LEVELS}
+    needed = {level: wording.tokens_for(profile, level) for level in LEVELS}
     if wants_json():
         tokens = {f"{level:g}": tokens for level, tokens in needed.items()}
         print_json({"file": file, **score_facts(profile), "tokens_for_retention": tokens})
         return
-    print_fields({"score profile": file, **score_fields(profile)})
+    print_fields({"score profile": file, **wording.score_fields(profile)})
     print()
     rows = [
         [str(layer), *("-" if count is None else f"{count:,}" for count in counts)]
@@ -141,7 +131,7 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
         **{name: getattr(profile, name) for name in stated.split()},
         "model": profile.shape.model_id,
         "samples": profile.n_samples,
-        "losses_per": losses_per(profile),
+        "losses_per": wording.losses_per(profile),
         "loss_method": profile.loss_method or None,
         "loss_policies": policies if profile.has_losses else None,
     }
@@ -186,15 +176,15 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
     full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
     beside = "" if full is None else f"; a full cache takes {size(full)}"
     return {
-        "model": model_text(profile.shape),
+        "model": wording.model_text(profile.shape),
         "document": str(facts["document"] or ""),
         "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
         "reading took": "" if took is None else duration(took),
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
-        "bits": bits_text(profile),
+        "bits": wording.bits_text(profile),
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
-        "chosen": policies_text(profile),
+        "chosen": wording.policies_text(profile),
         "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
     }
 

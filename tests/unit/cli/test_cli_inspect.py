@@ -20,7 +20,7 @@ from factories import (
 import kvalloc
 from kvalloc.cli import inspect
 from kvalloc.formats.policy import Policy
-from kvalloc.report.wording import tokens_for
+from kvalloc.report.wording import budget_spread, tokens_for
 
 ROWS = [
     {"task": "needle", "kl": 0.0321, "ci95": [0.01, 0.05],
@@ -144,7 +144,7 @@ def test_sliding_layers_are_named_and_do_not_count_for_the_spread():
     profile = make_budget_profile([[8, 8], [20, 20], [8, 8]], shape=shape, level="layer")
     lines = inspect.budget_picture(profile)
     assert [line.endswith("sliding") for line in lines[1:]] == [True, False, True]
-    assert inspect.budget_spread(profile) == (20, 20.0, 20)
+    assert budget_spread(profile) == (20, 20.0, 20)
 
 
 def test_a_whole_bar_is_a_round_share_not_below_the_largest():
