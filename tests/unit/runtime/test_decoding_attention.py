@@ -204,16 +204,12 @@ def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
     ("options", "following", "evictions"),
     [
         ({"policy": "score"}, 0, 1),
-        ({"policy": "nacl"}, 0, 1),
         ({"policy": "merge"}, 0, 1),
         ({"policy": "attention_matching"}, 16, 1),
         ({"policy": "attention_matching", "bits": 8}, 16, 1),
         ({"scorer": "lookahead"}, 8, 1),
-        ({"scorer": "h2o"}, 0, 1),
         ({"scorer": "lookahead", "decode_every": 12}, 24, 3),
-        ({"policy": "score", "decode_every": 8}, 16, 3),
         ({"policy": "score", "by_prompt": True}, 1, 1),
-        ({"policy": "score", "padding": 20}, 0, 1),
         ({"policy": "attention_matching", "padding": 20}, 16, 1),
     ],
 )
