@@ -1,8 +1,8 @@
 """If it is shown, it runs: every ``python`` and ``sh`` block of README.md and docs/*.md.
 
 The blocks of a page share one namespace and one folder, in the order of the page. Commands run in
-this process, with sizes appended that make them quick. On most pages `demo` is a tiny random model
-with the demo's tokenizer; on those of `REAL` it is the demo's own. A block that cannot run here
+this process, with sizes appended that make them quick. On README `demo` is the
+demo's own model, on the other pages a tiny random one with the demo's tokenizer. A block that cannot run here
 follows a comment ``<!-- not run: REASON -->``, and stands in `NOT_RUN`.
 """
 
@@ -34,7 +34,6 @@ from kvalloc.problem.registry import solver_names
 from kvalloc.prompts.texts import default_texts
 from kvalloc.scorers import get_scorer
 
-REAL = {"README.md", "from_kvpress.md"}
 SIZES = {
     "profile": "--samples 2 --context 256",
     "eval": "--samples 2 --context 300 --answer-tokens 8",
@@ -98,7 +97,7 @@ def test_every_block_runs(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", Stdin("Who speaks?\n"))
-    source = "demo" if page.name in REAL else str(tiny_demo)
+    source = "demo" if page.name == "README.md" else str(tiny_demo)
     load = loading.load_model
 
     def load_here(name: Any, **how: Any) -> Any:
