@@ -1,9 +1,9 @@
 """If it is shown, it runs: every ``python`` and ``sh`` block of README.md and docs/*.md.
 
 The blocks of a page share one namespace and one folder, in the order of the page. Commands run in
-this process, with sizes appended that make them quick. On README `demo` is the
-demo's own model, on the other pages a tiny random one with the demo's tokenizer. A block that cannot run here
-follows a comment ``<!-- not run: REASON -->``, and stands in `NOT_RUN`.
+this process, with sizes appended that make them quick. On README.md `demo` is the
+demo's own model, on the other pages a tiny random one with the demo's tokenizer. A block that
+cannot run here follows a comment ``<!-- not run: REASON -->``, and stands in `NOT_RUN`.
 """
 
 from __future__ import annotations
