@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from re import fullmatch
 from typing import Any, ClassVar, Literal
@@ -10,6 +10,9 @@ from typing import Any, ClassVar, Literal
 from kvalloc.errors import InputError, ModelMismatchError, one_line, option
 
 LayerType = Literal["full", "sliding"]
+
+HALF_BYTES = 2
+"""A number at 16 bits."""
 
 MAX_OTHER_SIGNS = 0.2
 """Share of signs that quantization to 4 bits may change; of unrelated weights half differ."""
@@ -48,7 +51,7 @@ class ModelShape:
     """Length of one key or value vector, elements."""
 
     dtype_bytes: int
-    """Bytes of one element of a key or value vector."""
+    """Bytes of one element of a key or value vector as the model computes it."""
 
     layer_types: tuple[LayerType, ...]
     """Attention of each layer, ``(n_layers,)``. A sliding layer keeps a constant number of entries
@@ -106,13 +109,13 @@ class ModelShape:
 
     @cached_property
     def bytes_per_entry(self) -> int:
-        """Bytes of one entry: the K and the V vector of one token in one KV head."""
-        return 2 * self.head_dim * self.dtype_bytes
+        """Bytes of one entry at 16 bits: the K and the V vector of one token in one KV head."""
+        return 2 * self.head_dim * HALF_BYTES
 
     @property
-    def at_16_bits(self) -> ModelShape:
-        """The same with two bytes a number, which shares are of, whatever the model's type."""
-        return replace(self, dtype_bytes=2)
+    def plain_bytes_per_entry(self) -> int:
+        """Bytes of one entry as the model computes it, of which sliding layers store theirs."""
+        return 2 * self.head_dim * self.dtype_bytes
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
@@ -135,10 +138,20 @@ class ModelShape:
         return min(context_tokens, self.sliding_window - 1)
 
     def full_bytes(self, context_tokens: int, batch: int = 1) -> int:
-        """Bytes a plain cache stores for ``batch`` rows of ``context_tokens`` tokens."""
+        """Return the bytes of a cache that keeps ``batch`` rows of ``context_tokens`` tokens whole.
+
+        Full-attention layers are at 16 bits a number, whatever the model's type; sliding ones are
+        as transformers stores them.
+        """
+        full = len(self.full_layers) * context_tokens * self.bytes_per_entry
+        sliding = len(self.sliding_layers) * self.sliding_entries(context_tokens)
+        return (full + sliding * self.plain_bytes_per_entry) * self.n_kv_heads * batch
+
+    def plain_bytes(self, context_tokens: int, batch: int = 1) -> int:
+        """Return the bytes that the plain model stores for the same, in its own type."""
         entries = len(self.full_layers) * context_tokens
         entries += len(self.sliding_layers) * self.sliding_entries(context_tokens)
-        return entries * self.n_kv_heads * self.bytes_per_entry * batch
+        return entries * self.n_kv_heads * self.plain_bytes_per_entry * batch
 
     def require_same_model(
         self,

@@ -48,8 +48,8 @@ WIDTHS = {
     4: Width(4, 4),
     3: Width(4, 3, turned=True),
 }
-"""By the bits' name; 16 stands for the model's own dtype, whatever its size. At 5 and 3 bits keys
-have one bit more than values: their rounding is what loses most (docs/runtime.md)."""
+"""By the bits' name; 16 is half precision, also where the model computes in float32. At 5 and 3
+bits keys have one bit more than values: their rounding is what loses most (docs/runtime.md)."""
 
 BIT_WIDTHS = tuple(WIDTHS)
 
@@ -176,12 +176,11 @@ def entries_in_share(
     """
     if share == 1:
         return tokens
-    half = replace(shape, dtype_bytes=2)
     widths, heads = np.unique(np.asarray(bits), return_counts=True)
     counts = np.arange(tokens + 1)[:, None]
     beside = POSITION_BYTES + (BIAS_BYTES if biased else 0)
-    needed = ((stored_bytes(counts, widths, half) + beside * counts) * heads).sum(axis=1)
-    whole = tokens * half.bytes_per_entry * int(heads.sum())
+    needed = ((stored_bytes(counts, widths, shape) + beside * counts) * heads).sum(axis=1)
+    whole = tokens * shape.bytes_per_entry * int(heads.sum())
     entries = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
     return tokens if entries < min(least, tokens) else entries
 
@@ -219,7 +218,7 @@ def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1
     layers : int
         Layers of the largest sharing group; 1 where none share.
     """
-    entry = 2 * shape.head_dim * shape.dtype_bytes + RANKING_BYTES * (layers > 1)
+    entry = shape.plain_bytes_per_entry + RANKING_BYTES * (layers > 1)
     return layers * shape.n_kv_heads * tokens * rows * entry
 
 
@@ -305,7 +304,7 @@ def check_size(
     InputError
     """
     pages = -(-context_tokens // page_tokens) * page_tokens
-    whole = shape.full_bytes(pages, batch)
+    whole = shape.plain_bytes(pages, batch)
     if cost == "communication":
         clusters = -(-context_tokens // GATHER_CLUSTER_TOKENS)
         one = GATHER_CONSTANT_BYTES * clusters * clusters * max(1, math.ceil(math.log2(clusters)))
@@ -374,12 +373,11 @@ class CacheCosts:
         shape, page = self.shape, self.page_tokens
         check_size(shape, self.cost, self.context_tokens, page, self.batch)
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
-        whole = replace(shape, dtype_bytes=2) if self.beside_bytes else shape
-        full = heads * int(head_cost(self.cost, self.context_tokens, 16, whole, page))
+        full = heads * int(head_cost(self.cost, self.context_tokens, 16, shape, page))
         entry = shape.bytes_per_entry * self.batch
         columns = self.columns or self.context_tokens
         pages = -(-shape.sliding_entries(columns) // page)
-        sliding = shape.n_kv_heads * pages * page * entry
+        sliding = shape.n_kv_heads * pages * page * shape.plain_bytes_per_entry * self.batch
         self.__dict__.update(
             heads=heads,
             full=full,

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvalloc.accounting.costs import POSITION_BYTES
-
-HALF_BYTES = 2
-"""A number at 16 bits."""
+from kvalloc.shape import HALF_BYTES
 
 
 def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, int]]:

@@ -57,7 +57,6 @@ def export(
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.interop.exporting import export as write
     from kvalloc.interop.exporting import export_target
-    from kvalloc.interop.target import bytes_at_16_bits
 
     record = load_file(profile, ("budget profile", "score profile"))
     if isinstance(record, ScoreProfile):
@@ -73,7 +72,7 @@ def export(
     left = write(record, to, output, accept=names, context=context)
     if restricted is not None:
         left.save(restricted)
-    before, after, is_less = bytes_at_16_bits(record), bytes_at_16_bits(left), left != record
+    before, after, is_less = record.retained_bytes, left.retained_bytes, left != record
     keeps = f"{size(before)} of {record.context_tokens:,} tokens"
     if is_less:
         keeps += f" -> {size(after)} of {left.context_tokens:,} tokens"

@@ -256,7 +256,10 @@ class BudgetProfile(JsonRecord):
     @property
     def full_tokens(self) -> int:
         """Entries a plain cache stores for one row at the reference context."""
-        return self.shape.full_bytes(self.context_tokens) // self.shape.bytes_per_entry
+        full, sliding = self.shape.full_layers, self.shape.sliding_layers
+        entries = len(full) * self.context_tokens
+        entries += len(sliding) * self.shape.sliding_entries(self.context_tokens)
+        return entries * self.shape.n_kv_heads
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -267,8 +270,17 @@ class BudgetProfile(JsonRecord):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_bytes(self) -> int:
-        """Bytes a plain cache stores at the reference context and batch."""
+        """Bytes that keeping everything takes at 16 bits, at the reference context and batch."""
         return self.shape.full_bytes(self.context_tokens, self.batch)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a cache evicts or rounds: less than everything is kept, or was requested."""
+        kept = self.budgets[list(self.shape.full_layers)]
+        if self.bits is not None or (kept < self.context_tokens).any():
+            return True
+        share = self.share_of_16_bits
+        return bool((self.requested.get("value", 1) if share is None else share) != 1)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -366,12 +378,11 @@ class BudgetProfile(JsonRecord):
         columns : int, optional
             Length with padding.
         chunked : bool
-            Whether they come in several forwards: nothing is rounded before the last one.
+            Whether they come in several forwards: before the last one all is at 16 bits.
         """
         shape, kept = self.shape, self.budgets_for(context_tokens)
-        stored = self.retained_bytes_at(context_tokens)
-        if chunked and self.bits is not None:
-            stored = reading_bytes(shape, int(kept.sum())) // shape.n_kv_heads
+        profile = self.model_copy(update={"bits": None}) if chunked else self
+        stored = int(profile._bytes_of(kept).sum())
         entries = int(kept[list(shape.full_layers)].sum())
         stored += entries * (POSITION_BYTES + BIAS_BYTES * self.policy.biased)
         if self.policy.name == "attention_matching":
@@ -381,12 +392,18 @@ class BudgetProfile(JsonRecord):
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
         """Return the bytes that each KV head keeps of a prompt, ``(n_layers, n_kv_heads)``."""
-        budgets = self.budgets_for(context_tokens)
+        return self._bytes_of(self.budgets_for(context_tokens))
+
+    def _bytes_of(self, budgets: IntArray) -> IntArray:
+        """Return the bytes of budgets, (n_layers, n_kv_heads); sliding layers are as they are."""
         pages = -(-budgets // self.page_tokens) * self.page_tokens
-        return stored_bytes(pages, 16 if self.bits is None else self.bits, self.shape)
+        kept = stored_bytes(pages, 16 if self.bits is None else self.bits, self.shape)
+        sliding = list(self.shape.sliding_layers)
+        kept[sliding] = pages[sliding] * self.shape.plain_bytes_per_entry
+        return kept
 
     def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
-        """Return the bytes that a plain cache stores for the same prompts."""
+        """Return the bytes that keeping the same prompts whole takes at 16 bits."""
         return self.shape.full_bytes(context_tokens, batch)
 
     def share_at(self, context_tokens: int) -> float:
@@ -394,7 +411,7 @@ class BudgetProfile(JsonRecord):
 
         Where they evict or round anything, positions and biases of what they keep count.
         """
-        shape, full = self.shape.at_16_bits, list(self.shape.full_layers)
+        shape, full = self.shape, list(self.shape.full_layers)
         kept = self.budgets_for(context_tokens)[full]
         pages = -(-kept // self.page_tokens) * self.page_tokens
         stored = int(stored_bytes(pages, 16 if self.bits is None else self.bits[full], shape).sum())

@@ -99,7 +99,7 @@ class SavedCacheHeader(FileRecord):
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
     """What the file is."""
 
-    schema_version: Literal[5] = 5
+    schema_version: Literal[6] = 6
     """How the file is to be read."""
 
     model: str
@@ -115,7 +115,8 @@ class SavedCacheHeader(FileRecord):
     """The budgets of each row, if each prompt decided its own."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
-    """Type of the entries, as torch calls it."""
+    """Type of the model's numbers, as torch calls it; a wider one than 16 bits is stored in float16
+    or bfloat16, but for the latest tokens."""
 
     batch: int = Field(ge=1)
     """Rows."""
@@ -271,13 +272,13 @@ class _Contents:
         sound = low >= 0 and high <= end
         self._require(sound, name, f"from {low} to {high}", f"from 0 to {end}")
         total, widths = int(counts.sum()), (dim, dim)
-        dtype = header.dtype if bits == 16 else "uint8"
+        dtypes = _stored_types(header.dtype) if bits == 16 else ("uint8",)
         if bits != 16:
             widths = packed_row_bytes(bits, dim)
             blocks = int((-(-counts // KEY_BLOCK_TOKENS)).sum())
             self._take(f"{prefix}key_scales", "float16", (blocks, 2, dim))
-        self._take(f"{prefix}kept_keys", dtype, (total, widths[0]))
-        self._take(f"{prefix}kept_values", dtype, (total, widths[1]))
+        self._take(f"{prefix}kept_keys", dtypes, (total, widths[0]))
+        self._take(f"{prefix}kept_values", dtypes, (total, widths[1]))
         if (name := f"{prefix}kept_bias") in self._left:
             self._take(name, "float32", (total,))
         name = f"{prefix}kept_positions"
@@ -295,24 +296,32 @@ class _Contents:
         sound = self._shown is None or bool(self._shown[segments // heads, columns].all())
         self._require(sound, name, "those of padding", "columns that are visible")
 
-    def _take(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
-        """Take a tensor of this type and shape, None being any length; as numbers if NumPy can.
+    def _take(
+        self, name: str, dtype: str | tuple[str, ...], shape: tuple[int | None, ...]
+    ) -> npt.NDArray[Any]:
+        """Take a tensor of a type and a shape, None being any length; as numbers if NumPy can.
 
         Each is taken once: tensors that are left in the end belong to nothing.
         """
         found = self._left.pop(name, None)
-        expected = f"{dtype} of {_sizes(shape)}"
+        dtypes = (dtype,) if isinstance(dtype, str) else dtype
+        expected = f"{' or '.join(dtypes)} of {_sizes(shape)}"
         if found is None:
             raise self._header.file_error(self._path, name, "missing", expected)
         pairs = zip(shape, found.shape, strict=False)
         fits = len(shape) == len(found.shape) and all(size in (None, own) for size, own in pairs)
         stated = f"{found.dtype} of {_sizes(found.shape)}"
-        self._require(fits and found.dtype == dtype, name, stated, expected)
+        self._require(fits and found.dtype in dtypes, name, stated, expected)
         return found.numbers()
 
     def _require(self, holds: bool, field: str, found: object, expected: str) -> None:
         if not holds:
             raise self._header.file_error(self._path, field, found, expected)
+
+
+def _stored_types(dtype: str) -> tuple[str, ...]:
+    """Return the types in which numbers of the model's type are stored at 16 bits."""
+    return (dtype, "float16", "bfloat16") if dtype in ("float32", "float64") else (dtype,)
 
 
 def _sizes(shape: tuple[int | None, ...]) -> str:

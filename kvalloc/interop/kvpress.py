@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.accounting.costs import stored_bytes as entry_bytes
+from kvalloc.accounting.costs import stored_bytes as packed_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError, MissingDependencyError, nearest, option
 from kvalloc.evaluate.caches import (
@@ -273,7 +273,7 @@ class KvpressMethod:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )
-        half, bits = shape.at_16_bits, self.name.bits
+        bits, plain = self.name.bits, shape.plain_bytes_per_entry
         layers = list(zip(cache.layers, hidden, strict=True))
         full = [(layer, marked) for layer, marked in layers if not layer.is_sliding]
         return PeerCompressed(
@@ -281,8 +281,10 @@ class KvpressMethod:
             cache=cache,
             logits=logits,
             stored_bytes=stored_bytes(cache),
-            kept_bytes=_kept_bytes(needed_bytes(cache), layers, bits, shape),
-            bytes_at_16_bits=_kept_bytes(bytes_at_16_bits(cache.layers), full, bits, half),
+            kept_bytes=_kept_bytes(needed_bytes(cache), layers, bits, shape, plain),
+            bytes_at_16_bits=_kept_bytes(
+                bytes_at_16_bits(cache.layers), full, bits, shape, shape.bytes_per_entry
+            ),
             prefill_seconds=seconds,
             hidden=tuple(hidden),
             first_stored=cache.get_seq_length(),
@@ -368,16 +370,23 @@ def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
 
 
 def _kept_bytes(
-    held_bytes: int, layers: Sequence[tuple[Any, Tensor | None]], bits: int, shape: ModelShape
+    held_bytes: int,
+    layers: Sequence[tuple[Any, Tensor | None]],
+    bits: int,
+    shape: ModelShape,
+    entry_bytes: int,
 ) -> int:
     """Return the bytes of the visible entries of layers, rounded to a width."""
     kept = every = 0
     for layer, marked in layers:
         counts = [_entries(layer)] * shape.n_kv_heads
-        every += sum(counts) * shape.bytes_per_entry
+        every += sum(counts) * entry_bytes
         if marked is not None:
             counts = (~marked).sum(dim=1).tolist()
-        kept += int(entry_bytes(counts, 16 if layer.is_sliding else bits, shape).sum())
+        if bits == 16 or layer.is_sliding:
+            kept += sum(counts) * entry_bytes
+        else:
+            kept += int(packed_bytes(counts, bits, shape).sum())
     return round(held_bytes * kept / every)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,7 +140,7 @@ def restrict(
         )
     if not losses:
         return profile
-    left, max_bytes = profile, None if "no-eviction" in losses else bytes_at_16_bits(profile)
+    left, max_bytes = profile, None if "no-eviction" in losses else profile.retained_bytes
     for one in RESTRICTIONS:
         if one.name in losses and one.lost(left, target):
             left = _changed(left, one.apply(left, target), max_bytes)
@@ -156,12 +156,6 @@ def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
     named = [one for one in RESTRICTIONS if one.name in target.restrictions]
     words = {one.name: one.lost(profile, target) for one in named}
     return {name: text for name, text in words.items() if text}
-
-
-def bytes_at_16_bits(profile: BudgetProfile) -> int:
-    """Return the bytes kept at the reference context, two for a number at 16 bits."""
-    half = replace(profile.shape, dtype_bytes=2)
-    return profile.model_copy(update={"shape": half}).retained_bytes
 
 
 def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> BudgetProfile:
@@ -284,7 +278,7 @@ def _changed(
         return with_decided(profile, rows.reshape(exact.shape))
 
     def needed_bytes(total: int) -> int:
-        return bytes_at_16_bits(sizes.model_copy(update={"budgets": rounded(total)}))
+        return sizes.model_copy(update={"budgets": rounded(total)}).retained_bytes
 
     totals = range(floor * exact.size, context * exact.size + 1)
     if max_bytes is None:

@@ -375,7 +375,7 @@ class Default:
         if min(needs) > self.memory:
             rows = len(lengths)
             in_rows = f" in {rows} rows" if rows > 1 else ""
-            full = max(needs[0], shape.full_bytes(tokens, rows))
+            full = max(needs[0], shape.plain_bytes(tokens, rows))
             raise InputError(
                 f"{option('memory', self.memory_typed)} is {size(self.memory)}, but a prompt of "
                 f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
@@ -407,14 +407,15 @@ class Default:
         voting = way in ("late", "bounded")
         held = min(VOTES, tokens) + AWAITED if voting else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
-        peak = shape.full_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
-        if way == "bounded":  # kept as the model made them until the last eviction
+        peak = shape.plain_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
+        if way == "bounded":  # at 16 bits until the last eviction
             entries = min(BOUNDED_BUDGETS * self._entries(shape, tokens), tokens)
-            gone = one_layer * (columns - entries) // columns
-            peak += one_layer * (entries < columns) - len(shape.full_layers) * gone
+            if entries < columns:
+                stays = entries * shape.n_kv_heads * shape.bytes_per_entry * rows
+                peak += one_layer - len(shape.full_layers) * (one_layer - stays)
         if way == "twice":  # what is read again, and what one layer shows of the prompt
             peak += one_layer * min(SHOWN_FIRST + PIECE, tokens) // columns
-            peak += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
+            peak += shape.plain_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
         return peak
 
     def _said(self, profile: BudgetProfile, group: _Rows, columns: int, *, chunked: bool) -> str:
@@ -429,10 +430,12 @@ class Default:
         longest, rows = max(lengths), len(lengths)
         peak = self.peak_bytes(shape, longest, rows, way, chunked=chunked, columns=columns)
         if kept == 1:
-            said, cost, peak = SAID["whole"], COSTS["whole"], shape.full_bytes(columns, rows)
+            said, cost, peak = SAID["whole"], COSTS["whole"], shape.plain_bytes(columns, rows)
             if reached > self.share < 1:
                 said = f"keeps the prompt whole, which is too short for {self.share:.1%}"
-        width = "as they are"
+        width = "at 16 bits"
+        if not profile.reduces:
+            width, stored = "as they are", sum(map(shape.plain_bytes, lengths))
         if profile.bits is not None:
             widths = np.unique(profile.bits[full]).tolist()
             width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"

@@ -176,7 +176,7 @@ def _memory(material: Material) -> dict[str, Any]:
     def of(profile: BudgetProfile | None, dtype_bytes: int) -> list[int]:
         sized = replace(shape, dtype_bytes=dtype_bytes)
         if profile is None:
-            return [sized.full_bytes(length) for length in contexts]
+            return [sized.plain_bytes(length) for length in contexts]
         sized = replace(profile.shape, dtype_bytes=dtype_bytes)
         same = profile.replace(shape=sized)
         return [same.retained_bytes_at(length) for length in contexts]

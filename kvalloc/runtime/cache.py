@@ -219,7 +219,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         visible, shape = self.arrival.visible, self.profile.shape
         shown = None if visible is None else visible[:, :columns]
         tokens = int(row_tokens(shown, self.batch, columns).sum())
-        whole = shape.at_16_bits.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
+        whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
         return bytes_at_16_bits(self.layers, kept_alone=alone), tokens * whole
 
     @property
@@ -448,7 +448,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         """Attend to the part of what is stored that the policy wants read."""
         assert layer.entries is not None
         place = self.profile.shape.full_layers.index(states.layer)
-        indices = reader.read(states, place=place, positions=layer.entries.dense[2])
+        positions, _ = layer.entries.columns
+        prompt = positions[..., : positions.shape[-1] - layer.packed_following]
+        indices = reader.read(states, place=place, positions=prompt)
         if indices is None:
             return compute(None)
         return compute(None, gathered(states.keys, indices), gathered(states.values, indices))

@@ -136,7 +136,7 @@ class Eviction:
     remember : bool
         Whether there will be another chunk, for which the policy has to note something.
     bits : mapping
-        For layers that are stored at fewer bits from now on: those of each KV head, (n_kv_heads,).
+        For layers that are rounded from now on: those of each KV head, (n_kv_heads,).
     following : int
         How many of the latest tokens are no candidates, and stay.
     chooser : EvictionPolicy, optional
@@ -186,8 +186,8 @@ class Eviction:
         """Keep what is chosen, or what its group has chosen, and let go of all else."""
         chosen = self._choices(layer, states, targets, after, noted, together)
         entries, bits = _collected(targets, chosen), self.bits.get(states.layer)
-        if bits is None:
-            stored = LayerEntries.whole(entries)
+        if bits is None or (bits == 16).all():
+            stored = LayerEntries.whole(entries, rounds=bits is not None)
         else:
             stored = LayerEntries.packed(targets.shape, entries.segment, bits)
         layer.keep(stored, self.following)
@@ -259,7 +259,7 @@ class Eviction:
         columns = torch.arange(first, end, dtype=torch.int32, device=keys.device)
         columns = columns.expand(*keys.shape[:2], -1)
         if layer.entries is not None:
-            *_, positions, bias = layer.entries.dense
+            positions, bias = layer.entries.columns
             columns = torch.cat([positions, columns], dim=-1)
             bias = None if bias is None else torch.nn.functional.pad(bias, (0, end - first))
         return keys, states.values, columns, bias
@@ -431,7 +431,7 @@ class Eviction:
         if self.chooser is not None or not bool((budgets < kept.shape[2]).any()):
             return own
         asked, bits = own, self.bits.get(own.layer)
-        if bits is not None and self.policy.combines:
+        if bits is not None and (bits != 16).any() and self.policy.combines:
             bits = bits[own.first_head : own.first_head + kept.shape[1]]
             asked = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
         limits = Limits(sinks=self.sinks, window=self.window)
@@ -530,7 +530,8 @@ class Eviction:
         """Rank the entries of a layer, whose group chooses when its last layer has been ranked."""
         assert isinstance(self.policy, RankedPolicy), "a profile of groups has been checked for it"
         # some of a group may be packed, and then all are looked at in the same pieces
-        grain = 2 if layer.reduced and self.bits else self._grain(layer)
+        packed = any((bits != 16).any() for bits in self.bits.values())
+        grain = 2 if layer.reduced and packed else self._grain(layer)
         rankings: Rankings = {}
         notes = Unfinished(grain=grain)
         evicts = self._rows_that_evict(layer, states, targets)

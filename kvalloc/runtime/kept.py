@@ -13,8 +13,20 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
+from kvalloc.shape import HALF_BYTES
 
-__all__ = ["KeptEntries", "Segment", "Spans", "Tiles"]
+__all__ = ["KeptEntries", "Segment", "Spans", "Tiles", "halved"]
+
+
+def halved(numbers: Tensor) -> Tensor:
+    """Return numbers at 16 bits: in float16, or in bfloat16 where any would overflow there.
+
+    Numbers that take no more are returned as they are. Elsewhere the host asks the device once.
+    """
+    if numbers.itemsize <= HALF_BYTES:
+        return numbers
+    half = numbers.half()
+    return half if bool(half.isfinite().all()) else numbers.bfloat16()
 
 
 class Segment(NamedTuple):
@@ -171,7 +183,8 @@ class KeptEntries:
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
-        Contiguous; at fewer bits packed rows of uint8, see `Segment`.
+        Contiguous. Numbers of the model's type, or `halved`; at fewer bits packed rows of uint8,
+        see `Segment`.
     positions : Tensor of int32, (n_entries,)
         Where in the row's columns each entry stood.
     lengths : ndarray of int64, (batch, n_kv_heads)
@@ -217,6 +230,10 @@ class KeptEntries:
             bits=bits,
             heads=heads,
         )
+
+    def halved(self) -> KeptEntries:
+        """Return the same with its numbers at 16 bits."""
+        return replace(self, keys=halved(self.keys), values=halved(self.values))
 
     def segment(self, row: int, place: int) -> Segment:
         """One head's entries of one row, as views; ``place`` counts the heads that are here."""

@@ -255,8 +255,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def _joined(self, following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What is kept, of an even layer, and keys and values behind it."""
         assert self.entries is not None
-        kept = self.entries.dense[:2]
-        keys, values = (torch.cat(pair, dim=-2) for pair in zip(kept, following, strict=True))
+        pairs = zip(self.entries.dense, following, strict=True)
+        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
         return keys, values
 
     def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
@@ -287,9 +287,10 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         )
 
     def pack(self, bits: IntArray) -> None:
-        """Store all that there is at fewer bits, ``(n_kv_heads,)``: the prompt is complete."""
-        counts = self.stored_counts()
-        if counts is None or (self.entries is not None and self.entries.is_packed):
+        """Store all that there is at these bits, ``(n_kv_heads,)``: the prompt is complete."""
+        counts, kept = self.stored_counts(), None if self.dense_tokens else self.entries
+        done = kept is not None and kept.is_rounded and (kept.bits == bits).all()
+        if counts is None or done:
             return
         self.keep(LayerEntries.packed(counts.shape, self._piece, bits))
 
@@ -313,7 +314,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         dense = self.dense_tokens
         count = (dense - latest) // LATEST_TOKENS * LATEST_TOKENS
-        if self.entries is None or not self.entries.is_packed or count <= 0:
+        if self.entries is None or not self.entries.is_rounded or count <= 0:
             return
         keys, values = self.keys, self.values
         first = self.seen_tokens - dense

@@ -119,7 +119,7 @@ def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, 
     ]
     like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
     layer.entries = LayerEntries(parts=tuple(parts), like=like)
-    if layer.entries.is_packed:  # of what followed, all but the latest tokens
+    if layer.entries.is_rounded:  # of what followed, all but the latest tokens
         followed = header.seen_tokens - header.prompt_tokens - layer.dense_tokens
         layer.packed_following = max(followed, 0)
 

@@ -1,4 +1,4 @@
-"""Kept entries of one layer at fewer bits than 16, each KV head as the profile says.
+"""Kept entries of one layer, each KV head at the bits that the profile says.
 
 The layout is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape, with
 scales of the model's type, while heads and rows here keep different numbers of entries and each
@@ -24,15 +24,21 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, Segment
 from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
 
-__all__ = ["LayerEntries", "key_numbers", "pack", "packed_layers", "value_numbers"]
+__all__ = ["LayerEntries", "key_numbers", "pack", "rounded_layers", "value_numbers"]
 
 
-def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
-    """Bits of each KV head, (n_kv_heads,), of the layers that have fewer than 16 anywhere."""
-    if profile.bits is None:
-        return {}
+def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray]:
+    """Return the bits of each KV head, (n_kv_heads,), of the layers that are rounded.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    every : bool
+        Whether all layers are, to 16 bits at least; else those with fewer bits anywhere.
+    """
+    widths = np.full_like(profile.budgets, 16) if profile.bits is None else profile.bits
     full = profile.shape.full_layers
-    return {layer: profile.bits[layer] for layer in full if (profile.bits[layer] != 16).any()}
+    return {layer: widths[layer] for layer in full if every or (widths[layer] != 16).any()}
 
 
 def pack(numbers: Segment, bits: int) -> Segment:
@@ -120,7 +126,7 @@ class LayerEntries:
     parts : tuple of KeptEntries
         One a width, the widest first, of the KV heads that are stored at it.
     like : tuple of Tensor
-        Keys and values (0, head_dim): sizes and type of what was rounded.
+        Keys and values (0, head_dim) with the model's sizes and type.
     """
 
     parts: tuple[KeptEntries, ...]
@@ -130,18 +136,20 @@ class LayerEntries:
     def of(
         cls, segments: Sequence[Sequence[Segment]], bits: IntArray, like: tuple[Tensor, Tensor]
     ) -> LayerEntries:
-        """A copy of segments, one a row and KV head, that are stored at these bits."""
+        """A copy of segments, one a row and KV head, that are stored at these bits or at 16."""
         parts = []
         for width in sorted(set(bits.tolist()), reverse=True):
             heads = tuple(np.flatnonzero(bits == width).tolist())
             mine = [[row[head] for head in heads] for row in segments]
-            parts.append(KeptEntries.of(mine, bits=width, heads=heads))
+            part = KeptEntries.of(mine, bits=width, heads=heads)
+            parts.append(part.halved() if width == 16 else part)
         return cls(parts=tuple(parts), like=like)
 
     @classmethod
-    def whole(cls, entries: KeptEntries) -> LayerEntries:
-        """Entries of all KV heads as the model made them."""
-        return cls(parts=(entries,), like=(entries.keys[:0].clone(), entries.values[:0].clone()))
+    def whole(cls, entries: KeptEntries, *, rounds: bool = False) -> LayerEntries:
+        """Return entries of all KV heads, as the model made them or rounded to 16 bits."""
+        like = entries.keys[:0].clone(), entries.values[:0].clone()
+        return cls(parts=(entries.halved() if rounds else entries,), like=like)
 
     @classmethod
     @torch.no_grad()
@@ -182,22 +190,36 @@ class LayerEntries:
 
     @cached_property
     def even(self) -> bool:
-        """Whether all rows and heads have as many, none at fewer bits: those of `dense`."""
+        """Whether all rows and heads have as many, all at 16 bits or more: those of `dense`."""
         return not self.is_packed and bool((self.lengths == self.lengths[0, 0]).all())
 
     @property
-    def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Keys, values, positions and bias of even ones, (batch, n_kv_heads, n, ...), as views."""
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of even ones, (batch, n_kv_heads, n, ...), in the model's type."""
+        (part,) = self.parts
+        shape = (*self.lengths.shape, int(self.lengths[0, 0]), -1)
+        keys, values = (
+            own.view(shape).to(like.dtype)
+            for own, like in zip((part.keys, part.values), self.like, strict=True)
+        )
+        return keys, values
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor | None]:
+        """Positions and bias of even ones, (batch, n_kv_heads, n), as views."""
         (part,) = self.parts
         shape = (*self.lengths.shape, int(self.lengths[0, 0]))
-        keys, values = (own.view(*shape, own.shape[-1]) for own in (part.keys, part.values))
-        bias = None if part.bias is None else part.bias.view(shape)
-        return keys, values, part.positions.view(shape), bias
+        return part.positions.view(shape), None if part.bias is None else part.bias.view(shape)
 
     @property
     def is_packed(self) -> bool:
-        """Whether any KV head is stored at fewer bits."""
+        """Whether any KV head is stored at fewer bits than 16."""
         return any(part.bits != 16 for part in self.parts)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether any KV head is stored at fewer bits than the model has."""
+        return self.is_packed or self.parts[0].keys.dtype != self.like[0].dtype
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -222,9 +244,9 @@ class LayerEntries:
         return self._numbers(part.segment(row, place), part.bits)
 
     def _numbers(self, own: Segment, bits: int) -> Segment:
-        if own.key_scales is None:
-            return own
         keys, values = self.like
+        if own.key_scales is None:
+            return own._replace(keys=own.keys.to(keys.dtype), values=own.values.to(values.dtype))
         found = value_numbers(own.values, bits, int(values.shape[-1]))
         return own._replace(
             keys=key_numbers(own.keys, own.key_scales, bits).to(keys.dtype),

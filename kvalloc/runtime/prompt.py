@@ -29,7 +29,7 @@ from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
 from kvalloc.runtime.layer import LATEST_TOKENS, BudgetLayer
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.packed import packed_layers
+from kvalloc.runtime.packed import rounded_layers
 from kvalloc.runtime.policies import EvictionPolicy, policies_of
 from kvalloc.runtime.repetition import (
     HeldPrompt,
@@ -43,6 +43,7 @@ from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
+from kvalloc.shape import HALF_BYTES
 
 __all__ = ["Plan", "Prompt", "State"]
 
@@ -86,7 +87,9 @@ class Plan:
     name : str
         Class of the model.
     bits : mapping
-        Of layers at fewer bits, those of each KV head.
+        Of layers whose entries are rounded when the prompt is complete, those of each KV head.
+    halves : mapping
+        The same of layers that are rounded to 16 bits before, where anything is evicted.
     groups : mapping
         Of layers that share entries, their group.
     wanted : mapping of int to tuple of Scorer
@@ -112,6 +115,7 @@ class Plan:
     decoder: weakref.ref[nn.Module]
     name: str
     bits: Mapping[int, IntArray]
+    halves: Mapping[int, IntArray]
     groups: Mapping[int, tuple[int, ...]]
     wanted: Wanted
     holds: bool
@@ -170,13 +174,16 @@ class Plan:
             )
             early, by_layer, holds, holds_chunks = policy.early, profile.by_prompt, False, False
             bounded = not at_once  # what a layer chooses is final
+        wide = next(model.parameters()).itemsize > HALF_BYTES
+        bits = rounded_layers(profile, every=wide and profile.reduces)
         return cls(
             profile=profile,
             policy=policy,
             decide=decide,
             decoder=weakref.ref(decoder_of(model)),
             name=type(model).__name__,
-            bits=packed_layers(profile),
+            bits=bits,
+            halves={layer: np.full_like(own, 16) for layer, own in bits.items()} if wide else {},
             groups=groups_by_layer(profile.share_groups),
             wanted=wanted,
             holds=holds,
@@ -197,8 +204,8 @@ class Plan:
         """Tokens that have to follow a prompt before anything of it is evicted."""
         return awaited_tokens(self.scorers)
 
-    def is_packed(self, layer: int) -> bool:
-        """Whether a layer is stored at fewer bits, or one that it chooses entries with."""
+    def rounds(self, layer: int) -> bool:
+        """Return whether a layer is rounded, or one that it chooses entries with."""
         return any(one in self.bits for one in self.groups.get(layer, (layer,)))
 
 
@@ -434,7 +441,7 @@ class Prompt:
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
                 packs = step.completes and not self.plan.bounded
-                always = packs and self.plan.is_packed(index)
+                always = packs and self.plan.rounds(index)
                 stored = self._layers[index].stored_counts()
                 targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
                 if targets is not None:
@@ -478,7 +485,7 @@ class Prompt:
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
             remember=step.remember,
-            bits=self.plan.bits if step.settles and not self.plan.bounded else {},
+            bits=self.plan.bits if step.settles and not self.plan.bounded else self.plan.halves,
             chooser=self.plan.early,
             hand_out=self._handed_out if self.plan.by_layer else None,
         )
@@ -780,7 +787,7 @@ class Prompt:
         again = self.arrival.decode_every is not None  # where less is there, it will be more
         for index in self.profile.shape.full_layers:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
-            always = self.profile.by_prompt or self.plan.is_packed(index) or again
+            always = self.profile.by_prompt or self.plan.rounds(index) or again
             if always or bool((own < columns).any()):
                 found[index] = own
         whole = all((own == columns).all() for own in found.values())

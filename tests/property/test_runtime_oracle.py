@@ -53,7 +53,7 @@ def test_any_budgets_and_any_lengths(
         model(ids, past_key_values=cache)
         assert (cache.kept_tokens == profile.budgets_for(context)).all()
         assert cache.retained_bytes == profile.retained_bytes_at(context, batch)
-        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache), cache)
         for tokens in follow:
             more = tiny.prompt(tokens, batch, seed=tokens)
             logits = model(more, past_key_values=cache).logits

@@ -1,7 +1,8 @@
 """The oracle of the runtime, on a code path of its own, and tiny models to hold it against.
 
 Full cache plus a mask of minus infinity on exactly the evicted entries, in float32 on eager
-attention. Nothing of `kvalloc.runtime` is used here but the list of what was evicted.
+attention. Nothing of `kvalloc.runtime` is used here but the list of what was evicted, and the
+rounding of numbers, which has tests by hand.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers import (
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
+from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.shape import ModelShape
 
 FAMILIES = {
@@ -246,7 +248,7 @@ class Shadow:
         self.take_stored(cache, combined=combined)
 
     def take_stored(self, cache: Any, *, combined: bool = False) -> None:
-        """Go on with the numbers that the cache stores at fewer bits, or that a policy made.
+        """Go on with the numbers that the cache stores rounded, or that a policy made.
 
         A number in the middle between two codes is rounded up or down by the last bit of what the
         model computed, which no two programs share: hence the stored one is taken. It has to be
@@ -262,7 +264,7 @@ class Shadow:
         """
         for layer in self.layers():
             entries, own = cache.layers[layer].entries, self.cache.layers[layer]
-            if entries is None or not (combined or entries.is_packed):
+            if entries is None or not (combined or entries.is_rounded):
                 continue
             bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
             for row, head in np.ndindex(*entries.lengths.shape):
@@ -272,8 +274,6 @@ class Shadow:
                 stored = keys.to(own.keys), values.to(own.values)
                 if extra is not None:
                     bias[row, head, places] = extra.cpu()
-                if not combined and width.keys == 16:
-                    continue
                 before = own.keys[row, head, places], own.values[row, head, places]
                 if not combined and keys.dtype == torch.float32 and len(places):
                     pairs = [(before[0].T, stored[0].T), (before[1], stored[1])]
@@ -307,13 +307,23 @@ class Oracle(Shadow):
         The prompt. It runs with nothing hidden.
     kept : dict of int to Tensor, each (batch, n_kv_heads, n_kept)
         For each reduced layer, the positions that stay visible afterwards.
+    cache : BudgetCache, optional
+        Whose stored numbers it goes on with, see `take_stored`.
     """
 
-    def __init__(self, model: Any, prompt_ids: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompt_ids: torch.Tensor,
+        kept: dict[int, torch.Tensor],
+        cache: Any = None,
+    ) -> None:
         super().__init__(model)
         self.prompt_logits = self.logits(prompt_ids)
         for layer, positions in kept.items():
             self.shown[layer] = visible(positions, prompt_ids.shape[1])
+        if cache is not None:
+            self.take_stored(cache)
 
     def greedy(self, first: torch.Tensor, tokens: int) -> torch.Tensor:
         """Token ids of greedy decoding that starts with ``first``, (batch, tokens)."""
@@ -321,6 +331,26 @@ class Oracle(Shadow):
         while len(out) < tokens:
             out.append(self.logits(out[-1])[:, -1].argmax(-1, keepdim=True))
         return torch.cat(out, dim=1)
+
+
+def as_stored(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a reduced cache keeps them where they are not rounded further."""
+    half = numbers.half()
+    stored = half if half.isfinite().all() else numbers.bfloat16()
+    return stored.to(numbers.dtype) if numbers.itemsize > 2 else numbers
+
+
+def rounded(
+    keys: torch.Tensor, values: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values (n, head_dim) of one head as a reduced cache keeps them.
+
+    At fewer bits than 16 by what measuring rounds with.
+    """
+    if bits == 16:
+        return as_stored(keys), as_stored(values)
+    keys, values = keys[None, None], values[None, None]
+    return quantised_keys(keys, bits)[0, 0], quantised_values(values, bits)[0, 0]
 
 
 def visible(kept: torch.Tensor, columns: int) -> torch.Tensor:
@@ -334,6 +364,9 @@ def half_step(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
     Blocks are of up to 64 numbers along the last axis.
     """
+    if bits == 16:
+        step = 2.0**-11 if numbers.half().isfinite().all() else 2.0**-8
+        return numbers.abs() * step + 1e-4
     found = []
     for block in numbers.split(64, dim=-1):
         low, high = (edge.expand_as(block) for edge in block.aminmax(dim=-1, keepdim=True))

@@ -98,14 +98,14 @@ class AttentionCall:
     def kernel_refusal(self, kept: KeptEntries) -> str | None:
         """Why no kernel reads this call's types, in words; None where each one does."""
         given = [self.queries, self.keys, self.values]
-        given += [kept.keys, kept.values] if kept.bits == 16 else []
-        dtype = self.queries.dtype
-        if any(one.dtype != dtype for one in given):
+        stored = [kept.keys, kept.values] if kept.bits == 16 else []
+        if any(one.dtype != self.queries.dtype for one in given):
             # as under autocast where a model normalises queries and keys
             return "queries, keys and values have several types"
-        if dtype not in KERNEL_TYPES:
-            return f"it does not read {dtype}"
-        if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+        for dtype in (self.queries.dtype, *(one.dtype for one in stored)):
+            if dtype not in KERNEL_TYPES:
+                return f"it does not read {dtype}"
+        if torch.is_grad_enabled() and any(one.requires_grad for one in (*given, *stored)):
             return "it gives no gradients"
         return None
 

@@ -203,7 +203,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
                 keys + column[None, :] * key_token + dims[:, None],
                 mask=inside[None, :] & (dims[:, None] < SIZES.head_dim),
                 other=0.0,
-            )
+            ).to(queries.dtype)
         else:
             block = first_scale + (first - start) // SIZES.columns
             own = scales[0] + block * 2 * SIZES.head_dim + dims
@@ -238,7 +238,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
                 values + column[:, None] * value_token + value_dims[None, :],
                 mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
                 other=0.0,
-            )
+            ).to(queries.dtype)
         else:  # of each token, behind its codes: scale and minimum of each block of channels
             blocks = tl.arange(0, BLOCKS)
             pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + VALUE_BYTES // 2

@@ -59,7 +59,7 @@ def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
     assert rows["full"]["kl"] == rows["all"]["kl"] == 0
     assert rows["few"]["kl"] > 0
     assert rows["all"]["retained_bytes"] == rows["all"]["full_bytes"]
-    assert rows["few"]["retained_bytes"] * 5 == rows["few"]["full_bytes"]
+    assert rows["few"]["retained_bytes"] * 5 * 2 == rows["few"]["full_bytes"]  # of float32
     assert rows["full"]["exact_match"] is None
     assert rows["few"]["n"] == 1
     assert rows["few"]["ci95"] is None

@@ -59,6 +59,15 @@ def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers at 16 bits as the model made them: for two ways of one computation.
+
+    They differ in the last bit of float32, which rounding makes a step of float16 now and then.
+    """
+    monkeypatch.setattr("kvalloc.runtime.kept.halved", lambda numbers: numbers)
+
+
+@pytest.fixture
 def without_kernel() -> Iterator[None]:
     """As where there is no compiler."""
     with kernel_choice(WITHOUT):

@@ -320,6 +320,7 @@ def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Te
 @pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 60)])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.usefixtures("unrounded")
 def test_the_cache_stores_what_plain_forwards_say(
     tiny: ModuleType, family: str, level: str, biases: bool, rows: int
 ) -> None:
@@ -383,6 +384,7 @@ def test_it_is_nearer_to_the_full_cache_than_dropping_is(tiny: ModuleType) -> No
     assert losses[1] < losses[0] / 2
 
 
+@pytest.mark.usefixtures("unrounded")
 def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
@@ -413,6 +415,7 @@ def test_a_prompt_in_one_forward_is_not_held(tiny: ModuleType) -> None:
     assert torch.equal(run(model, asked, at_once), run(model, asked, held))
 
 
+@pytest.mark.usefixtures("unrounded")
 def test_entries_handed_out_by_the_prompt_are_matched_too(tiny: ModuleType) -> None:
     """What is kept is what the same scorer keeps without matching."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)

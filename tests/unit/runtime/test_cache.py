@@ -57,15 +57,16 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
     run(model, tiny.prompt(CONTEXT, 2), cache)
     window, seen = model.config.sliding_window, CONTEXT
     full = sum(int(profile.budgets[layer, 0]) for layer in profile.shape.full_layers)
-    heads = 2 * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
+    heads, shape = 2 * tiny.N_KV_HEADS, profile.shape
+    plain, half = shape.plain_bytes_per_entry, shape.bytes_per_entry
     for tokens, of_sliding in ((1, window), (1, window), (5, window - 1), (1, window)):
         run(model, tiny.prompt(tokens, 2), cache)
         seen += tokens
         following = seen - CONTEXT
-        assert cache.retained_bytes == (full + 2 * following + 2 * of_sliding) * heads
-        assert cache.full_bytes == (2 * seen + 2 * of_sliding) * heads
+        latest = (2 * following + 2 * of_sliding) * plain
+        assert cache.retained_bytes == (full * (half if share < 1 else plain) + latest) * heads
+        assert cache.full_bytes == (2 * seen * half + 2 * of_sliding * plain) * heads
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
-    assert (cache.retained_bytes == cache.full_bytes) is (share == 1.0)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -146,7 +147,7 @@ def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) 
 
 def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    profile = tiny.make_profile(model, CONTEXT, 1.0)
     cache = kvalloc.make_cache(model, profile)
     cache.crop(-3)
     assert cache.get_seq_length() == 0

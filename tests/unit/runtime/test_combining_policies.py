@@ -98,6 +98,7 @@ def test_merge_by_hand() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.usefixtures("unrounded")
 def test_the_cache_answers_as_over_the_combined_entries(tiny: ModuleType, family: str) -> None:
     model = tiny.tiny_model(family)
     profile = tiny.make_profile(model, CONTEXT, 0.3)

@@ -57,7 +57,7 @@ def test_what_is_kept_stays_where_it_is_while_decoding(
         places.append(layer.entries.parts[0].keys)  # held, or its place would be given again
         if step > room:
             room, copies = step + step // SPARE, copies + 1
-        added = 2 * room * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
+        added = 2 * room * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.plain_bytes_per_entry
         assert cache.retained_bytes == stored + added
         assert layer.following_tokens == step
     assert runs_of(places) == [24]
@@ -227,10 +227,10 @@ def test_an_eviction_asks_the_device_once(
     """Whether scores are finite and budgets met, of all layers, rows and heads at once.
 
     Where entries are handed out by each prompt's scores, how many go to each head is read as well,
-    once a row.
+    once a row; and of a model in float32, whether what a layer keeps fits float16.
     """
     options = dict(options)
-    model = tiny.tiny_model("llama", "eager", num_hidden_layers=n_layers)
+    model = tiny.tiny_model("llama", "eager", torch.bfloat16, num_hidden_layers=n_layers)
     mask = torch.ones(rows, TOKENS, dtype=torch.long)
     mask[0, : options.pop("padding", 0)] = 0
     scorer = {"scorer": options.pop("scorer", "xkv")}

@@ -56,7 +56,7 @@ def test_2_heads_free_what_they_evict(tiny: ModuleType, model: Any, profile: Any
         for tensor in layer.stored_tensors():
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    expected = int(profile.budgets.sum()) * 2 * tiny.HEAD_DIM * 4 * 2
+    expected = int(profile.budgets.sum()) * 2 * tiny.HEAD_DIM * 2 * 2
     assert sum(storages.values()) == expected == cache.retained_bytes
     assert cache.retained_bytes < 0.6 * cache.full_bytes
 

@@ -164,8 +164,8 @@ OLDER = ("0.keys", "0.values")
             numbers("lengths", set_at(..., 50_000_000)),
             "0.bits_16.lengths is from 50000000 to 50000000, expected from 0 to 300",
         ),
-        ("ragged", cut(KEPT, np.s_[:0]), "0.bits_16.kept_keys is float32 of 0 x 16"),
-        ("ragged", cut(KEPT, np.s_[:1]), "0.bits_16.kept_keys is float32 of 1 x 16"),
+        ("ragged", cut(KEPT, np.s_[:0]), "0.bits_16.kept_keys is float16 of 0 x 16"),
+        ("ragged", cut(KEPT, np.s_[:1]), "0.bits_16.kept_keys is float16 of 1 x 16"),
         ("ragged", numbers("lengths", moved), "0.bits_16.kept_positions"),
         (
             "ragged",

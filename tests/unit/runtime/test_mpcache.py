@@ -126,10 +126,11 @@ def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: 
         expected.append(budget - 32 * n_coarse + 16 * fine + 1)
     assert read == expected
     assert max(read) < 0.5 * min(budgets)
-    assert cache.retained_bytes == before + profile.shape.bytes_per_entry * 2 * tiny.N_LAYERS
+    assert cache.retained_bytes == before + profile.shape.plain_bytes_per_entry * 2 * tiny.N_LAYERS
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.usefixtures("unrounded")
 def test_the_cache_answers_as_if_the_unread_were_hidden(
     tiny: ModuleType, monkeypatch: Any, attention: str
 ) -> None:

@@ -7,23 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Stored, packed_of, stored_of
+from attention_cases import packed_of, stored_of
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_oracle import rounded
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
+from kvalloc.runtime.quantization import rotated
 
 BATCH, HEADS = 2, 3
-
-
-def rounded(stored: Stored, row: int, head: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the measuring side rounds them."""
-    keys, values = (numbers[None, None] for numbers in stored[row, head][:2])
-    return quantised_keys(keys, bits)[0, 0], quantised_values(values, bits)[0, 0]
 
 
 def stored_in(entries: LayerEntries) -> int:
@@ -61,7 +56,7 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     assert np.array_equal(entries.bits, widths)
     swapped = entries.rows(torch.tensor([1, 0, 1]))
     for row, head in np.ndindex(*table.shape):
-        keys, values = rounded(stored, row, head, bits[head])
+        keys, values = rounded(*stored[row, head][:2], bits[head])
         for one, place in ((entries, row), (swapped, 1 - row)):
             own = one.piece(place, head)
             assert torch.equal(own[0], keys)
@@ -149,10 +144,9 @@ def test_more_entries_behind_and_fewer_again(
         assert torch.equal(after[0][:full], before[0][:full])
         assert torch.equal(after[1][:count], before[1])
         exact = torch.cat([before[0], keys[row, head, new]])
-        expected = quantised_keys(exact[None, None, full:], int(widths[head]))[0, 0]
-        assert torch.equal(after[0][full:], expected)
-        expected = quantised_values(values[None, None, row, head, new], int(widths[head]))[0, 0]
-        assert torch.equal(after[1][count:], expected)
+        expected = rounded(exact[full:], values[row, head, new], int(widths[head]))
+        assert torch.equal(after[0][full:], expected[0])
+        assert torch.equal(after[1][count:], expected[1])
         assert after[2].tolist() == [*before[2].tolist(), *columns[new].tolist()]
         kept = int((after[2] < first + added - removed).sum())
         for ours, theirs in zip(cut.piece(row, head)[:3], after[:3], strict=True):

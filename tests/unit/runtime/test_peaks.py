@@ -135,7 +135,7 @@ def test_memory_is_a_peak(
         return model(ids, attention_mask=mask, logits_to_keep=1, **known)
 
     plain = watched.peaks(lambda: read(use_cache=False))
-    memory = int(0.4 * shape.full_bytes(TOKENS, 2))
+    memory = int(0.4 * shape.plain_bytes(TOKENS, 2))
     if way in SOLVED:
         make, asked = SOLVED[way]
         sizes = {"n_layers": LAYERS} if make is make_shared_scores else {"shape": shape}
@@ -207,7 +207,7 @@ def test_late_eviction_holds_little_more_than_the_full_cache(
     alone = watched.peaks(lambda: answer(use_cache=False))
     held = watched.peaks(lambda: answer(past_key_values=cache))
     assert cache.reduced
-    full = 2 * (TOKENS + AWAITED) * 30 * shape.n_kv_heads * shape.bytes_per_entry
+    full = shape.plain_bytes(TOKENS + AWAITED, 2)
     assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
 
 
