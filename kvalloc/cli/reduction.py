@@ -163,7 +163,11 @@ def note_way(cache: Any, reduction: Reduction) -> None:
 
 def note_whole(cache: Any, n_tokens: int) -> None:
     """Say why nothing of a prompt was evicted: it is too short, or too little has followed it."""
-    if getattr(cache, "reduced", True):
+    profile: BudgetProfile | None = getattr(cache, "profile", None)
+    if profile is None:
+        return
+    kept = cache.kept_tokens[list(profile.shape.full_layers)]
+    if (kept < cache.get_seq_length()).any():
         return
     if awaited := cache.awaited_tokens:
         note(

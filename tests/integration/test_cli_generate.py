@@ -24,7 +24,7 @@ def test_generate_keeps_what_was_granted(models, profiles, folder, name):
     assert found["prefill_seconds"] > 0
     full = run(*arguments[:2], "--full", *arguments[4:], "--json").json
     assert full["profile"] is None
-    assert full["full_bytes"] == found["full_bytes"] == full["retained_bytes"]
+    assert full["full_bytes"] == found["full_bytes"] < full["retained_bytes"]  # in float32
     assert full["prompt_full_bytes"] == found["prompt_full_bytes"]
 
 
@@ -32,17 +32,17 @@ def test_generate_keeps_what_was_granted(models, profiles, folder, name):
 @pytest.mark.parametrize("words", [10, 100])
 @pytest.mark.parametrize("new", [1, 2, 7])
 def test_both_figures_of_bytes_are_of_the_same_moment(models, folder, name, words, new):
-    """With all entries kept they agree, before and after decoding, within the window and beyond."""
+    """With all entries kept it is the plain cache, in float32 larger than one at 16 bits."""
     prompt = ("--prompt", prose(words), "--max-new-tokens", new, "--json")
     kept = run("generate", models / name, "--budget", "100%", *prompt).json
     full = run("generate", models / name, "--full", *prompt).json
     assert kept["new_tokens"] == new
-    assert kept["prompt_retained_bytes"] == kept["prompt_full_bytes"] == full["prompt_full_bytes"]
-    assert kept["retained_bytes"] == kept["full_bytes"] == full["full_bytes"]
+    assert kept["prompt_retained_bytes"] > kept["prompt_full_bytes"] == full["prompt_full_bytes"]
+    assert kept["retained_bytes"] > kept["full_bytes"] == full["full_bytes"]
     if new > 1 or name == "tiny":  # until then the full cache keeps what has left the window
-        assert full["retained_bytes"] == full["full_bytes"]
+        assert full["retained_bytes"] == kept["retained_bytes"]
     else:
-        assert full["retained_bytes"] >= full["full_bytes"] == full["prompt_full_bytes"]
+        assert full["retained_bytes"] >= kept["retained_bytes"]
 
 
 def test_only_the_answer_goes_to_stdout(models, profiles, folder):
@@ -68,7 +68,7 @@ def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way
     assert f"prompt: asked for 25.0%, {found['share']:.1%} of a cache at 16 bits, " in told
     assert 0.2 < found["share"] <= 0.25
     assert found["prompt_retained_bytes"] <= found["granted_bytes"] < found["prompt_full_bytes"]
-    assert found["prompt_retained_bytes"] <= 0.25 * found["prompt_full_bytes"] / 2  # float32
+    assert found["prompt_retained_bytes"] <= 0.25 * found["prompt_full_bytes"]
 
 
 def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
