@@ -222,9 +222,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("make", "asked", "words"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value))
-)
+def _named(value: Any) -> str:
+    return str(getattr(getattr(value, "func", value), "__name__", value))
+
+
+@pytest.mark.parametrize(("make", "asked", "words"), REFUSED, ids=_named)
 def test_what_cannot_be_asked(make: Any, asked: dict[str, Any], words: str) -> None:
     """By the request itself, or (where there is something to make) by ``solve``."""
     with pytest.raises(InputError, match=words) as caught:
