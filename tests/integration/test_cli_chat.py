@@ -338,7 +338,7 @@ def test_a_saved_cache_can_be_inspected(folder):
     asked = run(*asking(folder, "w1"), "--json").json
     assert facts["full_bytes"] == asked["full_bytes"]
     assert facts["read_seconds"] == asked["read_seconds"]
-    assert np.array(facts["budgets"]).sum() * 2 * 8 * 4 == asked["retained_bytes"]
+    assert np.array(facts["budgets"]).sum() * 2 * 8 * 2 == asked["retained_bytes"]
     shown = run("inspect", folder / "doc.kv")
     assert shown.code == 0
     for words in ("doc.txt", "120, float32", "a full cache takes", "--cache", "window 8"):
