@@ -420,7 +420,7 @@ class RequestOptions(TypedDict, total=False):
     page : int, default 1
         Budgets are whole pages of N tokens.
     bits : str or sequence of int
-        Bit widths to choose from beside the budgets; 16 is the model's own dtype. The score
+        Bit widths to choose from beside the budgets; 16 is half precision. The score
         profile must hold what was measured at each.
     share_groups : str, int or tuple of tuple of int
         Adjacent layers that keep the same entries (MPCache), such as 2-3,4-5; or at most N groups

@@ -157,7 +157,7 @@ class BudgetProfile(JsonRecord):
 
     bits: IntArray2D | None = None
     """Bit width at which each KV head stores its entries (`kvalloc.accounting.costs`), 16
-    being the model's own dtype; None where all are at 16. Sliding layers are at 16."""
+    being half precision; None where all are at 16. Sliding layers are at 16."""
 
     share_groups: Annotated[tuple[Annotated[tuple[int, ...], FailFast()], ...], FailFast()] = ()
     """Groups of adjacent layers that keep the same entries, at one budget for each KV head."""

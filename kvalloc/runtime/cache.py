@@ -229,7 +229,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def full_bytes(self) -> int:
-        """Bytes a plain cache would store for the same tokens seen; padding does not count.
+        """Bytes of a cache at 16 bits a number of all tokens seen; padding does not count.
 
         Of a sliding layer the last ``sliding_window - 1`` entries count, and one more where, after
         a decoded token, it is still allocated, and in `retained_bytes` as well.

@@ -60,7 +60,8 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
     memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
     for name, row in found.items():
         budgets = profile.budgets if name == "layer" else tiny.by_head(profile).budgets
-        one = (int(budgets.sum()) + ANSWER_TOKENS * entry_rows) * ENTRY_BYTES
+        kept = int(budgets.sum()) * profile.shape.bytes_per_entry
+        one = kept + ANSWER_TOKENS * entry_rows * ENTRY_BYTES
         assert row["ratio"] == (memory // one) / ROWS
         assert f"{memory:,} bytes" in row["name"]
         assert f"{memory // one} rows take {memory // one * one:,} bytes" in row["note"]
