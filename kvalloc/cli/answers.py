@@ -354,5 +354,9 @@ class Conversation:
 
     def kept_text(self) -> str:
         """Return what is kept of all that was read, in words."""
+        from kvalloc.evaluate.caches import full_bytes
+
         facts = self.cache_facts()
-        return kept_text(self.cache, facts["share"], facts["retained_bytes"], facts["full_bytes"])
+        plain, shape = self.reduction.full, model_shape(self.loaded)
+        full = full_bytes(self.cache, shape, plain=plain)
+        return kept_text(self.cache, facts["share"], facts["retained_bytes"], full)

@@ -41,7 +41,9 @@ def generate(model: str, **typed: Any) -> None:
     if wants_json():
         print_json(facts)
     else:
-        _note_figures(conversation.cache, facts)
+        shape = model_shape(conversation.loaded)
+        plain = conversation.reduction.full and shape.plain_bytes(facts["prompt_tokens"])
+        _note_figures(conversation.cache, facts, plain or facts["prompt_full_bytes"])
 
 
 def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
@@ -75,12 +77,11 @@ def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
     }
 
 
-def _note_figures(cache: Any, facts: Mapping[str, Any]) -> None:
+def _note_figures(cache: Any, facts: Mapping[str, Any], full_bytes: int) -> None:
     deciding, speed = facts["decision_seconds"], facts["decode_tokens_per_second"]
     times = f"prefill {duration(facts['prefill_seconds'])}"
     times += "" if deciding is None else f", {duration(deciding)} of it to decide the budgets"
     times += "" if speed is None else f", then {speed:.1f} tokens/s"
-    sizes = facts["prompt_retained_bytes"], facts["prompt_full_bytes"]
-    kept = kept_text(cache, facts["share"], *sizes)
+    kept = kept_text(cache, facts["share"], facts["prompt_retained_bytes"], full_bytes)
     note(f"[{facts['prompt_tokens']:,} prompt and {facts['new_tokens']:,} new tokens; {times}]")
     note(f"[cache of the prompt: {kept}, {size(facts['retained_bytes'])} with the answer]")

@@ -231,7 +231,7 @@ def kept_text(cache: Any, share: float, retained_bytes: int, full_bytes: int) ->
     share : float
         Of a cache at 16 bits; see `kvalloc.runtime.cache.BudgetCache.share`.
     retained_bytes, full_bytes : int
-        Of the prompt alone, stored and by a full cache.
+        Of the prompt alone, stored and by a full cache; beside a full one, by one of its type.
     """
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     if profile is None:

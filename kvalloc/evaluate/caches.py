@@ -36,7 +36,7 @@ def needed_bytes(cache: Cache) -> int:
     return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache.layers))
 
 
-def full_bytes(cache: Cache, shape: ModelShape) -> int:
+def full_bytes(cache: Cache, shape: ModelShape, *, plain: bool = False) -> int:
     """Return the bytes that a full cache needs for the tokens that a cache of one row has seen.
 
     To be compared with `stored_bytes` of the same moment. Of a sliding layer the last
@@ -49,6 +49,8 @@ def full_bytes(cache: Cache, shape: ModelShape) -> int:
         A full or a reduced one.
     shape : ModelShape
         Of its model.
+    plain : bool
+        Whether the full cache is in the model's own type, instead of at 16 bits a number.
     """
     known: int | None = getattr(cache, "full_bytes", None)
     if known is not None:  # a reduced cache
@@ -60,7 +62,8 @@ def full_bytes(cache: Cache, shape: ModelShape) -> int:
             more = tensor.untyped_storage().nbytes() - tensor.nbytes
             if more == tensor[:, :, :1].nbytes:  # right after a prompt it may be all of that
                 slid_out += more
-    return shape.full_bytes(int(cache.get_seq_length())) + slid_out
+    needed = shape.plain_bytes if plain else shape.full_bytes
+    return needed(int(cache.get_seq_length())) + slid_out
 
 
 def _storages(layers: Iterable[object]) -> list[tuple[UntypedStorage, int, int]]:

@@ -37,6 +37,8 @@ def test_both_figures_of_bytes_are_of_the_same_moment(models, folder, name, word
     kept = run("generate", models / name, "--budget", "100%", *prompt).json
     full = run("generate", models / name, "--full", *prompt).json
     assert kept["new_tokens"] == new
+    said = run("generate", models / name, "--full", *prompt[:-1]).err
+    assert ("since layers with a sliding window" in said) == (name == "gemma" and words == 100)
     assert kept["prompt_retained_bytes"] > kept["prompt_full_bytes"] == full["prompt_full_bytes"]
     assert kept["retained_bytes"] > kept["full_bytes"] == full["full_bytes"]
     if new > 1 or name == "tiny":  # until then the full cache keeps what has left the window
