@@ -98,14 +98,23 @@ class _Installed:
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
 
 
-_installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
+_INSTALLED = "_kvalloc_installed"
+"""The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
+reads, would note a place in it, which changes when another model is collected meanwhile."""
+
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Caches may be collected while the lock is held, by the very thread that holds it.
 _lock = threading.RLock()
 
 
 def hooked_models() -> int:
     """Number of models that carry the hooks now."""
-    return len(_installed)
+    return len(_hooked)
+
+
+def _installed(module: nn.Module) -> _Installed | None:
+    """What a module carries of ours."""
+    return getattr(module, _INSTALLED, None)
 
 
 def retain(cache: Any, decoder: nn.Module) -> None:
@@ -124,9 +133,10 @@ def retain(cache: Any, decoder: nn.Module) -> None:
         If the model's attention does not go through transformers' attention interface.
     """
     with _lock:
-        entry = _installed.get(decoder)
+        entry = _installed(decoder)
         if entry is None:
-            entry = _installed[decoder] = _install(decoder)
+            entry = vars(decoder)[_INSTALLED] = _install(decoder)
+            _hooked.add(decoder)
         entry.caches += 1
     weakref.finalize(cache, _release, weakref.ref(decoder)).atexit = False
 
@@ -141,12 +151,12 @@ def serve(decoder: nn.Module, method: Serve) -> None:
     method : callable
         Not kept alive by this.
     """
-    _installed[decoder].serving.append(weakref.WeakMethod(method))
+    vars(decoder)[_INSTALLED].serving.append(weakref.WeakMethod(method))
 
 
 def end_serving(decoder: nn.Module, method: Serve) -> None:
     """Undo one `serve`."""
-    _installed[decoder].serving.remove(weakref.WeakMethod(method))
+    vars(decoder)[_INSTALLED].serving.remove(weakref.WeakMethod(method))
 
 
 def _install(decoder: nn.Module) -> _Installed:
@@ -164,12 +174,13 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
     if module is None:
         return
     with _lock:
-        entry = _installed.get(module)
+        entry = _installed(module)
         if entry is None:
             return
         entry.caches -= 1
         if entry.caches == 0:
-            del _installed[module]
+            del vars(module)[_INSTALLED]
+            _hooked.discard(module)
             for handle in entry.handles:
                 handle.remove()
             give_to_copies(module, _without_hooks)
@@ -222,13 +233,14 @@ def _without_hooks(state: dict[str, Any]) -> None:
     ours = {k for each in hooks.values() for k, hook in each.items() if hook in (_before, _after)}
     for name, each in hooks.items():
         state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
+    state.pop(_INSTALLED, None)
 
 
 def _before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache = _cache_among(args, kwargs)
-    entry = _installed.get(module)
+    entry = _installed(module)
     if cache is None and torch.compiler.is_compiling():
         if entry is not None and entry.serving:
             _say_that_it_is_compiled()
@@ -266,7 +278,7 @@ def _begin(
     with _claimed(entry, cache):
         changed = cache.begin_forward(module, arguments)
         # It has checked that this is the cache's own model, so it carries the hooks.
-        entry = _installed[module]
+        entry = vars(module)[_INSTALLED]
         forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache, outputs)
         forward.token = entry.switch.enter(forward.attend)
     return {**arguments, "past_key_values": cache, **(changed or {})}
@@ -305,7 +317,7 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if torch.compiler.is_compiling():
         return None
-    entry = _installed.get(module)
+    entry = _installed(module)
     outputs = [] if entry is None else _close(entry, completed=output is not None)
     return joined([*outputs, output]) if outputs and output is not None else None
 

@@ -87,12 +87,30 @@ def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> 
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
-    assert everything() - before == {("model", "__getstate__")}
+    lent = {("model", name) for name in ("__getstate__", "_kvalloc_installed")}
+    assert everything() - before == lent
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "sdpa"
     assert model.model.layers[0].self_attn.config is model.config
     del cache
     assert everything() == before
+
+
+def test_another_model_may_go_while_one_is_compiled(tiny: ModuleType, model: Any) -> None:
+    """Between what Dynamo reads and what it notes of it, where the garbage collector may run."""
+    others = [tiny.tiny_model()]
+    caches = [kvalloc.make_cache(one, tiny.make_profile(one, 60, 0.3)) for one in (*others, model)]
+
+    def backend(graph: Any, _: Any) -> Any:
+        others.clear()
+        del caches[:-1]
+        gc.collect()
+        return graph
+
+    expected = model(tiny.prompt(5)).logits
+    compiled = torch.compile(model, backend=backend)
+    assert torch.equal(compiled(tiny.prompt(5)).logits, expected)
+    assert not others
 
 
 def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
@@ -309,7 +327,6 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
     """A second thread is within a forward, and ends it while the first one looks who is."""
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     within, end = threading.Event(), threading.Event()
-    entry_of = hooks._installed.__getitem__
 
     class Looked(hooks._OpenForward):
         """Whoever compares its cache lets the other thread go on first."""
@@ -330,7 +347,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
         hooks._close(entry, completed=False)
 
     own = kvalloc.make_cache(model, profile)
-    entry = entry_of(model.model)
+    entry = vars(model.model)["_kvalloc_installed"]
     second = threading.Thread(target=other)
     second.start()
     assert within.wait(60)
