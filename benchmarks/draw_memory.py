@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.loading import load_model
-from kvalloc.report.figure import COLOURS
+from kvalloc.report.charts import THEMES
 
 FOLDER = Path(__file__).parents[1]
 RETENTION = 0.9
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 def main() -> None:
     arguments = parse_arguments()
-    loaded = load_model("demo")
+    loaded = load_model("demo", dtype="bfloat16")
     scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=4, context=1024)
     profiles = {
         level: kvalloc.solve(scores, target_retention=RETENTION, level=level)
@@ -76,7 +76,8 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
-    for colour, (name, label) in zip(COLOURS, NAMES.items(), strict=False):
+    colours = THEMES["light"]["range"]["category"]
+    for colour, (name, label) in zip(colours, NAMES.items(), strict=False):
         mib = [count / MIB for count in found[name]]
         axes.plot(contexts, mib, color=colour, marker="o", markersize=4)
         share = found[name][-1] / found["full"][-1]
@@ -99,7 +100,7 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
     axes.grid(visible=True, color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"SmolLM2-135M, float32, one prompt; budgets for a retention of {RETENTION}", fontsize=10
+        f"SmolLM2-135M, bfloat16, one prompt; budgets for a retention of {RETENTION}", fontsize=10
     )
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
