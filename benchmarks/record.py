@@ -62,7 +62,7 @@ def run(command: list[str]) -> Record:
     return Record(
         command=shlex.join(["python", *command]),
         where=where,
-        printed="".join(lines).strip("\n"),
+        printed="".join(lines).replace(f"{FOLDER.parent}/", "").strip("\n"),  # wherever it ran
         exit_code=process.returncode,
     )
 
