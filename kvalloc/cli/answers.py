@@ -321,7 +321,7 @@ class Conversation:
                     if stopped():
                         break
             finally:
-                if not wants_json():  # what is printed next gets a line of its own
+                if written.tokens and not wants_json():  # the next line is one of its own
                     streamer.end()
         written.text = self.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
         if keep:

@@ -125,3 +125,13 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def refused_with(folder, models, command, options, words):
+    """Refuse a command of a model with options by name: None is left out, True is a flag alone."""
+    given: list[object] = [command, models / options.pop("MODEL")]
+    for name, value in options.items():
+        if value is not None:
+            is_path = name in ("--text", "--prompts", "--prompt-file", "--profile", "-o")
+            given += [name] if value is True else [name, folder / value if is_path else value]
+    refused(folder, *given, words=words)
