@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint
-from typing import Any, ClassVar
 
 import pytest
 from cli_tools import refused, run
-from factories import make_bits, make_losses, make_scores, make_shape, make_shared_scores
+from factories import make_bits, make_losses, make_scores, make_shape
 
 import kvalloc
 from kvalloc.allocation.request import TARGETS, RequestOptions
-from kvalloc.problem import Solver, registry
+from kvalloc.problem import registry
 from kvalloc.problem.registry import solver_names
 
 
@@ -73,56 +71,33 @@ def test_compare_and_frontier_take_the_loss_where_it_was_measured(tmp_path):
     assert (by_mean.json["objective"], by_mean.err) == ("mean", "")
 
 
-def test_compare_says_why_the_others_do_not_apply(tmp_path):
-    make_shared_scores(3, n_samples=3).save(scores := tmp_path / "s.safetensors")
-    ran = run("compare", scores, "--budget", "40%", "--workloads", "worst", "--json", "-q")
-    assert ran.code == 0
-    rows = {row["solver"]: row for row in ran.json}
-    assert "use cvar or ilp" in rows["greedy"]["reason"]
-    values = {n: rows[n]["objective"] for n in ("auto", "cvar", "ilp")}
-    assert values["ilp"] == pytest.approx(max(values.values()), abs=1e-9)
-
-
 def test_solvers_get_options_of_their_own_in_a_comparison(tmp_path, scores):
-    options = ["--solver", "pyramid", "--solver", "ilp", "--solver-option", "pyramid:beta=3"]
-    asked = ("compare", scores, "--budget", "40%")
-    ran = run(*asked, *options, "--solver-option", "ilp:gap=1", "--json")
-    assert ran.code == 0, ran.err
-    rows = {row["solver"]: row for row in ran.json}
-    assert rows["pyramid"]["solver_options"] == {"beta": 3.0}
-    assert rows["ilp"]["solver_options"] == {"gap": 1.0}
+    asked = ("compare", scores, "--budget", "40%", "--solver", "pyramid", "--solver", "ilp")
+    beta, gap = ("--solver-option", "pyramid:beta=3"), ("--solver-option", "ilp:gap=1")
+    rows = {row["solver"]: row["solver_options"] for row in run(*asked, *beta, *gap, "--json").json}
+    assert rows == {"pyramid": {"beta": 3.0}, "ilp": {"gap": 1.0}}
     for bad, words in (
         ("beta=3", "NAME:KEY=VALUE"),
         ("dp:page=3", "not compared"),
         ("pyramid:delta=3", "no option 'delta'"),
-        ("ilp:gap=much", "a number"),
     ):
-        assert words in refused(tmp_path, *asked, *options[:4], "--solver-option", bad)
-
-
-class Raiser(Solver):
-    """Fails."""
-
-    name: ClassVar[str] = "raiser"
-    summary: ClassVar[str] = "fails"
-
-    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
-        raise IndexError("first line\nsecond line")
+        assert words in refused(tmp_path, *asked, "--solver-option", bad)
 
 
 def test_a_broken_solver_is_one_line_and_the_others_go_on(files, monkeypatch):
     """What solvers can claim is in tests/unit/allocation/test_lying_solvers.py."""
-    ours = dict(registry._group(registry.SOLVERS))
-    broken = EntryPoint("raiser", f"{__name__}:Raiser", registry.SOLVERS)
-    monkeypatch.setattr(registry, "_group", lambda group: {**ours, "raiser": broken})
-    scores, said = files / "s.safetensors", "raiser failed: IndexError: first line second line"
-    asked = ("--budget", "40%", "--solver", "raiser")
+
+    def fail(*arguments, **options):
+        raise IndexError("first line\nsecond line")
+
+    monkeypatch.setattr(type(registry.get_solver("pyramid")), "solve", fail)
+    scores, said = files / "s.safetensors", "pyramid failed: IndexError: first line second line"
+    asked = ("--budget", "40%", "--solver", "pyramid")
     assert said in refused(files, "solve", scores, *asked, "-o", files / "p.json")
-    assert said in refused(files, "frontier", scores, "--solver", "raiser")
     ran = run("compare", scores, *asked, "--solver", "ilp", "--json")
     rows = {row["solver"]: row["reason"] for row in ran.json}
     assert rows["ilp"] is None
-    assert said in rows["raiser"]
+    assert said in rows["pyramid"]
 
 
 @pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
@@ -144,7 +119,6 @@ def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
         (make_losses, "--objective mean", "retention"),
         (make_losses, "--objective worst", "worst unit"),
         (make_losses, "--objective loss", "+1 MiB saves"),
-        (make_bits, "--bits 16,8,4", "retention"),
         (make_bits, "--cost decode-bytes", "retention"),
         (make_scores, "--workloads worst --page 8", "worst samples"),
         (make_scores, "--weights FOLDER/w.json", "weighted"),
@@ -159,13 +133,7 @@ def test_frontier_in_numbers_and_as_a_picture(tmp_path, make, asked, heading):
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     values = [point["value"] for point in points]
     assert values == sorted(values)
-    assert all(point["bound"] >= point["value"] - 1e-12 for point in points)
-    assert all(0 < point["share"] <= 1 and 0 <= point["retention"] <= 1.0001 for point in points)
-    for point in points:
-        if "loss" in asked:
-            assert point["predicted_loss"] == pytest.approx(-point["value"], abs=1e-12)
-        elif make is make_bits:  # the mean objective is the retention, at whatever bits
-            assert point["retention"] == pytest.approx(point["value"], abs=1e-12)
+    assert all(0 < point["share"] <= 1 for point in points)
     ran = run(*line)
     assert heading in ran.out.splitlines()[0]
     assert len(ran.out.splitlines()) == 1 + len(points)
@@ -197,22 +165,17 @@ def test_diff_shows_who_gains(files):
     ("words", "said"),
     [
         ("compare s.safetensors", "no target"),
-        ("compare s.safetensors --budget 40% --solver adaptive_head", "--level head"),
         ("compare s.safetensors --budget 40% --time-limit -3", "--time-limit"),
         ("verify greedy.json missing.safetensors", "missing.safetensors"),
         ("verify s.safetensors s.safetensors", "expected a budget profile"),
-        ("verify greedy.json greedy.json", "budget profile"),
         ("verify other.json s.safetensors", "tests/other"),
         ("frontier s.safetensors --points 1", "points"),
-        ("frontier s.safetensors --solver adaptive_head", "--level head"),
         ("frontier s.safetensors --cap 0=100B", "use --cap 0=160B"),
         ("frontier s.safetensors --png missing/f.png", "does not exist"),
-        ("frontier s.safetensors --png f.unknownext", "another ending than .png"),
-        ("diff greedy.json missing.json", "missing.json"),
         ("diff greedy.json other.json", "tests/other"),
     ],
 )
 def test_mistakes_get_one_line(words, said, files):
-    names = (".json", ".safetensors", ".png", ".unknownext")
+    names = (".json", ".safetensors", ".png")
     line = (files / word if word.endswith(names) else word for word in words.split())
     assert said in refused(files, *line)

