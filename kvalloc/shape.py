@@ -80,9 +80,10 @@ class ModelShape:
     weights quantized to 4 bits; None if unknown."""
 
     def __post_init__(self) -> None:
-        for name in ("n_layers", "n_query_heads", "n_kv_heads", "head_dim", "dtype_bytes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model shape: {name} is {getattr(self, name)}, expected >= 1")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 1:
+                found = one_line(value, 40)
+                raise InputError(f"model shape: {name} is {found}, expected >= 1")
         if self.n_query_heads % self.n_kv_heads:
             raise InputError(
                 f"model shape: {self.n_query_heads} query heads cannot share "
@@ -100,10 +101,6 @@ class ModelShape:
             )
         if self.weights_signs is not None and not fullmatch("[0-9a-f]+", self.weights_signs):
             raise InputError("model shape: weights_signs is no hexadecimal number")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise InputError(
-                f"model shape: sliding_window is {one_line(self.sliding_window, 40)}, expected >= 1"
-            )
         if "sliding" in self.layer_types and not self.sliding_window:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 

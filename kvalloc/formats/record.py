@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,8 @@ from kvalloc.shape import ModelShape
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 
-_MAX_TEXTS = 1000
-"""Versions, or methods of an evaluation, in one file."""
+_LISTS, _MAX_ITEMS = ("layer_types", "versions", "profiles"), 999
+"""Fields of which pydantic would note every wrong item, and how many they have at most."""
 
 LARGEST_JSON_BYTES = 2**28
 """A larger JSON file is not read: an evaluation with a million answers is smaller."""
@@ -42,6 +43,9 @@ LARGEST_JSON_BYTES = 2**28
 _LARGE_BYTES, _HOLES = 2**30, 1000
 """A safetensors file larger than this, of which less than one part in `_HOLES` is stored, is not
 read: it would cost its sender nothing and its reader all memory."""
+
+ROUNDING = 1e-9
+"""How far float64 rounding may take a number beyond a limit."""
 
 _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
 """Patterns that put the numbers of a list, such as a row of budgets, on one line of JSON."""
@@ -79,7 +83,7 @@ def require_none(*fields: str, values: Sequence[object]) -> None:
 
 
 class ArrayOf:
-    """Annotation of an array field with a type and a number of axes: read-only, lists in JSON.
+    """Annotation of an array field of finite numbers: read-only, lists in JSON.
 
     Parameters
     ----------
@@ -87,10 +91,19 @@ class ArrayOf:
         ``np.int64`` or ``np.float64``.
     ndim : int
         Number of axes.
+    low, high : float
+        Smallest and largest number, infinite where there is no limit.
     """
 
-    def __init__(self, dtype: type[np.int64] | type[np.float64], ndim: int) -> None:
-        self.dtype, self.ndim = np.dtype(dtype), ndim
+    def __init__(
+        self,
+        dtype: type[np.int64] | type[np.float64],
+        ndim: int,
+        *,
+        low: float = -math.inf,
+        high: float = math.inf,
+    ) -> None:
+        self.dtype, self.ndim, self.low, self.high = np.dtype(dtype), ndim, low, high
 
     def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
         rows: CoreSchema = core_schema.int_schema(strict=True)
@@ -109,8 +122,10 @@ class ArrayOf:
     def _read(self, rows: Sequence[Any]) -> Any:
         try:
             return self._checked(np.array(rows, dtype=self.dtype))
-        except (OverflowError, ValueError) as error:  # beyond int64; rows of different lengths
-            require(False, "", str(error), f"rows of one length, each number {self.dtype}")
+        except (OverflowError, ValueError) as error:
+            beyond = isinstance(error, OverflowError)
+            found = "a number beyond 64 bits" if beyond else "rows of unequal length"
+            require(False, "", found, f"rows of one length, each number {self.dtype}")
             raise
 
     def _checked(self, array: Any) -> Any:
@@ -118,11 +133,23 @@ class ArrayOf:
         require(isinstance(array, np.ndarray), "", f"of type {type(array).__name__}", expected)
         right = array.dtype == self.dtype and array.ndim == self.ndim
         require(right, "", f"{array.dtype} shaped {array.shape}", expected)
+        if array.size:
+            self._check_range(array)
         array.flags.writeable = False
         return array
 
+    def _check_range(self, array: npt.NDArray[Any]) -> None:
+        low, high = array.min(), array.max()  # no copy of the array, which may be gigabytes
+        if not (np.isfinite(low) and np.isfinite(high)):
+            place = np.argwhere(~np.isfinite(array))[0].tolist()
+            require(False, "", f"not finite at {place}", "finite numbers")
+        inside = self.low - ROUNDING <= low and high <= self.high + ROUNDING
+        expected = f"numbers within {self.low:g}..{self.high:g}"
+        require(inside, "", f"{low:.6g}..{high:.6g}", expected)
+
 
 IntArray1D = Annotated[IntArray, ArrayOf(np.int64, 1)]
+Mask1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=0, high=1)]
 IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
 IntArray5D = Annotated[IntArray, ArrayOf(np.int64, 5)]
 FloatArray1D = Annotated[FloatArray, ArrayOf(np.float64, 1)]
@@ -245,14 +272,19 @@ class FileRecord(Record):
             raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
         for name in ("kind", "schema_version"):
             found, expected = stated.get(name, "missing"), cls.model_fields[name].default
-            if found != expected:
+            if (type(found), found) != (type(expected), expected):  # true is no version
                 way_out = "or read it with the kvalloc that wrote it"
                 raise cls.file_error(path, name, found, str(expected), way_out)
         derived = cls.model_computed_fields
         for name in cls.PROVENANCE:
             if name not in stated:
                 raise cls.file_error(path, name, "missing", "a value")
-        cls._check_tables(path, stated)
+        shape = stated.get("shape")
+        tables = {**stated, **(shape if isinstance(shape, dict) else {})}
+        for name in _LISTS:
+            items = tables.get(name)
+            if isinstance(items, list | dict) and len(items) > _MAX_ITEMS:
+                raise cls.file_error(path, name, f"{len(items):,} items", f"at most {_MAX_ITEMS}")
         try:
             given = {name: value for name, value in stated.items() if name not in derived}
             record = cls.model_validate_json(to_json(given))
@@ -278,33 +310,6 @@ class FileRecord(Record):
             if kinds:
                 arrays[name] = kinds[0]
         return arrays
-
-    @classmethod
-    def _check_tables(cls, path: str | Path, stated: dict[str, Any]) -> None:
-        """Refuse a table of wrong lengths, before more of it is read than the model allows."""
-        shape = stated.get("shape")
-        if not isinstance(shape, dict):
-            return
-        lengths = [shape.get("n_layers"), shape.get("n_kv_heads")]
-        layers = lengths[0] if isinstance(lengths[0], int) else 0
-        limits = {"layer_types": layers, "share_groups": layers}
-        for name, limit in {**limits, "versions": _MAX_TEXTS, "profiles": _MAX_TEXTS}.items():
-            found = (shape if name in shape else stated).get(name)
-            if isinstance(found, list | dict) and len(found) > limit:
-                raise cls.file_error(path, name, f"{len(found):,} items", f"at most {limit:,}")
-        for name, table in cls.array_fields().items():
-            if stated.get(name) is None:
-                continue
-            expected = " x ".join(map(str, lengths[: table.ndim])) + " numbers"
-            rows: list[Any] = [stated[name]]
-            for length in lengths[: table.ndim]:
-                for row in rows:
-                    if not isinstance(row, list) or len(row) != length:
-                        found = f"a list of {len(row):,}" if isinstance(row, list) else row
-                        raise cls.file_error(path, name, found, expected)
-                rows = [*chain.from_iterable(rows)]
-            if deeper := [row for row in rows if isinstance(row, list | dict)]:
-                raise cls.file_error(path, name, deeper[0], expected)
 
     @classmethod
     def check_digest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -15,13 +15,15 @@ from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.errors import InputError, command, option
 from kvalloc.formats.policy import Policy, require_policies
 from kvalloc.formats.record import (
+    ROUNDING,
+    ArrayOf,
     ArrayRecord,
     FileRecord,
-    FloatArray3D,
     FloatArray4D,
     FloatArray5D,
     IntArray1D,
     IntArray2D,
+    Mask1D,
     MeasuredHeader,
     require,
     require_none,
@@ -32,8 +34,10 @@ from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
 
-CURVE_TOLERANCE = 1e-9
-"""How far float64 rounding may take a curve from monotone or concave."""
+Shares4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0, high=1)]
+Masses3D = Annotated[FloatArray, ArrayOf(np.float64, 3, low=0)]
+Errors4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0)]
+Errors5D = Annotated[FloatArray, ArrayOf(np.float64, 5, low=0)]
 
 LOSS_NOISE_NATS = 1e-3
 """A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
@@ -110,12 +114,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     ranks: IntArray1D
     """Numbers of kept evictable entries, from 0 to ``evictable_tokens``, ``(n_points,)``."""
 
-    curves: FloatArray4D
+    curves: Shares4D
     """``curves[..., k]`` is R(ranks[k]), the share of a head's evictable score mass in its
     ``ranks[k]`` best entries, 0..1 (XKV, Eq. 4); ``(n_samples, n_layers, n_kv_heads, n_points)``.
     """
 
-    masses: FloatArray3D
+    masses: Masses3D
     """The evictable score mass itself, ``(n_samples, n_layers, n_kv_heads)``; zero in sliding
     layers, which have no curve of their own."""
 
@@ -137,7 +141,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     reduced; ``(n_samples, n_layers, n_kv_heads or 1, n_levels)``. 0 at the last level. What was
     measured, noise included: a curve need not fall, be convex, or stay above 0 everywhere."""
 
-    loss_stderr: FloatArray4D | None = None
+    loss_stderr: Errors4D | None = None
     """Standard error of each loss, shaped as ``losses``."""
 
     other_losses: FloatArray5D | None = None
@@ -146,13 +150,13 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     n_levels)``. Every policy keeps the same where nothing but sinks and window is kept, and where
     everything is; at fewer bits than 16 that loses something, too."""
 
-    other_loss_stderr: FloatArray5D | None = None
+    other_loss_stderr: Errors5D | None = None
     """Standard error of each."""
 
     bit_widths: IntArray1D | None = None
     """Bit widths whose fidelity was measured, ``(n_bits,)``."""
 
-    bit_fidelity: FloatArray4D | None = None
+    bit_fidelity: Shares4D | None = None
     """``max(0, 1 - ||o_b - o|| / ||o||)`` of the window's rows of attention output with K and V at
     b bits (o_b) and as they are (o), nothing evicted; 0..1, and 1 at 16 bits; ``(n_samples,
     n_layers, n_kv_heads, n_bits)``. A stand-in for harm: it sees one layer, and neither what later
@@ -168,7 +172,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     shares (MPCache, Sec. 4.4); ``(n_samples, n_runs, n_kv_heads, n_points)``. At most the sum of
     the layers' contributions."""
 
-    shards: IntArray1D | None = None
+    shards: Mask1D | None = None
     """Of a part of a measurement (``kvalloc profile --shard``): 1 for each shard that is in here
     and 0 for the others, ``(n_shards,)``. None for a whole measurement."""
 
@@ -360,11 +364,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         require_shape("curves", self.curves, (*size, ranks.size))
         require_shape("masses", self.masses, size)
         require_shape("sample_tokens", self.sample_tokens, size[:1])
-        sound = np.isfinite(self.masses).all() and (self.masses >= 0).all()
-        require(sound, "masses", "negative or not finite", "finite masses >= 0")
         # One layer of one sample at a time: with a long context, a copy of all curves is gigabytes.
         for sample, layer in itertools.product(range(self.n_samples), self.shape.full_layers):
-            _require_curves(self.curves[sample, layer], ranks, f"sample {sample}, layer {layer}")
+            where = f"in sample {sample}, layer {layer}"
+            _require_curves("curves", self.curves[sample, layer], 1.0, ranks, where)
         self._require_losses()
         self._require_fidelity()
         self._require_shared()
@@ -425,17 +428,9 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             sound = array.shape in sizes and array.shape == losses.shape
             expected = f"float64 shaped {sorted(sizes)}"
             require(sound, field, f"float64 shaped {array.shape}", expected)
-            wrong = np.argwhere(~np.isfinite(array[:, full]))
-            if wrong.size:
-                sample, layer, head, *others = wrong[0].tolist()
-                policy = "".join(f", policy {place}" for place in others[:-1])
-                found = f"not finite in sample {sample}, layer {full[layer]}, head {head}{policy}"
-                require(False, field, f"{found}, level {others[-1]}", "finite nats per token")
-        sound = stderr is None or not (stderr < 0).any()
-        require(sound, errors, "negative", "standard errors >= 0")
         decided = losses[:, full]
         at_16 = decided[..., : len(self.loss_policies), :] if middle else decided
-        whole = (np.abs(at_16[..., -1]) <= CURVE_TOLERANCE).all()
+        whole = (np.abs(at_16[..., -1]) <= ROUNDING).all()
         require(whole, name, "not 0 where everything is kept", "C(context) = 0, levels rising")
         low, high = float(decided.min()), float(decided.max())
         expected = "KL in nats: what is lost, above 0 but for noise"
@@ -451,11 +446,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         require(bool(sound), "bit_widths", f"int64 {given}", f"int64, each one of {known} once")
         name = "bit_fidelity"
         require_shape(name, fidelity, (*self.masses.shape, widths.size))
-        decided = fidelity[:, list(self.shape.full_layers)]
-        require(np.isfinite(decided).all(), name, "not finite", "finite values")
-        found = f"{decided.min():.6g}..{decided.max():.6g}"
-        require(decided.min() >= 0 and decided.max() <= 1, name, found, "values within 0..1")
-        whole = (decided[..., widths == 16] == 1).all()
+        whole = (fidelity[..., widths == 16] == 1).all()
         require(whole, name, "not 1 at 16 bits", "1 where nothing is changed")
 
     def _require_part(self) -> None:
@@ -463,7 +454,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         if shards is None or places is None:
             require_none("shards", "sample_places", values=(shards, places))
             return
-        sound = np.isin(shards, (0, 1)).all() and 0 < shards.sum() < shards.size
+        sound = bool(0 < shards.sum() < shards.size)
         require(sound, "shards", shards.tolist(), "0 or 1 each, some of both")
         require_shape("sample_places", places, (self.n_samples,))
         rising = places[0] >= 0 and (np.diff(places) > 0).all()
@@ -483,45 +474,30 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         require(sound, "shared_runs", wrong, expected)
         name, heads = "shared_curves", self.shape.n_kv_heads
         require_shape(name, curves, (self.n_samples, len(given), heads, self.ranks.size))
-        require(np.isfinite(curves).all(), name, "not finite", "finite values")
         for sample in range(self.n_samples):
             apart = self.contributions(sample)
             for run, (first, length) in enumerate(given):
                 together, separate = curves[sample, run], apart[first : first + length].sum(axis=0)
                 where = f"in sample {sample}, layers {first}-{first + length - 1}"
-                sound = (together <= separate + CURVE_TOLERANCE).all()
-                sound = sound and together.min() >= -CURVE_TOLERANCE
+                sound = (together <= separate + ROUNDING).all()
                 found = f"{together.max():.6g} {where}"
                 require(sound, name, found, "no more than the layers keep apart")
-                whole = np.abs(together[:, -1] - separate[:, -1]) <= CURVE_TOLERANCE
-                expected = "everything when everything is kept"
-                require(whole.all(), name, f"not whole {where}", expected)
-                gains = np.diff(together, axis=-1) / np.diff(self.ranks)
-                sound = gains.min() >= -CURVE_TOLERANCE
-                sound = sound and np.diff(gains, axis=-1).max(initial=0.0) <= CURVE_TOLERANCE
-                found = f"not rising and concave {where}"
-                require(sound, name, found, "best entries first")
+                _require_curves(name, together, separate[:, -1], self.ranks, where)
 
 
-def _require_curves(curves: FloatArray, ranks: IntArray, where: str) -> None:
-    """Refuse retention curves of a layer that cannot be, ``(n_kv_heads, n_points)``."""
-    if not np.isfinite(curves).all():
-        head, point = np.argwhere(~np.isfinite(curves))[0].tolist()
-        found = f"not finite at head {head}, rank {ranks[point]} in {where}"
-        require(False, "curves", found, "finite values")
-    low, high = curves.min(), curves.max()
-    inside = low >= -CURVE_TOLERANCE and high <= 1 + CURVE_TOLERANCE
-    expected = "shares of mass within 0..1"
-    require(inside, "curves", f"{low:.6g}..{high:.6g} in {where}", expected)
-    whole = (np.abs(curves[:, -1] - 1) <= CURVE_TOLERANCE).all()
-    found = f"not 1 when everything is kept in {where}"
-    require(whole, "curves", found, "R(all evictable entries) = 1")
+def _require_curves(
+    field: str, curves: FloatArray, ends: FloatArray | float, ranks: IntArray, where: str
+) -> None:
+    """Refuse retention curves that cannot be, ``(n_kv_heads, n_points)``, or end elsewhere."""
+    whole = (np.abs(curves[:, -1] - ends) <= ROUNDING).all()
+    expected = "R(all evictable entries) = 1 of each layer"
+    require(whole, field, f"not whole where everything is kept {where}", expected)
     gains = np.diff(curves, axis=1)
     gains /= np.diff(ranks)
-    rising = gains.min() >= -CURVE_TOLERANCE
-    require(rising, "curves", f"falling in {where}", "curves that rise with every entry")
-    concave = np.diff(gains, axis=1).max(initial=0.0) <= CURVE_TOLERANCE
-    require(concave, "curves", f"not concave in {where}", "best entries first (concave)")
+    rising = gains.min() >= -ROUNDING
+    require(rising, field, f"falling {where}", "curves that rise with every entry")
+    concave = np.diff(gains, axis=1).max(initial=0.0) <= ROUNDING
+    require(concave, field, f"not concave {where}", "best entries first (concave)")
 
 
 def shards_text(shards: IntArray, held: int = 1) -> str:

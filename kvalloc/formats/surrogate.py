@@ -15,6 +15,7 @@ from kvalloc.formats.record import (
     FloatArray5D,
     IntArray1D,
     IntArray5D,
+    Mask1D,
     MeasuredHeader,
     require,
     require_shape,
@@ -75,9 +76,6 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
     def _fits(self) -> Self:
         layers, heads = len(self.shape.full_layers), self.shape.n_kv_heads
         require_shape("weights", self.weights, (layers, heads, self.weights.shape[-1]))
-        for name in ("weights", "r_squared", "rank_correlation"):
-            array = getattr(self, name)
-            require(np.isfinite(array).all(), name, "not finite", "finite values")
         require_shape("r_squared", self.r_squared, (layers,))
         require_shape("rank_correlation", self.rank_correlation, (layers,))
         return self
@@ -110,7 +108,7 @@ class SurrogatePart(ArrayRecord, SurrogatePartHeader):
 
     HEADER: ClassVar[type[FileRecord]] = SurrogatePartHeader
 
-    shards: IntArray1D
+    shards: Mask1D
     """1 for each shard that is in here and 0 for the others, ``(n_shards,)``."""
 
     sample_places: IntArray1D
@@ -131,8 +129,6 @@ class SurrogatePart(ArrayRecord, SurrogatePartHeader):
         require_shape("sums", self.sums, (8, *units, n_moments, n_moments))
         size = (self.sample_places.size, *units, self.ranked.shape[3], n_moments - 1)
         require_shape("ranked", self.ranked, size)
-        require(np.isfinite(self.ranked).all(), "ranked", "not finite", "finite values")
-        require(np.isin(self.shards, (0, 1)).all(), "shards", "another number", "0 or 1 each")
         places = self.sample_places
         rising = places.size > 0 and (np.diff(places) > 0).all()
         sound = rising and places[0] >= 0 and places[-1] < self.samples

@@ -86,20 +86,25 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
 # --- edited budget profiles: numbers that contradict each other; see test_hostile_files -----------
 
 
+SIZES = ("head_dim", "sliding_window", "max_context_tokens", "vocab_size")
+
+
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
         (("schema_version",), 2, "schema_version is 2, expected 1"),
+        (("schema_version",), True, "schema_version is True, expected 1"),
         (("level",), "row", "level is row, expected"),
         (("length_rule",), "cubic", "length_rule is cubic, expected"),
-        (("budgets", 0), [20], "budgets is a list of 1, expected 3 x 2 numbers"),
-        (("budgets", 2), ..., "budgets is a list of 2, expected 3 x 2 numbers"),
+        (("budgets", 0), [20], "budgets is rows of unequal length, expected rows of one"),
+        (("budgets", 2), ..., r"budgets is int64 shaped \(2, 2\), expected int64 shaped \(3, 2\)"),
         (("budgets", 0, 0), 20.5, "budgets.0.0 is 20.5"),
         (("budgets", 0, 0), 4, "budgets is "),  # sinks and window are 5
         (("budgets", 0, 0), 41, "budgets is "),  # the context has 40
         (("budgets", 0, 0), 10**30, "budgets is "),
         (("shape", "layer_types"), ["full", "sliding", "full"], "content is "),
         (("shape", "n_query_heads"), 5, "content is "),
+        *((("shape", name), -3, f"{name} is -3, expected >= 1") for name in SIZES),
         (("retained_bytes",), 1, "retained_bytes is 1, expected .* which follows"),
         (("retained_tokens",), 1, "retained_tokens is 1, expected .* which follows"),
         *(((name,), 2**63, "content is .*more than can be counted") for name in COUNTS),
