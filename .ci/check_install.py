@@ -38,7 +38,7 @@ WITHOUT_A_MODEL = (
     "quickstart",
     "solve smollm2-135m-instruct --budget 20% -o p.json",
     "compare smollm2-135m-instruct --budget 20%",
-    "frontier smollm2-135m-instruct --points 4 --png f.png",
+    "frontier smollm2-135m-instruct --points 4",
     "inspect p.json",
     "verify p.json kvalloc-quickstart/scores.safetensors",
     "diff p.json kvalloc-quickstart/uniform.json",

@@ -10,7 +10,6 @@ from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_result, print_table
 from kvalloc.cli.values import solver_options
-from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import LOSS_NOTE, value_heading
 from kvalloc.units import Option, size
@@ -32,7 +31,6 @@ def frontier(
     solver: str = "auto",
     solver_option: list[str] | None = None,
     time_limit: float | None = None,
-    png: Annotated[Path | None, Option("OUT.png")] = None,
     **request_options: Unpack[RequestOptions],
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
@@ -43,14 +41,12 @@ def frontier(
     ----------
     points : int
         Sizes between the floors and everything.
-    png : Path
-        Draw the frontier as a picture too.
 
     Examples
     --------
     kvalloc frontier s.safetensors
-    kvalloc frontier s.safetensors --points 100 --level head --png frontier.png
-    kvalloc frontier s.safetensors --objective loss --png loss.png
+    kvalloc frontier s.safetensors --points 100 --level head
+    kvalloc frontier s.safetensors --objective loss
     kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
     """
     from kvalloc.allocation.frontier import frontier as trace
@@ -59,7 +55,6 @@ def frontier(
 
     request_options["budget"] = 1.0
     request = Request.parse(**request_options)  # refuses before the scores are read
-    _check_picture(png)
     options = solver_options(solver, solver_option or [])
     profile = load_scores(scores)
     start = time.perf_counter()
@@ -75,12 +70,6 @@ def frontier(
             progress=progress,
         )
     seconds, request = time.perf_counter() - start, traced.request
-    if png is not None:
-        from kvalloc.report.figure import draw_frontier
-
-        title = f"{profile.shape.model_id}, {solver}, {request.level} level"
-        draw_frontier(traced, png, title=title)
-        note(f"written {png}: retention, predicted loss and prices over bytes, as far as known")
     facts: dict[str, Any] = {
         "solver": solver,
         "level": request.level,
@@ -88,15 +77,6 @@ def frontier(
     }
     facts |= {"seconds": seconds, "points": [_plain(point) for point in traced]}
     print_result(facts, lambda: _show(traced, seconds))
-
-
-def _check_picture(png: Path | None) -> None:
-    from kvalloc.files import check_writable
-
-    if png is not None:
-        if png.suffix.lower() != ".png":
-            raise InputError(f"--png {png} has another ending than .png; the picture is a PNG")
-        check_writable(png, stream=True)
 
 
 def _plain(point: FrontierPoint) -> dict[str, Any]:

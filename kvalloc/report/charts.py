@@ -322,13 +322,10 @@ def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, wha
     points : sequence of dict
         As `Material.point_rows` returns them.
     by : str
-        Which of their values is drawn: ``retention``, ``loss`` or ``price``.
+        Which of their values is drawn: ``retention`` or ``loss``.
     what : str
         Title of the vertical axis.
     """
-    y = _number(by, what)
-    if by == "price":
-        y |= {"scale": {"type": "log"}, "axis": _decades()}
     formats = {"share": ".1%", "retention": ".4f", "loss": ".4f"}
     dash = {"field": "curve", "type": "nominal", "title": None}
     line = _marks(
@@ -337,7 +334,8 @@ def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, wha
     mark = _marks(_points(150), **_named("name"), tooltip=_tooltip("name", "solver", **formats))
     drawn = [(line, traced), (mark, points)]
     layers = [{"data": {"values": list(rows)}, **layer} for layer, rows in drawn if rows]
-    return {"encoding": {"x": _bytes_axis([*traced, *points]), "y": y}, "layer": layers}
+    place = {"x": _bytes_axis([*traced, *points]), "y": _number(by, what)}
+    return {"encoding": place, "layer": layers}
 
 
 def measured_chart(rows: Sequence[Row]) -> Spec:

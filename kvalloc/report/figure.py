@@ -1,20 +1,16 @@
-"""Pictures as PNG and SVG files: the content of files, and a frontier."""
+"""Pictures of the content of files, as PNG and SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.report import charts
 from kvalloc.report.charts import Spec
-from kvalloc.report.material import FRONTIERS, Material, Row, UnitCurves
+from kvalloc.report.material import Material, UnitCurves
 from kvalloc.report.terminal import merged_names, short_name
-
-if TYPE_CHECKING:
-    from kvalloc.allocation.frontier import FrontierPoint
 
 WIDTH = 740
 """Pixels of a whole picture before it is scaled: about what a page of text is wide."""
@@ -142,40 +138,6 @@ def _overview(material: Material) -> list[Spec]:
     }
     upper = [charts.strips_chart(strips, width=WIDTH)] if strips else []
     return [*upper, *([lower] if below else [])]
-
-
-def draw_frontier(points: Sequence[FrontierPoint], path: str | Path, *, title: str) -> None:
-    """Draw a frontier: retention, predicted loss and what one more MiB buys, as far as known.
-
-    Parameters
-    ----------
-    points : sequence of FrontierPoint
-        By rising size.
-    path : str or Path
-        A ``.png`` or ``.svg``, written atomically.
-    title : str
-        Stands above everything.
-
-    Raises
-    ------
-    InputError
-        If the path cannot be written.
-    """
-    rows: list[Row] = [
-        {
-            "curve": "best possible",
-            "share": point.share,
-            "retention": point.value if point.retention is None else point.retention,
-            "loss": point.predicted_loss,
-            "price": point.value_per_mib or None,  # 0 has no place on a logarithmic axis
-        }
-        for point in points
-    ]
-    panels = []
-    for by, _, what in (*FRONTIERS, ("price", "", "value of one more MiB")):
-        if known := [row for row in rows if row[by] is not None]:
-            panels.append(charts.frontier_chart(known, [], by=by, what=what))
-    charts.save_chart(_stacked(panels, title), path)
 
 
 def _stacked(panels: Sequence[Spec], title: str) -> Spec:

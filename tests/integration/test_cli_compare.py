@@ -124,13 +124,12 @@ def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
         (make_scores, "--weights FOLDER/w.json", "weighted"),
     ],
 )
-def test_frontier_in_numbers_and_as_a_picture(tmp_path, make, asked, heading):
+def test_frontier_in_numbers(tmp_path, make, asked, heading):
     make().save(tmp_path / "s.safetensors")
     (tmp_path / "w.json").write_text("[1, 2, 3]")
     options = asked.replace("FOLDER", str(tmp_path)).split()
     line = ["frontier", tmp_path / "s.safetensors", "--points", "5", *options]
-    points = run(*line, "--png", tmp_path / "f.png", "--json").json["points"]
-    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    points = run(*line, "--json").json["points"]
     values = [point["value"] for point in points]
     assert values == sorted(values)
     assert all(0 < point["share"] <= 1 for point in points)
@@ -171,7 +170,6 @@ def test_diff_shows_who_gains(files):
         ("verify other.json s.safetensors", "tests/other"),
         ("frontier s.safetensors --points 1", "points"),
         ("frontier s.safetensors --cap 0=100B", "use --cap 0=160B"),
-        ("frontier s.safetensors --png missing/f.png", "does not exist"),
         ("diff greedy.json other.json", "tests/other"),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_disk_that_is_read_only(small_disk: Path) -> None:
 
 STREAMS = (
     *("budget profile", "evaluation", "report.html", "picture.png", "picture.svg"),
-    *("csv", "solve", "report", "plot", "frontier.png", "export"),
+    *("csv", "solve", "report", "plot", "export"),
 )
 PLAIN = "score profile", "merge", "parquet", "lu-kv", "export to parquet"
 
@@ -219,9 +219,9 @@ def writer(name: str, folder: Path) -> Callable[[Path], object]:
         shards = np.eye(2, dtype=np.int64)[place]
         scores.replace(**own, shards=shards, sample_places=np.array([place])).save(part)
 
-    def command(*arguments: object, option: str = "-o") -> Callable[[Path], None]:
+    def command(*arguments: object) -> Callable[[Path], None]:
         def write(output: Path) -> None:
-            ran = run(*arguments, option, output)
+            ran = run(*arguments, "-o", output)
             if ran.code:
                 raise InputError(ran.err)
 
@@ -238,7 +238,6 @@ def writer(name: str, folder: Path) -> Callable[[Path], object]:
         "solve": command("solve", s, "--budget", "50%", "--solver", "greedy"),
         "report": command("report", p),
         "plot": command("plot", p),
-        "frontier.png": command("frontier", s, option="--png"),
         "export": command("export", p, "--to", "csv"),
         "export to parquet": command("export", p, "--to", "parquet"),
     }
