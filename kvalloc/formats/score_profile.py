@@ -35,6 +35,7 @@ EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
 
 Shares4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0, high=1)]
+Tokens1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=1)]
 Masses3D = Annotated[FloatArray, ArrayOf(np.float64, 3, low=0)]
 Errors4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0)]
 Errors5D = Annotated[FloatArray, ArrayOf(np.float64, 5, low=0)]
@@ -123,7 +124,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     """The evictable score mass itself, ``(n_samples, n_layers, n_kv_heads)``; zero in sliding
     layers, which have no curve of their own."""
 
-    sample_tokens: IntArray1D
+    sample_tokens: Tokens1D
     """Tokens of each sample, ``(n_samples,)``. A sample shorter than the reference context has had
     its curve stretched over the reference ranks by the share kept."""
 
