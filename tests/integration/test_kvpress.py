@@ -28,7 +28,6 @@ from quality.quantized import BACKENDS, COMPILER, quantized_cache
 
 import kvalloc
 from kvalloc.cli.main import main
-from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.interop.exporting import export
@@ -231,17 +230,6 @@ def test_what_a_budget_press_keeps_is_what_the_press_keeps(model, prompt, name):
         assert same.float().mean() > (0.97 if name.startswith("Critical") else 0.99)
 
 
-def test_what_a_press_cannot_say_is_refused(model):
-    fitted = budgets_of(model, [[50, 50]] * 3)
-    fitted = fitted.replace(policy=fitted.policy.replace(name="attention_matching"))
-    press = make_press(read_peer_name("kvpress:SnapKV"))
-    with pytest.raises(InputError, match="plain-scores"):
-        budget_press(fitted, press)
-    assert budget_press(fitted, press, accept=["plain-scores"])
-    with pytest.raises(InputError, match="AdaKVPress gives no scores"):
-        budget_press(fitted, make_press(read_peer_name("kvpress:AdaKV(SnapKV)")))
-
-
 def test_lu_kv_reads_what_is_exported(model, prompt, tmp_path):
     """kvpress' own LUKVPress hides as many entries of each head as the profile evicts."""
     import kvpress
@@ -318,15 +306,3 @@ def test_a_cache_evicts_by_a_presses_scores(model, prompt):
             model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
         stored.append(cache.retained_bytes)
     assert stored[0] == stored[1] < cache.full_bytes
-
-
-def test_a_press_that_needs_more_is_refused():
-    with pytest.raises(InputError, match="gives no scores"):
-        PressScorer(press="ThinK")
-    from scorer_oracle import make_states
-
-    frequencies = 1 / 10000 ** (torch.arange(2) / 2)
-    with pytest.raises(
-        UnsupportedRequestError, match="LeverageScorePress cannot score a prompt of 40"
-    ):
-        PressScorer(press="LeverageScore").score(make_states(frequencies=frequencies), sinks=2)

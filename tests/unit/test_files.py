@@ -341,34 +341,6 @@ def test_what_only_looks_temporary_stays(tmp_path: Path) -> None:
     assert {*os.listdir(tmp_path)} == {"x", *names}
 
 
-def test_a_clock_that_goes_backwards_changes_nothing(tmp_path: Path) -> None:
-    """Nothing compares times: files may come from the future, and from before they were begun."""
-    output = tmp_path / "s.safetensors"
-    for place, when in enumerate((4e9, 0.0, 2e9)):
-        with Checkpoint(output, {"of": "this"}, resume=True) as kept:
-            found = [kept.load(f"piece-{n}") is not None for n in range(3)]
-            assert found == [n < place for n in range(3)]
-            kept.save(f"piece-{place}", {"losses": np.arange(3.0)})
-        for file in (*tmp_path.rglob("*"), tmp_path):
-            os.utime(file, (when, when))
-    with Checkpoint(output, {"of": "this"}, resume=True) as kept:
-        kept.finish()
-    assert not list(tmp_path.iterdir())
-
-
-def test_dates_are_those_of_utc(monkeypatch):
-    from datetime import datetime, timedelta, timezone
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            late = datetime(2026, 3, 1, 0, 30, tzinfo=timezone(timedelta(hours=2)))
-            return late.astimezone(tz) if tz else late.replace(tzinfo=None)
-
-    monkeypatch.setattr(files, "datetime", Clock)
-    assert files.provenance()["created"] == "2026-02-28"
-
-
 def test_a_link_that_leads_nowhere_is_named_as_one_and_not_as_its_own_neighbour(tmp_path):
     (tmp_path / "loop.json").symlink_to("loop.json")
     (tmp_path / "gone.json").symlink_to("none.json")

@@ -12,7 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from bench_quality import CELLS as ALL_CELLS
-from bench_quality import report, shown_in
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
@@ -110,31 +109,6 @@ def test_rows_of_what_changed_are_left_out(tmp_path):
     found = current(read_rows(file))
     assert {one["method"] for one in found} == {"A", "B", "default", "p#2"}
     assert {one["digest"] for one in found if one["cell"] == "text"} == {"text0", "another prompt"}
-
-
-def test_the_picture_shows_what_all_cells_have_and_says_of_how_many(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench_quality.FOLDER", tmp_path)
-    (tmp_path / "quality").mkdir()
-    monkeypatch.setattr("bench_quality.CELLS", CELLS)
-    kzip = [row(cell, 0, "KVzip", 0.4, share=share, bytes=share)
-            for cell in CELLS for share in (0.1, 0.2)]  # fmt: skip
-    some = [*rows(), *kzip, row("text", 0, "SnapKV", 0.5)]
-    shown = shown_in(some)
-    assert shown.lines == {
-        "kvalloc, default": [(pytest.approx(0.2), pytest.approx(0.15))],
-        "KVzip": [(0.1, pytest.approx(0.4)), (0.2, pytest.approx(0.4))],
-    }
-    assert (shown.cells, shown.prompts) == (CELLS, "1 to 2")
-    # of what a stop left half done, the cells that most methods have
-    assert shown_in([one for one in some if one["method"] != "default"]).cells == CELLS
-    half = [one for one in some if one["cell"] == "text" or one["method"] == "default"]
-    assert (shown_in(half).cells, len(shown_in(half).lines)) == (("text",), 3)
-    targets = report(some, "a-model", [0.2])
-    # of the one prompt that KVzip was put to as well, 0.3 of the best peers' 0.6: no interval
-    assert [word for _, word in targets] == ["MISSED", "met"]
-    assert (tmp_path / "quality" / "shares-a-model.png").stat().st_size > 10_000
-    tiny = [row("text", n, method, 1e-4) for n in (0, 1) for method in ("default", "A")]
-    assert report(tiny, "c-model", [0.2])[0][1] == "equal"
 
 
 def test_it_says_at_which_positions_a_peer_is_surely_better():

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_runtime
 from _common import in_turns, ratio_of, row_met
-from runtime_rows import ANSWER_TOKENS, at_bits, bits_rows, fits_rows, stored_bytes
+from runtime_rows import ANSWER_TOKENS, fits_rows, stored_bytes
 
 import kvalloc
 
@@ -70,17 +70,6 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
         assert not row_met({**row, "target": row["ratio"] + 0.1})
 
 
-def test_rows_that_fit_beside_sliding_layers(model: Any) -> None:
-    """Their windows slide on in both caches, and what has left them is no longer stored."""
-    gemma = tiny.tiny_model("gemma3", vocab_size=128)
-    profile = tiny.make_profile(gemma, CONTEXT, 0.2)
-    row = fitting(gemma, prefilled(gemma, layer=profile))["layer"]
-    sliding = 2 * 15 * tiny.N_KV_HEADS * ENTRY_BYTES  # two layers, all but one of 16 entries
-    full = 2 * (CONTEXT + ANSWER_TOKENS) * tiny.N_KV_HEADS * ENTRY_BYTES
-    assert f"{ROWS * (full + sliding):,} bytes" in row["name"]
-    assert row["ratio"] > 1
-
-
 def test_storages_are_counted_and_not_views_of_them(model: Any) -> None:
     cache = prefilled(model)["plain"]
     whole = stored_bytes(cache)
@@ -103,35 +92,10 @@ def test_every_set_of_rounds_begins_at_the_prompt(model: Any, profile: Any) -> N
     assert bench_runtime.decoded_in_turns(model, caches, arguments)[1] == read
 
 
-def test_fewer_bits_are_compared_on_the_bytes_of_the_prompt(model: Any, profile: Any) -> None:
-    made = {16: profile, **{bits: at_bits(profile, bits) for bits in (8, 4)}}
-    caches = prefilled(model, **{str(bits): one for bits, one in made.items()})
-    stored = {bits: caches[str(bits)].retained_bytes for bits in made}
-    rows = bits_rows(
-        {bits: caches[str(bits)] for bits in made},
-        prompt="a prompt",
-        decode=lambda cache: bench_runtime.decode(model, cache, 1, 8),
-        in_turns=partial(in_turns, repeats=2),
-    )
-    for bits, row in zip((8, 4), rows, strict=True):
-        assert f"in {stored[bits] / stored[16]:.3f} of the bytes" in row["note"]
-        assert row["rounds"] == 2
-
-
 def asked(*options: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bench_runtime.py", *options])
         return bench_runtime.parse_arguments()
-
-
-def test_options_and_those_of_another_process() -> None:
-    few, quick = asked("--repeats", "3"), asked("--quick", "--decode-rounds", "5", "--batch", "3")
-    assert (few.repeats, few.decode_rounds) == (3, 9)
-    assert (quick.repeats, quick.decode_rounds, quick.tokens) == (2, 5, 512)
-    again, names = asked(*bench_runtime.options_of(quick)), ("tokens", "batch", "share", "peer")
-    assert [getattr(again, name) for name in names] == [getattr(quick, name) for name in names]
-    with pytest.raises(SystemExit):
-        asked("--repeats", "0")
 
 
 def test_ratios_are_those_of_each_round() -> None:

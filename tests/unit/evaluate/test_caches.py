@@ -101,34 +101,6 @@ def test_a_cache_that_keeps_everything_is_exactly_zero_apart(model, references):
         assert outcome.top1_agreement == 1.0
 
 
-def test_a_reduced_cache_is_measured(model, references):
-    outcomes = reduced(model, references, 10)
-    granted = equal_budgets(model, 10).retained_bytes
-    assert all(one.retained_bytes == granted < one.full_bytes for one in outcomes)
-    assert all(one.kl is not None and one.kl > 0 for one in outcomes)
-    assert all(one.prefill_seconds > 0 and one.decode_seconds > 0 for one in outcomes)
-    assert not any(one.exact_match for one in outcomes)
-
-
-def test_kl_equals_one_token_at_a_time(model, references):
-    """Teacher forcing in one forward is feeding the answer token by token."""
-    profile = equal_budgets(model, 10)
-    outcomes = reduced(model, references, 10)
-    for outcome, (case, full) in zip(outcomes, references, strict=True):
-        logits = []
-        for cache in (DynamicCache(config=model.config), kvalloc.make_cache(model, profile)):
-            with torch.no_grad():
-                model(torch.tensor([case.input_ids]), past_key_values=cache)
-                steps = [
-                    model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
-                    for token in full.turns[0].answer.ids[:-1]
-                ]
-            logits.append(torch.stack(steps))
-        by_hand = divergence(*logits)
-        assert outcome.kl == pytest.approx(by_hand.kl, rel=1e-3, abs=1e-5)
-        assert outcome.top1_agreement == by_hand.top1_agreement
-
-
 def test_decoding_leaves_no_trace_in_the_teacher_forced_part(model, references):
     short_turn = replace(references[0][0].turns[0], max_new_tokens=1)
     short = [(replace(case, turns=(short_turn,)), full) for case, full in references]
@@ -143,12 +115,6 @@ def test_an_end_mark_ends_the_answer(model, references):
     (_, stopped), _ = references_of(model, tokenizer=Ending())
     ids = references[0][1].turns[0].answer.ids
     assert stopped.turns[0].answer.ids == ids[: ids.index(Ending.eos_token_id) + 1]
-
-
-def test_an_answer_of_one_token_has_no_kl(model):
-    for outcome in reduced(model, references_of(model, max_new_tokens=1), 10):
-        assert outcome.kl is None
-        assert outcome.top1_agreement is None
 
 
 @pytest.mark.filterwarnings("error")

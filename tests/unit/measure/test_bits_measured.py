@@ -38,29 +38,6 @@ def values_by_loops(values, bits):
     return keys_by_loops(values.T, 4 if bits == 5 else bits).T
 
 
-@pytest.mark.parametrize("bits", [8, 5, 4])
-@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 3), (64, 64), (65, 80), (130, 8)])
-def test_quantised_as_by_loops(tokens, head_dim, bits):
-    torch.manual_seed(0)
-    numbers = torch.randn(2, 2, tokens, head_dim) * torch.rand(head_dim).add(0.1)
-    for ours, loops in (
-        (quantised_keys(numbers, bits), keys_by_loops),
-        (quantised_values(numbers, bits), values_by_loops),
-    ):
-        assert ours.shape == numbers.shape
-        assert ours.dtype == numbers.dtype
-        for row in range(2):
-            for head in range(2):
-                expected = loops(numbers[row, head].numpy().astype(np.float32), bits)
-                # A number half way between two steps may go either way: one step at most.
-                found = ours[row, head].numpy()
-                np.testing.assert_allclose(
-                    found, expected, atol=float(numbers.abs().max()) * 2.1 / (2**bits - 1)
-                )
-                agree = np.isclose(found, expected, atol=1e-5).mean()
-                assert agree > 0.999
-
-
 def test_constant_and_huge_numbers_come_back():
     constant = torch.full((1, 1, 70, 5), 1.5)
     assert torch.equal(quantised_keys(constant, 4), constant)
@@ -108,16 +85,6 @@ def test_fidelity_is_that_of_the_last_rows_output(bits):
         fewer = _output(states, keys_by_loops(keys, bits), values_by_loops(values, bits), at)
         expected = 1 - np.linalg.norm(fewer - plain) / np.linalg.norm(plain)
         assert float(found[at, 1]) == pytest.approx(expected, abs=5e-4 if bits == 8 else 5e-3)
-
-
-def test_fidelity_falls_with_the_bits():
-    states = _states(3)
-    at = {bits: output_fidelity(states, bits=bits, rows=8) for bits in (16, 8, 5, 4)}
-    assert bool((at[16] == 1).all())
-    assert bool((at[8] < 1).all())
-    assert bool((at[8] > at[5]).all())
-    assert bool((at[5] > at[4]).all())
-    assert bool((at[4] >= 0).all())
 
 
 def test_an_output_of_zero_is_kept_whole():

@@ -206,32 +206,3 @@ def test_quantized_weights_are_not_taken_for_another_models() -> None:
     digest = weights_digest(quantized)
     quantized.model.layers[0].mlp.up_proj = quantized.model.layers[1].mlp.up_proj
     assert weights_digest(quantized) != digest != weights_digest(model)
-
-
-def test_other_entries_can_be_attended_to(ids: Any) -> None:
-    """What `compute` is given instead of the states' own keys and values."""
-    model = model_of("llama", "sdpa")
-    asked = []
-
-    def half(states: Any, compute: Any) -> Any:
-        output = compute(states.mask)
-        picked = slice(0, N_TOKENS, 2)
-        fewer = compute(
-            torch.ones(1, 1, N_TOKENS, 6, dtype=torch.bool),
-            states.keys[:, :, picked],
-            states.values[:, :, picked],
-        )
-        weights = torch.softmax(
-            states.queries.unflatten(1, (2, 2))
-            @ states.keys[:, :, None, picked].transpose(-1, -2)
-            * states.scaling,
-            dim=-1,
-        )
-        expected = (weights @ states.values[:, :, None, picked]).flatten(1, 2).transpose(1, 2)
-        torch.testing.assert_close(fewer[0], expected, atol=1e-5, rtol=1e-5)
-        asked.append(states.layer)
-        return output
-
-    with torch.no_grad(), intercept_attention(model, half):
-        model(ids)
-    assert asked == [0, 1]

@@ -136,15 +136,6 @@ def test_sources_that_are_no_models(tmp_path, monkeypatch, source, content, said
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"dtype": "int3"}, "float32, bfloat16"), ({"device": "nonsense"}, "cannot be used")],
-)
-def test_options_that_cannot_be_used(saved, options, said):
-    with pytest.raises(InputError, match=said):
-        load_model(saved, **options)
-
-
 def test_an_unknown_hub_id_offline_is_one_line():
     code = (
         "from kvalloc.errors import InputError\n"
@@ -193,12 +184,6 @@ def test_a_cached_model_where_the_hub_does_not_answer(saved, tmp_path, monkeypat
     loaded = load_model("me/tiny")
     shape = models.shape_of(loaded.model)
     assert (loaded.model_id, shape.model_id, shape.revision) == ("me/tiny", "me/tiny", "ab" * 20)
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"kvalloc\[run\]"):
-        load_model("demo")
 
 
 class TestGgufCache:

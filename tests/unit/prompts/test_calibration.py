@@ -7,7 +7,6 @@ from tiny_models import WordTokenizer
 
 from kvalloc.cli.profile import DEFAULT_KINDS, EACH_TASK
 from kvalloc.errors import InputError
-from kvalloc.measure.sampling import choose_samples
 from kvalloc.prompts.calibration import KINDS, MEASURED_TOKENS, calibration_prompts
 from kvalloc.prompts.tasks import TASKS
 
@@ -65,15 +64,6 @@ def test_every_kind_comes_in_every_form_with_text_of_its_own():
     }
     assert len(forms) == len(made)
     assert len({prompt.token_ids[20:60] for prompt in made}) == len(made)
-
-
-def test_they_can_be_profiled():
-    made = make(4, kinds=("needle", "kl"))
-    found = choose_samples(made, TOKENIZER, context_tokens=300, least_tokens=37, samples=len(made))
-    assert [one.token_ids.size for one in found.samples] == [
-        len(prompt.token_ids) for prompt in made
-    ]
-    assert all(one.answer_ids is not None and one.answer_ids.size for one in found.samples)
 
 
 @pytest.mark.parametrize(

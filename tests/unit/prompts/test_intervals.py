@@ -20,15 +20,6 @@ def test_it_is_that_of_scipy():
     assert ends == pytest.approx([found.low, found.high], abs=1e-12)
 
 
-def test_it_holds_the_mean_and_shrinks():
-    low, high = interval([VALUES])
-    assert low < VALUES.mean() < high
-    # the normal approximation is good for 400 values
-    assert high - low == pytest.approx(2 * 1.96 * VALUES.std(ddof=1) / 20, rel=0.15)
-    few_low, few_high = interval([VALUES[:20]])
-    assert few_high - few_low > high - low
-
-
 def test_prompts_are_drawn_within_their_task_and_columns_together():
     tasks = [np.array([1.0, 1.0]), np.array([4.0, 4.0, 4.0])]
     assert interval(tasks) == [2.5, 2.5]

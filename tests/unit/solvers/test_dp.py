@@ -11,7 +11,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import AllocationProblem, SameBudget, Termination
+from kvalloc.problem import AllocationProblem
 from kvalloc.solvers.dp import DP
 
 
@@ -41,21 +41,6 @@ def test_pruning_changes_nothing(target: bool) -> None:
         problem = medium_problem(seed, target=target, share=0.1 + 0.1 * seed)
         full = textbook(problem)
         assert solve_problem(problem, DP()).objective == pytest.approx(full, abs=1e-13)
-
-
-def test_many_units_that_share_budgets() -> None:
-    groups = tuple(tuple(range(8 * layer, 8 * layer + 8)) for layer in range(80))
-    problem = medium_problem(
-        1,
-        n_layers=80,
-        n_heads=8,
-        n_options=64,
-        constraints=(SameBudget(groups=groups),),
-    )
-    answer = solve_problem(problem, DP())
-    assert answer.termination is Termination.OPTIMAL
-    shared = answer.choice.reshape(80, 8)
-    assert np.all(shared == shared[:, :1])
 
 
 def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:

@@ -62,19 +62,3 @@ def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
         solve_problem(problem.with_target(most + 1e-6), Flow())
     assert raised.value.nearest == pytest.approx(most)
     assert solve_problem(problem.with_target(most), Flow()).value == pytest.approx(most)
-
-
-def test_long_curves_need_no_arc_per_option() -> None:
-    """4 layers x 2 heads x 50,000 ranks in a moment."""
-    units = (0, 1, 2)
-    problem = medium_problem(
-        1,
-        n_layers=4,
-        n_heads=2,
-        n_options=50_000,
-        concave=True,
-        constraints=(GroupCap(name="device", units=units, capacity_bytes=4096 * 20_000),),
-    )
-    answer = solve_problem(problem, Flow())
-    assert answer.termination is Termination.OPTIMAL
-    assert int(problem.costs[0][answer.choice[list(units)]].sum()) <= 4096 * 20_000

@@ -4,9 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from factories import concave_values, make_problem, make_scores
+from factories import concave_values, make_problem
 
-from kvalloc.allocation.decision import solve
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Termination
@@ -88,12 +87,3 @@ def test_a_target_above_what_keeping_everything_gives():
     solver = get_solver("head_classes", recent_tokens=0, sink_tokens=0)
     with pytest.raises(InfeasibleError, match=r"head_classes reaches 0\.8 at most"):
         solve_problem(problem, solver)
-
-
-def test_on_a_score_profile():
-    options = {"recent_tokens": 6, "sink_tokens": 2}
-    profile = solve(
-        make_scores(1), budget=0.6, level="head", solver="head_classes", solver_options=options
-    )
-    assert set(profile.budgets.ravel().tolist()) <= {8, 40}
-    assert profile.budgets.sum() <= 0.6 * 40 * profile.budgets.size

@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from factories import make_problem, make_scores
+from factories import make_problem
 
-from kvalloc.allocation.decision import solve
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem import Termination
@@ -115,11 +114,3 @@ def test_bad_options(options, message):
 def test_weights_of_another_problem():
     with pytest.raises(SolverError, match=r"got 3 weights, expected 2 \(units\)"):
         chosen(make_problem([EVEN, HALF], capacity=4), weights=[1, 2, 3])
-
-
-def test_on_a_score_profile():
-    scores = make_scores(3)
-    profile = solve(scores, budget=0.5, level="head", solver="proportional")
-    entries = profile.budgets.sum()
-    assert entries == 0.5 * 40 * profile.budgets.size
-    assert profile.solver == "proportional"

@@ -14,7 +14,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import Termination
 from kvalloc.problem.registry import get_solver
@@ -85,37 +85,33 @@ STARVING = one_layer([[9.0, 8, 7, 6, 5, 4], [0.6, 0.2, 0.2, 0.2, 0.2, 0.2]])
 
 
 @pytest.mark.parametrize(
-    ("options", "budgets"),
+    ("scores", "tokens", "options", "budgets"),
     [
         # B 2, so the layer shares 4: counts are 3 and 1.
-        ({"alpha": 0.0}, [3, 1]),
+        (EVEN, 2, {"alpha": 0.0}, [3, 1]),
         # reference: 0.8 * (3, 1) + 0.2 * 2 = (2.8, 1.2), rounded to 4
-        ({"alpha": 0.2}, [3, 1]),
+        (EVEN, 2, {"alpha": 0.2}, [3, 1]),
         # 0.5 * (3, 1) + 0.5 * 2 = (2.5, 1.5): a tie, to the lower head
-        ({"alpha": 0.5}, [3, 1]),
-        ({"alpha": 0.75}, [2, 2]),  # (2.25, 1.75)
-        ({"alpha": 1.0}, [2, 2]),
+        (EVEN, 2, {"alpha": 0.5}, [3, 1]),
+        (EVEN, 2, {"alpha": 0.75}, [2, 2]),  # (2.25, 1.75)
+        (EVEN, 2, {"alpha": 1.0}, [2, 2]),
         # kvpress: floor(0.5 * 2) = 1 each (9, 6), then the best of 8, 7, 2, ...: 8 and 7
-        ({"alpha": 0.5, "safeguard": "floor"}, [3, 1]),
+        (EVEN, 2, {"alpha": 0.5, "safeguard": "floor"}, [3, 1]),
         # floor(1.0 * 2) = 2 each
-        ({"alpha": 1.0, "safeguard": "floor"}, [2, 2]),
-        ({"alpha": 0.2, "safeguard": "floor"}, [3, 1]),  # floor(0.4) = 0 protects nobody
+        (EVEN, 2, {"alpha": 1.0, "safeguard": "floor"}, [2, 2]),
+        (EVEN, 2, {"alpha": 0.2, "safeguard": "floor"}, [3, 1]),  # floor(0.4) = 0 protects nobody
+        # a starved head is what the safeguard prevents
+        (STARVING, 3, {"alpha": 0.0}, [6, 0]),
+        (STARVING, 3, {"alpha": 0.5}, [5, 1]),  # 0.5 * (6, 0) + 1.5 = (4.5, 1.5): a tie
+        (STARVING, 3, {"alpha": 0.5, "safeguard": "floor"}, [5, 1]),  # 1 each, then four more
+        (STARVING, 3, {"alpha": 0.7, "safeguard": "floor"}, [4, 2]),  # 2 each, then two more
     ],
 )
-def test_both_safeguards_by_hand(options: dict[str, Any], budgets: list[int]) -> None:
-    profile = solve(EVEN, budget_tokens=2, solver_options=options, **HEADS)
+def test_both_safeguards_by_hand(
+    scores: Any, tokens: int, options: dict[str, Any], budgets: list[int]
+) -> None:
+    profile = solve(scores, budget_tokens=tokens, solver_options=options, **HEADS)
     assert profile.budgets[0].tolist() == budgets
-
-
-def test_a_starved_head_is_what_the_safeguard_prevents() -> None:
-    def budgets(**options: Any) -> list[int]:
-        profile = solve(STARVING, budget_tokens=3, solver_options=options, **HEADS)
-        return profile.budgets[0].tolist()
-
-    assert budgets(alpha=0.0) == [6, 0]
-    assert budgets(alpha=0.5) == [5, 1]  # 0.5 * (6, 0) + 1.5 = (4.5, 1.5): a tie, the lower head
-    assert budgets(alpha=0.5, safeguard="floor") == [5, 1]  # floor(1.5) = 1 each, then four more
-    assert budgets(alpha=0.7, safeguard="floor") == [4, 2]  # floor(2.1) = 2 each, then two more
 
 
 @pytest.mark.parametrize("safeguard", ["reference", "floor"])
@@ -158,10 +154,12 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("ilp", {}),
     ("uniform", {}),
     ("pyramid", {}),
+    ("proportional", {}),
+    ("head_classes", {"recent_tokens": 3, "sink_tokens": 2}),
     ("adaptive_head", {}),
     ("adaptive_head", {"safeguard": "floor"}),
 ]
-SPENDS_ALL = {"greedy", "pyramid", "adaptive_head"}
+SPENDS_ALL = {"greedy", "pyramid", "adaptive_head", "proportional"}
 GOALS = [
     *({"budget_tokens": tokens} for tokens in (4, 5, 6, 23, 41, 60, 10**9)),
     *({"budget": share} for share in (0.1, 0.333, 0.5, 0.6, 0.95, 0.999, 1.0)),
@@ -172,7 +170,7 @@ GOALS = [
 def decided(name: str, options: dict[str, Any], seed: int, **arguments: Any) -> BudgetProfile:
     shape = make_shape(n_layers=5, n_kv_heads=3)
     scores = make_scores(seed, shape=shape, context_tokens=60)
-    level = "head" if name == "adaptive_head" or seed % 2 else "layer"
+    level = "head" if name in ("adaptive_head", "head_classes") or seed % 2 else "layer"
     return solve(scores, solver=name, solver_options=options, level=level, **arguments)
 
 
@@ -238,9 +236,3 @@ def test_target_at_the_floor_or_at_everything(target: float) -> None:
     for name in ("greedy", "ilp", "uniform", "pyramid"):
         answer = solve_problem(make_problem(curve, target=target), get_solver(name))
         assert answer.choice.tolist() == [2 if target == 1.0 else 0]
-
-
-def test_a_time_limit_below_zero_is_refused() -> None:
-    problem = make_problem([[0.0, 1.0]], capacity=1)
-    with pytest.raises(InputError, match="leaves no time"):
-        solve_problem(problem, get_solver("ilp"), time_limit_seconds=-1)

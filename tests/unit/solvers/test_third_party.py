@@ -52,37 +52,25 @@ def kvalloc(
     return done
 
 
-def test_it_is_listed(installed: dict[str, str]) -> None:
+def test_it_is_listed_with_its_options_and_solves(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
     rows = json.loads(kvalloc("list", "solvers", "--json", env=installed).stdout)
     row = next(row for row in rows if row["name"] == "square_root")
-    assert row["error"] is None
-    assert row["options"] == {"offset": 0.0}
+    assert (row["error"], row["options"]) == (None, {"offset": 0.0})
     assert "square root" in row["summary"]
-    listed = json.loads(kvalloc("list", "solvers", "--json", env={**os.environ}).stdout)
-    names = [row["name"] for row in listed]
-    assert "square_root" not in names
-
-
-def test_it_solves(installed: dict[str, str], tmp_path: Path) -> None:
     scores, profile = tmp_path / "s.safetensors", tmp_path / "p.json"
     make_scores(4).save(scores)
-    options = ["--budget", "50%", "--level", "head", "--solver", "square_root", "--json"]
-    answer = json.loads(kvalloc("solve", scores, *options, "-o", profile, env=installed).stdout)
-    assert answer["solver"] == "square_root"
-    assert answer["termination"] == "heuristic"
+    asked = ["solve", scores, "--budget", "50%", "--solver", "square_root", "--json"]
+    answer = json.loads(kvalloc(*asked, "-o", profile, env=installed).stdout)
+    assert (answer["solver"], answer["termination"]) == ("square_root", "heuristic")
     assert answer["bound"] >= answer["objective"]
     assert json.loads(profile.read_text())["solver"] == "square_root"
-
-
-def test_its_options_are_checked(installed: dict[str, str], tmp_path: Path) -> None:
-    scores = tmp_path / "s.safetensors"
-    make_scores(4).save(scores)
-    common = ["solve", scores, "--budget", "50%", "--solver", "square_root", "--json"]
     for option, said in (
         ("offset=-1", "offset is -1, expected >= 0"),
         ("size=2", "square_root has no option 'size'; choose from: offset"),
     ):
-        done = kvalloc(*common, "--solver-option", option, env=installed, code=2)
+        done = kvalloc(*asked, "--solver-option", option, env=installed, code=2)
         assert said in done.stderr
         assert "Traceback" not in done.stderr
 
