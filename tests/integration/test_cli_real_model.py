@@ -9,9 +9,6 @@ from kvalloc.prompts.splits import split_texts
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-PROFILE = "smollm2-135m-instruct-retention-90"
-QUESTIONS = ("--question", "Who speaks here?", "--question", "What is the speech about?")
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -53,18 +50,6 @@ def test_profile_solve_inspect_generate(folder):
     assert share == pytest.approx(solved["retained_bytes"] / solved["full_bytes"], abs=0.05)
     assert sorted(path.name for path in folder.iterdir()) == ["p.json", "prompt.txt",
                                                               "s.safetensors"]  # fmt: skip
-
-
-def test_layers_that_share_entries_from_solve_to_generate(folder):
-    """What the command solves, another one runs: each group of layers keeps the same entries."""
-    kvalloc("profile demo --samples 2 --context 512 --share-length 2 -o s.safetensors")
-    for level in ("layer", "head"):
-        asked = f"solve s.safetensors --budget 30% --share-groups 20 --level {level}"
-        solved = kvalloc(f"{asked} --json -o {level}.json").json
-        kvalloc(f"verify {level}.json s.safetensors")
-        found = generate(folder, f"{level}.json", 2500, 8)
-        share = found["retained_bytes"] / found["full_bytes"]
-        assert share == pytest.approx(solved["retained_bytes"] / solved["full_bytes"], abs=0.05)
 
 
 def test_entries_at_fewer_bits_from_solve_to_generate_and_eval(folder):

@@ -5,7 +5,6 @@ Its weights come under terms of their own, so nothing fetches them but `make tes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,37 +162,3 @@ def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
     shadow.logits(prompt, logits_to_keep=1)
     shadow.follow(again)
     held(model, again, shadow, ids, (7, 1))
-
-
-def test_a_document_is_read_saved_and_asked_about(file: Path, work: Path) -> None:
-    """The command line answers as its saved cache does, and states bytes to the byte."""
-    text = (TEXTS / "haystack_carter_1978.txt").read_text(encoding="utf-8")
-    (work / "speech.txt").write_text(text[:3200], encoding="utf-8")
-    asked = ("--question", "Who speaks here?", "--max-new-tokens", 6, "--json")
-    document = ("--prompt-file", work / "speech.txt", "--save-cache", work / "speech.kv")
-    read = run("chat", file, "--profile", work / "layer.json", *document, *asked)
-    assert read.code == 0, read.err
-    found, profile = read.json, kvalloc.load_profile(str(work / "layer.json"))
-    assert found["document_tokens"] > SLIDING_WINDOW
-    assert found["retained_bytes"] == profile.retained_bytes_at(found["document_tokens"])
-    assert found["full_bytes"] == plain_bytes(found["document_tokens"])
-    again = run("chat", file, "--cache", work / "speech.kv", *asked).json
-    assert again["retained_bytes"] == found["retained_bytes"]
-    assert again["answers"][0]["answer"] == found["answers"][0]["answer"]
-    assert found["answers"][0]["answer"].strip()
-
-
-def test_eval_takes_shares_of_what_the_full_cache_needs(file: Path, work: Path) -> None:
-    profile = kvalloc.load_profile(str(work / "layer.json"))
-    task = ("--tasks", "kl", "--samples", 1, "--context", PROFILED, "-o", work / "eval.json")
-    ran = run("eval", file, "--profile", work / "layer.json", *task, "--json")
-    assert ran.code == 0, ran.err
-    full, reduced = ran.json
-    record = json.loads((work / "eval.json").read_text(encoding="utf-8"))
-    (tokens,) = {prompt["prompt_tokens"] for prompt in record["prompts"]}
-    assert tokens > SLIDING_WINDOW
-    assert full["full_bytes"] == reduced["full_bytes"] == plain_bytes(tokens)
-    assert reduced["retained_bytes"] == profile.retained_bytes_at(tokens)
-    # transformers keeps views, and with them the prompt's entries of every layer
-    assert full["retained_bytes"] == N_LAYERS * tokens * ENTRY_BYTES
-    assert full["kl"] == 0 < reduced["kl"]

@@ -57,13 +57,3 @@ def test_what_needs_no_model_loads_no_torch_and_no_optimizer(code: str) -> None:
 def test_a_page_and_a_picture_need_neither_torch_nor_an_optimizer() -> None:
     code = "import kvalloc.report.page, kvalloc.report.figure"
     assert loaded_by(code, among=HEAVY - {"pydantic"}) == {"vl_convert"}
-
-
-@pytest.mark.parametrize("name", ["adaptive_head", "greedy", "ilp", "pyramid", "uniform"])
-def test_loading_a_solver_imports_no_optimizer(name: str) -> None:
-    # Only solving with it does: `kvalloc list solvers` loads every one of them.
-    code = (
-        "from importlib.metadata import entry_points\n"
-        f"(point,) = entry_points(group='kvalloc.solvers', name={name!r}); point.load()"
-    )
-    assert loaded_by(code, among=HEAVY) == set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -17,12 +16,9 @@ from quality.cells import OF, ORDER, row_of
 from quality.tables import (
     against_best,
     at_share,
-    current,
     mean_kl,
     position_table,
-    read_rows,
     shared_kl,
-    where_peers_are_better,
 )
 
 from kvalloc.evaluate.scoring import Outcome
@@ -99,27 +95,6 @@ def test_the_table_says_positions_bytes_and_of_how_many_prompts():
     assert heading.split() == ["bytes", "exact", "prompts", *CELLS, "mean"]
     assert first.split() == ["A", "20.0%", "0", "2-3", ".600/.600/-", ".800/.800/-", ".700"]
     assert last.split() == ["default", "20.0%", "0", "2", ".150/.150/-", ".150/.150/-", ".150"]
-
-
-def test_rows_of_what_changed_are_left_out(tmp_path):
-    file = tmp_path / "text.jsonl"
-    some = [row("text", 0, "p#1", 0.7), *rows(), row("text", 0, "p#2", 0.6)]
-    some.append(row("text", 1, "A", 0.5, digest="another prompt"))
-    file.write_text("\n".join(map(json.dumps, some)) + '\n{"cell": "te')
-    found = current(read_rows(file))
-    assert {one["method"] for one in found} == {"A", "B", "default", "p#2"}
-    assert {one["digest"] for one in found if one["cell"] == "text"} == {"text0", "another prompt"}
-
-
-def test_it_says_at_which_positions_a_peer_is_surely_better():
-    kls = {"default": (0.2, 0.3, 0.4), "A": (0.1, 0.15, 0.2), "B": (0.1, 0.6, 0.2)}
-    some = [row("text", n, name, own[n]) for name, own in kls.items() for n in range(3)]
-    found = where_peers_are_better(some, "default", ("text",))
-    assert found == ["A in text 0-15, 3 prompts", "A in text 16-63, 3 prompts"]
-    assert where_peers_are_better(some, "A", ("text",)) == []
-    assert where_peers_are_better(some[:5], "default", ("text",)) == []  # of two prompts
-    whole = where_peers_are_better(some, "default", ("text",), ["at all positions"])
-    assert whole == ["A in text at all positions, 3 prompts"]
 
 
 def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():

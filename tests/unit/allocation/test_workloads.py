@@ -80,16 +80,6 @@ def test_the_bound_is_that_of_the_whole_linear_program():
         assert tail_bound(problem).bound == pytest.approx(-answer.fun, abs=1e-7)
 
 
-def test_a_weighted_mean_keeps_the_rest():
-    problem = tail_problem()
-    mean = problem.reweighted(np.array([0.25, 0.75]))
-    assert mean.aggregate is Aggregate.SUM
-    assert mean.scenarios is None
-    assert np.allclose(mean.values, 0.25 * VALUES[0] + 0.75 * VALUES[1], atol=1e-15)
-    assert mean.tokens is problem.tokens
-    assert mean.capacity_bytes == problem.capacity_bytes
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

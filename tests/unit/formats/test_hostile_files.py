@@ -414,25 +414,6 @@ def test_the_first_wrong_item_of_many_ends_the_reading(
     assert max(faults) == 1
 
 
-def test_a_file_is_parsed_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for its kind, where that is not known, and once to be read."""
-    parsed: list[int] = []
-    profile = make_budget_profile([[10, 17]]).replace(requested={"value": [1] * MANY})
-    profile.save(tmp_path / "p.json")
-    size = (tmp_path / "p.json").stat().st_size
-    parse = record.from_json
-
-    def counted(content: bytes) -> Any:
-        parsed.append(len(content))
-        return parse(content)
-
-    monkeypatch.setattr(record, "from_json", counted)
-    assert BudgetProfile.load(tmp_path / "p.json") == profile
-    assert parsed == [size]
-    assert load_file(tmp_path / "p.json") == profile
-    assert parsed == [size] * 3
-
-
 def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     save_file({"curves": np.zeros(1)}, path, metadata={"kvalloc": "@@@@@@"})

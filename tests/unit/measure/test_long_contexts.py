@@ -79,29 +79,3 @@ def test_long_samples_run_in_chunks_by_themselves():
     assert Job(**whole, context_tokens=60, scorer=get_scorer("snapkv"), chunk=3).chunk_of(60) == 64
     with pytest.raises(InputError, match="the chunk is 0 tokens"):
         tiny_profile(chunk=0)
-
-
-def test_layers_on_the_disk_run_in_chunks(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    ids = torch.arange(40).remainder(VOCABULARY).view(1, 40)
-    plain, spread, found = tiny_model("gemma3"), tiny_model("gemma3"), []
-    places = {"lm_head": "cpu", "model.embed_tokens": "cpu", "model.norm": "cpu"}
-    places |= {"model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.2": "cpu"}
-    spread = accelerate.dispatch_model(
-        spread,
-        {**places, "model.layers.1": "disk"},
-        main_device="cpu",
-        offload_dir=str(tmp_path),
-        force_hooks=True,
-    )
-    for model in (plain, spread):
-        keys = {}
-        mini_prefill(
-            model,
-            ids,
-            lambda states, keys=keys: keys.update({states.layer: states.keys.clone()}),
-            layers=(0, 1),
-            chunk=15,
-        )
-        found.append(keys)
-    assert all(torch.equal(found[0][layer], found[1][layer]) for layer in (0, 1))

@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 from factories import joint_curves
-from tiny_models import tiny_model, tiny_profile, words
+from tiny_models import tiny_model, tiny_profile
 
 from kvalloc.formats.sharing_groups import runs_of
-from kvalloc.measure import Prompt
 from kvalloc.measure.curves import SharedRuns
 
 
@@ -56,17 +55,6 @@ def test_a_layer_without_any_mass_keeps_its_share_whatever_is_kept():
     assert np.allclose(found[0, 0, :, -1].sum(), 2.0)
 
 
-def test_only_the_layers_before_are_held():
-    runs = SharedRuns(range(10), 3)
-    for layer in range(10):
-        scores = np.ones((1, 1, 4))
-        list(runs.add(layer, scores, scores.sum(axis=-1)))
-        assert len(runs._recent) <= 2
-    alone = SharedRuns(range(10), 1)
-    assert not list(alone.add(5, np.ones((1, 1, 4)), np.full((1, 1), 4.0)))
-    assert len(alone._recent) == 0
-
-
 @pytest.mark.parametrize("options", [{}, {"batch": 2}, {"scorer": "snapkv", "window": 9}])
 def test_of_a_model(options):
     plain = measure(1, **options)
@@ -83,10 +71,3 @@ def test_of_a_model(options):
         assert np.allclose(together[:, -1], separate[:, -1])
         assert np.any(together.sum(axis=0) < separate.sum(axis=0) - 1e-9)
     assert found.digest != plain.digest
-
-
-def test_a_short_prompt_is_stretched_like_its_curves():
-    texts = [Prompt(text=words(45)), Prompt(text=words(60, seed=1))]
-    found = measure(2, n_layers=4, texts=texts)
-    assert sorted(found.sample_tokens.tolist()) == [45, 60]
-    assert found.shared_curves.shape[:2] == (2, 1)

@@ -21,7 +21,7 @@ from factories import make_problem
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, SideConstraint, Termination, registry
-from kvalloc.problem.constraints import GroupCap, MaxDistinct
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.testing import SolverContract, tiny_problems
 
 # Options for tiny problems, and what a rule does not promise.
@@ -118,6 +118,53 @@ def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal):
     assert ends["refused"] < count
     if which is ONE_WORKLOAD and exact:
         assert ends["infeasible"] > 5  # and each of those has no choice at all
+
+
+HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
+DEVICES = (
+    GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=4096 * 60),
+    GroupCap(name="device 1", units=tuple(range(6, 18)), capacity_bytes=4096 * 90),
+)
+TREE = tuple(
+    GroupCap(name=f"{size} from {first}", units=tuple(range(first, first + size)),
+             capacity_bytes=4096 * room)
+    for size, room in ((3, 12), (9, 30)) for first in range(0, 18, size)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [False, True])
+@pytest.mark.parametrize(
+    ("constraints", "concave", "agree"),
+    [
+        ((), False, {"dp", "ilp", "auto"}),
+        ((), True, {"dp", "flow", "greedy", "ilp", "auto"}),
+        (TREE, True, {"flow", "ilp", "auto"}),
+        ((HEADS_SHARE,), False, {"dp", "ilp", "auto"}),
+        ((MaxDistinct(most=2),), False, {"ilp", "auto"}),
+        ((MaxDistinct(most=3), HEADS_SHARE), False, {"ilp", "auto"}),
+        ((MaxDistinct(most=3), *DEVICES), False, {"ilp", "auto"}),
+        ((HEADS_SHARE, *DEVICES), False, {"ilp", "auto"}),
+    ],
+    ids=["any", "concave", "tree", "shared", "few", "few+shared", "few+caps", "shared+caps"],
+)
+def test_exact_solvers_agree_beyond_brute_force(constraints, concave, agree, target, monkeypatch):
+    """And with a program that has every option, none left out as too poor."""
+    for seed in range(2):
+        problem = medium_problem(
+            seed, n_options=10, concave=concave, target=target, constraints=constraints
+        )
+        if target and constraints:
+            problem = problem.with_target(0.4)
+        able = {name for name in EXACT if registry.get_solver(name).can_solve(problem) is True}
+        assert able == agree
+        answers = {name: solve_problem(problem, registry.get_solver(name)) for name in able}
+        with monkeypatch.context() as patched:
+            put_every_option_in_the_program(patched)
+            whole = registry.get_solver("ilp", workers=2)
+            answers["whole"] = solve_problem(problem, whole, time_limit_seconds=60)
+        for name, answer in answers.items():
+            assert answer.termination is Termination.OPTIMAL, name
+            assert answer.objective == pytest.approx(answers["ilp"].objective, rel=1e-10), name
 
 
 @pytest.mark.parametrize(

@@ -11,36 +11,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import AllocationProblem
 from kvalloc.solvers.dp import DP
-
-
-def textbook(problem: AllocationProblem) -> float:
-    """The recursion over the whole capacity, no state left out."""
-    steps = (problem.costs - problem.costs[:, :1]) // problem.lattice_bytes
-    most = int(steps[:, -1].sum())
-    if problem.capacity_bytes is not None:
-        most = (problem.spendable_bytes - problem.min_cost_bytes) // problem.lattice_bytes
-    best = np.full(most + 1, -np.inf)
-    best[0] = 0.0
-    for unit in range(problem.n_units):
-        after = np.full_like(best, -np.inf)
-        for shift, value in zip(steps[unit].tolist(), problem.values[unit].tolist(), strict=True):
-            reached = best[: max(0, best.size - shift)] + problem.weights[unit] * value
-            after[shift:] = np.maximum(after[shift:], reached)
-        best = after
-    if problem.target is None:
-        return float(best.max())
-    cheapest = int(np.argmax(best >= problem.lowest_accepted_value))
-    return float(problem.min_cost_bytes + cheapest * problem.lattice_bytes)
-
-
-@pytest.mark.parametrize("target", [False, True])
-def test_pruning_changes_nothing(target: bool) -> None:
-    for seed in range(6):
-        problem = medium_problem(seed, target=target, share=0.1 + 0.1 * seed)
-        full = textbook(problem)
-        assert solve_problem(problem, DP()).objective == pytest.approx(full, abs=1e-13)
 
 
 def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:

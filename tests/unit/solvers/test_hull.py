@@ -10,8 +10,6 @@ from scipy.optimize import linprog
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.problem import AllocationProblem, Sense, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import upper_hull
 from kvalloc.solvers.hull import Hull
 
 
@@ -33,31 +31,6 @@ def test_what_is_not_needed_for_a_target_goes_back() -> None:
         sense=Sense.MIN_COST,
     )
     assert Hull().solve(problem).choice.tolist() == [0, 1, 0]
-
-
-def test_the_hull_is_that_of_a_definition() -> None:
-    """An option is on the hull when some price makes it the best of its row, cheapest first."""
-    random = np.random.default_rng(0)
-    for seed in range(60):
-        problem = medium_problem(seed, n_layers=2, n_heads=2, n_options=8)
-        found = upper_hull(Choices.of(problem))
-        values = problem.values + random.normal(0, 0.02, problem.values.shape)
-        for row, worth in zip(
-            upper_hull(Choices.of(problem.replace(values=values))), values, strict=True
-        ):
-            costs = problem.costs[0]
-            best = int(np.argmax(worth))
-            slopes = [
-                (worth[j] - worth[i]) / (costs[j] - costs[i])
-                for i in range(8)
-                for j in range(i + 1, 8)
-            ]
-            prices = [p for s in slopes if s > 0 for p in (s * (1 - 1e-9), s * (1 + 1e-9))]
-            picks = {int(np.argmax(worth - p * costs)) for p in [*prices, 1e9, 1e-15]}
-            assert set(np.flatnonzero(row).tolist()) == picks
-            assert row[0]
-            assert row[best]
-        assert np.all(found[:, 0])
 
 
 def relaxation(problem: AllocationProblem) -> float:

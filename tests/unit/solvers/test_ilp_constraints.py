@@ -12,7 +12,6 @@ from exact_cases import (
     answer_or_error,
     hand_problem,
     medium_problem,
-    put_every_option_in_the_program,
 )
 
 from kvalloc.allocation.verification import solve_problem
@@ -24,40 +23,6 @@ from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_c
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
-
-HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
-DEVICES = (
-    GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=4096 * 60),
-    GroupCap(name="device 1", units=tuple(range(6, 18)), capacity_bytes=4096 * 90),
-)
-
-
-@pytest.mark.parametrize("target", [False, True])
-@pytest.mark.parametrize(
-    "constraints",
-    [
-        (MaxDistinct(most=2),),
-        (MaxDistinct(most=3), HEADS_SHARE),
-        (MaxDistinct(most=3), *DEVICES),
-        (HEADS_SHARE, *DEVICES),
-    ],
-    ids=["few", "few+shared", "few+caps", "shared+caps"],
-)
-def test_cores_and_sets_of_budgets_lose_nothing(
-    constraints: tuple[SideConstraint, ...], target: bool, monkeypatch
-) -> None:
-    """On problems beyond brute force: the same optimum as with every option in the program."""
-    for seed in range(2):
-        problem = medium_problem(seed, n_options=10, target=target, constraints=constraints)
-        if target and DEVICES[0] in constraints:
-            problem = problem.with_target(0.5)
-        short = solve_problem(problem, ILP())
-        with monkeypatch.context() as patched:
-            put_every_option_in_the_program(patched)
-            whole = solve_problem(problem, ILP(workers=2), time_limit_seconds=60)
-        assert short.termination is Termination.OPTIMAL
-        assert whole.termination is Termination.OPTIMAL
-        assert short.objective == pytest.approx(whole.objective, rel=1e-10)
 
 
 def test_the_bound_over_sets_of_budgets_is_that_of_all_sets() -> None:
