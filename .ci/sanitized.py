@@ -19,15 +19,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = ("test_attention.py", "test_hostile_caches.py")
 BEYOND = """
-import ctypes, torch
+import numpy, torch
 from kvalloc.runtime import kept
 from kvalloc.runtime.attention import call, cpu
 assert cpu.unavailable() is None, cpu.unavailable()
 states = torch.randn(1, 1, {entries}, 16)
 asked = call.AttentionCall(queries=states[:, :, :1], keys=states, values=states, scaling=1.0)
 places = torch.arange({entries}, dtype=torch.int32)
-segment = kept.Segment(states[0, 0], states[0, 0], places)
-flat = kept.KeptEntries.of([[segment]])
+lengths = numpy.array([[{entries}]])
+flat = kept.KeptEntries(
+    keys=states[0, 0].clone(), values=states[0, 0].clone(), positions=places, lengths=lengths
+)
 flat.spans.ends[0] += {more}
 cpu.CpuBackend().attend(asked, flat)
 """

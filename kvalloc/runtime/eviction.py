@@ -189,7 +189,7 @@ class Eviction:
         if bits is None or (bits == 16).all():
             stored = LayerEntries.whole(entries, rounds=bits is not None)
         else:
-            stored = LayerEntries.packed(targets.shape, entries.segment, bits)
+            stored = LayerEntries.packed(entries, bits)
         layer.keep(stored, self.following)
         layer.unfinished = after if self.remember else Unfinished()
 

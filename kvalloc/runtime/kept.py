@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["KeptEntries", "Segment", "Spans", "Tiles", "halved"]
+__all__ = ["KeptEntries", "Segment", "Spans", "Tiles", "halved", "interleaved", "on_device"]
 
 
 def halved(numbers: Tensor) -> Tensor:
@@ -29,47 +29,48 @@ def halved(numbers: Tensor) -> Tensor:
     return half if bool(half.isfinite().all()) else numbers.bfloat16()
 
 
+def interleaved(*sources: tuple[Tensor, IntArray, IntArray]) -> Tensor:
+    """Return a copy of what tensors have of each segment, one behind the other.
+
+    Parameters
+    ----------
+    sources : tuple of (Tensor, ndarray of int64, ndarray of int64)
+        A tensor, how many of its numbers are taken of each segment, and how many that stand behind
+        these are left out, (n_segments,) each.
+    """
+    taken = [
+        torch.split(own, np.stack([taken, left], axis=1).ravel().tolist())[::2]
+        for own, taken, left in sources
+    ]
+    return torch.cat([one for segment in zip(*taken, strict=True) for one in segment])
+
+
+def on_device(numbers: IntArray, device: torch.device) -> Tensor:
+    """Return a tensor of numbers, without a wait for the device."""
+    return torch.from_numpy(numbers).to(device, non_blocking=device.type == "cuda")
+
+
 class Segment(NamedTuple):
-    """One head's entries of one row, in position order: numbers, or codes as they are stored.
+    """Numbers of one head's entries of one row, in position order.
 
     Attributes
     ----------
-    keys : Tensor, (n, head_dim), or of uint8, (n, key_bytes)
-        Packed codes are rows of whole bytes.
-    values : Tensor, (n, head_dim), or of uint8, (n, value_bytes)
-        Packed codes, and after them the row's own scales and minima.
+    keys, values : Tensor, (n, head_dim) and (n, value_dim)
     positions : Tensor of int32, (n,)
         Columns of the row.
     bias : Tensor of float32, (n,), or None
         Added to their logits.
-    key_scales : Tensor of float16, (ceil(n / 64), 2, head_dim), or None
-        Of codes: scale and minimum of each channel.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
     bias: Tensor | None = None
-    key_scales: Tensor | None = None
-
-    def cut(self, first: int, last: int) -> Segment:
-        """The entries from the first, which begins a block, to before the last, as views.
-
-        A block that loses some keeps its scales.
-        """
-        blocks = slice(first // KEY_BLOCK_TOKENS, -(-last // KEY_BLOCK_TOKENS))
-        return Segment(
-            keys=self.keys[first:last],
-            values=self.values[first:last],
-            positions=self.positions[first:last],
-            bias=None if self.bias is None else self.bias[first:last],
-            key_scales=None if self.key_scales is None else self.key_scales[blocks],
-        )
 
     @classmethod
     def joined(cls, segments: Sequence[Segment]) -> Segment:
-        """A copy of one behind the other; of codes, all blocks but the last one's are full."""
-        keys, values, positions, bias, scales = zip(*segments, strict=True)
+        """Return a copy of one behind the other."""
+        keys, values, positions, bias = zip(*segments, strict=True)
         biases = [
             torch.zeros_like(place, dtype=torch.float32) if own is None else own
             for own, place in zip(bias, positions, strict=True)
@@ -79,7 +80,6 @@ class Segment(NamedTuple):
             values=torch.cat(values),
             positions=torch.cat(positions),
             bias=None if all(own is None for own in bias) else torch.cat(biases),
-            key_scales=None if scales[0] is None else torch.cat(scales),
         )
 
 
@@ -109,20 +109,46 @@ class Spans:
         return self.ends - self.lengths
 
     @cached_property
+    def blocks(self) -> IntArray:
+        """Blocks of keys of each segment, (n_segments,): of `KEY_BLOCK_TOKENS` entries each."""
+        found: IntArray = -(-self.lengths // KEY_BLOCK_TOKENS)
+        return found
+
+    @property
+    def padding(self) -> IntArray:
+        """Entries that each segment's last block of keys has room for, (n_segments,)."""
+        found: IntArray = -self.lengths % KEY_BLOCK_TOKENS
+        return found
+
+    @property
+    def block_lengths(self) -> IntArray:
+        """Entries of each block of keys, (n_blocks,): as many as fit, but for a segment's last."""
+        found = np.full(int(self.blocks.sum()), KEY_BLOCK_TOKENS)
+        some = self.lengths > 0
+        found[self.first_scales[1:][some] - 1] -= self.padding[some]
+        return found
+
+    @property
+    def block_places(self) -> IntArray:
+        """Where the entries of each block are, (n_blocks, 64); a short one repeats its last."""
+        lengths = self.block_lengths[:, None]
+        column = np.minimum(np.arange(KEY_BLOCK_TOKENS), lengths - 1)
+        return np.cumsum(lengths)[:, None] - lengths + column
+
+    @cached_property
     def first_scales(self) -> IntArray:
         """Which key scale is the first of each segment, and how many there are, (n_segments + 1,).
 
-        Keys at fewer bits have one scale for each `KEY_BLOCK_TOKENS` entries of a segment.
+        Keys at fewer bits have one scale for each block.
         """
-        blocks = -(-self.lengths // KEY_BLOCK_TOKENS)
-        found: IntArray = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+        found: IntArray = np.concatenate([[0], np.cumsum(self.blocks)]).astype(np.int64)
         return found
 
     @cached_property
     def table(self) -> Tensor:
         """Start, end and first key scale of each segment, int64, (n_segments, 3)."""
         columns = np.stack([self.starts, self.ends, self.first_scales[:-1]], axis=1)
-        return torch.from_numpy(columns.astype(np.int64)).to(self.device)
+        return on_device(columns.astype(np.int64), self.device)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -143,8 +169,8 @@ class Spans:
             table = np.stack([segments, starts, ends, scales], axis=1).astype(np.int64)
             self._tiles[length] = Tiles(
                 count=len(segments),
-                table=torch.from_numpy(table).to(self.device),
-                first=torch.from_numpy(first).to(self.device),
+                table=on_device(table, self.device),
+                first=on_device(first, self.device),
             )
         return self._tiles[length]
 
@@ -184,7 +210,7 @@ class KeptEntries:
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
         Contiguous. Numbers of the model's type, or `halved`; at fewer bits packed rows of uint8,
-        see `Segment`.
+        of values with the row's own scales and minima behind.
     positions : Tensor of int32, (n_entries,)
         Where in the row's columns each entry stood.
     lengths : ndarray of int64, (batch, n_kv_heads)
@@ -214,53 +240,83 @@ class KeptEntries:
         return Spans(self.lengths.reshape(-1), self.keys.device)
 
     @classmethod
-    @torch.no_grad()
     def of(
-        cls,
-        segments: Sequence[Sequence[Segment]],
-        *,
-        bits: int = 16,
-        heads: tuple[int, ...] | None = None,
+        cls, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, counts: IntArray
     ) -> KeptEntries:
-        """A copy of segments, one a row and head."""
-        lengths = [[one.positions.numel() for one in row] for row in segments]
+        """Return a copy of what is kept of dense entries, without a wait for the device.
+
+        Parameters
+        ----------
+        keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
+        positions : Tensor of int32, (n,)
+        kept : Tensor of bool, (batch, n_kv_heads, n)
+            Which entries these are, on any device.
+        counts : ndarray of int64, (batch, n_kv_heads)
+            How many are kept of each segment.
+        """
+        places = kept.nonzero_static(size=int(counts.sum()))
+        row, head, token = places.to(keys.device, non_blocking=True).unbind(1)
         return cls(
-            **Segment.joined([one for row in segments for one in row])._asdict(),
-            lengths=np.array(lengths, dtype=np.int64),
-            bits=bits,
-            heads=heads,
+            keys=keys[row, head, token],
+            values=values[row, head, token],
+            positions=positions[token],
+            lengths=counts,
         )
 
     def halved(self) -> KeptEntries:
         """Return the same with its numbers at 16 bits."""
         return replace(self, keys=halved(self.keys), values=halved(self.values))
 
-    def segment(self, row: int, place: int) -> Segment:
-        """One head's entries of one row, as views; ``place`` counts the heads that are here."""
-        number = row * self.lengths.shape[1] + place
-        own = slice(int(self.spans.starts[number]), int(self.spans.ends[number]))
-        scales = self.key_scales
-        if scales is not None:
-            first, last = self.spans.first_scales[number : number + 2].tolist()
-            scales = scales[first:last]
-        bias = None if self.bias is None else self.bias[own]
-        return Segment(self.keys[own], self.values[own], self.positions[own], bias, scales)
-
     def rows(self, rows: IntArray) -> KeptEntries:
-        """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
-        n_heads, spans = self.lengths.shape[1], self.spans
-        entries = [0, *spans.ends[n_heads - 1 :: n_heads].tolist()]
-        blocks = spans.first_scales[::n_heads].tolist()
+        """Return a copy of these rows, ``(n_rows,)``; one may come more than once."""
+        return self.segments(self._numbers[rows])
 
-        def taken(own: Tensor, starts: list[int]) -> Tensor:
-            return torch.cat([own[starts[row] : starts[row + 1]] for row in rows.tolist()])
+    def of_heads(self, heads: Sequence[int]) -> KeptEntries:
+        """Return a copy of these KV heads, by their places here; itself if these are all."""
+        if list(heads) == list(range(self.lengths.shape[1])):
+            return replace(self, heads=tuple(heads))
+        return replace(self.segments(self._numbers[:, list(heads)]), heads=tuple(heads))
 
+    def segments(self, numbers: IntArray) -> KeptEntries:
+        """Return a copy of the segments of these numbers, ``(n_rows, n_heads)``."""
+
+        def chosen(own: Tensor, lengths: IntArray) -> Tensor:
+            pieces = torch.split(own, lengths.tolist())
+            return torch.cat([pieces[number] for number in numbers.ravel().tolist()])
+
+        spans = self.spans
+        own = self._copied(
+            partial(chosen, lengths=spans.lengths), partial(chosen, lengths=spans.blocks)
+        )
+        return replace(own, lengths=self.lengths.reshape(-1)[numbers])
+
+    def first(self, counts: IntArray) -> KeptEntries:
+        """Return a copy of the first so many of each segment, ``(batch, n_kv_heads)``.
+
+        A block of keys that loses some keeps its scales.
+        """
+        spans, left = self.spans, counts.reshape(-1)
+        blocks = -(-left // KEY_BLOCK_TOKENS)
+        own = self._copied(
+            lambda own: interleaved((own, left, spans.lengths - left)),
+            lambda scales: interleaved((scales, blocks, spans.blocks - blocks)),
+        )
+        return replace(own, lengths=counts)
+
+    @property
+    def _numbers(self) -> IntArray:
+        """Number of each segment, (batch, n_kv_heads)."""
+        return np.arange(self.lengths.size).reshape(self.lengths.shape)
+
+    def _copied(
+        self, entries: Callable[[Tensor], Tensor], scales: Callable[[Tensor], Tensor]
+    ) -> KeptEntries:
+        """Return what one function takes of entries, and another of key scales."""
         return replace(
             self,
-            keys=taken(self.keys, entries),
-            values=taken(self.values, entries),
-            positions=taken(self.positions, entries),
-            bias=None if self.bias is None else taken(self.bias, entries),
-            key_scales=None if self.key_scales is None else taken(self.key_scales, blocks),
-            lengths=self.lengths[rows],
+            keys=entries(self.keys),
+            values=entries(self.values),
+            positions=entries(self.positions),
+            bias=None if self.bias is None else entries(self.bias),
+            key_scales=None if self.key_scales is None else scales(self.key_scales),
         )

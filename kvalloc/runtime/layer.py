@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.kept import Segment
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.packed import LayerEntries, longer, unpack
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
@@ -292,15 +292,19 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         done = kept is not None and kept.is_rounded and (kept.bits == bits).all()
         if counts is None or done:
             return
-        self.keep(LayerEntries.packed(counts.shape, self._piece, bits))
+        self.keep(LayerEntries.packed(self._all_numbers(), bits))
 
-    def _piece(self, row: int, head: int) -> Segment:
-        """Everything that one head stores of a row."""
-        keys, values = self.keys[row, head], self.values[row, head]
-        first, end = self.seen_tokens - len(keys), self.seen_tokens
-        columns = torch.arange(first, end, dtype=torch.int32, device=keys.device)
-        own = Segment(keys, values, columns)
-        return own if self.entries is None else Segment.joined([self.entries.piece(row, head), own])
+    def _all_numbers(self) -> KeptEntries:
+        """Return all that is stored, as numbers of the model's type."""
+        keys, values = self.keys, self.values
+        first = self.seen_tokens - self.dense_tokens
+        columns = torch.arange(first, self.seen_tokens, dtype=torch.int32, device=keys.device)
+        every = torch.ones(keys.shape[:3], dtype=torch.bool)
+        tail = KeptEntries.of(keys, values, columns, every, every.sum(dim=2).numpy())
+        if self.entries is None:
+            return tail
+        (kept,) = self.entries.parts
+        return longer(unpack(kept, self.entries.like), tail)
 
     def pack_following(self, visible: Tensor | None, latest: int = LATEST_TOKENS) -> None:
         """Round what followed a packed prompt, but for the latest tokens, a block at a time.
@@ -321,8 +325,10 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
         shown = torch.ones(keys.shape[0], count, dtype=torch.bool)
         shown = shown if visible is None else visible[:, first : first + count]
-        older = (keys[:, :, :count], values[:, :, :count])
-        self.entries = self.entries.and_then(*older, columns, shown)
+        kept = shown[:, None].expand(-1, keys.shape[1], -1)
+        self.entries = self.entries.with_more(
+            keys[:, :, :count], values[:, :, :count], columns, kept, kept.sum(dim=2).numpy()
+        )
         self.packed_following += count
         self._store(keys[:, :, count:], values[:, :, count:])
 

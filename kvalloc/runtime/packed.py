@@ -9,22 +9,23 @@ The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.kept import KeptEntries, Segment
+from kvalloc.runtime.kept import KeptEntries, Segment, Spans, halved, interleaved, on_device
 from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
 
-__all__ = ["LayerEntries", "key_numbers", "pack", "rounded_layers", "value_numbers"]
+__all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
+
+STEPS = 8
+"""In so many steps a layer is rounded, which takes several times the bytes of the numbers."""
 
 
 def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray]:
@@ -41,19 +42,102 @@ def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray
     return {layer: widths[layer] for layer in full if every or (widths[layer] != 16).any()}
 
 
-def pack(numbers: Segment, bits: int) -> Segment:
-    """Round and pack a segment."""
+def pack(numbers: KeptEntries, bits: int) -> KeptEntries:
+    """Return numbers of the model's type at so many bits."""
     if bits == 16:
-        return numbers
-    keys, key_scales = key_codes(numbers.keys, bits)
-    values, scales = value_codes(numbers.values, bits)
-    width = WIDTHS[bits]
-    rows = [packed_codes(values, width.values), scales.flatten(1).contiguous().view(torch.uint8)]
-    return numbers._replace(
-        keys=packed_codes(keys, width.keys),
-        values=torch.cat(rows, dim=1),
+        return numbers.halved()
+    spans = numbers.spans
+    places = on_device(spans.block_places, numbers.keys.device)
+    blocks = [_packed_keys(numbers.keys[some], bits) for some in places.chunk(STEPS)]
+    keys, key_scales = (torch.cat(own) for own in zip(*blocks, strict=True))
+    return replace(
+        numbers,
+        keys=interleaved((keys, spans.lengths, spans.padding)),
+        values=torch.cat([_packed_values(some, bits) for some in numbers.values.chunk(STEPS)]),
         key_scales=key_scales,
+        bits=bits,
     )
+
+
+def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:
+    """Return the numbers that entries stand for, of the types of ``like``."""
+    keys, values, scales = entries.keys, entries.values, entries.key_scales
+    if scales is not None:
+        blocks = np.repeat(np.arange(len(scales)), entries.spans.block_lengths)
+        keys = key_numbers(keys, scales[on_device(blocks, keys.device)], entries.bits)
+        values = value_numbers(values, entries.bits, int(like[1].shape[-1]))
+        values = rotated(values) if WIDTHS[entries.bits].turned else values
+    keys, values = keys.to(like[0].dtype), values.to(like[1].dtype)
+    return replace(entries, keys=keys, values=values, key_scales=None, bits=16)
+
+
+def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
+    """Return entries with numbers of the model's type behind, segment by segment.
+
+    Values are rounded by token: those that were there stay as they are. A block of keys that was
+    not full is rounded once more, with the keys that fill it.
+    """
+    old, new = entries.spans.lengths, more.spans.lengths
+    none = np.zeros_like(old)
+
+    def behind(own: Tensor, added: Tensor) -> Tensor:
+        return interleaved((own, old, none), (added, new, none))
+
+    bias = entries.bias
+    found = replace(
+        entries,
+        positions=behind(entries.positions, more.positions),
+        bias=None if bias is None else behind(bias, bias.new_zeros(int(new.sum()))),
+        lengths=entries.lengths + more.lengths,
+    )
+    if entries.key_scales is None:
+        keys, values = (
+            behind(*_of_one_type(*pair))
+            for pair in ((entries.keys, more.keys), (entries.values, more.values))
+        )
+        return replace(found, keys=keys, values=values)
+    last = np.where(new > 0, old % KEY_BLOCK_TOKENS, 0)  # in blocks that are to be filled
+    places = np.repeat(entries.spans.ends - np.cumsum(last), last) + np.arange(last.sum())
+    blocks = np.repeat(entries.spans.first_scales[1:] - 1, last)
+    there = partial(on_device, device=entries.keys.device)
+    scales = entries.key_scales[there(blocks)]
+    unfilled = key_numbers(entries.keys[there(places)], scales, entries.bits)
+    tail = Spans(last + new, entries.keys.device)
+    numbers = interleaved((unfilled.to(more.keys.dtype), last, none), (more.keys, new, none))
+    keys, key_scales = _packed_keys(numbers[there(tail.block_places)], entries.bits)
+    full = -(-(old - last) // KEY_BLOCK_TOKENS)
+    return replace(
+        found,
+        keys=interleaved((entries.keys, old - last, last), (keys, tail.lengths, tail.padding)),
+        values=behind(entries.values, _packed_values(more.values, entries.bits)),
+        key_scales=interleaved(
+            (entries.key_scales, full, entries.spans.blocks - full),
+            (key_scales, tail.blocks, none),
+        ),
+    )
+
+
+def _of_one_type(stored: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers that are stored and more, of the type in which all are stored."""
+    if stored.dtype == more.dtype:
+        return stored, more
+    added = halved(more)
+    if added.dtype == stored.dtype:
+        return stored, added
+    return stored.bfloat16(), more.bfloat16()
+
+
+def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return blocks of keys, (n_blocks, 64, head_dim), as they are stored: rows and scales."""
+    codes, scales = key_codes(blocks, bits)
+    return packed_codes(codes.flatten(0, 1), WIDTHS[bits].keys), scales
+
+
+def _packed_values(values: Tensor, bits: int) -> Tensor:
+    """Return values as they are stored, of uint8, (n, value_bytes): codes, then their scales."""
+    codes, scales = value_codes(values, bits)
+    packed = packed_codes(codes, WIDTHS[bits].values)
+    return torch.cat([packed, scales.flatten(1).view(torch.uint8)], dim=1)
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -85,19 +169,18 @@ def _regrouped(numbers: Tensor, bits: int, other: int) -> Tensor:
 
 
 def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Keys of one segment, float32, (n, head_dim).
+    """Keys, float32, (n, head_dim).
 
     Parameters
     ----------
     rows : Tensor of uint8, (n, key_bytes)
-    scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
+    scales : Tensor of float16, (n, 2, head_dim)
+        Those of the block of each.
     bits : int
         Of `WIDTHS`, but not 16.
     """
     codes = unpacked_codes(rows, WIDTHS[bits].keys, int(scales.shape[-1]))
-    whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(rows) % KEY_BLOCK_TOKENS))
-    blocks = whole.view(-1, KEY_BLOCK_TOKENS, whole.shape[1])
-    return from_codes(blocks, scales[:, :1], scales[:, 1:]).flatten(0, 1)[: len(rows)]
+    return from_codes(codes, *scales.unbind(1))
 
 
 def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
@@ -133,19 +216,6 @@ class LayerEntries:
     like: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(
-        cls, segments: Sequence[Sequence[Segment]], bits: IntArray, like: tuple[Tensor, Tensor]
-    ) -> LayerEntries:
-        """A copy of segments, one a row and KV head, that are stored at these bits or at 16."""
-        parts = []
-        for width in sorted(set(bits.tolist()), reverse=True):
-            heads = tuple(np.flatnonzero(bits == width).tolist())
-            mine = [[row[head] for head in heads] for row in segments]
-            part = KeptEntries.of(mine, bits=width, heads=heads)
-            parts.append(part.halved() if width == 16 else part)
-        return cls(parts=tuple(parts), like=like)
-
-    @classmethod
     def whole(cls, entries: KeptEntries, *, rounds: bool = False) -> LayerEntries:
         """Return entries of all KV heads, as the model made them or rounded to 16 bits."""
         like = entries.keys[:0].clone(), entries.values[:0].clone()
@@ -153,27 +223,22 @@ class LayerEntries:
 
     @classmethod
     @torch.no_grad()
-    def packed(
-        cls, shape: tuple[int, ...], segment: Callable[[int, int], Segment], bits: IntArray
-    ) -> LayerEntries:
-        """Round and pack the entries of every row and head.
+    def packed(cls, entries: KeptEntries, bits: IntArray) -> LayerEntries:
+        """Round and pack entries of all KV heads.
 
         Parameters
         ----------
-        shape : tuple of int
-            Rows and KV heads.
-        segment : callable
-            ``segment(row, head)`` gives their numbers; they need not all exist at once.
+        entries : KeptEntries
+            Numbers of the model's type.
         bits : ndarray of int64, (n_kv_heads,)
             Of `WIDTHS`.
         """
-        n_rows, n_heads = shape
-        found = [
-            [pack(segment(row, head), int(bits[head])) for head in range(n_heads)]
-            for row in range(n_rows)
+        like = entries.keys[:0].clone(), entries.values[:0].clone()
+        parts = [
+            pack(entries.of_heads(np.flatnonzero(bits == width).tolist()), width)
+            for width in sorted(set(bits.tolist()), reverse=True)
         ]
-        keys, values, *_ = segment(0, 0)
-        return cls.of(found, bits, (keys[:0].clone(), values[:0].clone()))
+        return cls(parts=tuple(parts), like=like)
 
     @cached_property
     def _places(self) -> list[tuple[KeptEntries, int]]:
@@ -241,31 +306,21 @@ class LayerEntries:
     def piece(self, row: int, head: int) -> Segment:
         """One segment's numbers."""
         part, place = self._places[head]
-        return self._numbers(part.segment(row, place), part.bits)
-
-    def _numbers(self, own: Segment, bits: int) -> Segment:
-        keys, values = self.like
-        if own.key_scales is None:
-            return own._replace(keys=own.keys.to(keys.dtype), values=own.values.to(values.dtype))
-        found = value_numbers(own.values, bits, int(values.shape[-1]))
-        return own._replace(
-            keys=key_numbers(own.keys, own.key_scales, bits).to(keys.dtype),
-            values=(rotated(found) if WIDTHS[bits].turned else found).to(values.dtype),
-            key_scales=None,
-        )
+        number = row * part.lengths.shape[1] + place
+        own = unpack(part.segments(np.array([[number]])), self.like)
+        return Segment(own.keys, own.values, own.positions, own.bias)
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
-        found = [own.positions for row in self._segments() for own in row]
-        padded = pad_sequence(found, batch_first=True, padding_value=-1)
-        return padded.view(*self.lengths.shape, -1)
-
-    def _segments(self) -> list[list[Segment]]:
-        """As they are stored, one a row and KV head."""
-        return [
-            [part.segment(row, place) for part, place in self._places]
-            for row in range(self.lengths.shape[0])
-        ]
+        (n_rows, n_heads), most = self.lengths.shape, int(self.lengths.max())
+        found = self.parts[0].positions.new_full((n_rows * n_heads * most,), -1)
+        for part in self.parts:
+            heads = np.array(part.heads or range(n_heads))
+            first = (np.arange(n_rows)[:, None] * n_heads + heads).ravel() * most
+            spans = part.spans
+            places = np.repeat(first - spans.starts, spans.lengths) + np.arange(len(part.positions))
+            found[on_device(places, found.device)] = part.positions
+        return found.view(n_rows, n_heads, most)
 
     def rows(self, indices: Tensor) -> LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
@@ -274,46 +329,32 @@ class LayerEntries:
 
     def before(self, column: int) -> LayerEntries:
         """A copy without the entries from this column on."""
-        cut = [
-            [one.cut(0, int((one.positions < column).sum())) for one in row]
-            for row in self._segments()
-        ]
-        return self.of(cut, self.bits, self.like)
+        parts = []
+        for part in self.parts:
+            below = (part.positions < column).cumsum(0).cpu().numpy()
+            upto = np.concatenate([[0], below])
+            counts = upto[part.spans.ends] - upto[part.spans.starts]
+            parts.append(part.first(counts.reshape(part.lengths.shape)))
+        return replace(self, parts=tuple(parts))
 
     @torch.no_grad()
-    def and_then(
-        self, keys: Tensor, values: Tensor, positions: Tensor, shown: Tensor
+    def with_more(
+        self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, counts: IntArray
     ) -> LayerEntries:
-        """A copy with more entries behind.
+        """Return a copy with more entries behind, which are rounded.
 
-        They are rounded; and a block of keys that was not full once more with those that fill it.
+        Codes that are there stay as they are, but for those of a block of keys that was not full:
+        it is rounded once more with those that fill it.
 
         Parameters
         ----------
         keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
         positions : Tensor of int32, (n,)
-        shown : Tensor of bool, (batch, n)
-            False marks padding, which is left out. On the host.
+            Columns behind all that are here.
+        kept, counts : Tensor of bool and ndarray of int64
+            As of `KeptEntries.of`.
         """
-        segments = []
-        for row, before in enumerate(self._segments()):
-            new = shown[row].nonzero()[:, 0].to(keys.device)
-            columns = positions[new]
-            more = [
-                Segment(keys[row, head, new], values[row, head, new], columns)
-                for head in range(keys.shape[1])
-            ]
-            segments.append(
-                [self._longer(*each) for each in zip(before, more, self.bits.tolist(), strict=True)]
-            )
-        return self.of(segments, self.bits, self.like)
-
-    def _longer(self, before: Segment, more: Segment, bits: int) -> Segment:
-        """One segment with numbers behind; at fewer bits from its last full block of keys on."""
-        count = before.positions.numel()
-        full = count if bits == 16 else count // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
-        rest = before.cut(full, count)
-        added = pack(Segment.joined([self._numbers(rest, bits), more]), bits)
-        # values are rounded by token: those that were stay as they are
-        values = torch.cat([rest.values, added.values[count - full :]])
-        return Segment.joined([before.cut(0, full), added._replace(values=values)])
+        more = KeptEntries.of(keys, values, positions, kept, counts)
+        every = range(counts.shape[1])
+        parts = [longer(part, more.of_heads(part.heads or every)) for part in self.parts]
+        return replace(self, parts=tuple(parts))

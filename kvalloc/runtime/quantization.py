@@ -166,29 +166,28 @@ def _output(states: AttentionStates, rows: int) -> Tensor:
     return torch.einsum("bhgrt,bhtd->bhgrd", weights, states.values.float())
 
 
-def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Keys of one head as they are stored, but for the packing of codes into bytes.
+def key_codes(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return keys as they are stored, but for the packing of codes into bytes.
 
     Parameters
     ----------
-    keys : Tensor, (n_tokens, head_dim)
-        In the order in which they are stored.
+    blocks : Tensor, (n_blocks, 64, head_dim)
+        Of one head each, in the order in which they are stored.
     bits : int
         Of `WIDTHS`, but not 16.
 
     Returns
     -------
-    codes : Tensor of uint8, (n_tokens, head_dim)
-    scales : Tensor of float16, (ceil(n_tokens / 64), 2, head_dim)
+    codes : Tensor of uint8, (n_blocks, 64, head_dim)
+    scales : Tensor of float16, (n_blocks, 2, head_dim)
         Of each block and channel the scale and the minimum.
     """
-    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, WIDTHS[bits].keys)
-    scales = torch.stack([scale[..., 0].T, least[..., 0].T], dim=1)
-    return codes.flatten(-2).T[: keys.shape[0]], scales
+    codes, scales = _coded(blocks.mT, KEY_BLOCK_TOKENS, WIDTHS[bits].keys)
+    return codes[:, :, 0].mT, scales[:, :, 0].mT.contiguous()
 
 
 def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Values of one head as they are stored, but for the packing of codes into bytes.
+    """Return values as they are stored, but for the packing of codes into bytes.
 
     Parameters
     ----------
@@ -204,8 +203,8 @@ def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     _, width, turned = WIDTHS[bits]
     numbers = rotated(values) if turned else values
-    codes, scale, least = _coded(numbers, VALUE_BLOCK_CHANNELS, width)
-    return codes.flatten(-2)[:, : values.shape[1]], torch.cat([scale, least], dim=-1)
+    codes, scales = _coded(numbers, VALUE_BLOCK_CHANNELS, width)
+    return codes.flatten(-2)[:, : values.shape[1]], scales
 
 
 def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
@@ -213,25 +212,27 @@ def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return codes.float().mul_(scale.float()).add_(least.float())
 
 
-def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (..., n_blocks, block), and float16 scale and minimum (..., n_blocks, 1)."""
+def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (..., n_blocks, block), and float16 scales and minima (..., n_blocks, 2)."""
     size = numbers.shape[-1]
     missing = -size % block
     padded = numbers.float()
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
         padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
     blocks = padded.contiguous().view(*padded.shape[:-1], (size + missing) // block, block)
-    low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
     levels = float(2**bits - 1)
-    least = low.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).half()
-    scale = ((high - low) / levels).clamp(max=_LARGEST_SCALE).half()
-    wide = torch.where(scale > 0, scale.float(), inf)  # all of a block are alike: no steps
-    steps = (blocks - least.float()).div_(wide)
-    return steps.round_().clamp_(0, levels).to(torch.uint8), scale, least
+    scales = torch.cat([(high - low) / levels, low], dim=-1)
+    scales = scales.clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).half()
+    scale, least = torch.split(scales.float(), 1, dim=-1)
+    wide = scale.masked_fill(scale == 0, inf)  # all of a block are alike: no steps
+    steps = (blocks - least).div_(wide)
+    return steps.round_().clamp_(0, levels).to(torch.uint8), scales
 
 
 def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
     """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
-    back = from_codes(*_coded(numbers, block, bits)).flatten(-2)[..., : numbers.shape[-1]]
+    codes, scales = _coded(numbers, block, bits)
+    back = from_codes(codes, *torch.split(scales, 1, dim=-1)).flatten(-2)[..., : numbers.shape[-1]]
     same: Tensor = back.to(numbers.dtype)
     return same

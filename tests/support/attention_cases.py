@@ -22,7 +22,7 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention import backends
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import KeptEntries, Segment
+from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import LayerEntries
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -44,15 +44,18 @@ def stored_of(
     return stored
 
 
-def piece_of(stored: Stored) -> Any:
-    """As storage asks for them."""
-
-    def piece(row: int, head: int) -> Segment:
-        keys, values, bias = stored[row, head]
-        places = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
-        return Segment(keys, values, places, bias)
-
-    return piece
+def flat_of(stored: Stored, counts: IntArray) -> KeptEntries:
+    """As storage takes them, in columns from 0 on."""
+    keys, values, bias = zip(*(stored[place] for place in np.ndindex(*counts.shape)), strict=True)
+    device = keys[0].device
+    places = [torch.arange(count, dtype=torch.int32, device=device) for count in counts.flat]
+    return KeptEntries(
+        keys=torch.cat(keys),
+        values=torch.cat(values),
+        positions=torch.cat(places),
+        lengths=counts,
+        bias=None if bias[0] is None else torch.cat(bias),
+    )
 
 
 def even_of(keys: Tensor, values: Tensor, bias: Tensor | None = None) -> KeptEntries:
@@ -69,7 +72,7 @@ def even_of(keys: Tensor, values: Tensor, bias: Tensor | None = None) -> KeptEnt
 
 def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries:
     """Stored at so many bits a KV head."""
-    return LayerEntries.packed(counts.shape, piece_of(stored), np.array(bits, dtype=np.int64))
+    return LayerEntries.packed(flat_of(stored, counts), np.array(bits, dtype=np.int64))
 
 
 def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:

@@ -269,7 +269,7 @@ class Shadow:
             bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
             for row, head in np.ndindex(*entries.lengths.shape):
                 width = WIDTHS[int(entries.bits[head])]
-                keys, values, positions, extra, _ = entries.piece(row, head)
+                keys, values, positions, extra = entries.piece(row, head)
                 places = positions.long().cpu()
                 stored = keys.to(own.keys), values.to(own.values)
                 if extra is not None:

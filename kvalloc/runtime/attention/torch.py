@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import key_numbers, value_numbers
@@ -88,7 +89,8 @@ def _numbers(
     if kept.bits != 16:
         assert kept.key_scales is not None
         first, last = spans.first_scales[segments.start : segments.start + 2].tolist()
-        keys = key_numbers(keys, kept.key_scales[first:last], kept.bits)
+        blocks = torch.arange(len(keys), device=keys.device) // KEY_BLOCK_TOKENS
+        keys = key_numbers(keys, kept.key_scales[first:last][blocks], kept.bits)
         values = value_numbers(values, kept.bits, int(call.values.shape[-1]))
     bias = None if kept.bias is None else kept.bias[own].view(count, 1, -1)
     length, work = len(keys) // count, _work_type(call)

@@ -313,7 +313,7 @@ def expected_of(
 def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Tensor, Any]:
     """Values and biases of one head's kept entries."""
     stored = cache.layers[layer]
-    _, values, _, bias, _ = stored.entries.piece(row, head)
+    _, values, _, bias = stored.entries.piece(row, head)
     return values, bias
 
 

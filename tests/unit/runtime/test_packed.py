@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import packing_loop
 import pytest
 import torch
 from attention_cases import packed_of, stored_of
@@ -113,41 +114,62 @@ def test_five_bits_by_hand() -> None:
     assert torch.equal(entries.piece(0, 0)[1], values)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=50)
 @given(
     counts=counts_strategy,
-    bits=st.sampled_from([[16, 8, 3], [5, 16, 4]]),
-    added=st.integers(1, 130),
+    bits=st.sampled_from([[16, 8, 3], [5, 16, 4], [4, 4, 4], [16, 16, 16]]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    biased=st.booleans(),
+    n_new=st.integers(1, 130),
     removed=st.integers(0, 40),
+    seed=st.integers(0, 99),
 )
-def test_more_entries_behind_and_fewer_again(
-    counts: Any, bits: list[int], added: int, removed: int
+def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
+    counts: Any,
+    bits: list[int],
+    dtype: torch.dtype,
+    biased: bool,
+    n_new: int,
+    removed: int,
+    seed: int,
 ) -> None:
-    """Whole blocks stay bit for bit; a block that was not full is rounded once more."""
+    """Bit for bit, of each head what it keeps of the new ones; all rows, heads and widths."""
+    torch.manual_seed(seed)
     table, widths = np.array(counts, dtype=np.int64), np.array(bits)
-    entries = packed_of(stored_of(counts, (8, 8), torch.float32, biased=False), table, bits)
-    first = 600
-    keys, values = torch.randn(2, BATCH, HEADS, added, 8)
-    columns = torch.arange(first, first + added, dtype=torch.int32)
-    shown = torch.ones(BATCH, added, dtype=torch.bool)
-    shown[1, 0] = False
-    more = entries.and_then(keys, values, columns, shown)
-    cut = more.before(first + added - removed)
-    shape = make_shape(head_dim=8, dtype_bytes=4)
+    stored = stored_of(counts, (8, 8), dtype, biased=biased)
+    entries = packed_of(stored, table, bits)
+    keys, values = torch.randn(2, BATCH, HEADS, n_new, 8).to(dtype)
+    columns = torch.arange(600, 600 + n_new, dtype=torch.int32)
+    kept = torch.rand(BATCH, HEADS, n_new) < torch.rand(BATCH, HEADS, 1) * 1.5 - 0.2
+    more = entries.with_more(keys, values, columns, kept, kept.sum(dim=2).numpy())
+    cut = more.before(600 + n_new - removed)
+    shape = make_shape(head_dim=8, dtype_bytes=dtype.itemsize)
     for one in (more, cut):
         assert stored_in(one) == int(stored_bytes(one.lengths, widths[None], shape).sum())
+    padded, half = more.padded_positions(), dtype == torch.float32
     for row, head in np.ndindex(*table.shape):
-        before, after = entries.piece(row, head), more.piece(row, head)
-        count = int(table[row, head])
-        full = count // 64 * 64
-        new = shown[row].nonzero()[:, 0]
-        assert torch.equal(after[0][:full], before[0][:full])
-        assert torch.equal(after[1][:count], before[1])
-        exact = torch.cat([before[0], keys[row, head, new]])
-        expected = rounded(exact[full:], values[row, head, new], int(widths[head]))
-        assert torch.equal(after[0][full:], expected[0])
-        assert torch.equal(after[1][count:], expected[1])
-        assert after[2].tolist() == [*before[2].tolist(), *columns[new].tolist()]
-        kept = int((after[2] < first + added - removed).sum())
-        for ours, theirs in zip(cut.piece(row, head)[:3], after[:3], strict=True):
-            assert torch.equal(ours, theirs[:kept])
+        new, width = kept[row, head].nonzero()[:, 0], bits[head]
+        own_keys, own_values, bias = stored[row, head]
+        places = [*range(len(own_keys)), *columns[new].tolist()]
+        n_left = sum(place < 600 + n_new - removed for place in places)
+        added = keys[row, head, new], values[row, head, new]
+        for one, count in ((more, len(places)), (cut, n_left)):
+            piece = one.piece(row, head)
+            assert piece.positions.tolist() == places[:count]
+            assert (piece.bias is None) == (bias is None)
+            if bias is not None:
+                expected = torch.cat([bias, torch.zeros(len(new))])[:count]
+                assert torch.equal(piece.bias, expected)
+            if width == 16:
+                for ours, *both in zip(piece, (own_keys, own_values), added, strict=False):
+                    expected = torch.cat(both)[:count]
+                    assert torch.equal(ours, expected.half().to(dtype) if half else expected)
+                continue
+            part = next(part for part in one.parts if part.bits == width)
+            loop = packing_loop.pack_segment(own_keys, own_values, width)
+            loop = packing_loop.longer_segment(loop, *added, width)
+            loop = packing_loop.cut_segment(loop, count)
+            found = packing_loop.stored_of_part(part, row, part.heads.index(head))
+            for ours, theirs in zip(found, loop, strict=True):
+                assert np.array_equal(ours, theirs)
+        assert padded[row, head].tolist() == [*places, *[-1] * (padded.shape[2] - len(places))]
