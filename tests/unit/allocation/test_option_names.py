@@ -71,36 +71,25 @@ def _without_options(text: str) -> str:
     return re.sub(r"[-_=' ,()]+", " ", text).strip()
 
 
-def test_options_are_written_in_both_ways() -> None:
-    def written() -> list[str]:
-        return [
-            option("target_loss", 0.25),
-            option("resume", True),
-            option("text", keyword="texts"),
-            several(page=2, tail=0.5),
-            command("profile", bits=(16, 8), loss_policies=None),
-            by_interface(python="cache.save()", flags="--save-cache"),
-        ]
-
-    python = [
-        "target_loss=0.25",
-        "resume=True",
-        "texts",
-        "page=2, tail=0.5",
-        "kvalloc.profile(bits=(16, 8), loss_policies)",
-        "cache.save()",
-    ]
-    assert written() == python
+@pytest.mark.parametrize(
+    ("write", "python", "typed"),
+    [
+        (lambda: option("target_loss", 0.25), "target_loss=0.25", "--target-loss 0.25"),
+        (lambda: option("resume", True), "resume=True", "--resume"),
+        (lambda: option("text", keyword="texts"), "texts", "--text"),
+        (lambda: several(page=2, tail=0.5), "page=2, tail=0.5", "--page 2 --tail 0.5"),
+        (lambda: command("profile", bits=(16, 8), loss_policies=None),
+         "kvalloc.profile(bits=(16, 8), loss_policies)",
+         "'kvalloc profile --bits 16,8 --loss-policies'"),
+        (lambda: by_interface(python="cache.save()", flags="--save-cache"),
+         "cache.save()", "--save-cache"),
+    ],
+)  # fmt: skip
+def test_options_are_written_in_both_ways(write: Any, python: str, typed: str) -> None:
+    assert write() == python
     with naming_flags():
-        assert written() == [
-            "--target-loss 0.25",
-            "--resume",
-            "--text",
-            "--page 2 --tail 0.5",
-            "'kvalloc profile --bits 16,8 --loss-policies'",
-            "--save-cache",
-        ]
-    assert written() == python
+        assert write() == typed
+    assert write() == python
 
 
 def test_a_command_in_one_thread_leaves_the_messages_of_another() -> None:
