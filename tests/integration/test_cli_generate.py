@@ -10,6 +10,8 @@ import pytest
 from cli_tools import Stdin, generate_arguments, prose, refused, refused_with, run
 
 import kvalloc
+from kvalloc.runtime.layer import SPARE
+from kvalloc.runtime.policies import policy_names
 
 
 @pytest.mark.parametrize("name", ["tiny", "gemma", "tiny-head"])
@@ -214,3 +216,53 @@ def test_a_prompt_that_is_no_utf8_is_refused_in_one_line(models, folder, flag):
     command = "generate" if flag == "--prompt" else "chat"
     line = refused(folder, command, models / "tiny", "--full", *document, flag, typed)
     assert "is not UTF-8 text (character 3 cannot be read); convert it to UTF-8" in line
+
+
+@pytest.fixture
+def generate(models, profiles, folder):
+    """A command line that asks through half of all entries."""
+    arguments = [*generate_arguments(models, profiles, folder), "--json"]
+    return lambda *more: (*arguments, *more)
+
+
+@pytest.mark.parametrize("name", ["nacl", "merge", "attention_matching", "snapkv", "lookahead"])
+def test_generate_picks_entries_by_the_name_of_a_policy_or_scorer(generate, name):
+    longer = ("--max-new-tokens", 20)  # than any of them waits for
+    ran = run(*generate("--policy", name, *longer))
+    assert ran.code == 0, ran.err
+    plain = run(*generate(*longer))
+    kept = ran.json["prompt_retained_bytes"]
+    assert kept == plain.json["prompt_retained_bytes"] == ran.json["granted_bytes"]
+    followed = 2 * (ran.json["full_bytes"] - ran.json["prompt_full_bytes"])  # in float32
+    room = ran.json["retained_bytes"] - kept - followed
+    assert 0 <= room <= followed // SPARE
+    is_policy = name in policy_names()
+    assert ran.json["policy"] == (name if is_policy else "score")
+    assert ran.json["scorer"] == ("xkv" if is_policy else name)
+
+
+def test_an_answer_that_ends_before_the_eviction_says_so(generate):
+    ran = run(*generate("--policy", "lookahead", "--max-new-tokens", 5))  # 4 of them are fed
+    assert ran.json["retained_bytes"] == 2 * ran.json["full_bytes"]  # in float32
+    assert "note: nothing is evicted yet: these budgets wait until 4 more tokens have" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--policy nothing", "no policy or scorer 'nothing'; choose from: "),
+        ("--policy SnapKV", "no policy or scorer 'SnapKV'; the nearest is 'snapkv'"),
+        ("--policy nacl --policy-option sed=1", "no option 'sed'; the nearest is 'seed'"),
+        ("--policy reconstruction --decode-every 4", "leave out --decode-every"),
+        ("--policy nacl --policy-option seed=x", "--policy-option seed of nacl is 'x'"),
+        ("--policy nacl --policy-option scorer=xkv", "no option 'scorer'"),
+        ("--policy critical --policy-option alpha=7", "alpha is 7.0"),
+        ("--policy cake --policy-option window=60", "they must agree"),
+        ("--policy-option seed=1", "name it with --policy"),
+        ("--policy surrogate", "file is '', expected what"),
+        ("--policy surrogate --policy-option file=SCORES", "score profile, expected a surrogate"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(folder, generate, profiles, more, said):
+    words = more.replace("SCORES", str(profiles / "tiny.safetensors")).split()
+    assert said in refused(folder, *generate(*words))

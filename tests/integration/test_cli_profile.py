@@ -130,3 +130,23 @@ def test_shards_of_both_commands_are_merged_to_what_one_call_writes(models, fold
         ran = run("merge", folder / "part2", folder / "part1", "-o", folder / "merged")
         assert "4 samples of 2 parts" in ran.out
         assert (folder / "merged").read_bytes() == (folder / "whole").read_bytes()
+
+
+@pytest.mark.parametrize(("loss", "facts", "shown"), [
+    (("--loss-policies", "tova,snapkv:window=2:pool=1"),
+     {"loss_policies": ["snapkv", "tova", "snapkv:window=2:pool=1"]},
+     "with each of snapkv, tova, snapkv:window=2:pool=1"),
+    (("--bits", "8,3"), {"loss_widths": [16, 8, 3]}, "stored at 16, 8, 3 bits each"),
+])  # fmt: skip
+def test_losses_of_policies_and_widths_are_measured(models, folder, loss, facts, shown):
+    scorer = ("--scorer", "snapkv", "--window", 8, "--loss", "fast", "--loss-level", "head")
+    ran = run(*profile_arguments(models, folder), *scorer, *loss, "--json")
+    assert ran.code == 0, ran.err
+    assert facts.items() <= ran.json.items()
+    assert shown in " ".join(run("inspect", folder / "s.safetensors").out.split())
+
+
+def test_a_scorer_that_needs_what_follows_is_refused(models, folder):
+    measuring = (*profile_arguments(models, folder), "--scorer", "lookahead")
+    said = "the scorer lookahead looks at tokens that come after the prompt"
+    refused(folder, *measuring, words=[said])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
 import pytest
-from cli_tools import refused, run
-from factories import make_bits, make_losses, make_scores, make_shared_scores
+from cli_tools import prose, refused, run, save_tiny_model
+from factories import make_bits, make_loss_bits, make_losses, make_scores, make_shared_scores
+from tiny_models import tiny_model
 
 from kvalloc.formats.budget_profile import BudgetProfile
 
@@ -245,3 +247,85 @@ def test_a_file_of_another_kind_is_known_and_what_to_do_with_it_told(
     assert run("solve", scores, "--budget", "40%", "-o", files["p"]).code == 0
     line = refused(tmp_path, *(files.get(word, word) for word in arguments.split()))
     assert said.format(**files) in line
+
+
+@pytest.fixture(scope="module")
+def measuring(tmp_path_factory):
+    """tiny and other (models), s.safetensors with loss curves, prompts.jsonl."""
+    folder = tmp_path_factory.mktemp("measured")
+    save_tiny_model(folder / "tiny", tiny_model(initializer_range=0.3))
+    save_tiny_model(folder / "other", tiny_model(num_hidden_layers=2))
+    words = prose(400).split()
+    rows = [
+        {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
+        for i in range(5)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "short.jsonl").write_text("\n".join([json.dumps({"text": "w1 w2"})] * 4))
+    (folder / "text.txt").write_text(prose(300))
+    text = ("--text", folder / "text.txt", "--context", 48, "--samples", 2, "--window", 4)
+    loss = ("--loss", "fast", "--loss-level", "head")
+    ran = run("profile", folder / "tiny", *text, *loss, "-o", folder / "s.safetensors")
+    assert ran.code == 0, ran.err
+    return folder
+
+
+def measured(folder, *more, prompts="prompts.jsonl", model="tiny"):
+    named = ("--measure", folder / model, "--measure-prompts", folder / prompts)
+    return ("solve", folder / "s.safetensors", "--level", "head", *named, *more)
+
+
+def test_a_decision_states_what_was_measured(measuring, tmp_path):
+    out = tmp_path / "p.json"
+    ran = run(*measured(measuring, "--budget", "45%", "-o", out))
+    assert ran.code == 0, ran.err
+    stated = BudgetProfile.load(out).measured_loss
+    assert stated.by_task == {"copy": stated.loss}
+    assert f"{stated.loss:.6f} nats per token (95% interval" in ran.out
+    assert "prompts.jsonl" in ran.out
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+    printed = run(*measured(measuring, "--budget", "45%", "--json")).json
+    assert printed["measured_loss"] == stated.record()
+    assert "measured loss" in run("inspect", out).out
+    assert run("verify", out, measuring / "s.safetensors").code == 0
+    met = run(*measured(measuring, "--target-loss", 1.05 * stated.loss, "--json")).json[
+        "measured_loss"
+    ]
+    assert met["loss"] <= met["target"] == 1.05 * stated.loss
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "said"),
+    [
+        (("--budget", "45%"), {"prompts": "short.jsonl"}, "short.jsonl, line 1: the prompt has 2"),
+        (("--budget", "45%"), {"model": "other"}, "other"),
+        (("--target-loss", "1e-9", "--max-tokens", 20), {}, "is not possible"),
+    ],
+)
+def test_a_measurement_that_cannot_be_is_refused(measuring, more, files, said):
+    assert said in refused(
+        measuring, *measured(measuring, *more, "-o", measuring / "p.json", **files)
+    )
+
+
+def test_policies_and_bits_are_decided_by_what_is_lost_with_them(tmp_path):
+    scores, budgets = tmp_path / "s.safetensors", tmp_path / "p.json"
+    make_loss_bits().replace(loss_method="fast").save(scores)
+    asked = ("solve", scores, "--budget", "50%", "--level", "head", "--bits", "16,8,4")
+    solved = run(*asked, "-o", budgets)
+    assert "the least predicted loss decides" in solved.err
+    assert "retention       unknown: some heads keep others" in solved.out
+    decided = BudgetProfile.load(budgets)
+    assert decided.unit_policies is not None
+    assert len(set(decided.bits.ravel().tolist())) > 1
+    assert f"of {decided.unit_policies.size} KV heads" in solved.out
+    told = " ".join(run("inspect", budgets, "--verbose").out.split())
+    assert "other policies" in told
+    assert "of 6 KV heads" in told
+    one = run(*asked, "--loss-policies", "tova", "--json").json
+    assert one["policies"] == ["xkv", "tova"]
+    assert one["predicted_loss"] >= decided.predicted_loss - 1e-12
+    unmeasured = ("solve", scores, "--target-loss", "0.1", "--bits", "5,4", "--json")
+    said = refused(tmp_path, *unmeasured)
+    assert "what 5 bits lose was not measured" in said
+    assert "'kvalloc profile --loss fast --bits 16,8,5,4'" in said

@@ -93,6 +93,9 @@ def test_options_are_listed_with_their_defaults():
     rows = {row["name"]: row for row in run("list", "solvers", "--json").json}
     assert rows["pyramid"]["options"] == {"beta": 20.0}
     assert rows["greedy"]["options"] == {}
+    rows = {row["name"]: row for row in run("list", "policies", "--json").json}
+    assert rows["critical"]["options"] == {"alpha": 0.5, "epsilon": 0.0001}
+    assert rows["score"]["options"] == {}  # without the scorer that they are given
 
 
 @pytest.mark.parametrize("width", ["60", "80", "120"])
