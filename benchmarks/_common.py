@@ -6,15 +6,19 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
-import resource
 import statistics
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
+
+from kvalloc.shape import ModelShape
 
 Row: TypeAlias = dict[str, Any]
 InTurns: TypeAlias = Mapping[str, tuple[list[float], list[float]]]
@@ -55,12 +59,7 @@ def ratio_of(found: InTurns, name: str, reference: str) -> Row:
 def spread_of(ratios: list[float]) -> Row:
     """Return the median and the quartiles of the rounds' ratios."""
     low, middle, high = quartiles(ratios)
-    return {
-        "ratio": middle,
-        "ratio_quartile_1": low,
-        "ratio_quartile_3": high,
-        "rounds": len(ratios),
-    }
+    return {"figure": middle, "low": low, "high": high, "rounds": len(ratios)}
 
 
 def median_of(found: InTurns, name: str) -> float:
@@ -89,7 +88,7 @@ def where_it_ran(*packages: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load_average": os.getloadavg()[0],
         "versions": versions,
         "date": datetime.date.today().isoformat(),
     }
@@ -98,20 +97,17 @@ def where_it_ran(*packages: str) -> dict[str, Any]:
 def describe_where(where: Mapping[str, Any]) -> str:
     """Return `where_it_ran` in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    load = where["load_average"]
-    busy = "" if load is None else f", load {load:.1f}"
-    return f"{where['date']}: {where['processor']}, {where['cores']} cores{busy}; {versions}"
+    machine = f"{where['processor']}, {where['cores']} cores, load {where['load_average']:.1f}"
+    return f"{where['date']}: {machine}; {versions}"
 
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -125,28 +121,25 @@ def guarded(name: str, section: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def row_met(row: Mapping[str, Any]) -> bool:
-    """Return whether the ratio is on the right side of its target; True without one."""
-    if row.get("target") is None:
-        return True
-    least, most = (0.0, row["target"]) if row["at_most"] else (row["target"], float("inf"))
-    return bool(least <= row["ratio"] <= most)
+    """Return whether the figure is within its limits; True without one."""
+    return bool(row.get("at_least", -math.inf) <= row["figure"] <= row.get("at_most", math.inf))
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Return one line: ratio, spread, target, whether it was met, and what it was made of."""
+    """Return one line: figure, spread, limit, whether it was met, and what it was made of."""
     if "error" in row:
         return f"{row['name']}: FAILED: {row['error']}"
     if "text" in row:
         return str(row["text"])
-    spread = processor = wanted = ""
-    if "ratio_quartile_1" in row:
-        spread = f" [{row['ratio_quartile_1']:.4g}, {row['ratio_quartile_3']:.4g}]"
+    unit = f" {row['unit']}" if "unit" in row else ""
+    spread = f" [{row['low']:.4g}, {row['high']:.4g}]" if "low" in row else ""
+    wanted = processor = ""
+    for name, sign in {"at_most": "<=", "at_least": ">="}.items():
+        if name in row:
+            wanted = f" (wanted {sign} {row[name]:g}) {'met' if row['met'] else 'MISSED'}"
     if "processor_ratio" in row:
         processor = f"; processor time {row['processor_ratio']:.4g}"
-    if row.get("target") is not None:
-        sign, verdict = "<=" if row["at_most"] else ">=", "met" if row["met"] else "MISSED"
-        wanted = f" (wanted {sign} {row['target']:g}) {verdict}"
-    return f"{row['name']}: {row['ratio']:.4g}{spread}{wanted}{processor}; {row['note']}"
+    return f"{row['name']}: {row['figure']:.4g}{unit}{spread}{wanted}{processor}; {row['note']}"
 
 
 def print_rows(rows: Iterable[Row], arguments: argparse.Namespace, *packages: str) -> int:
@@ -164,27 +157,46 @@ def print_rows(rows: Iterable[Row], arguments: argparse.Namespace, *packages: st
     return int(not arguments.quick and not all(row["met"] for row in found))
 
 
-def parser_of(description: str, parts: Iterable[str]) -> argparse.ArgumentParser:
+def parser_of(description: str, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
     """Return a parser that takes parts of a benchmark, ``--quick`` and ``--json``."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}")
+    if parts:
+        parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}")
     parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
     parser.add_argument("--json", action="store_true")
     return parser
 
 
-def peak_bytes() -> int:
-    """Return the most memory that this process ever had resident, bytes.
+def in_fresh_process(*words: str, **environment: str) -> Any:
+    """Return what another Python prints as JSON."""
+    command = [sys.executable, *words]
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
+    return json.loads(done.stdout)
 
-    From VmHWM where there is one: `resource` also counts what the parent had before it became
-    this process.
+
+def memory_bytes(field: str) -> int:
+    """Return the resident memory of this process: ``VmRSS`` now, ``VmHWM`` at most (Linux).
+
+    `resource` also counts what the parent had before it became this process.
     """
-    try:
-        with open("/proc/self/status", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def reset_peak() -> None:
+    """Begin to count the peak of the resident memory here (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def made_up_shape(n_layers: int, n_kv_heads: int, dtype_bytes: int = 2) -> ModelShape:
+    """Return a shape of full-attention layers with 64 numbers a head."""
+    return ModelShape(
+        model_id="made-up",
+        n_layers=n_layers,
+        n_query_heads=3 * n_kv_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=64,
+        dtype_bytes=dtype_bytes,
+        layer_types=("full",) * n_layers,
+    )

@@ -15,45 +15,43 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from _common import in_turns, ratio_of
-
-from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.shape import ModelShape
+from _common import Row, in_turns, median_of, parser_of, print_rows, quartiles, spread_of
+from bench_solvers import score_profile
 
 REFERENCE = "import numpy, pydantic, typer"
 START_LIMIT = 3.0
 """`kvalloc solve` with greedy starts and ends within this many times the reference."""
-PAINT_SECONDS, MOST_BYTES = 2.0, 2_000_000
+PAINT_SECONDS, MOST_MB = 2.0, 2.0
 """First paint and size that the page keeps within."""
-CONTEXT_TOKENS, N_SAMPLES, SINKS, WINDOW = 1024, 4, 4, 8
+N_RANKS, N_SAMPLES = 1013, 4
+"""Of prompts of 1,024 tokens, 12 of which are always kept."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SOLVERS = {"greedy": "layer", "uniform": "layer", "adaptive_head": "head"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("part", choices=("startup", "report"))
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--layers", type=int, default=126)
     parser.add_argument("--heads", type=int, default=8)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if asked.part == "startup":
-            return startup(Path(folder), asked.rounds or 15)
-        return report(Path(folder), asked)
+        make = {"startup": startup, "report": report}[options.part]
+        return print_rows(make(Path(folder), options), options, "kvalloc", "numpy")
 
 
-def startup(folder: Path, rounds: int) -> int:
+def startup(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """Return a row for each command."""
     scores, output = folder / "s.safetensors", folder / "p.json"
-    made_up_scores(30, 3).save(scores)
+    score_profile(30, 3, N_RANKS, samples=N_SAMPLES).save(scores)
     run = "import sys; from kvalloc.cli.main import main; sys.exit(main())"
     solve = ["solve", str(scores), "--target-retention", "0.9", "--solver", "greedy"]
     commands = {
@@ -68,18 +66,16 @@ def startup(folder: Path, rounds: int) -> int:
         subprocess.run([sys.executable, "-c", *words], check=True, stdout=subprocess.DEVNULL)
 
     calls = {name: lambda words=words: call(words) for name, words in commands.items()}
-    found = in_turns(calls, repeats=rounds)
-    print(f"{'':<16}{'median':>9}{'min':>9}{'max':>9}{'ratio':>8}   ({rounds} rounds)")
-    for name, (seconds, _) in found.items():
-        times = (statistics.median(seconds), min(seconds), max(seconds))
-        ratio = ratio_of(found, name, "reference")["ratio"]
-        print(f"{name:<16}" + "".join(f"{one:>8.3f}s" for one in times) + f"{ratio:>8.2f}")
-    met = ratio_of(found, "kvalloc solve", "reference")["ratio"] <= START_LIMIT
-    print(f"kvalloc solve within {START_LIMIT}x: {'yes' if met else 'NO'}")
-    return int(not met)
+    timed = in_turns(calls, repeats=options.rounds or 15)
+    for name in list(commands)[1:]:
+        limit = {"at_most": START_LIMIT} if name == "kvalloc solve" else {}
+        note = f"{median_of(timed, name):.3f} s; reference {median_of(timed, 'reference'):.3f} s"
+        ratios = [a / b for a, b in zip(timed[name][0], timed["reference"][0], strict=True)]
+        yield {"name": name, **spread_of(ratios), **limit, "note": note}
 
 
-def report(folder: Path, asked: argparse.Namespace) -> int:
+def report(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """Return the rows of the page: bytes, seconds to write it, seconds until it is shown."""
     from playwright.sync_api import sync_playwright
 
     from kvalloc.allocation.decision import solve
@@ -87,9 +83,9 @@ def report(folder: Path, asked: argparse.Namespace) -> int:
 
     chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
-        print("no chromium is installed", file=sys.stderr)
-        return 2
-    scores, page = made_up_scores(asked.layers, asked.heads), folder / "report.html"
+        raise SystemExit("no chromium is installed")
+    scores = score_profile(options.layers, options.heads, N_RANKS, samples=N_SAMPLES)
+    page = folder / "report.html"
     files = [folder / "s.safetensors"]
     scores.save(files[0])
     for name, level in SOLVERS.items():
@@ -101,7 +97,7 @@ def report(folder: Path, asked: argparse.Namespace) -> int:
     seconds: dict[str, list[float]] = {"first paint": [], "all drawn": []}
     paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
     with sync_playwright() as playwright:
-        for _ in range(asked.rounds or 5):
+        for _ in range(options.rounds or 5):
             # without its sandbox, which root cannot have: the page is our own
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             tab = browser.new_page()
@@ -111,56 +107,21 @@ def report(folder: Path, asked: argparse.Namespace) -> int:
             seconds["first paint"].append(tab.evaluate(paint) / 1000)
             version = browser.version
             browser.close()
-    size = page.stat().st_size
-    print(
-        f"{asked.layers} layers x {asked.heads} KV heads, one score profile and {len(SOLVERS)} "
-        f"budget profiles; Chromium {version}"
-    )
-    print(f"page           {size:>9,} bytes (at most {MOST_BYTES:,})")
-    print(f"written in     {writing:9.2f} s, the frontiers included")
-    for what, own in seconds.items():
-        print(
-            f"{what:<14} {statistics.median(own):9.2f} s, median of {len(own)} "
-            f"({min(own):.2f} to {max(own):.2f})"
-        )
-    met = max(seconds["first paint"]) < PAINT_SECONDS and size < MOST_BYTES
-    limits = f"within {PAINT_SECONDS:g} s and {MOST_BYTES:,} bytes"
-    print(f"first paint and size {limits}: {'yes' if met else 'NO'}")
-    return int(not met)
-
-
-def made_up_scores(n_layers: int, n_kv_heads: int) -> ScoreProfile:
-    """Curves of a model's size, concave as real ones are."""
-    random = np.random.default_rng(0)
-    evictable = CONTEXT_TOKENS - SINKS - WINDOW
-    steepness = random.uniform(0.7, 2.2, (1, n_layers, 1, 1))
-    scores = random.pareto(steepness, (N_SAMPLES, n_layers, n_kv_heads, evictable))
-    scores = np.sort(scores, axis=-1)[..., ::-1]
-    masses = scores.sum(axis=-1)
-    curves = np.zeros((*scores.shape[:3], evictable + 1))
-    curves[..., 1:] = np.cumsum(scores, axis=-1) / masses[..., None]
-    curves[..., -1] = 1.0
-    return ScoreProfile(
-        shape=ModelShape(
-            model_id="made-up",
-            n_layers=n_layers,
-            n_query_heads=3 * n_kv_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=64,
-            dtype_bytes=2,
-            layer_types=("full",) * n_layers,
-            max_context_tokens=8192,
-        ),
-        scorer="xkv",
-        scorer_parameters={"window": WINDOW, "pool": 7, "group_reduce": "mean"},
-        context_tokens=CONTEXT_TOKENS,
-        sinks=SINKS,
-        window=WINDOW,
-        ranks=np.arange(evictable + 1),
-        curves=curves,
-        masses=masses,
-        sample_tokens=np.full(N_SAMPLES, CONTEXT_TOKENS),
-    )
+    yield {
+        "name": "size of the page",
+        "figure": page.stat().st_size / 1e6,
+        "unit": "MB",
+        "at_most": MOST_MB,
+        "note": f"{options.layers} layers x {options.heads} KV heads, one score profile and "
+        f"{len(SOLVERS)} budget profiles",
+    }
+    note = "the frontiers included"
+    yield {"name": "the page is written", "figure": writing, "unit": "s", "note": note}
+    for name, each in seconds.items():
+        low, middle, high = quartiles(each)
+        limit = {"at_most": PAINT_SECONDS} if name == "first paint" else {}
+        row = {"name": name, "figure": middle, "unit": "s", "low": low, "high": high, **limit}
+        yield {**row, "note": f"slowest {max(each):.2f} s; Chromium {version}"}
 
 
 if __name__ == "__main__":

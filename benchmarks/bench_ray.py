@@ -12,15 +12,15 @@ same, byte for byte.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import in_turns, quartiles
+from _common import Row, in_turns, median_of, parser_of, print_rows, spread_of
 
 import kvalloc
 from kvalloc.engine.ray import RayEngine
@@ -31,29 +31,31 @@ from kvalloc.measure.sampling import choose_samples
 from kvalloc.models.loading import ModelSource
 from kvalloc.scorers import get_scorer
 
-SPEED_TARGET, OVERHEAD_TARGET = 1.6, 0.03
+SPEED_TARGET, OVERHEAD_TARGET = 1.6, 3.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    return print_rows(rows_of(options), options, "ray", "torch", "transformers", "kvalloc")
+
+
+def rows_of(options: argparse.Namespace) -> Iterator[Row]:
+    """Return the rows of both comparisons."""
     torch.set_num_threads(1)
     source = ModelSource(source=options.model)
     loaded = source.load()
     with RayEngine(source=source, workers=2, threads=1) as workers:
-        ratio = compare(options, loaded, workers)
-        overhead = overhead_of(options, loaded, workers)
-    met = ratio >= SPEED_TARGET and overhead < OVERHEAD_TARGET
-    print(f"wanted: at least {SPEED_TARGET} and under {OVERHEAD_TARGET:.0%}")
-    return 0 if met else 1
+        yield compare(options, loaded, workers)
+        yield overhead_of(options, loaded, workers)
 
 
-def compare(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> float:
-    """Samples a second of two workers by those of one process, the median of the rounds."""
+def compare(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> Row:
+    """Compare samples a second of two workers with those of one process."""
 
     def profile(model: Any, output: Path | None = None) -> None:
         kvalloc.profile(
@@ -70,32 +72,30 @@ def compare(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> flo
         files = [Path(folder) / name for name in ("local", "ray")]
         for model, file in zip((loaded.model, workers), files, strict=True):
             profile(model, file)
-        same = files[0].read_bytes() == files[1].read_bytes()
-    print(f"{options.samples} samples of {options.context} tokens of {loaded.model_id}")
-    print(f"both files are the same: {same}")
-    assert same
+        if files[0].read_bytes() != files[1].read_bytes():
+            raise ValueError("the workers' file is not that of one process")
     calls = {"local": partial(profile, loaded.model), "ray": partial(profile, workers)}
     seconds = in_turns(calls, repeats=options.rounds, warm_up=0)
+    alone, together = (options.samples / median_of(seconds, name) for name in calls)
     pairs = [one / two for one, two in zip(seconds["local"][0], seconds["ray"][0], strict=True)]
-    for name, (own, _) in seconds.items():
-        print(f"{name:>5}: {options.samples / statistics.median(own):.3f} samples a second")
-    low, ratio, high = quartiles(pairs)
-    print(
-        f"ratio: {ratio:.2f}, quartiles {low:.2f}..{high:.2f}, extremes "
-        f"{min(pairs):.2f}..{max(pairs):.2f}, {options.rounds} rounds"
-    )
-    return ratio
+    return {
+        "name": "two workers / one process, samples a second",
+        **spread_of(pairs),
+        "at_least": SPEED_TARGET,
+        "note": f"{together:.3f} and {alone:.3f} samples of {options.context:,} tokens a second; "
+        "both files are the same",
+    }
 
 
 def timed(work: Any, model: Any, item: Any, advance: Any) -> tuple[float, Any]:
-    """A result with the seconds that it took where it was measured."""
+    """Return a result with the seconds that it took where it was measured."""
     start = time.perf_counter()
     found = work(model, item, advance)
     return time.perf_counter() - start, found
 
 
-def overhead_of(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> float:
-    """Time outside the measurement by time inside it, of one worker, the median of the samples."""
+def overhead_of(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> Row:
+    """Compare the time outside the measurement with that inside it, sample by sample."""
     scorer = get_scorer("xkv")
     samples = choose_samples(
         default_texts(),
@@ -117,10 +117,14 @@ def overhead_of(options: argparse.Namespace, loaded: Any, workers: RayEngine) ->
         for number in range(options.samples):  # one at a time, so that one worker is at it
             start = time.perf_counter()
             ((_, (inside, _)),) = workers.run(work, {number: [number]}, lambda steps: None)
-            shares.append((time.perf_counter() - start - inside) / inside)
-    low, middle, high = quartiles(shares)
-    print(f"overhead of a sample: {middle:.2%}, quartiles {low:.2%}..{high:.2%}")
-    return middle
+            shares.append(100 * (time.perf_counter() - start - inside) / inside)
+    return {
+        "name": "overhead of a sample",
+        **spread_of(shares),
+        "unit": "%",
+        "at_most": OVERHEAD_TARGET,
+        "note": "pickling and dispatch over the measurement",
+    }
 
 
 if __name__ == "__main__":

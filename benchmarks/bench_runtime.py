@@ -3,10 +3,11 @@
     python benchmarks/bench_runtime.py cache [--quick] [--json]
     python benchmarks/bench_runtime.py cache --device cuda --shape 8b --context 32768
     python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
-    python benchmarks/bench_runtime.py late | launches | long | prompts [--help]
+    python benchmarks/bench_runtime.py late | launches | long | prompts | half [--help]
 
 Other parts are in files of their own: what the default's ways cost (`runtime_late`), launches on a
-CUDA device (`runtime_launches`), and long answers (`runtime_long`). Of ``cache``:
+CUDA device (`runtime_launches`), long answers (`runtime_long`), and entries at 16 bits beside
+float32 (`runtime_half`). Of ``cache``:
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
@@ -53,10 +54,19 @@ from typing import Any
 
 import numpy as np
 import runtime_peers
-import runtime_rows
 import torch
-from _common import InTurns, guarded, in_turns, print_rows, ratio_of
+from _common import InTurns, Row, guarded, in_turns, parser_of, print_rows, ratio_of
 from packed_products import packed_products
+from runtime_rows import (
+    Decoding,
+    bandwidth_row,
+    bits_rows,
+    fits_rows,
+    kernel_rows,
+    kernel_state,
+    prefill,
+    stored_bytes,
+)
 from transformers import DynamicCache
 
 import kvalloc
@@ -71,7 +81,7 @@ FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 SINKS, WINDOW = 4, 8
 PARTS = {"cache": "", "late": "runtime_late", "prompts": "runtime_prompts"}
-PARTS |= {"launches": "runtime_launches", "long": "runtime_long"}
+PARTS |= {"launches": "runtime_launches", "long": "runtime_long", "half": "runtime_half"}
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -104,7 +114,7 @@ def main() -> int:
         device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
         name = f"shape {arguments.shape}" if arguments.shape else arguments.model
         if model.device.type == "cpu":
-            device = f"{device}, {runtime_rows.kernel_state()}"
+            device = f"{device}, {kernel_state()}"
         print(
             f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
             f"rounds: {arguments.repeats} of prefill, {arguments.decode_rounds} of decoding"
@@ -114,7 +124,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="a reduced cache against a plain one")
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shape", choices=list(SHAPES), help="instead: random weights")
     parser.add_argument("--share", default="20%")
@@ -132,8 +142,6 @@ def parse_arguments() -> argparse.Namespace:
         "--only", nargs="+", choices=["prefill", "decode", "kernel", "bits", "peers"]
     )
     parser.add_argument("--peer", nargs="+", default=list(runtime_peers.PEERS))
-    parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
-    parser.add_argument("--json", action="store_true")
     if parser.parse_args().quick:
         parser.set_defaults(**QUICK)  # what is asked for by name stays
     found = parser.parse_args()
@@ -225,34 +233,24 @@ def all_rows(
             level: lambda one=one: kvalloc.make_cache(model, one) for level, one in profiles.items()
         },
     }
+    decoding = Decoding(
+        model=model,
+        ids=arguments.ids[:, : arguments.tokens],
+        rows=arguments.batch,
+        new_tokens=arguments.new_tokens,
+        rounds=arguments.decode_rounds,
+    )
     wanted = arguments.only or ["prefill", "decode", "kernel", "bits", "peers"]
     if "prefill" in wanted:
         yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
     if "decode" in wanted:
-        yield from guarded("decode", lambda: decode_rows(model, make, arguments))
+        yield from guarded("decode", lambda: decode_rows(decoding, make, arguments.dtype))
     if "kernel" in wanted and model.device.type == "cpu":
-        yield from guarded("kernel", lambda: kernel_rows(model, profiles, arguments))
+        yield from guarded("kernel", lambda: kernel_rows(decoding, profiles))
     if "bits" in wanted:
-        yield from guarded("bits", lambda: bits_rows(model, profiles["head"], arguments))
+        yield from guarded("bits", lambda: bits_rows(decoding, profiles["head"]))
     if "peers" in wanted:
-        yield from guarded("peers", lambda: peer_rows(model, make, arguments))
-
-
-@torch.inference_mode()
-def prefill(model: Any, cache: Any, ids: torch.Tensor) -> Any:
-    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return cache
-
-
-@torch.inference_mode()
-def decode(model: Any, cache: Any, rows: int, tokens: int) -> None:
-    token = torch.full((rows, 1), 100, device=model.device)
-    for _ in range(tokens):
-        model(input_ids=token, past_key_values=cache)
-    if token.is_cuda:
-        torch.cuda.synchronize()
+        yield from guarded("peers", lambda: peer_rows(decoding, profiles, arguments))
 
 
 def prefill_rows(
@@ -268,8 +266,7 @@ def prefill_rows(
         {
             "name": f"prefill by {level} / plain, {ids.shape[1]:,} tokens",
             **ratio_of(found, level, "plain"),
-            "target": PREFILL_TARGET,
-            "at_most": True,
+            "at_most": PREFILL_TARGET,
             "note": f"plain {plain:.2f} s",
         }
         for level in DECODE_TARGETS
@@ -277,56 +274,48 @@ def prefill_rows(
 
 
 def decode_rows(
-    model: Any, make: Mapping[str, Callable[[], Any]], arguments: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
-    caches = {name: prefill(model, one(), ids) for name, one in make.items()}
-    full = runtime_rows.stored_bytes(caches["plain"])
+    decoding: Decoding, make: Mapping[str, Callable[[], Any]], dtype: str
+) -> Iterator[Row]:
+    """Compare tokens a second, and count the rows that fit."""
+    model, rows, new = decoding.model, decoding.rows, decoding.new_tokens
+    caches = {name: prefill(model, one(), decoding.ids) for name, one in make.items()}
+    full = stored_bytes(caches["plain"])
     stored = {
         level: f"{caches[level].retained_bytes:,} bytes a row retained of {full:,}"
         for level in DECODE_TARGETS
     }
-    prompt = f"{rows} rows of {ids.shape[1]:,}"
     kept = caches["layer"].kept_tokens.max(axis=1)
     bounds = {
         "dense": shortened(model, caches["plain"], kept),
         "alone": shortened(model, caches["plain"], np.minimum(kept, FEW_TOKENS)),
     }
-    measure = partial(decoded_in_turns, model, caches | bounds, arguments)
-    found, retained = measure()
-    yield from decode_ratios(found, prompt, rows * new, stored)
-    if ids.is_cuda:
+    timed, retained = decoded_in_turns(decoding, caches | bounds)
+    yield from decode_ratios(timed, str(decoding), rows * new, stored)
+    if decoding.ids.is_cuda:
         for level in DECODE_TARGETS:
-            yield runtime_rows.bandwidth_row(model, retained[level], level, found[level][0], new)
-    elif arguments.dtype == "float32":
+            yield bandwidth_row(model, retained[level], level, timed[level][0], new)
+    elif dtype == "float32":
         with packed_products(model, rows):
-            found, _ = measure()
-        yield from decode_ratios(found, f"{prompt}, products by oneDNN", rows * new, stored)
-    yield from runtime_rows.fits_rows(
-        caches,
-        rows=rows,
-        decode=partial(decode, model),
-        target=BATCH_TARGET,
-    )
+            timed, _ = decoded_in_turns(decoding, caches | bounds)
+        yield from decode_ratios(timed, f"{decoding}, products by oneDNN", rows * new, stored)
+    yield from fits_rows(caches, model=model, rows=rows, target=BATCH_TARGET)
 
 
 def decoded_in_turns(
-    model: Any, caches: Mapping[str, Any], arguments: argparse.Namespace
+    decoding: Decoding, caches: Mapping[str, Any]
 ) -> tuple[InTurns, dict[str, int]]:
     """Decode with rows of copies of these caches; seconds, and bytes that reduced ones read.
 
     Copies, so that whatever is measured next begins at the end of the prompt as well.
     """
-    rows, new = arguments.batch, arguments.new_tokens
     several = {name: copy.deepcopy(cache) for name, cache in caches.items()}
     for cache in several.values():
-        cache.batch_repeat_interleave(rows)
+        cache.batch_repeat_interleave(decoding.rows)
     before = {level: several[level].retained_bytes for level in DECODE_TARGETS}
-    calls = {
-        name: lambda cache=cache: decode(model, cache, rows, new) for name, cache in several.items()
-    }
-    found = in_turns(calls, repeats=arguments.decode_rounds)
-    return found, {
+    timed = decoding.in_turns(
+        {name: partial(decoding.run, cache) for name, cache in several.items()}
+    )
+    return timed, {
         level: (was + several[level].retained_bytes) // 2 for level, was in before.items()
     }
 
@@ -340,77 +329,27 @@ def decode_ratios(
         yield {
             "name": f"decode by {level} / plain, {prompt}, tokens a second",
             **ratio_of(found, "plain", level),
-            "target": target,
-            "at_most": False,
+            "at_least": target,
             "note": f"{speed[level]:.1f} and {speed['plain']:.1f} tokens/s; {stored[level]}",
         }
         yield {
             "name": f"decode by {level} / plain cache of the same bytes, {prompt}",
             **ratio_of(found, "dense", level),
-            "target": target / DENSE_RATIO,
-            "at_most": False,
+            "at_least": target / DENSE_RATIO,
             "note": f"{speed['dense']:.1f} tokens/s, {speed['dense'] / speed['plain']:.2f} of the "
             f"plain cache's; the model alone {speed['alone']:.1f}; without the model's own time "
             f"the plain cache takes {beyond_the_model(found, level):.1f} times as long",
         }
 
 
-def kernel_rows(
-    model: Any, profiles: Mapping[str, BudgetProfile], arguments: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    made = {f"by {level}": one for level, one in profiles.items()}
-    for bits in runtime_rows.FEWER:
-        made[f"by head at {bits} bits"] = runtime_rows.at_bits(profiles["head"], bits)
-    return runtime_rows.kernel_rows(repeated(model, made, arguments), **how(model, arguments))
-
-
-def bits_rows(
-    model: Any, profile: BudgetProfile, arguments: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    made = {16: profile, **{n: runtime_rows.at_bits(profile, n) for n in runtime_rows.FEWER}}
-    return runtime_rows.bits_rows(repeated(model, made, arguments), **how(model, arguments))
-
-
-def repeated(
-    model: Any, profiles: Mapping[Any, BudgetProfile], arguments: argparse.Namespace
-) -> dict[Any, Any]:
-    """A cache of the prompt for each budget profile, its row repeated."""
-    ids = arguments.ids[:, : arguments.tokens]
-    caches = {
-        name: prefill(model, kvalloc.make_cache(model, one), ids) for name, one in profiles.items()
-    }
-    for cache in caches.values():
-        cache.batch_repeat_interleave(arguments.batch)
-    return caches
-
-
-def how(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """How rows of other files decode, and what they say of the prompt."""
-    rows, new = arguments.batch, arguments.new_tokens
-    return {
-        "prompt": f"{rows} rows of {min(arguments.ids.shape[1], arguments.tokens):,}",
-        "decode": lambda cache: decode(model, cache, rows, new),
-        "in_turns": lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
-    }
-
-
 def peer_rows(
-    model: Any, make: Mapping[str, Callable[[], Any]], arguments: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+    decoding: Decoding, profiles: Mapping[str, BudgetProfile], arguments: argparse.Namespace
+) -> Iterator[Row]:
+    """Measure beside kvpress, in its environment."""
     if not runtime_peers.here():
         return runtime_peers.rows_from_there(options_of(arguments))
-    ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
-    return runtime_peers.peer_rows(
-        model,
-        {level: prefill(model, make[level](), ids) for level in DECODE_TARGETS},
-        arguments.peer,
-        share=float(arguments.share.rstrip("%")) / 100,
-        ids=ids,
-        rows=rows,
-        new_tokens=new,
-        decode=lambda cache: decode(model, cache, rows, new),
-        in_turns=lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
-    )
+    share = float(arguments.share.rstrip("%")) / 100
+    return runtime_peers.peer_rows(decoding, profiles, arguments.peer, share)
 
 
 def shortened(model: Any, cache: DynamicCache, tokens: Any) -> DynamicCache:

@@ -42,10 +42,12 @@ from _common import (
     InTurns,
     Row,
     guarded,
+    in_fresh_process,
     in_turns,
+    made_up_shape,
     median_of,
+    memory_bytes,
     parser_of,
-    peak_bytes,
     print_rows,
     ratio_of,
 )
@@ -61,7 +63,6 @@ from kvalloc.formats.score_profile import ScoreProfile, rank_grid
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
-from kvalloc.shape import ModelShape
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, brute_force, larger_problem, tiny_problem
 from kvalloc.testing.oracle import Optimum
@@ -120,16 +121,13 @@ def exact(asked: argparse.Namespace) -> Iterator[Row]:
 def scale(asked: argparse.Namespace) -> Iterator[Row]:
     layers, heads, ranks = scale_size(asked)
     for case, words in MEMORY_CASES.items():
-        command = [sys.executable, __file__, "--memory-of", case, *["--quick"][: asked.quick]]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(done.stdout)
+        found = in_fresh_process(__file__, "--memory-of", case, *["--quick"][: asked.quick])
         at, before, size = (found[f"{name}_bytes"] / 2**20 for name in ("peak", "before", "curve"))
         note = f"{at:,.0f} MiB at the peak, {before:,.0f} before, curves {size:,.0f}"
         yield {
             "name": f"memory / curves, {words}",
-            "ratio": at / size,
-            "target": MEMORY_TARGET,
-            "at_most": True,
+            "figure": at / size,
+            "at_most": MEMORY_TARGET,
             "note": f"{note}; {found['answer']}",
         }
     values = curves(layers * heads, np.arange(ranks))
@@ -140,8 +138,7 @@ def scale(asked: argparse.Namespace) -> Iterator[Row]:
     yield {
         "name": f"frontier of {POINTS} / one solve",
         **ratio_of(timed, "frontier", "max_value"),
-        "target": FRONTIER_TARGET,
-        "at_most": True,
+        "at_most": FRONTIER_TARGET,
         "note": f"frontier {median_of(timed, 'frontier'):.3f} s; {size}",
     }
 
@@ -359,31 +356,23 @@ def scale_size(asked: argparse.Namespace) -> tuple[int, int, int]:
     return (8, 8, 8192) if asked.quick else (126, 8, 131_072)
 
 
-def score_profile(layers: int, heads: int, n_ranks: int, *, grid: bool) -> ScoreProfile:
-    """One sample of made-up curves, with every rank or on the grid of long contexts."""
+def score_profile(
+    layers: int, heads: int, n_ranks: int, *, grid: bool = False, samples: int = 1
+) -> ScoreProfile:
+    """Return made-up curves, with every rank or on the grid of long contexts."""
     context = n_ranks - 1 + 12
     ranks = rank_grid(n_ranks - 1, context) if grid else np.arange(n_ranks, dtype=np.int64)
     return ScoreProfile(
-        shape=ModelShape(
-            model_id="made-up",
-            n_layers=layers,
-            n_query_heads=heads,
-            n_kv_heads=heads,
-            head_dim=64,
-            dtype_bytes=2,
-            layer_types=("full",) * layers,
-            sliding_window=None,
-            max_context_tokens=None,
-        ),
+        shape=made_up_shape(layers, heads),
         scorer="xkv",
         scorer_parameters={},
         context_tokens=context,
         sinks=4,
         window=8,
         ranks=ranks,
-        curves=curves(layers * heads, ranks).reshape(1, layers, heads, ranks.size),
-        masses=np.random.default_rng(1).uniform(0.5, 1.5, (1, layers, heads)),
-        sample_tokens=np.array([context]),
+        curves=curves(samples * layers * heads, ranks).reshape(samples, layers, heads, -1),
+        masses=np.random.default_rng(1).uniform(0.5, 1.5, (samples, layers, heads)),
+        sample_tokens=np.full(samples, context),
         text_description="made up",
     )
 
@@ -421,8 +410,7 @@ def greedy_row(found: InTurns, sense: Sense, size: str) -> Row:
     return {
         "name": f"greedy {sense.value} / np.partition, {size}",
         **ratio_of(found, sense.value, "partition"),
-        "target": PARTITION_TARGET,
-        "at_most": True,
+        "at_most": PARTITION_TARGET,
         "note": f"{mine:.3f} s; partition {partition:.3f} s",
     }
 
@@ -437,13 +425,14 @@ def ilp_row(sense: Sense, *, dented: bool) -> Row:
     best = None if dented else solve_problem(problem, get_solver("greedy")).objective
     same = best is None or abs(found.objective - best) <= 1e-10 * max(1.0, best)
     beside = "greedy refuses" if best is None else f"greedy {best:.9g}"
-    met = same and found.gap == 0 and found.seconds <= ILP_TARGET_SECONDS
-    name = f"ilp{', dented curves' if dented else ''} {sense.value} 30 x 3 x 1,001"
-    text = (
-        f"{name}: {found.seconds:.2f} s of {ILP_TARGET_SECONDS:g} {'met' if met else 'MISSED'}; "
-        f"objective {found.objective:.9g}, {beside}, gap {found.gap:g} ({found.detail})"
-    )
-    return {"name": name, "met": met, "text": text}
+    return {
+        "name": f"ilp{', dented curves' if dented else ''} {sense.value}, 30 x 3 x 1,001",
+        "figure": found.seconds,
+        "unit": "s",
+        "at_most": ILP_TARGET_SECONDS,
+        "met": same and found.gap == 0 and found.seconds <= ILP_TARGET_SECONDS,
+        "note": f"objective {found.objective:.9g}, {beside}, gap {found.gap:g} ({found.detail})",
+    }
 
 
 def against_ilp(problem: AllocationProblem, repeats: int) -> Iterator[Row]:
@@ -495,8 +484,7 @@ def against_library(name: str, problem: AllocationProblem, repeats: int) -> Row:
     return {
         "name": name,
         **ratio_of(found, "ilp", "milp"),
-        "target": LIBRARY_TARGET,
-        "at_most": True,
+        "at_most": LIBRARY_TARGET,
         "note": f"ilp {median_of(found, 'ilp'):.3f} s, milp {median_of(found, 'milp'):.3f} s; "
         f"gap {gap:.2g}; rounds: {repeats}",
     }
@@ -541,7 +529,7 @@ def measure_memory(case: str, size: tuple[int, int, int]) -> Row:
     layers, heads, n_ranks = size
     where, what = case.split(", ")
     scores = score_profile(layers, heads, n_ranks, grid=where == "grid")
-    before = peak_bytes()
+    before = memory_bytes("VmHWM")
     if what == "frontier":
         problem = formulate(scores, Request.parse(budget=1.0, level="head"))
         sizes = np.geomspace(problem.min_cost_bytes, problem.max_cost_bytes, POINTS)
@@ -553,7 +541,7 @@ def measure_memory(case: str, size: tuple[int, int, int]) -> Row:
         answer = f"retention {found.retention:.6f}, gap {found.gap:g}"
     return {
         "before_bytes": before,
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": memory_bytes("VmHWM"),
         "curve_bytes": layers * heads * (n_ranks if where == "grid" else scores.ranks.size) * 8,
         "answer": answer,
     }

@@ -46,8 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def run(command: list[str]) -> Record:
     """Run one benchmark and show what it prints as it comes: some take minutes."""
-    where = describe_where(where_it_ran(*PACKAGES))
-    lines = []
+    where, lines = where_it_ran(*PACKAGES), []
     with subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -59,9 +58,10 @@ def run(command: list[str]) -> Record:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
+    where["load_average"] = max(where["load_average"], os.getloadavg()[0])
     return Record(
         command=shlex.join(["python", *command]),
-        where=where,
+        where=describe_where(where),
         printed="".join(lines).replace(f"{FOLDER.parent}/", "").strip("\n"),  # wherever it ran
         exit_code=process.returncode,
     )

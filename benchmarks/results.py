@@ -19,23 +19,21 @@ NUMBER = r"[-+]?[\d,]*\.?\d+(?:e-?\d+)?%?"
 PATTERNS = {
     "FIGURE": rf"(?P<figure>{NUMBER})",
     "SPREAD": rf"\[(?P<low>{NUMBER})(?:, |\.\.)(?P<high>{NUMBER})\]",
-    "WANTED": r"(?: \((?:wanted|target) (?P<wanted>[^)]+)\))?",
-    "JUDGED": r" \((?:wanted|target) (?P<wanted>[^)]+)\) (?P<verdict>met|MISSED)",
-    "VERDICT": r"(?: (?P<verdict>met|MISSED|equal))?",
+    "WANTED": r"(?: \((?:target )?(?P<wanted>[^)]+)\))?",
+    "JUDGED": r" \(wanted (?P<wanted>[^)]+)\) (?P<verdict>met|MISSED)",
     "NUMBER": NUMBER,
 }
-PATTERNS["RATIO"] = (
-    "(?P<what>.+?): (?:ratio )?{FIGURE}(?: {SPREAD})?{WANTED}{VERDICT}; (?P<note>.*)".format_map(
-        PATTERNS
-    )
-)
-"""A line that compares two things: the rows of a part that says nothing else."""
+PATTERNS["ROW"] = (
+    "(?P<what>.+?): {FIGURE}(?: (?P<unit>[a-zA-Z%]+))?(?: {SPREAD})?(?:{JUDGED})?; (?P<note>.*)"
+).format_map(PATTERNS)
+"""A line as `_common.describe` writes it: the rows of a part that says nothing else."""
 
 HEADING = """# Results
 
 Made by `python benchmarks/record.py` from what the benchmarks print; not edited by hand. Every
 part names its command, machine, versions and date, and links what was printed. Compared things ran
 side by side in one process or in turns, so trust the ratios; seconds are one machine's on one day.
+The load is the machine's average of one minute before or after, whichever is larger.
 """
 
 
@@ -45,7 +43,7 @@ class Part:
 
     title: str
     command: str
-    rows: tuple[str, ...] = ("@RATIO@",)
+    rows: tuple[str, ...] = ("@ROW@",)
     context: str = ""
     figure: str = "ratio"
     spread: str = "quartiles of the rounds"
@@ -142,7 +140,7 @@ def verdict_of(row: dict[str, str]) -> dict[str, str]:
 
 def table_of(part: Part, rows: list[dict[str, str]]) -> str:
     """Return a part's table in Markdown; columns that no row fills are left out."""
-    columns = {"what": "", "figure": part.figure, "unit": "unit", "low": part.spread}
+    columns = {"what": "what", "figure": part.figure, "unit": "unit", "low": part.spread}
     columns |= {"wanted": "wanted", "verdict": "verdict"}
     others = dict.fromkeys(name for row in rows for name in row if name not in {*columns, "note"})
     columns |= {name: name.replace("_", " ") for name in others if name != "high"}
@@ -161,43 +159,42 @@ def spread_of(row: dict[str, str]) -> str:
     return f"{row['low']} to {row['high']}" if "low" in row else ""
 
 
-def headline_of(part: Part, rows: list[dict[str, str]]) -> str:
-    """Return the row of the summary in words."""
-    row = next((row for row in rows if row["what"].startswith(part.headline)), None)
-    if row is None:
-        return ""
-    spread = spread_of(row)
+def in_words(row: dict[str, str]) -> str:
+    """Return what a row says, without its note."""
+    spread = f" ({spread_of(row)})" if "low" in row else ""
     unit = f" {row['unit']}" if "unit" in row else ""
-    return f"{row['what']}: {row['figure']}{unit}" + (f" ({spread})" if spread else "")
+    return f"{row['what']}: {row['figure']}{unit}{spread}"
 
 
-def section_of(name: str, key: str, record: Record) -> tuple[str, str]:
-    """Return a part's line of the summary and its section."""
+def section_of(name: str, key: str, record: Record) -> tuple[str, list[str], str]:
+    """Return a part's line of the summary, the targets that it missed, and its section."""
     part, file = BENCHMARKS[name].parts[key], raw_file(name, key).name
     rows = list(rows_of(part, record.printed))
-    judged = [row["verdict"] for row in rows if "verdict" in row]
-    met = sum(verdict in ("met", "equal", "reached") for verdict in judged)
-    targets = f"{met} of {len(judged)}" if judged else ""
-    date = record.where.partition(":")[0]
-    line = (
-        f"| [{name}: {key}](#{name}-{key}) | {part.title} | {headline_of(part, rows)} | {targets} |"
-    )
-    return f"{line} {date} |", (
+    judged = [row for row in rows if "verdict" in row]
+    missed = [row for row in judged if row["verdict"] == "MISSED"]
+    main = next((in_words(row) for row in rows if row["what"].startswith(part.headline)), "")
+    targets = f"{len(judged) - len(missed)} of {len(judged)}" if judged else ""
+    link, date = f"[{name}: {key}](#{name}-{key})", record.where.partition(":")[0]
+    return (
+        f"| {link} | {part.title} | {main} | {targets} | {date} |",
+        [f"- {link}: {in_words(row)}, wanted {row['wanted']}" for row in missed],
         f"### {name}: {key}\n\n{part.title} ([all that it printed](results/{file})).\n\n"
-        f"{table_of(part, rows)}\n\n`{record.command}`; {record.where}\n"
+        f"{table_of(part, rows)}\n\n`{record.command}`; {record.where}\n",
     )
 
 
 def results_page() -> str:
-    """Return RESULTS.md: a summary, then each benchmark's tables."""
+    """Return RESULTS.md: a summary, the targets that are missed, then each benchmark's tables."""
     lines = ["| part | what is measured | main row | targets met | date |", "|---|---|---|---|---|"]
-    sections = []
+    missed, sections = [], []
     for name, benchmark in BENCHMARKS.items():
         sections.append(f"## {name}\n\n{benchmark.title}.\n")
         for key in benchmark.parts:
             path = raw_file(name, key)
             if path.exists():
-                line, section = section_of(name, key, Record.load(path))
+                line, those, section = section_of(name, key, Record.load(path))
                 lines.append(line)
+                missed += those
                 sections.append(section)
-    return f"{HEADING}\n## Summary\n\n" + "\n".join(lines) + "\n\n" + "\n".join(sections)
+    summary = "\n".join([*lines, "", "Targets missed:", "", *missed])
+    return f"{HEADING}\n## Summary\n\n{summary}\n\n" + "\n".join(sections)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import ratio_of
+from _common import Row, median_of, ratio_of
+from runtime_rows import Decoding
+
+from kvalloc.formats.budget_profile import BudgetProfile
 
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
@@ -100,63 +103,43 @@ def full_bytes(found: Any, n_tokens: int) -> int:
 
 
 def peer_rows(
-    model: Any,
-    ours: Mapping[str, Any],
-    names: Sequence[str],
-    *,
-    share: float,
-    ids: torch.Tensor,
-    rows: int,
-    new_tokens: int,
-    decode: Callable[[Any], None],
-    in_turns: Callable[[Mapping[str, Callable[[], object]]], Any],
-) -> Iterator[dict[str, Any]]:
-    """Tokens a second of our caches over those of each press, and the bytes that both store.
+    decoding: Decoding, profiles: Mapping[str, BudgetProfile], names: Sequence[str], share: float
+) -> Iterator[Row]:
+    """Compare tokens a second with those of each press, and the bytes that both store.
 
     Parameters
     ----------
-    model : PreTrainedModel
-    ours : mapping of str to BudgetCache
-        By level, each with one row of the prompt.
+    decoding : Decoding
+    profiles : mapping of str to BudgetProfile
+        By level.
     names : sequence of str
         The presses.
     share : float
         Of the prompt's entries, kept by all.
-    ids : Tensor of int64, (1, n_tokens)
-        The prompt.
-    rows, new_tokens : int
-        Rows, and tokens that `decode` adds to each.
-    decode, in_turns : callable
-        As the other sections measure.
     """
-    stored = {level: cache.retained_bytes for level, cache in ours.items()}
-    peers = {name: Peer(model, name, share, ids, rows) for name in names}
-    for cache in ours.values():
-        cache.batch_repeat_interleave(rows)
+    rows, ids = decoding.rows, decoding.ids
+    ours = {level: decoding.cache(profile) for level, profile in profiles.items()}
+    stored = {level: cache.retained_bytes // rows for level, cache in ours.items()}
+    peers = {name: Peer(decoding.model, name, share, ids, rows) for name in names}
 
     def run(peer: Peer) -> None:
         with peer.on_the_modules() as cache:
-            decode(cache)
+            decoding.run(cache)
 
     calls: dict[str, Callable[[], object]] = {
-        **{level: lambda one=cache: decode(one) for level, cache in ours.items()},
-        **{name: lambda one=peer: run(one) for name, peer in peers.items()},
+        **{level: partial(decoding.run, cache) for level, cache in ours.items()},
+        **{name: partial(run, peer) for name, peer in peers.items()},
     }
-    found = in_turns(calls)
-    speed = {name: rows * new_tokens / statistics.median(found[name][0]) for name in calls}
+    timed = decoding.in_turns(calls)
+    speed = {name: rows * decoding.new_tokens / median_of(timed, name) for name in calls}
     for name, peer in peers.items():
         for level in ours:
             yield {
-                "name": f"decode by {level} / {name}, {rows} rows of {ids.shape[1]:,}, "
-                "tokens a second",
-                **ratio_of(found, name, level),
+                "name": f"decode by {level} / {name}, {decoding}, tokens a second",
+                **ratio_of(timed, name, level),
                 "stored_bytes": stored[level],
                 "peer_stored_bytes": peer.stored_bytes,
                 "peer_kept_share": peer.kept_share,
                 "note": f"{speed[level]:.1f} and {speed[name]:.1f} tokens/s; {stored[level]:,} "
                 f"bytes a row stored and {peer.stored_bytes:,}; it keeps {peer.kept_share:.1%}",
             }
-
-
-if __name__ == "__main__":
-    sys.exit("this is a section of bench_runtime.py: run that with --only peers")

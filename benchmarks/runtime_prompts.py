@@ -18,7 +18,7 @@ from kvalloc.models.loading import load_model
 
 
 def main() -> int:
-    parser = parser_of(__doc__, ())
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--repeats", type=int, default=3)

@@ -160,7 +160,7 @@ def test_what_the_page_starts_from_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_benchmark_decodes_beside_presses():
-    """At the same kept share SnapKV stores what we store, and AdaKV the whole prompt."""
+    """SnapKV stores the kept share in the model's float32, AdaKV all, and we half of that share."""
     script = Path(__file__).parents[2] / "benchmarks" / "bench_runtime.py"
     sizes = ["--shape", "tiny", "--dtype", "float32", "--context", "300", "--batch", "2"]
     asked = ["--decode-rounds", "2", "--only", "peers", "--json"]
@@ -171,12 +171,12 @@ def test_the_benchmark_decodes_beside_presses():
     assert len(rows) == 4
     full = 300 * 4 * 2 * 2 * 32 * 4  # tokens, layers, heads, K and V, numbers, bytes
     for row in rows:
-        assert row["ratio"] > 0
+        assert row["figure"] > 0
         assert row["rounds"] == 2
         assert row["peer_kept_share"] == pytest.approx(0.2, abs=0.001)
         share = 1.0 if "AdaKV" in row["name"] else 0.2
         assert row["peer_stored_bytes"] / full == pytest.approx(share, abs=0.001)
-        assert row["stored_bytes"] / full == pytest.approx(0.2, abs=0.01)
+        assert row["stored_bytes"] / full == pytest.approx(0.1, abs=0.01)  # at 16 bits a number
 
 
 def budgets_of(model, rows, **changes):
