@@ -10,8 +10,7 @@ import numpy as np
 from kvalloc.errors import InputError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, alone, imported, with_decided, write_text
-from kvalloc.interop.tensorrt_llm import recent_tokens
+from kvalloc.interop.target import ExportTarget, alone, imported, scored, with_decided, write_text
 
 HEADS = "full_attention_heads.tsv"
 
@@ -43,8 +42,8 @@ class DuoAttention(ExportTarget):
     def policy(self, profile: BudgetProfile) -> Policy:
         """Return StreamingLLM with all entries of the smallest head as sinks and window."""
         smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
-        policy = profile.policy
-        return recent_tokens(policy.replace(window=max(1, policy.window, smallest - policy.sinks)))
+        sinks, window = profile.policy.sinks, profile.policy.window
+        return scored("streaming", sinks=sinks, window=max(1, window, smallest - sinks))
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write both files; see `ExportTarget.write`."""
@@ -96,7 +95,6 @@ class DuoAttention(ExportTarget):
         limit = 0.5 if sparsity is None else float(np.quantile(heads.clip(0, 1), sparsity))
         retrieval = heads.clip(0, 1)[list(like.shape.full_layers)] >= limit
         few = min(sinks + recent, like.context_tokens)
-        policy = recent_tokens(like.policy.replace(sinks=sinks, window=recent))
         return imported(
             like,
             path,
@@ -105,5 +103,5 @@ class DuoAttention(ExportTarget):
             budgets=with_decided(like, np.where(retrieval, like.context_tokens, few)),
             bits=None,
             share_groups=(),
-            **alone(policy),
+            **alone(scored("streaming", sinks=sinks, window=recent)),
         )

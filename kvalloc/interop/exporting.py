@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from kvalloc.errors import InputError, nearest
+from kvalloc.errors import InputError, no_such
 from kvalloc.files import check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.interop.duo_attention import DuoAttention
@@ -32,8 +32,7 @@ def export_target(name: str) -> ExportTarget:
         If there is none; lists them.
     """
     if name not in TARGETS:
-        near = nearest(name, TARGETS)
-        raise InputError(f"there is no target {name!r}; {near}choose from {', '.join(TARGETS)}")
+        raise InputError(no_such("target", name, TARGETS))
     return TARGETS[name]
 
 

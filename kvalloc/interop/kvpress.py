@@ -14,12 +14,7 @@ from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.accounting.costs import stored_bytes as packed_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import InputError, MissingDependencyError, nearest, option
-from kvalloc.evaluate.caches import (
-    MakeCache,
-    needed_bytes,
-    next_logits,
-    stored_bytes,
-)
+from kvalloc.evaluate.caches import MakeCache, needed_bytes, next_logits, stored_bytes
 from kvalloc.evaluate.methods import Compressed
 
 if TYPE_CHECKING:
@@ -270,9 +265,8 @@ class KvpressMethod:
                 if self.name.bits != 16:
                     _round(cache, hidden, self.name.bits)
         except (AssertionError, RuntimeError, ValueError) as error:
-            raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
-                error
-            )
+            failure = f"{self.name} fails on a prompt of {n_tokens} tokens"
+            raise InputError(f"{failure}: {error}") from error
         bits, plain = self.name.bits, shape.plain_bytes_per_entry
         layers = list(zip(cache.layers, hidden, strict=True))
         full = [(layer, marked) for layer, marked in layers if not layer.is_sliding]
@@ -362,10 +356,7 @@ def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
             continue
         for head in range(layer.keys.shape[1]):
             kept = slice(None) if marked is None else ~marked[head]
-            for states, rounded in (
-                (layer.keys, quantised_keys),
-                (layer.values, quantised_values),
-            ):
+            for states, rounded in ((layer.keys, quantised_keys), (layer.values, quantised_values)):
                 states[:, head, kept] = rounded(states[:, head : head + 1, kept], bits)[:, 0]
 
 
@@ -404,8 +395,7 @@ def _as_it_was(model: Any, tokenizer_path: str | None) -> Iterator[None]:
 
     def clear() -> None:
         for layer in _layers(model):
-            if getattr(layer.self_attn, "masked_key_indices", None) is not None:
-                layer.self_attn.masked_key_indices = None
+            vars(layer.self_attn).pop("masked_key_indices", None)
 
     name = model.config.name_or_path
     clear()

@@ -180,13 +180,7 @@ class PressScorer(Scorer):
                 None,
                 {"position_embeddings": angles(positions)},
             )
-        except (
-            AssertionError,
-            AttributeError,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
+        except (AssertionError, AttributeError, KeyError, RuntimeError) as error:
             raise UnsupportedRequestError(
                 f"{self.press}Press cannot score a prompt of {n_tokens} tokens by its queries, "
                 f"keys and values alone: {error}; take another press"

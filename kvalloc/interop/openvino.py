@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvalloc.errors import InputError, MissingDependencyError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, layer_bits, write_text
+from kvalloc.interop.target import ExportTarget, layer_bits, scored, write_text
 
 BLOCK_TOKENS = 32
 """Of the CPU; a GPU has blocks of 16, of which these are whole numbers, too."""
@@ -44,9 +44,7 @@ class OpenVINO(ExportTarget):
         """Return SnapKV with sinks and window in whole blocks."""
         sizes = (profile.policy.sinks, profile.policy.window)
         sinks, window = (BLOCK_TOKENS * max(1, -(-size // BLOCK_TOKENS)) for size in sizes)
-        return Policy(
-            scorer="snapkv", scorer_parameters={"window": window}, sinks=sinks, window=window
-        )
+        return scored("snapkv", sinks=sinks, window=window)
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write what `scheduler_config` reads.

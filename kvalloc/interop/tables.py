@@ -61,11 +61,10 @@ class CSV(ExportTarget):
             if sorted(order) != list(range(like.budgets.size)):
                 raise ValueError(f"it has not every layer and head of {like.shape.model_id} once")
             for name, column in (("budgets", "tokens"), ("bits", "bits")):
-                if column in table:
+                if column in table or name == "budgets":
                     array = np.empty(like.budgets.size, dtype=np.int64)
                     array[order] = np.array(table[column], dtype=np.int64)
                     wanted[name] = array.reshape(like.budgets.shape)
-            wanted["budgets"] = wanted["budgets"]
         except MissingDependencyError:
             raise
         except Exception as error:  # pyarrow has errors of its own, and its types have theirs
@@ -142,19 +141,16 @@ def curve_table(scores: ScoreProfile) -> Table:
     curves = [("retention", scores.protected_tokens + scores.ranks, scores.curves.mean(axis=0))]
     if scores.losses is not None and scores.loss_tokens is not None:
         curves.append(("loss", scores.loss_tokens, scores.losses.mean(axis=0)))
-    parts: dict[str, list[Any]] = {
-        name: [] for name in ("layer", "head", "curve", "tokens", "value")
-    }
+    tables = []
     for name, tokens, values in curves:
         size = (scores.shape.n_layers, scores.shape.n_kv_heads, tokens.size)
         points = np.broadcast_to(values, size)[full]
         layers, heads, places = np.indices(points.shape)
-        parts["layer"] += full[layers].ravel().tolist()
-        parts["head"] += heads.ravel().tolist()
-        parts["curve"] += [name] * points.size
-        parts["tokens"] += tokens[places].ravel().tolist()
-        parts["value"] += points.ravel().tolist()
-    return parts
+        curve = np.full(points.shape, name)
+        tables.append((full[layers], heads, curve, tokens[places], points))
+    columns = [[one.ravel() for one in column] for column in zip(*tables, strict=True)]
+    names = ("layer", "head", "curve", "tokens", "value")
+    return {name: np.concatenate(one).tolist() for name, one in zip(names, columns, strict=True)}
 
 
 def _pyarrow(module: str = "") -> Any:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError, UnsupportedRequestError, nearest, several
+from kvalloc.errors import InputError, UnsupportedRequestError, no_such, several
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
@@ -129,8 +129,7 @@ def restrict(
     known = [one.name for one in RESTRICTIONS]
     for name in accept:
         if name not in known:
-            near = nearest(name, known)
-            raise InputError(f"nothing is called {name!r}; {near}choose from {', '.join(known)}")
+            raise InputError(no_such("loss to accept", name, known))
     losses = lost(profile, target)
     refused = [f"{name} ({words})" for name, words in losses.items() if name not in accept]
     if refused:
@@ -194,10 +193,18 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
     """
     budgets = np.full((shape.n_layers, shape.n_kv_heads), context_tokens, dtype=np.int64)
     budgets[list(shape.sliding_layers)] = shape.sliding_entries(context_tokens)
-    policy = Policy(scorer="streaming", scorer_parameters={"window": 8}, sinks=4, window=8)
     return BudgetProfile(
-        shape=shape, level="head", context_tokens=context_tokens, budgets=budgets, policy=policy
+        shape=shape,
+        level="head",
+        context_tokens=context_tokens,
+        budgets=budgets,
+        policy=scored("streaming", sinks=4, window=8),
     )
+
+
+def scored(scorer: str, *, sinks: int, window: int) -> Policy:
+    """Return the policy of a scorer with sinks and a window, and its other parameters' defaults."""
+    return Policy(scorer=scorer, scorer_parameters={"window": window}, sinks=sinks, window=window)
 
 
 def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
@@ -331,8 +338,7 @@ def _beyond_scores(profile: BudgetProfile) -> list[str]:
 
 def alone(policy: Policy) -> dict[str, Any]:
     """Return the fields of a profile all of whose heads have one policy."""
-    alone = {"other_policies": (), "unit_policies": None}
-    return {"policy": policy, "by_prompt": False, **alone}
+    return {"policy": policy, "by_prompt": False, "other_policies": (), "unit_policies": None}
 
 
 def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, layer_bits, write_text
+from kvalloc.interop.target import ExportTarget, layer_bits, scored, write_text
 
 
 class TensorRTLLM(ExportTarget):
@@ -37,7 +37,8 @@ class TensorRTLLM(ExportTarget):
 
     def policy(self, profile: BudgetProfile) -> Policy:
         """Return StreamingLLM."""
-        return recent_tokens(profile.policy)
+        policy = profile.policy
+        return scored("streaming", sinks=policy.sinks, window=policy.window)
 
     def write(self, profile: BudgetProfile, path: Path) -> None:
         """Write it; see `ExportTarget.write`. Blocks of another prompt's window are not reused."""
@@ -56,13 +57,3 @@ kv_cache_config:
   enable_block_reuse: false
 """,
         )
-
-
-def recent_tokens(policy: Policy) -> Policy:
-    """Return StreamingLLM with the sinks and the window of another policy."""
-    return Policy(
-        scorer="streaming",
-        scorer_parameters={"window": policy.window},
-        sinks=policy.sinks,
-        window=policy.window,
-    )

@@ -302,7 +302,7 @@ class TestCommand:
     @pytest.mark.parametrize(("arguments", "words"), [
         (("--to", "csw"), "the nearest is 'csv'"),
         (("--to", "csv"), "name it with -o, such as -o out.csv"),
-        (("--to", "vllm", "-o", "v", "--accept", "bits"), "nothing is called 'bits'"),
+        (("--to", "vllm", "-o", "v", "--accept", "bits"), "there is no loss to accept 'bits'"),
         (("--to", "csv", "-o", "none/t.csv"), "the folder none does not exist"),
     ])  # fmt: skip
     def test_mistakes(self, arguments, words):
