@@ -242,6 +242,12 @@ bench-profile: $(READY) ## the same, profiling only
 bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, rows that fit, long answers
 	$(BIN)/python benchmarks/record.py runtime
 
+# The second model is one that is harder to reduce. Both are unpacked where it lies.
+bench-chat: $(QWEN_FILE) $(PEERS_READY) ## the same, conversations only: turns, long answers, memory
+	export KVALLOC_CACHE=$(abspath $(QWEN))/unpacked; \
+	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('demo')"; \
+	$(BIN)/python benchmarks/record.py "chat turns --model demo $(QWEN_FILE)" "chat long" "chat memory"
+
 bench-loss: $(READY) ## the same, measuring losses only
 	$(BIN)/python benchmarks/record.py "measuring loss"
 

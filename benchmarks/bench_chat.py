@@ -1,0 +1,421 @@
+"""Conversations within a budget: turns, long answers, and memory that is never exceeded.
+
+    python benchmarks/bench_chat.py turns [--model demo MODEL ...] [--quick]
+    python benchmarks/bench_chat.py long | memory [--model MODEL] [--quick]
+
+All texts are held out from calibration: the speeches that ship, and Python's `argparse.py`. Answers
+are the text's own next tokens, so that KL(full cache || reduced cache) of the next token is defined
+at each of them; nats a token, all in one process.
+
+- turns: eight turns of 250 tokens, each with an answer of 24, by ``model.generate()`` under
+  ``kvalloc.apply(model, budget="20%")``, which each turn hands its cache on to. Beside it a fresh
+  cache for each turn, which reads everything again. Shares are of a 16-bit cache of all tokens
+  seen, from every tensor in the layers ("said" is what the cache says); tokens read are those that
+  the model embeds.
+- long: a prompt of 100 tokens and 4,000 that follow, in blocks of ``--block`` (1 is token by
+  token), beside kvpress's `CompressionRatioDecodingPress`, which keeps the same share of all tokens
+  seen. A press evicts every 125 tokens, and reads them in one forward: that is the same as one by
+  one, and better for SnapKV, which then finds the positions of all queries. Shares are means of
+  what is stored whenever the presses have evicted. It runs in the environment that ``make peers``
+  makes, where it starts itself again.
+- memory: thirty turns of 100 tokens, each with an answer of 8, within ``memory=``; the most bytes
+  that the layers' tensors take after any layer of any forward.
+
+Beside a ratio stand the smallest and the largest of a text (of a turn, for memory). A KL is met
+only where the share was kept as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from importlib import resources
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from _common import Row, guarded, parser_of, print_rows
+from runtime_peers import PYTHON
+from torch import Tensor, nn
+from transformers import DynamicCache, LogitsProcessor
+
+import kvalloc
+from kvalloc.accounting.stored import storages
+from kvalloc.models.loading import LoadedModel, load_model, shape_of
+from kvalloc.shape import HALF_BYTES
+from kvalloc.units import parse_bytes
+
+PARTS = ("turns", "long", "memory")
+SIZES = {
+    ("turns", False): (5, 8, 0),
+    ("turns", True): (2, 4, 0),
+    ("long", False): (2, 0, 4000),
+    ("long", True): (1, 0, 1000),
+    ("memory", False): (1, 30, 0),
+    ("memory", True): (1, 10, 0),
+}
+"""Texts, turns and tokens of a long answer, of each part and with ``--quick``."""
+TEXTS = ("ford_1976", "hayes_1878", "hoover_1930", "truman_1950", "argparse.py")
+SHARE, LARGEST = 0.2, 0.22
+"""What is to be kept, and the largest share that counts as kept."""
+TURN, ANSWER = {"turns": 250, "memory": 100}, {"turns": 24, "memory": 8}
+PROMPT, STARTS, EVERY = 100, (0, 500, 1000, 2000), 125
+"""Of long answers: tokens in front, where ranges begin, tokens between a press's evictions."""
+PRESSES = ("TOVA", "SnapKV")
+
+
+def main() -> int:
+    parser = parser_of(__doc__, PARTS)
+    parser.add_argument("--model", nargs="+", default=["demo"])
+    parser.add_argument("--texts", type=int)
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--tokens", type=int, help="of a long answer")
+    parser.add_argument("--block", type=int, default=16, help="tokens of a forward of kvalloc's")
+    parser.add_argument("--memory", default="8MiB")
+    arguments = parser.parse_args()
+    if len(arguments.parts) != 1 or arguments.parts[0] not in PARTS:
+        parser.error(f"name one part: {', '.join(PARTS)}")
+    part = arguments.parts[0]
+    if part == "long" and find_spec("kvpress") is None:
+        if not PYTHON.exists():
+            print("there is no .venv-kvpress; 'make peers' makes it", file=sys.stderr)
+            return 2
+        return subprocess.call([str(PYTHON), *sys.argv])
+    sizes = zip(("texts", "turns", "tokens"), SIZES[part, arguments.quick], strict=True)
+    for name, size in sizes:
+        setattr(arguments, name, getattr(arguments, name) or size)
+    section = {"turns": turn_rows, "long": long_rows, "memory": memory_rows}[part]
+    rows = (
+        row
+        for name in arguments.model
+        for row in guarded(name, partial(section, load_model(name), arguments))
+    )
+    return print_rows(rows, arguments, "kvalloc", "kvpress", "torch", "transformers")
+
+
+# Texts, and what a cache stores
+
+
+def held_out(loaded: LoadedModel, tokens: int, texts: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and first tokens of texts that nothing was calibrated on, each (1, tokens)."""
+    folder = resources.files("kvalloc.data.texts")
+    for name in TEXTS[:texts]:
+        speech = folder / f"heldout_{name}.txt"
+        text = inspect.getsource(argparse) if name.endswith(".py") else speech.read_text("utf-8")
+        yield name, loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]
+
+
+def tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield every tensor that an object refers to, weights of modules left out."""
+    if isinstance(thing, nn.Module) or callable(thing) or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, list | tuple | dict):
+        for inner in thing.values() if isinstance(thing, dict) else thing:
+            yield from tensors_in(inner, seen)
+    elif hasattr(thing, "__dict__"):
+        yield from tensors_in(vars(thing), seen)
+
+
+def layer_bytes(cache: Any, *, half: bool = False) -> int:
+    """Return the bytes of all storages in a cache's layers; by half, at most 16 bits a number."""
+    return sum(
+        storage.nbytes() * (min(size, HALF_BYTES) if half else size) // size
+        for storage, _, size in storages(tensors_in(cache.layers, set()))
+    )
+
+
+def full_bytes(model: Any, tokens: int) -> int:
+    """Return the bytes of a 16-bit cache of so many tokens."""
+    shape = shape_of(model)
+    entry = 2 * shape.head_dim * HALF_BYTES
+    return tokens * entry * shape.n_kv_heads * len(shape.full_layers)
+
+
+def kl(expected: Tensor, reached: Tensor) -> Tensor:
+    """Return KL(expected || reached) of each place, nats."""
+    return (expected.exp() * (expected - reached)).sum(-1)
+
+
+def ratio_row(name: str, ratio: float, ratios: Tensor, target: float, note: str) -> Row:
+    """Return a row with the smallest and the largest ratio of a text beside the ratio."""
+    spread = {
+        "ratio_quartile_1": float(ratios.min()),
+        "ratio_quartile_3": float(ratios.max()),
+    }
+    return {"name": name, "ratio": ratio, **spread, "target": target, "at_most": True, "note": note}
+
+
+# Turns
+
+
+class Forced(LogitsProcessor):  # type: ignore[misc]
+    """Make `generate` write an answer that is known, and note what it would have written.
+
+    Attributes
+    ----------
+    logits : list of Tensor, each (vocabulary,)
+        Logarithms of probabilities.
+    before : int
+        Bytes of the cache's layers in front of the answer, at most 16 bits a number.
+    """
+
+    def __init__(self, answer: Tensor, applied: Any) -> None:
+        self.answer, self.applied = answer, applied
+        self.logits, self.before = list[Tensor](), 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Leave the answer's next token alone."""
+        if not self.logits:
+            self.before = layer_bytes(self.applied.last_cache, half=True)
+        allowed = torch.full_like(scores, float("-inf"))
+        allowed[:, self.answer[len(self.logits)]] = 0
+        self.logits.append(scores[0].float().log_softmax(-1))
+        return allowed
+
+
+def conversation(
+    model: Any, ids: Tensor, part: str, applied: Any, *, goes_on: bool = True
+) -> Iterator[tuple[Any, Forced, int]]:
+    """Read a text in turns and write each one's answer.
+
+    Yields
+    ------
+    cache
+        That of the turn before, or a fresh one where it does not go on.
+    forced : Forced
+    read : int
+        Tokens that were embedded in this turn, those of the answer left out.
+    """
+    cache, embedded = None, list[int]()
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: embedded.append(inputs[0].shape[1])
+    )
+    try:
+        for end in ends_of(part, ids.shape[1]):
+            forced = Forced(ids[0, end : end + ANSWER[part]], applied)
+            embedded.clear()
+            cache = model.generate(
+                ids[:, :end],
+                attention_mask=torch.ones_like(ids[:, :end]),
+                past_key_values=cache if goes_on else None,
+                max_new_tokens=ANSWER[part],
+                do_sample=False,
+                logits_processor=[forced],
+                return_dict_in_generate=True,
+            ).past_key_values
+            yield cache, forced, sum(embedded) - ANSWER[part] + 1
+    finally:
+        hook.remove()
+
+
+def ends_of(part: str, tokens: int) -> range:
+    """Return where the turns of a text end, their answers left out."""
+    return range(TURN[part], tokens, TURN[part] + ANSWER[part])
+
+
+@torch.inference_mode()
+def expected_of(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
+    """Return logarithms of the full cache's probabilities for the answer of each turn."""
+    ends = ends_of("turns", ids.shape[1])
+    places = torch.cat([torch.arange(end - 1, end - 1 + ANSWER["turns"]) for end in ends])
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=places).logits[0]
+    return logits.float().log_softmax(-1).split(ANSWER["turns"])
+
+
+@torch.inference_mode()
+def turns_of(
+    model: Any, ids: Tensor, expected: Sequence[Tensor], *, goes_on: bool
+) -> list[dict[str, float]]:
+    """Return what each turn of a text gave: its loss, shares of the bytes, tokens read."""
+    turns, ends = list[dict[str, float]](), ends_of("turns", ids.shape[1])
+    with kvalloc.apply(model, budget=f"{SHARE:.0%}") as applied:
+        each = conversation(model, ids, "turns", applied, goes_on=goes_on)
+        for number, (cache, forced, read) in enumerate(each):
+            turns.append(
+                {
+                    "kl": float(kl(expected[number], torch.stack(forced.logits)).mean()),
+                    "before": forced.before / full_bytes(model, ends[number]),
+                    "share": layer_bytes(cache, half=True)
+                    / full_bytes(model, cache.get_seq_length()),
+                    "said": cache.share,
+                    "read": read,
+                }
+            )
+    return turns
+
+
+def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield lines for each text, then what the turns keep, lose and read."""
+    step = TURN["turns"] + ANSWER["turns"]
+    figures: dict[bool, list[Tensor]] = {True: [], False: []}
+    for text, ids in held_out(loaded, arguments.turns * step, arguments.texts):
+        expected = expected_of(loaded.model, ids)
+        for goes_on, so_far in figures.items():
+            turns = turns_of(loaded.model, ids, expected, goes_on=goes_on)
+            so_far.append(torch.tensor([list(turn.values()) for turn in turns]))
+            how = "handed on" if goes_on else "fresh"
+            lines = [f"{loaded.model_id}, {text}, {how}"]
+            for name in turns[0]:
+                lines.append(f"  {name:<7}" + "".join(f"{turn[name]:>9.4g}" for turn in turns))
+            yield {"name": text, "text": "\n".join(lines)}
+    name = f"{loaded.model_id}, {arguments.turns} turns at {SHARE:.0%}"
+    handed, fresh = (torch.stack(figures[goes_on]) for goes_on in (True, False))
+    shares = handed[..., 2]
+    largest = float(shares.max())
+    yield ratio_row(
+        f"{name}, largest share at a turn's end",
+        largest,
+        shares.amax(1),
+        LARGEST,
+        f"by turn {' '.join(f'{share:.1%}' for share in shares.mean(0).tolist())}; in front of "
+        f"an answer at most {float(handed[..., 1].max()):.1%}",
+    )
+    ours, again = handed[..., 0].mean(1), fresh[..., 0].mean(1)
+    ratio = float(ours.mean() / again.mean())
+    row = ratio_row(
+        f"{name}, KL of the answers over that of reading all again",
+        ratio,
+        ours / again,
+        1.5,
+        f"{ours.mean():.5f} and {again.mean():.5f} nats a token at shares up to {largest:.1%} and "
+        f"{float(fresh[..., 2].max()):.1%}, {len(ours)} texts",
+    )
+    yield row | {"met": ratio <= row["target"] and largest <= LARGEST}
+    later, again = handed[:, 1:, 4], fresh[:, 1:, 4]
+    yield ratio_row(
+        f"{name}, tokens read by a later turn over its own",
+        float(later.max() / (TURN["turns"] + 1)),
+        later.amax(1) / (TURN["turns"] + 1),
+        2.0,
+        f"{later.mean():.0f} tokens, and {again.mean():.0f} where all is read again",
+    )
+
+
+# Long answers
+
+
+class Reader:
+    """One method's cache of a text, what reads with it, and what it has lost so far."""
+
+    def __init__(self, name: str, cache: Any, press: Any = None) -> None:
+        self.name, self.cache, self.press = name, cache, press
+        self.kl, self.shares = list[Tensor](), list[float]()
+
+    def logits(self, model: Any, ids: Tensor, first: int, block: int | None = None) -> Tensor:
+        """Read tokens from a position on; return logarithms of probabilities, (n, vocabulary)."""
+        parts = []
+        with nullcontext() if self.press is None else self.press(model):
+            for part in ids.split(block or ids.shape[1], dim=1):
+                positions = torch.arange(first, first + part.shape[1])[None]
+                out = model(input_ids=part, position_ids=positions, past_key_values=self.cache)
+                self.cache = out.past_key_values
+                parts.append(out.logits[0].float().log_softmax(-1))
+                first += part.shape[1]
+        return torch.cat(parts)
+
+
+def press_of(name: str) -> Any:
+    """Return a press that keeps the share of all tokens seen."""
+    import kvpress
+
+    make = getattr(kvpress, f"{name}Press")
+    return kvpress.PrefillDecodingPress(
+        prefilling_press=make(compression_ratio=1 - SHARE),
+        decoding_press=kvpress.CompressionRatioDecodingPress(
+            base_press=make(),
+            target_compression_ratio=1 - SHARE,
+            compression_interval=1,  # one forward is one step
+            hidden_states_buffer_size=EVERY,
+        ),
+    )
+
+
+@torch.inference_mode()
+def long_answer(model: Any, ids: Tensor, block: int) -> list[Reader]:
+    """Return all methods, kvalloc first, after they have read a text side by side."""
+    plain, ours = Reader("full cache", DynamicCache(config=model.config)), Reader("kvalloc", None)
+    readers = [ours, *(Reader(name, DynamicCache(), press_of(name)) for name in PRESSES)]
+    with kvalloc.apply(model, budget=f"{SHARE:.0%}"):
+        for reader in (plain, *readers):
+            reader.logits(model, ids[:, :PROMPT], 0)
+        for first in range(PROMPT, ids.shape[1], EVERY):
+            part = ids[:, first : first + EVERY]
+            expected = plain.logits(model, part, first)
+            whole = full_bytes(model, first + part.shape[1])
+            for reader in readers:
+                logits = reader.logits(model, part, first, block if reader is ours else None)
+                reader.kl.append(kl(expected, logits))
+                reader.shares.append(layer_bytes(reader.cache, half=True) / whole)
+    return readers
+
+
+def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the KL of each range of positions over that of the better press."""
+    tokens = arguments.tokens // EVERY * EVERY
+    texts = [
+        long_answer(loaded.model, ids, arguments.block)
+        for _, ids in held_out(loaded, PROMPT + tokens, arguments.texts)
+    ]
+    losses = torch.stack([torch.stack([torch.cat(one.kl) for one in text]) for text in texts])
+    shares = torch.tensor([[one.shares for one in text] for text in texts])
+    names = ["kvalloc", *PRESSES]
+    for first, last in zip(STARTS, [*STARTS[1:], tokens], strict=True):
+        if first >= tokens:
+            return
+        by_text = losses[..., first : min(last, tokens)].mean(-1)
+        kept = shares[..., first // EVERY : last // EVERY].mean((0, 2)).tolist()
+        means = by_text.mean(0).tolist()
+        best = means.index(min(means[1:]))
+        row = ratio_row(
+            f"{loaded.model_id}, tokens {first}-{min(last, tokens) - 1} of an answer, KL over that "
+            f"of {names[best]}",
+            means[0] / means[best],
+            by_text[:, 0] / by_text[:, best],
+            0.5,
+            ", ".join(map("{} {:.4f} at {:.1%}".format, names, means, kept)),
+        )
+        yield row | {"met": row["ratio"] <= row["target"] and kept[0] <= LARGEST}
+
+
+# Memory
+
+
+@torch.inference_mode()
+def memory_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the most bytes that a conversation's cache takes, read after every layer."""
+    model, limit, peaks = loaded.model, parse_bytes(arguments.memory), [0]
+    step = TURN["memory"] + ANSWER["memory"]
+    ((_, ids),) = held_out(loaded, arguments.turns * step, 1)
+    with kvalloc.apply(model, memory=arguments.memory) as applied:
+
+        def read(module: nn.Module, inputs: Any, output: Any) -> None:
+            peaks[-1] = max(peaks[-1], layer_bytes(applied.last_cache))
+
+        hooks = [layer.register_forward_hook(read) for layer in model.get_decoder().layers]
+        for cache, _, _ in conversation(model, ids, "memory", applied):
+            seen = cache.get_seq_length()
+            peaks.append(0)
+        for hook in hooks:
+            hook.remove()
+    ratios = torch.tensor(peaks[:-1]) / limit
+    over = (ratios > 1).nonzero()
+    yield ratio_row(
+        f"{loaded.model_id}, memory={arguments.memory}, most bytes of {len(ratios)} turns over it",
+        float(ratios.max()),
+        ratios,
+        1.0,
+        f"{f'not kept from turn {int(over[0]) + 1}' if len(over) else 'kept in all turns'}; "
+        f"{max(peaks):,} bytes, full cache at 16 bits {full_bytes(model, seen):,}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
