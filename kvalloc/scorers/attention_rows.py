@@ -6,10 +6,12 @@ Only the requested rows are computed, so the full attention matrix never exists.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates
+from kvalloc.models.rope import known_frequencies, rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +104,70 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     # a row of padding sees nothing: finite here and 0 afterwards, never NaN
     logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
     return attention_softmax(logits, states.sink_logits).masked_fill_(~mask, 0.0)
+
+
+def queries_behind(
+    states: AttentionStates, places: Tensor, ahead: int, *, who: str, instead: str
+) -> Tensor:
+    """Return some of the queries, all rotated to one position behind the newest token.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    places : Tensor of int64, (n_rows,)
+        Which queries, counted from the first of the states'.
+    ahead : int
+        How far behind the newest token, positions.
+    who, instead : str
+        Who needs them and what to use instead, for `known_frequencies`.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_query_heads, n_rows, head_dim)
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model does not rotate halves of its queries.
+    """
+    frequencies = known_frequencies(states.frequencies, who=who, instead=instead)
+    queries = states.queries
+    places = places.to(queries.device)
+    distances = queries.shape[2] - 1 - places + ahead
+    return rotate(queries[:, :, places].float(), distances, frequencies.to(queries.device))
+
+
+def states_behind(
+    states: AttentionStates, rows: int, ahead: int, *, who: str, instead: str
+) -> AttentionStates:
+    """Return the states with their last queries behind the newest token, each of which sees it.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    rows : int
+        How many of the last queries; all of them where there are fewer.
+    ahead, who, instead
+        See `queries_behind`.
+
+    Returns
+    -------
+    AttentionStates
+        Its mask hides padding alone: queries of padding see nothing.
+    """
+    import torch
+
+    n_new = states.queries.shape[2]
+    first = max(n_new - rows, 0)
+    queries = queries_behind(states, torch.arange(first, n_new), ahead, who=who, instead=instead)
+    mask = _row_mask(states, first, n_new)
+    visible = ~protected_columns(states, sinks=0)[:, :, None]
+    if mask is not None:
+        real = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        visible = visible & real[:, :1, 0].any(dim=-1, keepdim=True)
+    return replace(states, queries=queries, mask=visible)
 
 
 def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import attention_rows, window_votes
+from kvalloc.scorers.attention_rows import attention_rows, states_behind, window_votes
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
@@ -35,6 +35,11 @@ class Lookahead(PooledScorer):
     votes : int
         Last tokens of the prompt whose queries vote, too; the window by default, may be more than
         it, or 0.
+    ahead : int
+        How many positions behind the end the queries of these tokens are rotated to, where they see
+        every entry; 0 leaves them in their own places. A query in its own place votes for its
+        neighbours, which later queries do not have. On SmolLM2-135M, at 5 bits in 20% of the
+        bytes, evicted after every 64 decoded tokens, 8 loses a quarter of what 0 does.
     pool : int
         Odd width of the average pooling, tokens; 1 turns it off.
     row_reduce, group_reduce : {"mean", "max"}
@@ -56,6 +61,7 @@ class Lookahead(PooledScorer):
     tokens: Count = 8
     window: Positive = 8
     votes: Count = None  # type: ignore[assignment]  # as long as the window
+    ahead: Count = 0
     pool: OddWidth = 7
     row_reduce: Reduction = "mean"
     group_reduce: Reduction = "mean"
@@ -115,15 +121,23 @@ class Lookahead(PooledScorer):
             votes += noted.columns.view(votes.shape)
             n_rows += noted.totals["rows"]
         if self.votes:
+            voting = self._voting_states(states)
             if self.row_reduce == "mean":
-                votes = votes + window_votes(states, self.votes, lambda rows: rows.sum(dim=3))
+                votes = votes + window_votes(voting, self.votes, lambda rows: rows.sum(dim=3))
             else:
-                window = window_votes(states, self.votes, lambda rows: rows.amax(dim=3))
+                window = window_votes(voting, self.votes, lambda rows: rows.amax(dim=3))
                 votes = torch.maximum(votes, window)
             n_rows += min(self.votes, states.queries.shape[2])
         if self.row_reduce == "mean":
             votes = votes / n_rows.clamp(min=1)[:, None, None, None]
         return self.pooled(votes, states, sinks=sinks)
+
+    def _voting_states(self, states: AttentionStates) -> AttentionStates:
+        """Return the states whose last queries vote."""
+        if not self.ahead:
+            return states
+        who, instead = "the scorer lookahead", "leave them in their places (ahead=0)"
+        return states_behind(states, self.votes, self.ahead, who=who, instead=instead)
 
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of voting queries."""

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.models.rope import known_frequencies, rotate
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
+from kvalloc.scorers.attention_rows import attention_logits, attention_softmax, queries_behind
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Above0, Count, Positive
 
@@ -207,7 +206,10 @@ class AttentionMatching(Score):
         queries, counts = [], []
         if self.rows:
             weights = self.reference_weights(min(self.rows, int(states.queries.shape[2])))
-            moved = _moved_behind(states, len(weights), weights.nonzero()[:, 0])
+            places = states.queries.shape[2] - len(weights) + weights.nonzero()[:, 0]
+            instead = "match the queries of what follows alone (rows=0)"
+            who = "the policy attention_matching"
+            moved = queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead)
             queries.append(moved)
             counts.append(weights[weights > 0].to(moved.device).expand(*moved.shape[:2], -1))
         for waits in self._waits:
@@ -253,17 +255,6 @@ class FollowingQueries(Scorer):
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Nothing."""
         return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
-
-
-def _moved_behind(states: AttentionStates, rows: int, places: Tensor) -> Tensor:
-    """Some of the prompt's last queries, all turned to one position behind its end."""
-    instead = "match the queries of what follows alone (rows=0)"
-    who = "the policy attention_matching"
-    frequencies = known_frequencies(states.frequencies, who=who, instead=instead)
-    device = states.queries.device
-    places = places.to(device)
-    chosen = states.queries[:, :, states.queries.shape[2] - rows + places].float()
-    return rotate(chosen, rows - 1 - places + _AHEAD_TOKENS, frequencies.to(device))
 
 
 def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:

@@ -26,6 +26,7 @@ from kvalloc.scorers.expected_attention import ExpectedAttention
 from kvalloc.scorers.h2o import H2O
 from kvalloc.scorers.keydiff import KeyDiff
 from kvalloc.scorers.knorm import KNorm
+from kvalloc.scorers.lookahead import Lookahead
 from kvalloc.scorers.projected_values import projected_value_norms
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.streaming import Streaming
@@ -33,7 +34,7 @@ from kvalloc.scorers.tova import TOVA
 from kvalloc.scorers.xkv import XKV
 
 FREQUENCIES = torch.tensor([1.0, 0.05])
-PAD_BLIND = ("xkv", "snapkv", "criticalkv", "cake", "tova", "knorm", "h2o", "keydiff")
+PAD_BLIND = ("xkv", "snapkv", "criticalkv", "cake", "tova", "knorm", "h2o", "keydiff", "lookahead")
 """Scorers that look at no position: padding moves every token to another one."""
 
 
@@ -59,6 +60,7 @@ ARRIVALS = {
         *(XKV(window=5), SnapKV(window=5), CriticalKV(window=5), CAKE(window=8), TOVA(), KNorm()),
         *(H2O(window=4), A2SF(window=4, forgetting=0.9), KeyDiff(window=4), Streaming(window=3)),
         ExpectedAttention(window=4, future=16),
+        Lookahead(tokens=0, window=1, votes=12, ahead=3, pool=1, row_reduce="max"),
     )
 }
 
@@ -287,6 +289,34 @@ def test_expected_attention_refuses_what_it_cannot_expect(more, said):
         ExpectedAttention().score(make_states(**more), sinks=0)
 
 
+@pytest.mark.parametrize("more", [{}, {"softcap": 1.5}, {"sink_logits": torch.linspace(0, 12, 6)}])
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("frequencies", [[1.0, 0.05], [0.7]])
+def test_votes_from_behind_the_end_agree_with_loops(frequencies, reduce, more):
+    states = make_states(batch=2, frequencies=torch.tensor(frequencies), **more)
+    sinks, window, votes, ahead = 3, 5, 9, 4
+    reductions = {"row_reduce": reduce, "group_reduce": reduce, "pool": 1}
+    scorer = Lookahead(tokens=0, window=window, votes=votes, ahead=ahead, **reductions)
+    found = scorer.score(states, sinks=sinks).numpy()
+    turns = np.array(frequencies)
+    moved = states.queries[:, :, -votes:].double().numpy()
+    for place in range(votes):
+        matrix = rotation((votes - 1 - place + ahead) * turns)
+        moved[:, :, place] = moved[:, :, place] @ matrix.T
+    # one query at a time is the last of its rows, and so sees every key
+    rows = [replace(states, queries=torch.tensor(moved[:, :, [place]])) for place in range(votes)]
+    weights = np.concatenate([scorer_oracle.full_attention(one) for one in rows], axis=2)
+    weights = weights.reshape(2, 2, 3 * votes, 40)
+    expected = weights.mean(axis=2) if reduce == "mean" else weights.max(axis=2)
+    expected[..., :sinks] = expected[..., -window:] = 0.0
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+
+
+def test_votes_stay_in_their_places_where_a_model_does_not_rotate():
+    with pytest.raises(UnsupportedModelError, match=r"lookahead has to rotate .*ahead=0"):
+        Lookahead(tokens=0, ahead=8).score(make_states(), sinks=0)
+
+
 def test_projected_value_norms_agree_with_loops(monkeypatch):
     monkeypatch.setattr(projected_values, "_BLOCK_TOKENS", 7)
     states = make_states(batch=2, hidden_size=10)
@@ -321,6 +351,7 @@ def test_without_a_readable_projection_there_are_no_norms(weight):
         (A2SF, {"forgetting": True}, "forgetting is True"),
         (CAKE, {"gamma": -1.0}, "gamma is -1.0"),
         (ExpectedAttention, {"future": 0}, "future is 0"),
+        (Lookahead, {"ahead": -1}, "ahead is -1, expected a number >= 0"),
         (ExpectedAttention, {"epsilon": float("nan")}, "epsilon is nan"),
         (ExpectedAttention, {"covariance": "no"}, "covariance is 'no', expected true or false"),
         (CriticalKV, {"epsilon": -1.0}, "epsilon is -1.0"),
