@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from scorer_oracle import SCORERS
 from tiny_models import VOCABULARY, tiny_model, tiny_profile
 
 from kvalloc.errors import InputError
@@ -11,8 +10,6 @@ from kvalloc.measure.job import CHUNK_TOKENS, Job
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.scorers import attention_rows, get_scorer
-
-OF_PROMPTS = [name for name in SCORERS if get_scorer(name).later is None]
 
 
 def check_same(found, whole):
@@ -22,13 +19,6 @@ def check_same(found, whole):
             assert one is None
         else:
             np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4, err_msg=name)
-
-
-@pytest.mark.parametrize("scorer", OF_PROMPTS)
-@pytest.mark.parametrize("chunk", [17, 32])
-def test_every_scorer_gives_the_same_by_chunks(scorer, chunk):
-    whole = tiny_profile(scorer=scorer, window=12)
-    check_same(tiny_profile(scorer=scorer, window=12, chunk=chunk), whole)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

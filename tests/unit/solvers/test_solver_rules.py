@@ -155,6 +155,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("uniform", {}),
     ("pyramid", {}),
     ("proportional", {}),
+    ("proportional", {"weight": "threshold"}),
     ("head_classes", {"recent_tokens": 3, "sink_tokens": 2}),
     ("adaptive_head", {}),
     ("adaptive_head", {"safeguard": "floor"}),
