@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_runtime
 from _common import in_turns, ratio_of, row_met
-from runtime_rows import ANSWER_TOKENS, Decoding, fits_rows, stored_bytes
+from runtime_rows import ANSWER_TOKENS, fits_rows, stored_bytes
 
 import kvalloc
 
@@ -68,39 +68,6 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
         assert row_met({**row, "at_least": row["figure"]})
         assert not row_met({**row, "at_least": row["figure"] + 0.1})
         assert not row_met({**row, "at_least": 0, "at_most": row["figure"] - 0.1})
-
-
-def test_storages_are_counted_and_not_views_of_them(model: Any) -> None:
-    cache = prefilled(model)["plain"]
-    whole = stored_bytes(cache)
-    assert whole == CONTEXT * tiny.N_LAYERS * tiny.N_KV_HEADS * ENTRY_BYTES
-    for layer in cache.layers:  # as `crop` of transformers leaves it: nothing is freed
-        layer.keys, layer.values = layer.keys[:, :, :-40], layer.values[:, :, :-40]
-    assert stored_bytes(cache) == whole
-
-
-def test_every_set_of_rounds_begins_at_the_prompt(model: Any, profile: Any) -> None:
-    caches = prefilled(model, layer=profile, head=tiny.by_head(profile))
-    decoding = decoding_of(model, new_tokens=4)
-    found, read = bench_runtime.decoded_in_turns(decoding, caches)
-    assert {len(one) for times in found.values() for one in times} == {2}
-    assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
-    for level in ("layer", "head"):  # the middle of three rounds of four tokens
-        middle = 6 * tiny.N_LAYERS * tiny.N_KV_HEADS * ENTRY_BYTES
-        following = read[level] / 3 - stored_bytes(caches[level])
-        assert middle <= following <= middle * 9 / 8  # tokens are added to storage with room
-    assert bench_runtime.decoded_in_turns(decoding, caches)[1] == read
-
-
-def decoding_of(model: Any, *, new_tokens: int) -> Decoding:
-    ids = tiny.prompt(CONTEXT)
-    return Decoding(model=model, ids=ids, rows=ROWS, new_tokens=new_tokens, rounds=2)
-
-
-def asked(*options: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench_runtime.py", *options])
-        return bench_runtime.parse_arguments()
 
 
 def test_ratios_are_those_of_each_round() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 import kvalloc
@@ -369,39 +369,22 @@ def test_critical_keeps_what_the_policy_keeps():
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_scorers_that_look_beyond_the_prompt_see_what_the_loss_is_measured_on(kind):
-    model = tiny_model(kind)
-    model.generation_config.eos_token_id = None
-    ids = torch.randint(2, VOCABULARY, (50,), generator=torch.Generator().manual_seed(3))
-    shape = shape_of(model)
-    scorer = get_scorer("lookahead", window=4, tokens=5)
-    others = named("lookahead:tokens=5", "reconstruction:chunk=20")
-    assert others[1].scorer_parameters["pool"] == 1  # the method's own, and not the profile's
-    probe = LossProbe(
-        model,
-        ids,
-        scorer,
-        sinks=2,
-        shape=shape,
-        answer_ids=torch.tensor([3, 4, 5]),
-        policies=[policy_of(policy) for policy in others],
-    )
-    for policy in others:
-        budgets = np.full((shape.n_layers, shape.n_kv_heads), 20)
-        for layer in set(range(shape.n_layers)) - set(shape.full_layers):
-            budgets[layer] = shape.sliding_entries(50)
-        reduced = BudgetProfile(
-            shape=shape, level="layer", context_tokens=50, budgets=budgets, policy=policy
-        )
+    texts = ("lookahead:tokens=5", "reconstruction:chunk=20")
+    scorer, answer = get_scorer("lookahead", window=4, tokens=5), torch.tensor([3, 4, 5])
+    model, ids, probe = make_probe(kind, n_tokens=50, answer=answer, policies=texts, scorer=scorer)
+    assert named(*texts)[1].scorer_parameters["pool"] == 1  # the method's own
+    for policy in named(*texts):
+        reduced = equal_budgets(model, 20, context_tokens=50).replace(policy=policy)
         cache = kvalloc.make_cache(model, reduced)
         with torch.no_grad():
             model(input_ids=ids[None], past_key_values=cache)
             model(input_ids=probe.continuation_ids[None], past_key_values=cache)
         cache.evict()
-        for layer in shape.full_layers:
-            wanted = torch.full((1, shape.n_kv_heads), 20)
-            kept = policy_of(policy).keep(probe.prompt_states[layer], wanted, sinks=2, window=4)
+        for layer in FULL_LAYERS[kind]:
+            states = probe.prompt_states[layer]
+            kept = policy_of(policy).keep(states, torch.full((1, 2), 20), sinks=2, window=4)
             places = cache.kept_indices(layer)[0].long()
             assert torch.equal(kept[0].nonzero()[:, 1].view(-1, 20), places)
-    best = probe.scores[shape.full_layers[0]]
-    again = scorer.score(probe.prompt_states[shape.full_layers[0]], sinks=2)[0]
-    assert torch.equal(best, again)
+    first = FULL_LAYERS[kind][0]
+    again = scorer.score(probe.prompt_states[first], sinks=2)[0]
+    assert torch.equal(probe.scores[first], again)
