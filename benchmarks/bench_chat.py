@@ -39,7 +39,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from _common import Row, guarded, parser_of, print_rows
+from _common import Row, guarded, parser_of, print_rows, row_met
 from runtime_peers import PYTHON
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
@@ -146,11 +146,8 @@ def kl(expected: Tensor, reached: Tensor) -> Tensor:
 
 def ratio_row(name: str, ratio: float, ratios: Tensor, target: float, note: str) -> Row:
     """Return a row with the smallest and the largest ratio of a text beside the ratio."""
-    spread = {
-        "ratio_quartile_1": float(ratios.min()),
-        "ratio_quartile_3": float(ratios.max()),
-    }
-    return {"name": name, "ratio": ratio, **spread, "target": target, "at_most": True, "note": note}
+    spread = {"low": float(ratios.min()), "high": float(ratios.max())}
+    return {"name": name, "figure": ratio, **spread, "at_most": target, "note": note}
 
 
 # Turns
@@ -288,7 +285,7 @@ def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
         f"{ours.mean():.5f} and {again.mean():.5f} nats a token at shares up to {largest:.1%} and "
         f"{float(fresh[..., 2].max()):.1%}, {len(ours)} texts",
     )
-    yield row | {"met": ratio <= row["target"] and largest <= LARGEST}
+    yield row | {"met": row_met(row) and largest <= LARGEST}
     later, again = handed[:, 1:, 4], fresh[:, 1:, 4]
     yield ratio_row(
         f"{name}, tokens read by a later turn over its own",
@@ -382,7 +379,7 @@ def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
             0.5,
             ", ".join(map("{} {:.4f} at {:.1%}".format, names, means, kept)),
         )
-        yield row | {"met": row["ratio"] <= row["target"] and kept[0] <= LARGEST}
+        yield row | {"met": row_met(row) and kept[0] <= LARGEST}
 
 
 # Memory
