@@ -1,0 +1,113 @@
+"""A conversation: turns that hand one reduced cache on, and what may come between two of them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from prompt_runs import NEW, generate
+
+import kvalloc
+from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
+
+TURN, SHARE = 60, "20%"
+
+
+def said(tiny: ModuleType, text: torch.Tensor, turn: int) -> torch.Tensor:
+    """The text so far, and what is said in a turn."""
+    return torch.cat([text, tiny.prompt(TURN, seed=turn)], dim=1)
+
+
+def talk(
+    tiny: ModuleType, model: Any, turns: range, text: torch.Tensor, cache: Any = None
+) -> tuple[torch.Tensor, Any]:
+    """Answer turns; return the whole text and the cache of all but its last token."""
+    with kvalloc.apply(model, budget=SHARE) as applied:
+        for turn in turns:
+            text = generate(model, said(tiny, text, turn), past_key_values=cache)
+            cache = cache or applied.last_cache
+    return text, cache
+
+
+@pytest.fixture
+def begun(tiny: ModuleType, model: Any) -> tuple[torch.Tensor, Any]:
+    """Text and cache of the first turn."""
+    text, cache = talk(tiny, model, range(1), tiny.prompt(0))
+    assert cache.reduced
+    return text, cache
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(
+    tiny: ModuleType, model: Any, tmp_path: Path, turns: int
+) -> None:
+    text, cache = talk(tiny, model, range(turns), tiny.prompt(0))
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    later = range(turns, turns + 3)
+    expected, cache = talk(tiny, model, later, text, cache)
+    answered, loaded = talk(tiny, model, later, text, loaded)
+    assert torch.equal(answered, expected)
+    assert loaded.get_seq_length() == cache.get_seq_length() == expected.shape[1] - 1
+    assert (loaded.kept_tokens == cache.kept_tokens).all()
+    assert loaded.share == cache.share
+
+
+def test_two_conversations_that_take_turns_are_two_alone(tiny: ModuleType, model: Any) -> None:
+    first, other = range(0, 3), range(10, 13)
+    expected = [talk(tiny, model, turns, tiny.prompt(0))[0] for turns in (first, other)]
+    texts, caches = [tiny.prompt(0)] * 2, [None] * 2
+    for turn in range(3):
+        for number, turns in enumerate((first, other)):
+            at = range(turns[turn], turns[turn] + 1)
+            texts[number], caches[number] = talk(tiny, model, at, texts[number], caches[number])
+    assert all(map(torch.equal, texts, expected))
+
+
+def test_a_copy_tries_another_turn_and_the_conversation_goes_on(
+    tiny: ModuleType, model: Any, begun: Any
+) -> None:
+    text, cache = begun
+    alone, _ = talk(tiny, model, range(1, 4), text, copy.deepcopy(cache))
+    talk(tiny, model, range(20, 22), text, copy.deepcopy(cache))
+    assert torch.equal(talk(tiny, model, range(1, 4), text, cache)[0], alone)
+
+
+def test_the_cache_of_another_model_is_refused_and_stays_as_it_was(
+    tiny: ModuleType, model: Any, begun: Any
+) -> None:
+    text, cache = begun
+    expected, _ = talk(tiny, model, range(1, 3), text, copy.deepcopy(cache))
+    with pytest.raises(ModelMismatchError, match=r"another LlamaForCausalLM.*make_cache"):
+        talk(tiny, tiny.tiny_model(seed=5), range(1, 2), text, cache)
+    assert torch.equal(talk(tiny, model, range(1, 3), text, cache)[0], expected)
+
+
+def test_a_turn_of_another_thread_is_refused_until_the_answer_is_written(
+    tiny: ModuleType, model: Any, begun: Any
+) -> None:
+    text, cache = begun
+    expected, _ = talk(tiny, model, range(1, 3), text, copy.deepcopy(cache))
+    within, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        within.set()
+        assert go_on.wait(60)
+
+    handle = model.model.layers[2].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(talk, tiny, model, range(1, 2), text, cache)
+        assert within.wait(60)
+        with pytest.raises(UnsupportedRequestError, match="another thread"), torch.no_grad():
+            model(tiny.prompt(3), past_key_values=cache)
+        go_on.set()
+        text, cache = first.result()
+    handle.remove()
+    assert torch.equal(talk(tiny, model, range(2, 3), text, cache)[0], expected)
+    assert text.shape[1] == 2 * (TURN + NEW)
