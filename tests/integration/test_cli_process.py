@@ -10,19 +10,11 @@ import sys
 import time
 
 import pytest
-from factories import make_scores
 
 RUN = "import sys; from kvalloc.cli.main import main; code = main()"
 EXIT = "sys.exit(code)"
 HEAVY = ("torch", "transformers", "vl_convert", "jinja2")
 OPTIMISERS = ("scipy", "ortools", "networkx")
-
-
-@pytest.fixture
-def scores(tmp_path):
-    path = tmp_path / "s.safetensors"
-    make_scores().save(path)
-    return path
 
 
 def started(*arguments: object, code: str = f"{RUN}; {EXIT}", **options):

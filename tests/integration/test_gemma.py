@@ -101,25 +101,6 @@ def held(model: Any, cache: Any, shadow: Any, ids: Any, parts: Any) -> int:
     return start
 
 
-def test_only_layers_of_full_attention_get_budgets(work: Path) -> None:
-    scores = kvalloc.ScoreProfile.load(work / "s.safetensors")
-    assert scores.shape.n_layers == N_LAYERS
-    assert scores.shape.full_layers == FULL_LAYERS
-    assert scores.shape.sliding_window == SLIDING_WINDOW
-    for level, share in zip(LEVELS, (0.4, 0.25), strict=True):
-        profile = kvalloc.load_profile(str(work / f"{level}.json"))
-        assert profile.level == level
-        assert profile.full_bytes == plain_bytes(PROFILED)
-        sliding = [layer for layer in range(N_LAYERS) if layer not in FULL_LAYERS]
-        assert (profile.budgets[sliding] == SLIDING_WINDOW - 1).all()
-        kept = profile.budgets[list(FULL_LAYERS)]
-        assert len(set(kept.ravel().tolist())) > 1
-        assert kept.sum() == int(share * len(FULL_LAYERS) * PROFILED)
-        assert profile.gap == 0
-        verified = run("verify", work / f"{level}.json", work / "s.safetensors")
-        assert verified.code == 0, verified.err
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
     loaded: Any, ids: Any, work: Path, tmp_path: Path, level: str

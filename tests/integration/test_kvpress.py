@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from quality.quantized import BACKENDS, COMPILER, quantized_cache
 
-import kvalloc
 from kvalloc.cli.main import main
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.formats.budget_profile import Policy
@@ -291,18 +290,3 @@ def test_the_scorer_gives_a_presses_scores(model, prompt, name):
     assert (found[0][..., :4] == 0).all()
     assert (found[0][..., -8:] == 0).all()
     assert (found[0] >= 0).all()
-
-
-def test_a_cache_evicts_by_a_presses_scores(model, prompt):
-    """The same entries as the press keeps, and what it evicts is gone."""
-    policy = Policy(scorer="kvpress", scorer_parameters={"press": "Knorm", "window": 8}, sinks=4,
-                    window=8)  # fmt: skip
-    profile = budgets_of(model, [[50, 20], [12, 192], [60, 70]], policy=policy)
-    knorm = profile.with_policy(policy.replace(scorer="knorm", scorer_parameters={"window": 8}))
-    stored = []
-    for each in (profile, knorm):
-        cache = kvalloc.make_cache(model, each)
-        with torch.inference_mode():
-            model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
-        stored.append(cache.retained_bytes)
-    assert stored[0] == stored[1] < cache.full_bytes

@@ -8,6 +8,7 @@ import safetensors.numpy
 import scorer_oracle
 import torch
 from cli_tools import files_in, full_disk
+from factories import curves_of
 from tiny_models import WordTokenizer, tiny_model, tiny_profile, words
 
 import kvalloc
@@ -23,12 +24,6 @@ TOKENIZER = WordTokenizer()
 
 
 measure = partial(tiny_profile, samples=3)
-
-
-def curves_of(scores):
-    best = -np.sort(-scores, axis=-1)
-    sums = np.concatenate([np.zeros((*best.shape[:-1], 1)), np.cumsum(best, axis=-1)], axis=-1)
-    return sums / sums[..., -1:]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
