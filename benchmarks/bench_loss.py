@@ -65,9 +65,7 @@ def rows_of(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Row]:
             default_texts(),
             samples=options.prompts,
             context=options.context,
-            scorer="snapkv",
-            window=32,
-            pool=7,
+            scorer="snapkv:window=32:pool=7",
             **loss,
         )
         for name, loss in {"plain": {}, "fast": {"loss": "fast", "loss_level": "head"}}.items()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, note, print_result, print_table
 from kvalloc.cli.solve import decision_facts
-from kvalloc.cli.values import solver_options
-from kvalloc.errors import InputError, nearest
 from kvalloc.report import wording
 from kvalloc.report.terminal import number_text
-from kvalloc.units import Option, gap_text, size
+from kvalloc.units import gap_text, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 def compare(
     scores: Path,
     solver: list[str] | None = None,
-    solver_option: Annotated[list[str] | None, Option("NAME:KEY=VALUE")] = None,
     average: str = "curves",
     time_limit: float | None = None,
     **request_options: Unpack[RequestOptions],
@@ -37,9 +34,7 @@ def compare(
     Parameters
     ----------
     solver : list of str
-        Only this solver.
-    solver_option : list of str
-        An option of one solver, such as ilp:gap=0.001.
+        Only this solver, also with options: ilp:gap=0.001.
 
     Examples
     --------
@@ -53,10 +48,9 @@ def compare(
 
     request = Request.parse(**request_options)  # refuses before the scores are read
     names = list(dict.fromkeys(solver or solver_names()))
-    options = _options_by_solver(names, solver_option or [])
     attempts = decide(
         scores,
-        solvers={name: get_solver(name, **options[name]) for name in names},
+        solvers={name: get_solver(name) for name in names},
         request=request,
         time_limit=time_limit,
         average=average,  # type: ignore[arg-type]  # solving checks it
@@ -70,22 +64,6 @@ def _row(attempt: Attempt) -> dict[str, Any]:
     if attempt.profile is None:
         return {"solver": attempt.solver, "reason": attempt.reason}
     return {**decision_facts(attempt.profile, attempt.seconds), "reason": None}
-
-
-def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str, Any]]:
-    """Read the options of each solver from ``NAME:KEY=VALUE`` texts."""
-    pairs: dict[str, list[str]] = {name: [] for name in names}
-    for text in given:
-        name, colon, pair = text.partition(":")
-        if not colon or "=" in name:
-            raise InputError(f"--solver-option {text!r} is not NAME:KEY=VALUE, such as ilp:gap=0.1")
-        if name.strip() not in pairs:
-            raise InputError(
-                f"--solver-option {text!r} is for a solver that is not compared; "
-                f"{nearest(name.strip(), names)}choose from: {', '.join(names)}"
-            )
-        pairs[name.strip()].append(pair)
-    return {name: solver_options(name, some) if some else {} for name, some in pairs.items()}
 
 
 def _show(attempts: list[Attempt]) -> None:

@@ -40,8 +40,8 @@ def fit_scorer(
     Examples
     --------
     kvalloc fit-scorer demo -o surrogate.safetensors
-    kvalloc generate demo --profile p.json --policy surrogate \
-        --policy-option file=surrogate.safetensors --prompt-file prompt.txt
+    kvalloc generate demo --profile p.json --policy surrogate:file=surrogate.safetensors \
+        --prompt-file prompt.txt
     kvalloc profile demo --scorer surrogate:file=surrogate.safetensors -o s.safetensors
     """
     from kvalloc.measure.scorer_fitting import fit_scorer as fitted_scorer

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_result, print_table
-from kvalloc.cli.values import solver_options
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import LOSS_NOTE, value_heading
 from kvalloc.units import Option, size
@@ -29,7 +28,6 @@ def frontier(
     scores: Path,
     points: Annotated[int, Option("N", least=2)] = 16,
     solver: str = "auto",
-    solver_option: list[str] | None = None,
     time_limit: float | None = None,
     **request_options: Unpack[RequestOptions],
 ) -> None:
@@ -52,18 +50,18 @@ def frontier(
     from kvalloc.allocation.frontier import frontier as trace
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.formats.shipped_profiles import load_scores
+    from kvalloc.problem.registry import get_solver
 
     request_options["budget"] = 1.0
     request = Request.parse(**request_options)  # refuses before the scores are read
-    options = solver_options(solver, solver_option or [])
+    chosen = get_solver(solver)
     profile = load_scores(scores)
     start = time.perf_counter()
     with ProgressBar(f"tracing with {solver}", unit="sizes") as progress:
         traced = trace(
             profile,
             points=points,
-            solver=solver,
-            solver_options=options,
+            solver=chosen,
             time_limit=time_limit,
             request=request,
             notify=note,

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 _PLUGINS = {
     "solvers": (
         "kvalloc.problem.solver:Solver",
-        "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE",
+        "use one: kvalloc solve ... --solver NAME:KEY=VALUE",
     ),
     "scorers": (
         "kvalloc.scorers:Scorer",
-        "use one: kvalloc profile ... --scorer NAME --window N --pool N",
+        "use one: kvalloc profile ... --scorer NAME:KEY=VALUE",
     ),
     "policies": (
         "kvalloc.runtime.policies:EvictionPolicy",
-        "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
-        "stands for score with that scorer",
+        "use one: kvalloc generate ... --policy NAME:KEY=VALUE; a scorer's name stands "
+        "for score with that scorer",
     ),
 }
 """Class of each kind of plug-in, and what is done with one."""
@@ -152,10 +152,7 @@ def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
         "name": name,
         "summary": str(getattr(cls, "summary", "")),
         "reference": str(getattr(cls, "reference", "")),
-        # A policy is given the profile's scorer, which nobody types.
-        "options": {
-            key: _plain(option) for key, option in plugin_options(cls).items() if key != "scorer"
-        },
+        "options": {key: _plain(option) for key, option in plugin_options(cls).items()},
         "error": None,
     }
 

@@ -101,11 +101,6 @@ def measure(
     check_output(output, resume=resume)
     wanted: Any = from_typed(options, given)
     prompts, made = read_prompt_options(given, each=each, default=kinds)
-    if made and "sampling_ratio" in given:
-        raise InputError(
-            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
-            "say how many with --samples"
-        )
     start = time.perf_counter()
     with running(model, given) as loaded:
         texts = prompts(loaded.tokenizer)

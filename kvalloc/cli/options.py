@@ -62,9 +62,7 @@ class Common(TypedDict):
     profile : str
         A budget profile, or a shipped one's name.
     solver : str
-        Who decides; see 'kvalloc list solvers'.
-    solver_option : list of str
-        An option of the solver.
+        Who decides; see 'kvalloc list solvers'. Its options after colons, such as ilp:gap=0.001.
     average : str
         Solve once on the mean curves, or solve every sample and average the budgets.
     time_limit : float
@@ -83,7 +81,6 @@ class Common(TypedDict):
     scores: Annotated[Path, Option()]
     profile: Annotated[str, Option()]
     solver: Annotated[str, Option("NAME", SOLVING)]
-    solver_option: Annotated[list[str], Option("KEY=VALUE", SOLVING)]
     average: Annotated[str, Option("curves|allocations", SOLVING)]
     time_limit: Annotated[float, Option("SECONDS", SOLVING, parser=parse_seconds)]
     resume: Annotated[bool, Option()]
@@ -135,10 +132,10 @@ RARE = frozenset(
     {
         *("workloads", "tail", "min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
         *("cap", "equal_heads", "weights", "loss_policies", "cost", "measure_prompts", "average"),
-        *("sampling_ratio", "pool", "group_reduce", "count_sinks", "shard", "share_length"),
+        *("shard", "share_length"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
-        *("surrogate", "bounded", "policy_option", "allow_other_model", "accept_missing"),
+        *("surrogate", "bounded", "allow_other_model", "accept_missing"),
     }
 )
 """Options that few need, by name: only ``--help-all`` shows them."""

@@ -9,7 +9,6 @@ from kvalloc.cli.inspect import score_facts
 from kvalloc.cli.measuring import DEFAULT_KINDS, PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, from_typed, takes
 from kvalloc.cli.output import print_result
-from kvalloc.errors import InputError
 from kvalloc.measure.profiling import ProfileOptions, read_options
 from kvalloc.report.wording import score_fields
 from kvalloc.units import Option
@@ -44,14 +43,12 @@ def profile(
     kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
     kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
     kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
-    kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \
+    kvalloc profile demo --scorer snapkv:window=32 --loss fast --loss-level head \
         --loss-policies usual -o s.safetensors
     """
     from kvalloc.measure import profile as measured_profile
     from kvalloc.models.loading import require_run_packages
 
-    if "sinks" in given and "count_sinks" in given:
-        raise InputError("--sinks and --count-sinks contradict each other; give one of them")
     require_run_packages()
     read_options(from_typed(ProfileOptions, given))
     given |= {"output": output, "resume": resume}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -11,8 +11,7 @@ from kvalloc.allocation.request import TARGETS
 from kvalloc.cli.options import MODEL, from_typed
 from kvalloc.cli.output import SLID_OUT, is_verbose, note
 from kvalloc.cli.progress import load
-from kvalloc.cli.values import typed_options
-from kvalloc.errors import InputError, no_such
+from kvalloc.errors import InputError
 from kvalloc.online.conflicts import TARGET, check_conflicts
 from kvalloc.units import Option, share_text, size
 
@@ -42,9 +41,7 @@ class Reduction:
         Use the full cache, to compare with.
     policy : str
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
-        stay; see 'kvalloc list policies'.
-    policy_option : sequence of str
-        A parameter of `policy`.
+        stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
     decode_every : int
         Keep the budget while answering, too: go back to it every N tokens. By default the answer
         is never evicted.
@@ -67,7 +64,6 @@ class Reduction:
     solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
     full: Annotated[bool, Option("", BUDGETS)] = False
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
-    policy_option: Annotated[Sequence[str], Option("KEY=VALUE", KEPT)] = ()
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
     bounded: Annotated[bool, Option("", KEPT)] = False
     surrogate: Annotated[Path | None, Option("FILE", KEPT)] = None
@@ -117,9 +113,7 @@ class Reduction:
         from kvalloc.runtime import CacheOptions
 
         names = ("policy", "decode_every", "bounded", "allow_other_model", "surrogate")
-        options = CacheOptions(
-            policy_options=self._policy_options(), **{name: getattr(self, name) for name in names}
-        )
+        options = CacheOptions(**{name: getattr(self, name) for name in names})
         make = None if self.full else cache_maker(self.profile, options, **self.target)
         loaded = load(self.model, self.typed)
         if make is None:
@@ -128,21 +122,6 @@ class Reduction:
         if self.profile is not None:
             make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
         return loaded, lambda tokens: make(loaded.model, PromptSize(tokens=tokens))
-
-    def _policy_options(self) -> dict[str, Any]:
-        """Return the policy's parameters, each of the type that it takes."""
-        if self.policy is None:
-            return dict.fromkeys(self.policy_option)  # refused: they belong to a policy
-        from kvalloc.problem.registry import SCORERS, names, plugin_options
-        from kvalloc.runtime.policies import policy_class, policy_names
-        from kvalloc.scorers import scorer_class
-
-        name, policies = self.policy, policy_names()
-        if name not in (every := (*policies, *names(SCORERS))):
-            raise InputError(no_such("policy or scorer", name, every))
-        known = plugin_options(policy_class(name) if name in policies else scorer_class(name))
-        known.pop("scorer", None)
-        return typed_options("policy", name, known, [*self.policy_option], example="seed=1")
 
 
 def model_shape(loaded: LoadedModel) -> ModelShape:

@@ -11,7 +11,6 @@ from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
 from kvalloc.cli.output import duration, note, print_result, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
-from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError, option
 from kvalloc.report.wording import LOSS_NOTE, RETENTION_NOTE, decision_fields, requested_bytes
 from kvalloc.units import Option
@@ -46,7 +45,6 @@ class MeasureFlags(TypedDict, total=False):
 def solve(
     scores: Path,
     solver: str = "auto",
-    solver_option: list[str] | None = None,
     average: str = "curves",
     time_limit: float | None = None,
     output: Annotated[Path | None, Option("OUT.json")] = None,
@@ -66,11 +64,12 @@ def solve(
     --------
     kvalloc solve s.safetensors --target-retention 0.9 -o p.json
     kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
-    kvalloc solve s.safetensors --budget 20% --solver pyramid --solver-option beta=10 --json
+    kvalloc solve s.safetensors --budget 20% --solver pyramid:beta=10 --json
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
     from kvalloc.allocation.decision import solve as decide
     from kvalloc.formats.shipped_profiles import load_scores
+    from kvalloc.problem.registry import get_solver
 
     request = Request.parse(**from_typed(RequestOptions, options))  # before anything is read
     beside = options.keys() - RequestOptions.__annotations__
@@ -78,8 +77,8 @@ def solve(
         raise InputError(f"{option(min(beside))} goes with --measure MODEL; name the model")
     _check_output(output, scores)
     how: dict[str, Any] = {
-        **{"solver": solver, "solver_options": solver_options(solver, solver_option or [])},
-        **{"time_limit": time_limit, "average": average, "notify": note},
+        **{"solver": get_solver(solver), "time_limit": time_limit},
+        **{"average": average, "notify": note},
     }
     profile = load_scores(scores)
     start = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -12,7 +11,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
 from kvalloc.formats.policy import Policy
-from kvalloc.problem.registry import SCORERS, names
+from kvalloc.problem.registry import SCORERS, names, plugin_options, read_named
 
 if TYPE_CHECKING:
     from kvalloc.scorers import Scorer
@@ -164,24 +163,11 @@ def named_policies(
     return tuple(found)
 
 
-def read_named(text: str) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a policy or scorer written as NAME or NAME:KEY=VALUE:...
-
-    Raises
-    ------
-    InputError
-        If it is not.
-    """
-    name, *pairs = text.strip().split(":")
-    return name, _options(text, pairs)
-
-
 def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
     from kvalloc.runtime.policies import changed_policy, policy_names, policy_of
     from kvalloc.runtime.policies.by_head import check_chooses_only
 
-    name, *pairs = text.split(":")
-    options = _options(text, pairs)
+    name, options = read_named(text)
     if name in policy_names():
         policy = _with_scorer_options(name, options, own, scorer)
     else:
@@ -190,8 +176,8 @@ def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
     if (least := policy.scorer_parameters.get("window", 0)) > own.window:
         raise InputError(
             f"the policy {text!r} looks at the last {least} tokens, but the score profile protects "
-            f"a window of {own.window}; profile with {option('window', least)}, or give it "
-            "a smaller one"
+            f"a window of {own.window}; profile with "
+            f"{option('scorer', f'{scorer.name}:window={least}')}, or give it a smaller one"
         )
     built = policy_of(policy)
     check_chooses_only(built)
@@ -202,7 +188,7 @@ def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer
     from kvalloc.runtime.policies import changed_policy, policy_class
     from kvalloc.scorers import get_scorer
 
-    mine = set(inspect.signature(policy_class(name).__init__).parameters)
+    mine = plugin_options(policy_class(name))
     of_scorer = {key: value for key, value in options.items() if key not in mine}
     if of_scorer:
         other = get_scorer(scorer.name, **{**own.scorer_parameters, **of_scorer})
@@ -218,33 +204,6 @@ def _followed(name: str, own: Policy) -> dict[str, Any]:
         return {}  # which is told to the user where it is looked up
     if not scorer_class(name).follows:
         return {}
-    takes = inspect.signature(scorer_class(name).__init__).parameters
+    takes = plugin_options(scorer_class(name))
     given = own.scorer_parameters
     return {key: given[key] for key in FOLLOWED if key in given and key in takes}
-
-
-def _options(text: str, pairs: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals or not key or not value.strip():
-            raise InputError(
-                f"the policy {text!r} is not NAME or NAME:KEY=VALUE, such as snapkv:window=4"
-            )
-        if key in options:
-            raise InputError(f"the policy {text!r} gives {key} twice; give it once")
-        options[key] = _value(value.strip())
-    return options
-
-
-def _value(text: str) -> bool | int | float | str:
-    """Return a text as the number or truth that it reads as; plug-ins check the type."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

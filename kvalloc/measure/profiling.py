@@ -26,7 +26,7 @@ from kvalloc.measure.curves import (
     retention_curves,
 )
 from kvalloc.measure.job import Job, Measured, Steps, measured_samples
-from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies, read_named
+from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import Shard, choose_samples
 from kvalloc.models.loading import require_run_packages
@@ -52,24 +52,15 @@ class ProfileOptions(TypedDict, total=False):
     Parameters
     ----------
     samples : int
-        Samples to measure; see `sampling_ratio`. With `tasks` two of each by default.
-    sampling_ratio : float, default 0.1
-        Without `samples`: share of all samples there are, rounded up.
+        Samples to measure; a tenth of those that the text gives by default. With `tasks` two of
+        each.
     context : int, default 1024
         Reference context, tokens.
     scorer : str or Scorer, default "xkv"
-        What is measured; see 'kvalloc list scorers'. Other options than the next three after a
-        colon, such as surrogate:file=FILE.
-    window : int
-        The scorer's window, tokens; its own by default.
-    pool : int
-        The scorer's pooling width, tokens; its own by default.
-    group_reduce : str
-        How query heads that share a KV head are reduced.
+        What is measured; see 'kvalloc list scorers'. Its options after colons, such as
+        snapkv:window=32:pool=7.
     sinks : int, default 4
-        First tokens that are never evicted, and left out of the curves.
-    count_sinks : bool
-        Count the sinks as evictable, as XKV does.
+        First tokens that are never evicted, and left out of the curves; 0 counts them as XKV does.
     seed : int, default 0
         Of the choice of samples.
     batch : int, default 1
@@ -99,14 +90,9 @@ class ProfileOptions(TypedDict, total=False):
     """
 
     samples: Annotated[int | None, Option("N", SCORES)]
-    sampling_ratio: Annotated[float, Option("SHARE", SCORES)]
     context: int
     scorer: Annotated[str | Scorer, Option("NAME", SCORES)]
-    window: Annotated[int | None, Option("N", SCORES)]
-    pool: Annotated[int | None, Option("N", SCORES)]
-    group_reduce: Annotated[str | None, Option("mean|max", SCORES)]
     sinks: Annotated[int, Option("N", SCORES)]
-    count_sinks: Annotated[bool, Option("", SCORES)]
     seed: int
     batch: int
     loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
@@ -203,7 +189,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     InputError
         If an option cannot be used, or some contradict each other, whatever the model.
     """
-    sinks = 0 if options.get("count_sinks") else options.get("sinks", 4)
+    sinks = options.get("sinks", 4)
     scorer, losses = _scorer(options), _loss_plan(options)
     scorer.check_prompt_only()
     if losses is not None:
@@ -241,7 +227,6 @@ def _job(
         context_tokens=context,
         least_tokens=sinks + window + 1,
         samples=options.get("samples"),
-        sampling_ratio=options.get("sampling_ratio", 0.1),
         seed=options.get("seed", 0),
     )
     from kvalloc.runtime.policies import policy_of  # loads torch
@@ -405,16 +390,7 @@ def _assemble(job: Job, found: Mapping[int, Measured]) -> ScoreProfile:
 
 def _scorer(options: ProfileOptions) -> Scorer:
     scorer = options.get("scorer", "xkv")
-    named = {name: options.get(name) for name in ("window", "pool", "group_reduce")}
-    parameters = {name: value for name, value in named.items() if value is not None}
-    if not isinstance(scorer, Scorer):
-        name, more = read_named(scorer)
-        return get_scorer(name, **{**more, **parameters})
-    if parameters:
-        raise InputError(
-            f"{', '.join(parameters)} cannot be given together with a ready scorer; set it there"
-        )
-    return scorer
+    return scorer if isinstance(scorer, Scorer) else get_scorer(scorer)
 
 
 def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int, batch: int) -> None:

@@ -238,7 +238,7 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
         raise InputError(
             f"{prompt.where}: the prompt has {ids.size} tokens, but sinks and window leave "
             f"something to decide only from {least_tokens} tokens on; lengthen or remove it, or "
-            f"choose a smaller {option('window')}"
+            f"choose a scorer with a smaller window"
         )
     before = prompt.question or prompt.text
     space = " " if before and not before[-1].isspace() else ""

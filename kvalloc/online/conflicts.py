@@ -16,7 +16,7 @@ DECIDING = (
     *("solver", "solver_options", "scorer", "scorer_options", "sinks"),
 )
 """How a target is decided for each prompt."""
-KEEPING = ("policy", "policy_options", "policy_option", "decode_every", "bounded")
+KEEPING = ("policy", "policy_options", "decode_every", "bounded")
 """How a cache keeps its budgets."""
 
 

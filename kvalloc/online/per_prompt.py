@@ -223,7 +223,6 @@ class PromptTarget:
         decision = decide(
             posed,
             get_solver(self.solver, **self.solver_options),
-            solver_options=self.solver_options,
             priced=False,
         )
         return decision.with_policy(undecided.policy)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -77,33 +79,87 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     return loaded
 
 
-def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
+def read_named(text: str) -> tuple[str, dict[str, Any]]:
+    """Return name and options of a plug-in written as NAME or NAME:KEY=VALUE:KEY=VALUE.
+
+    Raises
+    ------
+    InputError
+        If an option has no name or no value, or is given twice.
+
+    Examples
+    --------
+    >>> read_named("snapkv:window=4:pool=1")
+    ('snapkv', {'window': '4', 'pool': '1'})
+    """
+    name, *pairs = re.split(r":(?=[^:=]*=)", text.strip())
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, value = (part.strip() for part in pair.split("=", 1))
+        key = key.replace("-", "_")
+        if not key or not value:
+            raise InputError(f"{text!r} is not NAME or NAME:KEY=VALUE, such as snapkv:window=4")
+        if key in options:
+            raise InputError(f"{text!r} gives {key} twice; give it once")
+        options[key] = value
+    return name, options
+
+
+def build(cls: type[T], options: Mapping[str, Any], *, what: str, **given: Any) -> T:
     """Make a plug-in with options, with one clear line for an option it does not have.
 
     Parameters
     ----------
     cls : type
         The plug-in's class.
-    options : dict
-        Keyword arguments.
+    options : mapping
+        As `typed_options` takes them.
     what : str
         How to call it in an error, such as ``"solver pyramid"``.
+    **given
+        Arguments that are no options.
 
     Raises
     ------
     InputError
         If it has no such option, or none of that value.
     """
+    typed = typed_options(cls, options, what=what)
+    try:
+        return cls(**given, **typed)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} cannot be made with {typed}: {error}") from error
+
+
+def typed_options(cls: type[Any], options: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """Return the options of a plug-in, a text as the type that the option takes.
+
+    Raises
+    ------
+    InputError
+        If it has no such option, or a text is not of the option's type.
+    """
     known = plugin_options(cls)
-    unknown = sorted(set(options) - set(known))
-    if unknown:
+    if unknown := sorted(options.keys() - known.keys()):
         choices = ", ".join(known) or "it has none"
         near = nearest(unknown[0], known)
         raise InputError(f"{what} has no option {unknown[0]!r}; {near}choose from: {choices}")
+    return {
+        name: _typed(name, value, known[name], what) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
+
+def _typed(name: str, text: str, option: inspect.Parameter, what: str) -> Any:
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
     try:
-        return cls(**options)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{what} cannot be made with {options}: {error}") from error
+        return TypeAdapter(option.annotation).validate_python(text)
+    except PydanticUserError:  # of another type, or of an unknown one: the plug-in reads it
+        return text
+    except ValidationError as error:
+        expected = error.errors()[0]["msg"].removeprefix("Input should be ")
+        raise InputError(f"{what}: {name} is {text!r}, expected {expected}") from None
 
 
 def solver_names() -> list[str]:
@@ -117,7 +173,7 @@ def get_solver(name: str, **options: Any) -> Solver:
     Parameters
     ----------
     name : str
-        A registered name.
+        A registered name, also with options, see `read_named`.
     **options
         The solver's own options.
 
@@ -132,7 +188,8 @@ def get_solver(name: str, **options: Any) -> Solver:
     SolverError
         If the plug-in is broken.
     """
-    solver: Solver = build(load(SOLVERS, name, Solver), options, what=f"solver {name}")
+    name, named = read_named(name)
+    solver: Solver = build(load(SOLVERS, name, Solver), named | options, what=f"solver {name}")
     return solver
 
 
@@ -174,7 +231,8 @@ def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     Returns
     -------
     dict of inspect.Parameter
-        Their annotations resolved where that is possible.
+        Their annotations resolved where that is possible; without the scorer that a policy is
+        given.
     """
     if cls.__init__ is object.__init__:
         return {}
@@ -183,5 +241,6 @@ def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     except Exception:  # a plug-in's annotations may name what only a type checker sees
         hints = {}
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = (p for p in parameters if p.kind not in rest and p.name != "scorer")
     return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in named}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvalloc.problem.registry import SCORERS, build, load, names
+from kvalloc.problem.registry import SCORERS, build, load, names, read_named
 from kvalloc.scorers.base import Scorer
 
 __all__ = ["Scorer", "get_scorer", "scorer_class", "scorer_names"]
@@ -43,7 +43,7 @@ def get_scorer(name: str, **parameters: Any) -> Scorer:
     Parameters
     ----------
     name : str
-        A registered name.
+        A registered name, also with parameters: ``"snapkv:window=32"``.
     **parameters
         The scorer's own parameters, such as ``window`` and ``pool``.
 
@@ -59,4 +59,5 @@ def get_scorer(name: str, **parameters: Any) -> Scorer:
     SolverError
         If the plug-in is broken.
     """
-    return build(scorer_class(name), parameters, what=f"scorer {name}")
+    name, named = read_named(name)
+    return build(scorer_class(name), named | parameters, what=f"scorer {name}")

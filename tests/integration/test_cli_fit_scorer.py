@@ -12,7 +12,7 @@ def test_a_surrogate_is_fitted_and_picks_entries(models, profiles, folder):
     assert (said["samples"], said["context_tokens"]) == (4, 64)
     assert len(said["r_squared"]) == len(said["rank_correlation"]) == 3
     assert said["file_bytes"] == file.stat().st_size
-    picking = ("--policy", "surrogate", "--policy-option", f"file={file}", "--json")
+    picking = ("--policy", f"surrogate:file={file}", "--json")
     for more in ((), ("--decode-every", 1)):
         ran = run(*generate_arguments(models, profiles, folder), *picking, *more)
         assert ran.json["scorer"] == "surrogate"

@@ -252,15 +252,14 @@ def test_an_answer_that_ends_before_the_eviction_says_so(generate):
     [
         ("--policy nothing", "no policy or scorer 'nothing'; choose from: "),
         ("--policy SnapKV", "no policy or scorer 'SnapKV'; the nearest is 'snapkv'"),
-        ("--policy nacl --policy-option sed=1", "no option 'sed'; the nearest is 'seed'"),
+        ("--policy nacl:sed=1", "no option 'sed'; the nearest is 'seed'"),
         ("--policy reconstruction --decode-every 4", "leave out --decode-every"),
-        ("--policy nacl --policy-option seed=x", "--policy-option seed of nacl is 'x'"),
-        ("--policy nacl --policy-option scorer=xkv", "no option 'scorer'"),
-        ("--policy critical --policy-option alpha=7", "alpha is 7.0"),
-        ("--policy cake --policy-option window=60", "they must agree"),
-        ("--policy-option seed=1", "name it with --policy"),
+        ("--policy nacl:seed=x", "policy nacl: seed is 'x', expected a valid integer"),
+        ("--policy nacl:scorer=xkv", "no option 'scorer'"),
+        ("--policy critical:alpha=7", "alpha is 7.0"),
+        ("--policy cake:window=60", "they must agree"),
         ("--policy surrogate", "file is '', expected what"),
-        ("--policy surrogate --policy-option file=SCORES", "score profile, expected a surrogate"),
+        ("--policy surrogate:file=SCORES", "score profile, expected a surrogate"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(folder, generate, profiles, more, said):

@@ -46,9 +46,9 @@ def test_profile_makes_prompts_of_tasks(models, folder):
 def test_profile_passes_every_option_on(models, folder):
     (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prose(n)}) for n in (70, 50)))
     ran = run(
-        *("profile", models / "tiny", "--prompts", folder / "p.jsonl", "--sampling-ratio", "1.0"),
-        *("--context", 60, "--scorer", "snapkv", "--window", 16, "--pool", 3, "--count-sinks"),
-        *("--group-reduce", "max", "--seed", 3, "--dtype", "bfloat16", "--device", "cpu"),
+        *("profile", models / "tiny", "--prompts", folder / "p.jsonl", "--samples", 2),
+        *("--context", 60, "--scorer", "snapkv:window=16:pool=3:group-reduce=max", "--sinks", 0),
+        *("--seed", 3, "--dtype", "bfloat16", "--device", "cpu"),
         *("-o", folder / "s.safetensors", "--json"),
     )
     assert ran.code == 0, ran.err
@@ -91,22 +91,23 @@ def test_a_killed_profile_is_resumed(models, folder, monkeypatch):
         ({"--samples": 99}, ["99 samples", "only 15"]),
         ({"--context": 513}, ["513", "beyond the 512"]),
         ({"--scorer": "oracle"}, ["no scorer 'oracle'", "xkv"]),
-        ({"--scorer": "streaming", "--pool": 3}, ["streaming has no option 'pool'"]),
+        ({"--scorer": "streaming:pool=3"}, ["streaming has no option 'pool'"]),
         ({"--sinks": -1}, ["sinks"]),
-        ({"--sinks": 2, "--count-sinks": True}, ["contradict"]),
         ({"--device": "abacus"}, ["abacus"]),
         ({"-o": "no/folder/s.safetensors"}, ["cannot write", "does not exist"]),
         ({"-o": "."}, ["cannot write", "folder"]),
         ({"--prompts": "no.jsonl"}, ["no.jsonl, line 1", "not JSON"]),
         ({"--text": "no.jsonl"}, ["--prompts"]),
         ({"--tasks": "needle"}, ["--tasks", "text or prompts are given"]),
-        ({"--tasks": "kl", "--sampling-ratio": 0.5}, ["--sampling-ratio", "--samples"]),
         ({"--tasks": "kl", "--question": "before"}, ["--question", "inside"]),
         ({"--tasks": "kl", "--lengths": "9,x"}, ["--lengths", "512,1024"]),
         ({"--tasks": "kl", "--lengths": "100000"}, ["--lengths", "--context"]),
         ({"--question": "after"}, ["--question", "add --tasks"]),
         ({"--loss-policies": "tova"}, ["needs losses: add --loss measured or --loss fast"]),
-        ({"--loss": "fast", "--loss-policies": "snapkv:window=32"}, ["with --window 32"]),
+        (
+            {"--loss": "fast", "--loss-policies": "snapkv:window=32"},
+            ["with --scorer xkv:window=32"],
+        ),
         ({"--tasks": "kl", "--context": 100_000}, ["no text", "--prompts"]),
     ],
 )
@@ -139,7 +140,7 @@ def test_shards_of_both_commands_are_merged_to_what_one_call_writes(models, fold
     (("--bits", "8,3"), {"loss_widths": [16, 8, 3]}, "stored at 16, 8, 3 bits each"),
 ])  # fmt: skip
 def test_losses_of_policies_and_widths_are_measured(models, folder, loss, facts, shown):
-    scorer = ("--scorer", "snapkv", "--window", 8, "--loss", "fast", "--loss-level", "head")
+    scorer = ("--scorer", "snapkv:window=8", "--loss", "fast", "--loss-level", "head")
     ran = run(*profile_arguments(models, folder), *scorer, *loss, "--json")
     assert ran.code == 0, ran.err
     assert facts.items() <= ran.json.items()

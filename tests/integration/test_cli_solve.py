@@ -75,7 +75,7 @@ def test_quiet_solve_only_writes(tmp_path, scores):
 def test_solve_passes_every_option_on(scores):
     ran = run(
         *("solve", scores, "--budget", "50%", "--context", "80", "--batch", "2", "--page", "4"),
-        *("--min-tokens", "8", "--solver", "pyramid", "--solver-option", "beta=4"),
+        *("--min-tokens", "8", "--solver", "pyramid:beta=4"),
         *("--average", "allocations", "--time-limit", "9", "--json"),
     )
     assert ran.code == 0, ran.err
@@ -200,7 +200,7 @@ def test_what_cannot_be_met_names_the_flag_and_every_flag_that_is_offered_works(
         ("", ["no target", "--target-retention"]),
         ("--budget lots", ["lots", "20%"]),
         ("--budget 20% --time-limit nan", ["--time-limit"]),
-        ("--budget 20% --solver-option beta=3", ["auto has no option 'beta'"]),
+        ("--budget 20% --solver auto:beta=3", ["auto has no option 'beta'"]),
         ("--budget 40% --solver adaptive_head", ["--level head"]),
         ("--budget 20% --weights FOLDER/w.json", ["w.json: the weight of layer 1 is nan"]),
         ("--budget 20% --bits 16,8.5", ["expected numbers such as 16,8,4"]),
@@ -263,8 +263,8 @@ def measuring(tmp_path_factory):
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "short.jsonl").write_text("\n".join([json.dumps({"text": "w1 w2"})] * 4))
     (folder / "text.txt").write_text(prose(300))
-    text = ("--text", folder / "text.txt", "--context", 48, "--samples", 2, "--window", 4)
-    loss = ("--loss", "fast", "--loss-level", "head")
+    text = ("--text", folder / "text.txt", "--context", 48, "--samples", 2)
+    loss = ("--scorer", "xkv:window=4", "--loss", "fast", "--loss-level", "head")
     ran = run("profile", folder / "tiny", *text, *loss, "-o", folder / "s.safetensors")
     assert ran.code == 0, ran.err
     return folder

@@ -65,7 +65,8 @@ class Job:
     resumes: bool = False
 
 
-PROFILE = (*("profile", "model", "--text", "text.txt", "--context", "48", "--window", "4"),)
+SAMPLED = ("--text", "text.txt", "--context", "48", "--scorer", "xkv:window=4")
+PROFILE = ("profile", "model", *SAMPLED)
 MEASURED = ("--budget", "45%", "--level", "head", "--measure", "model")
 JOBS = {
     "profile": Job(

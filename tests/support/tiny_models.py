@@ -77,10 +77,18 @@ def words(n_words: int, seed: int = 0) -> str:
     return " ".join(f"w{number}" for number in numbers.tolist())
 
 
+SCORED_BY = ("window", "pool", "group_reduce")
+"""Parameters of scorers that `tiny_profile` takes beside the options of a profile."""
+
+
 def tiny_profile(model: Any = None, texts: Any = None, **options: Any) -> Any:
     """Score profile of a tiny model on 2 samples of 60 words, unless something else is asked."""
     from kvalloc.measure import profile
+    from kvalloc.scorers import get_scorer
 
+    of_scorer = {name: options.pop(name) for name in SCORED_BY if name in options}
+    if of_scorer:
+        options["scorer"] = get_scorer(options.get("scorer", "xkv"), **of_scorer)
     values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
     texts = [words(300)] if texts is None else texts
     return profile(model or tiny_model(), WordTokenizer(), texts, **values)

@@ -11,7 +11,15 @@ from typing import Any
 
 from kvalloc.errors import InputError, no_such
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.problem.registry import POLICIES, SCORERS, build, load, names
+from kvalloc.problem.registry import (
+    POLICIES,
+    SCORERS,
+    build,
+    load,
+    names,
+    read_named,
+    typed_options,
+)
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.scorers import Scorer, get_scorer
@@ -67,7 +75,7 @@ def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolic
     SolverError
         If the plug-in is broken.
     """
-    return build(policy_class(name), {"scorer": scorer, **parameters}, what=f"policy {name}")
+    return build(policy_class(name), parameters, what=f"policy {name}", scorer=scorer)
 
 
 def policy_of(policy: Policy) -> EvictionPolicy:
@@ -114,7 +122,8 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
         The profile's own.
     name : str
         A registered policy, which goes on with the profile's scorer; or a registered scorer,
-        which stands for the policy ``score`` with that scorer.
+        which stands for the policy ``score`` with that scorer; also with parameters, such as
+        ``"critical:alpha=0.25"``.
     options : mapping, optional
         Parameters of the policy or scorer. A scorer looks at the profile's window unless told.
 
@@ -127,9 +136,11 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
     InputError
         If there is neither a policy nor a scorer of that name; lists them.
     """
-    given = dict(options or {})
+    name, named = read_named(name)
+    given = {**named, **(options or {})}
     if name in policy_names():
-        return policy.replace(name=name, parameters=given, label="")
+        typed = typed_options(policy_class(name), given, what=f"policy {name}")
+        return policy.replace(name=name, parameters=typed, label="")
     if name not in names(SCORERS):
         known = (*policy_names(), *names(SCORERS))
         raise InputError(no_such("policy or scorer", name, known))

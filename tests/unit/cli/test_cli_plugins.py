@@ -13,22 +13,22 @@ from cli_tools import Terminal, run
 
 from kvalloc.cli.main import main
 from kvalloc.cli.options import parse_seconds
-from kvalloc.cli.values import solver_options
 from kvalloc.errors import InputError
 from kvalloc.problem import registry
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs", "options"),
+    ("text", "options"),
     [
-        ("pyramid", ["beta=10"], {"beta": 10.0}),
-        ("adaptive_head", ["safeguard=floor", "alpha=0"], {"safeguard": "floor", "alpha": 0.0}),
-        ("ilp", ["workers=2"], {"workers": 2}),
-        ("greedy", [], {}),
+        ("pyramid:beta=10", {"beta": 10.0}),
+        ("adaptive_head:safeguard=floor:alpha=0", {"safeguard": "floor", "alpha": 0.0}),
+        ("ilp: workers = 2", {"workers": 2}),
+        ("head_classes:sink-tokens=2", {"sink_tokens": 2}),
+        ("greedy", {}),
     ],
 )
-def test_options_get_the_type_that_the_solver_takes(name, pairs, options):
-    found = solver_options(name, pairs)
+def test_options_get_the_type_that_the_solver_takes(text, options):
+    found = registry.options_of(registry.get_solver(text))
     assert found == options
     assert {key: type(value) for key, value in found.items()} == {
         key: type(value) for key, value in options.items()
@@ -36,21 +36,22 @@ def test_options_get_the_type_that_the_solver_takes(name, pairs, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs", "words"),
+    ("text", "words"),
     [
-        ("pyramid", ["beta"], "KEY=VALUE"),
-        ("pyramid", ["=3"], "KEY=VALUE"),
-        ("pyramid", ["gamma=3"], "beta"),
-        ("greedy", ["beta=3"], "it has none"),
-        ("pyramid", ["beta=steep"], "expected a number"),
-        ("ilp", ["workers=1.5"], "a whole number"),
-        ("pyramid", ["beta=3", "beta=4"], "twice"),
-        ("nobody", [], "there is no solver 'nobody'"),
+        ("pyramid:beta", "no solver 'pyramid:beta'; the nearest is 'pyramid'"),
+        ("pyramid:=3", "'pyramid:=3' is not NAME or NAME:KEY=VALUE"),
+        ("pyramid:beta=", "'pyramid:beta=' is not NAME or NAME:KEY=VALUE"),
+        ("pyramid:gamma=3", "no option 'gamma'; choose from: beta"),
+        ("greedy:beta=3", "it has none"),
+        ("pyramid:beta=steep", "beta is 'steep', expected a valid number"),
+        ("ilp:workers=1.5", "workers is '1.5', expected a valid integer"),
+        ("pyramid:beta=3:beta=4", "'pyramid:beta=3:beta=4' gives beta twice"),
+        ("nobody", "there is no solver 'nobody'"),
     ],
 )
-def test_wrong_options_are_refused(name, pairs, words):
+def test_wrong_options_are_refused(text, words):
     with pytest.raises(InputError, match=words):
-        solver_options(name, pairs)
+        registry.get_solver(text)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])

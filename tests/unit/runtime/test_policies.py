@@ -171,7 +171,7 @@ def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
         ("nacl", {"proxy_share": -0.1}, "proxy_share is -0.1"),
         ("nacl", {"seed": -1}, "policy nacl: seed is -1, expected a number >= 0"),
         ("merge", {"threshold": 1.5}, "threshold is 1.5"),
-        ("merge", {"weights": "mean"}, "choose from: exponential, gaussian"),
+        ("merge", {"weights": "mean"}, "expected 'exponential' or 'gaussian'"),
         ("mpcache", {"coarse_tokens": 24}, "coarse_tokens 24 is no multiple of fine_tokens 16"),
         ("mpcache", {"coarse_tokens": 8}, "no multiple"),
         ("mpcache", {"alpha": 2.0}, "alpha is 2.0"),

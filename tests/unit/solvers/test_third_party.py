@@ -70,7 +70,7 @@ def test_it_is_listed_with_its_options_and_solves(
         ("offset=-1", "offset is -1, expected >= 0"),
         ("size=2", "square_root has no option 'size'; choose from: offset"),
     ):
-        done = kvalloc(*asked, "--solver-option", option, env=installed, code=2)
+        done = kvalloc(*asked, "--solver", f"square_root:{option}", env=installed, code=2)
         assert said in done.stderr
         assert "Traceback" not in done.stderr
 
