@@ -78,7 +78,7 @@ def _show(attempts: list[Attempt]) -> None:
         for column in columns:
             del column["loss"]
     rows = [list(column.values()) for column in columns]
-    print_table(list(columns[0]), rows, optional=("tokens", "share"))
+    print_table(list(columns[0]), rows)
     if refused := {one.solver: one.reason for one in attempts if one.profile is None}:
         print()
         indent = max(map(len, refused)) + 2
@@ -101,7 +101,6 @@ def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
             else {}
         ),
         "loss": number_text(decided.predicted_loss, ".4f", "?"),
-        "tokens": f"{decided.retained_tokens / decided.budgets.size:,.0f}",
         "bytes": size(decided.retained_bytes),
         "share": f"{decided.retained_bytes / decided.full_bytes:.1%}",
         "bound": _bound(decided),

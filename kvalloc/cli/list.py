@@ -120,7 +120,7 @@ def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    print_table(("profile", "bytes", "KL", "worst at", "model"), cells, optional=("model",))
+    print_table(("profile", "bytes", "KL", "worst at", "model"), cells)
 
 
 def _show_plugins(group: str, base: type[Any], hint: str) -> None:

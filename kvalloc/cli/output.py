@@ -141,38 +141,28 @@ def hanging(text: str, indent: int) -> str:
     return f"\n{'':<{indent}}".join(lines)
 
 
-def print_table(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    optional: Sequence[str] = (),
-    keys: int = 1,
-) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
     """Print a table: the first columns, which name a row, and the last one flush left.
 
-    In a terminal that is too narrow, even without the optional columns, those that do not fit
-    stand below, the rows named again. In a pipe a row is always one line with all columns.
+    In a terminal that is too narrow, columns that do not fit stand below, the rows named again. In
+    a pipe a row is always one line with all columns.
     """
     last = len(headings) - 1
     left = {*range(keys), last}
 
-    def lines(places: Sequence[int], **how: Any) -> list[str]:
+    def lines(places: Sequence[int]) -> list[str]:
         cells = [[row[place] for place in places] for row in (headings, *rows)]
         left_places = [place for place, column in enumerate(places) if column in left]
-        return table_lines(cells[0], cells[1:], left=left_places, **how)
+        return table_lines(cells[0], cells[1:], left=left_places)
 
-    def fits(table: list[str]) -> bool:
-        return not sys.stdout.isatty() or max(map(len, table)) <= terminal_width()
-
-    beside, every = list(range(keys)), range(keys, last + 1)
-    whole = lines(range(last + 1), optional=optional if sys.stdout.isatty() else ())
-    blocks: list[list[int]] = [[]]
-    for place in every:
-        if blocks[-1] and not fits(lines([*beside, *blocks[-1], place])):
-            blocks.append([])
+    blocks = [[*range(keys)]]
+    for place in range(keys, last + 1):
+        wider = lines([*blocks[-1], place])
+        fits = not sys.stdout.isatty() or max(map(len, wider)) <= terminal_width()
+        if not (fits or len(blocks[-1]) == keys):
+            blocks.append([*range(keys)])
         blocks[-1].append(place)
-    shown = [whole] if fits(whole) else [lines([*beside, *block]) for block in blocks]
-    print("\n\n".join("\n".join(one) for one in shown))
+    print("\n\n".join("\n".join(lines(block)) for block in blocks))
 
 
 def duration(seconds: float) -> str:

@@ -29,12 +29,10 @@ def table_lines(
     rows: Sequence[Sequence[str]],
     *,
     left: Sequence[int] = (0,),
-    optional: Sequence[str] = (),
 ) -> list[str]:
     r"""Align cells in columns as wide as they need.
 
-    Columns are one space apart where two do not fit into the terminal, and optional ones are left
-    out, the first named first, where even that is too wide.
+    Columns are one space apart where two do not fit into the terminal.
 
     Parameters
     ----------
@@ -44,8 +42,6 @@ def table_lines(
         As many cells each.
     left : sequence of int
         Columns that are flush left; numbers are flush right. Negative ones count from the end.
-    optional : sequence of str
-        Headings of columns that can be left out.
 
     Returns
     -------
@@ -61,23 +57,16 @@ def table_lines(
     flush_left = {place % len(headings) for place in left}
     cells = [[plain(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(map(_columns, column)) for column in zip(*cells, strict=True)]
-    shown = list(range(len(headings)))
-
-    def width(space: int) -> int:
-        return sum(widths[place] for place in shown) + space * (len(shown) - 1)
-
-    for name in optional:
-        if width(1) > terminal_width() and name in headings:
-            shown.remove(list(headings).index(name))
-    space = 2 if width(2) <= terminal_width() else 1
+    wide = sum(widths) + 2 * (len(widths) - 1)
+    space = "  " if wide <= terminal_width() else " "
     lines = []
     for row in cells:
-        padding = {place: " " * (widths[place] - _columns(row[place])) for place in shown}
+        padding = [" " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True)]
         aligned = (
-            row[place] + padding[place] if place in flush_left else padding[place] + row[place]
-            for place in shown
+            cell + padding[place] if place in flush_left else padding[place] + cell
+            for place, cell in enumerate(row)
         )
-        lines.append((" " * space).join(aligned).rstrip())
+        lines.append(space.join(aligned).rstrip())
     return lines
 
 

@@ -50,7 +50,7 @@ def test_compare_prints_a_table(scores, monkeypatch):
     assert "not answer quality" in ran.err
     lines = ran.out.splitlines()
     heading = next(line for line in lines if line.startswith("solver"))
-    for column in ("retention", "tokens", "bytes", "share", "bound", "gap", "seconds", "ended"):
+    for column in ("retention", "bytes", "share", "bound", "gap", "seconds", "ended"):
         assert column in heading
     assert any(line.startswith("greedy ") and line.endswith("optimal") for line in lines)
     assert any(line.startswith("adaptive_head ") and "--level head" in line for line in lines)

@@ -50,7 +50,7 @@ def test_a_table_fits_a_terminal_with_every_column(monkeypatch, width):
 
 def test_a_table_in_a_pipe_has_a_line_a_row_whatever_its_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "30")
-    output.print_table(HEADINGS, ROWS, keys=2, optional=("bytes",))
+    output.print_table(HEADINGS, ROWS, keys=2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all(cell in lines[1] for cell in ROWS[0])

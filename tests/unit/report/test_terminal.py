@@ -30,8 +30,6 @@ def test_tables_are_aligned_and_narrow_ones_move_together(monkeypatch):
     assert lines == ["name      n  z", "a         1  end", "bb    2,200  e"]
     monkeypatch.setenv("COLUMNS", "14")
     assert table_lines(("name", "n", "z"), rows, left=(0, -1))[0] == "name     n z"
-    monkeypatch.setenv("COLUMNS", "13")
-    assert table_lines(("name", "n", "z"), rows, optional=("z",))[0] == "name      n"
 
 
 def test_control_characters_in_a_cell_are_shown_escaped():
