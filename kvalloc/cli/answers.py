@@ -350,13 +350,10 @@ class Conversation:
         n_tokens : int, optional
             Length of the prompt that budgets are stated for; all that was read by default.
         """
-        return cache_facts(self.loaded, self.cache, n_tokens or self.seen_tokens)
+        return cache_facts(self.cache, n_tokens or self.seen_tokens)
 
     def kept_text(self) -> str:
         """Return what is kept of all that was read, in words."""
-        from kvalloc.evaluate.caches import full_bytes
-
         facts = self.cache_facts()
-        plain, shape = self.reduction.full, model_shape(self.loaded)
-        full = full_bytes(self.cache, shape, plain=plain)
-        return kept_text(self.cache, facts["share"], facts["retained_bytes"], full)
+        stored, full = facts["retained_bytes"], facts["full_bytes"]
+        return kept_text(self.cache, facts["share"], stored, full)

@@ -53,12 +53,13 @@ def export(
         -o config.yaml --restricted r.json
     kvalloc eval demo --profile p.json --profile r.json   what the loss costs
     """
+    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.reading import load_file
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.interop.exporting import export as write
     from kvalloc.interop.exporting import export_target
 
-    record = load_file(profile, ("budget profile", "score profile"))
+    record = load_file(profile, (BudgetProfile, ScoreProfile))
     if isinstance(record, ScoreProfile):
         _export_curves(profile, record, to, output)
         return

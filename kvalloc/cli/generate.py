@@ -28,7 +28,7 @@ def generate(model: str, **typed: Any) -> None:
     kvalloc generate demo --budget 20% --prompt-file prompt.txt
     kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
     kvalloc generate demo --target-retention 0.9 --prompt-file prompt.txt
-    kvalloc generate demo --full --prompt "What is a KV cache?" --max-new-tokens 40
+    kvalloc generate demo --budget 100% --prompt "What is a KV cache?" --max-new-tokens 40
     cat prompt.txt | kvalloc generate demo --profile p.json --json
     """
     reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
@@ -41,9 +41,7 @@ def generate(model: str, **typed: Any) -> None:
     if wants_json():
         print_json(facts)
     else:
-        shape = model_shape(conversation.loaded)
-        plain = conversation.reduction.full and shape.plain_bytes(facts["prompt_tokens"])
-        _note_figures(conversation.cache, facts, plain or facts["prompt_full_bytes"])
+        _note_figures(conversation.cache, facts)
 
 
 def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
@@ -55,14 +53,13 @@ def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
 
     def measure() -> None:
         cache = conversation.cache
-        at_first["share"] = getattr(cache, "share", 1.0)
+        at_first["share"] = cache.share
         at_first["prompt_retained_bytes"] = stored_bytes(cache)
 
     answer = conversation.answer(text, at_first=measure)
-    if not conversation.reduction.full:
-        # where the cache tells prompt and answer apart, also of a prompt that was evicted late
-        kept = kept_bytes(conversation.cache.layers)
-        at_first = at_first if kept is None else {"prompt_retained_bytes": kept}
+    # where the cache tells prompt and answer apart, also of a prompt that was evicted late
+    kept = kept_bytes(conversation.cache.layers)
+    at_first = at_first if kept is None else {"prompt_retained_bytes": kept}
     return {
         "model": conversation.loaded.model_id,
         "profile": conversation.reduction.profile,
@@ -77,11 +74,12 @@ def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
     }
 
 
-def _note_figures(cache: Any, facts: Mapping[str, Any], full_bytes: int) -> None:
+def _note_figures(cache: Any, facts: Mapping[str, Any]) -> None:
     deciding, speed = facts["decision_seconds"], facts["decode_tokens_per_second"]
     times = f"prefill {duration(facts['prefill_seconds'])}"
     times += "" if deciding is None else f", {duration(deciding)} of it to decide the budgets"
     times += "" if speed is None else f", then {speed:.1f} tokens/s"
-    kept = kept_text(cache, facts["share"], facts["prompt_retained_bytes"], full_bytes)
+    stored, full = facts["prompt_retained_bytes"], facts["prompt_full_bytes"]
+    kept = kept_text(cache, facts["share"], stored, full)
     note(f"[{facts['prompt_tokens']:,} prompt and {facts['new_tokens']:,} new tokens; {times}]")
     note(f"[cache of the prompt: {kept}, {size(facts['retained_bytes'])} with the answer]")

@@ -54,16 +54,15 @@ def inspect(file: str) -> None:
     kvalloc inspect doc.kv
     """
     from kvalloc.formats.hub import local_file
-    from kvalloc.formats.reading import READERS, load_file
+    from kvalloc.formats.reading import KINDS, load_file
     from kvalloc.formats.record import kind_of
+    from kvalloc.formats.saved_cache import SavedCacheHeader
 
     with local_file(file) as path:
         if kind_of(path) == "saved cache":
-            from kvalloc.formats.saved_cache import SavedCacheHeader
-
             _show_saved(file, *SavedCacheHeader.read(path))
             return
-        record = load_file(path, (*READERS, "saved cache"))
+        record = load_file(path, (*KINDS, SavedCacheHeader))
     if record.NAME == "budget profile":
         _show_budgets(file, record)
     elif record.NAME == "score profile":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.allocation.request import TARGETS
 from kvalloc.cli.options import MODEL, from_typed
-from kvalloc.cli.output import SLID_OUT, is_verbose, note
+from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 from kvalloc.online.conflicts import TARGET, check_conflicts
@@ -37,8 +37,6 @@ class Reduction:
         A budget profile, or the name of a shipped one.
     solver : str
         Who decides a target for the prompt.
-    full : bool
-        Use the full cache, to compare with.
     policy : str
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
         stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
@@ -62,7 +60,6 @@ class Reduction:
 
     profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
     solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
-    full: Annotated[bool, Option("", BUDGETS)] = False
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
     bounded: Annotated[bool, Option("", KEPT)] = False
@@ -79,10 +76,10 @@ class Reduction:
             If options exclude each other, or none says how a prompt is reduced.
         """
         check_conflicts(typed)
-        if not {*TARGET, "profile", "full", "cache"} & typed.keys():
+        if not {*TARGET, "profile", "cache"} & typed.keys():
             raise InputError(
-                "say which budgets to use with --profile P.json, decide them for the prompt with "
-                "--target-retention 0.9, or take the full cache with --full"
+                "say how much to keep with --budget 20%, of which 100% is the full cache, or which "
+                "budgets to use with --profile P.json"
             )
         return from_typed(cls, {**typed, "model": model, "typed": typed})
 
@@ -107,18 +104,14 @@ class Reduction:
         from kvalloc.models.loading import require_run_packages
 
         require_run_packages()
-        from kvalloc.evaluate.methods import full_cache
         from kvalloc.online.application import cache_maker
         from kvalloc.online.prompt_size import UNKNOWN, PromptSize
         from kvalloc.runtime import CacheOptions
 
         names = ("policy", "decode_every", "bounded", "allow_other_model", "surrogate")
         options = CacheOptions(**{name: getattr(self, name) for name in names})
-        make = None if self.full else cache_maker(self.profile, options, **self.target)
+        make = cache_maker(self.profile, options, **self.target)
         loaded = load(self.model, self.typed)
-        if make is None:
-            full = full_cache(loaded.model)
-            return loaded, lambda tokens: full.make_cache()
         if self.profile is not None:
             make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
         return loaded, lambda tokens: make(loaded.model, PromptSize(tokens=tokens))
@@ -142,10 +135,7 @@ def note_way(cache: Any, reduction: Reduction) -> None:
 
 def note_whole(cache: Any, n_tokens: int) -> None:
     """Say why nothing of a prompt was evicted: it is too short, or too little has followed it."""
-    profile: BudgetProfile | None = getattr(cache, "profile", None)
-    if profile is None:
-        return
-    kept = cache.kept_tokens[list(profile.shape.full_layers)]
+    kept = cache.kept_tokens[list(cache.profile.shape.full_layers)]
     if (kept < cache.get_seq_length()).any():
         return
     if awaited := cache.awaited_tokens:
@@ -160,13 +150,12 @@ def note_whole(cache: Any, n_tokens: int) -> None:
     )
 
 
-def cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[str, Any]:
+def cache_facts(cache: Any, prompt_tokens: int) -> dict[str, Any]:
     """Return what a cache stores, and the target that it was decided for, for ``--json``.
 
     Parameters
     ----------
-    loaded : LoadedModel
-    cache : transformers.Cache
+    cache : BudgetCache
         After the prompt.
     prompt_tokens : int
 
@@ -178,25 +167,25 @@ def cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[str
         ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow a prompt
         of this length; ``share``: what is stored of it, of a cache at 16 bits; ``retained_bytes``,
         ``full_bytes``: what is stored now, and what a full cache would store. None where there is
-        none, as of a full cache.
+        none.
     """
-    from kvalloc.evaluate.caches import full_bytes, stored_bytes
+    from kvalloc.evaluate.caches import stored_bytes
 
-    profile: BudgetProfile | None = getattr(cache, "profile", None)
+    profile: BudgetProfile = cache.profile
     decided = _decided_profile(cache)
     requested = {} if decided is None else decided.requested
     known = {name: requested[name] for name in ("target", "value") if name in requested}
     return {
-        "policy": None if profile is None else profile.policy.name,
-        "scorer": None if profile is None else profile.policy.scorer,
-        "other_policies": [] if profile is None else [one.title for one in profile.other_policies],
+        "policy": profile.policy.name,
+        "scorer": profile.policy.scorer,
+        "other_policies": [policy.title for policy in profile.other_policies],
         "requested": None if decided is None else known,
         "retention": None if decided is None else decided.retention,
-        "decision_seconds": getattr(cache, "decision_seconds", None),
-        "granted_bytes": None if profile is None else profile.retained_bytes_at(prompt_tokens),
-        "share": getattr(cache, "share", 1.0),
+        "decision_seconds": cache.decision_seconds,
+        "granted_bytes": profile.retained_bytes_at(prompt_tokens),
+        "share": cache.share,
         "retained_bytes": stored_bytes(cache),
-        "full_bytes": full_bytes(cache, model_shape(loaded)),
+        "full_bytes": cache.full_bytes,
     }
 
 
@@ -205,17 +194,14 @@ def kept_text(cache: Any, share: float, retained_bytes: int, full_bytes: int) ->
 
     Parameters
     ----------
-    cache : transformers.Cache
+    cache : BudgetCache
         After the prompt.
     share : float
         Of a cache at 16 bits; see `kvalloc.runtime.cache.BudgetCache.share`.
     retained_bytes, full_bytes : int
-        Of the prompt alone, stored and by a full cache; beside a full one, by one of its type.
+        Of the prompt alone, stored and by a full cache.
     """
-    profile: BudgetProfile | None = getattr(cache, "profile", None)
-    if profile is None:
-        since = f", since {SLID_OUT}" if retained_bytes > full_bytes else ""
-        return f"everything, {size(retained_bytes)}{since}"
+    profile: BudgetProfile = cache.profile
     target, decided = profile.target_text, _decided_profile(cache)
     if decided is not None and decided.retention is not None:
         target = f"{target} (retention {decided.retention:.4f} reached)"
@@ -226,6 +212,5 @@ def kept_text(cache: Any, share: float, retained_bytes: int, full_bytes: int) ->
 
 
 def _decided_profile(cache: Any) -> BudgetProfile | None:
-    """Return budgets that were decided for this prompt; None of stored ones and a full cache."""
-    decided = getattr(cache, "decision_seconds", None) is not None
-    return getattr(cache, "profile", None) if decided else None
+    """Return budgets that were decided for this prompt; None of stored ones."""
+    return None if cache.decision_seconds is None else cache.profile

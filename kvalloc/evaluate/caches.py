@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvalloc.shape import ModelShape
 
 MakeCache = Callable[[], "Cache"]
 
@@ -34,36 +33,6 @@ def needed_bytes(cache: Cache) -> int:
     most `stored_bytes`.
     """
     return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache.layers))
-
-
-def full_bytes(cache: Cache, shape: ModelShape, *, plain: bool = False) -> int:
-    """Return the bytes that a full cache needs for the tokens that a cache of one row has seen.
-
-    To be compared with `stored_bytes` of the same moment. Of a sliding layer the last
-    ``sliding_window - 1`` entries count and, after a decoded token, the one that has just slid
-    out: it is still allocated, in a full cache as in a reduced one.
-
-    Parameters
-    ----------
-    cache : transformers.Cache
-        A full or a reduced one.
-    shape : ModelShape
-        Of its model.
-    plain : bool
-        Whether the full cache is in the model's own type, instead of at 16 bits a number.
-    """
-    known: int | None = getattr(cache, "full_bytes", None)
-    if known is not None:  # a reduced cache
-        return known
-    slid_out = 0
-    for layer in cache.layers:
-        states = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        for tensor in (one for one in states if one is not None):
-            more = tensor.untyped_storage().nbytes() - tensor.nbytes
-            if more == tensor[:, :, :1].nbytes:  # right after a prompt it may be all of that
-                slid_out += more
-    needed = shape.plain_bytes if plain else shape.full_bytes
-    return needed(int(cache.get_seq_length())) + slid_out
 
 
 def _storages(layers: Iterable[object]) -> list[tuple[UntypedStorage, int, int]]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, ProfileFileError, nearest
-from kvalloc.files import near_file
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
-from kvalloc.formats.shipped_profiles import (
-    load_profile,
-    load_scores,
-    shipped_profiles,
-    shipped_scores,
-)
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import BUDGETS, SCORES, load_shipped
 
-READERS = {
-    "score profile": ("kvalloc.formats.score_profile", "ScoreProfile"),
-    "budget profile": ("kvalloc.formats.budget_profile", "BudgetProfile"),
-    "evaluation": ("kvalloc.formats.evaluation", "Evaluation"),
-}
-"""Module and class that read a kind of file."""
+SHIPPED: dict[type[Any], str] = {ScoreProfile: SCORES, BudgetProfile: BUDGETS}
+"""Endings of what ships, by kind."""
+
+KINDS = (ScoreProfile, BudgetProfile, Evaluation)
+"""What is read from any file."""
 
 _FOREIGN = {
     b"\x89PNG": "a PNG picture",
@@ -35,15 +30,15 @@ _FOREIGN = {
 """Files of others by their first bytes."""
 
 
-def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
+def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
     """Return the record that a file holds.
 
     Parameters
     ----------
     source : str or Path
         A file of kvalloc, here or on the hub, or the name of a shipped profile.
-    kinds : sequence of str
-        Which of `READERS` to take.
+    kinds : sequence of type
+        Which records to take.
 
     Returns
     -------
@@ -56,32 +51,22 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
     ProfileFileError
         If it is a file of another kind, which is named, or not a sound one.
     """
-    if on_hub(source):
-        with local_file(source) as fetched:
-            return load_file(fetched, kinds)
-    path, shipped = Path(source), [*shipped_scores(), *shipped_profiles()]
-    if not os.path.exists(path):
-        if str(source) in shipped_profiles() and "budget profile" in kinds:
-            return load_profile(source)
-        if str(source) in shipped_scores() and "score profile" in kinds:
-            return load_scores(source)
-        near = nearest(str(source), shipped) or near_file(source)
-        names = ", ".join(shipped) or "none is shipped"
-        raise InputError(
-            f"there is no file {source} and no shipped profile of that name; {near}check the path, "
-            f"or choose from: {names}"
+    if not on_hub(source) and not os.path.exists(source):
+        return load_shipped(source, {kind: SHIPPED[kind] for kind in kinds if kind in SHIPPED})
+    with local_file(source) as path:
+        kind = kind_of(path)
+        for one in kinds:
+            if kind == one.NAME:
+                return one.load(path)
+        found = with_article(kind) if kind else _foreign(path)
+        way_out = WHAT_TO_DO.get(kind, "name another file, or make this one again")
+        raise ProfileFileError(
+            source,
+            field="file",
+            found=found,
+            expected=" or ".join(with_article(one.NAME) for one in kinds),
+            way_out=way_out.format(source),
         )
-    kind = kind_of(path)
-    if kind in kinds:
-        module, name = READERS[kind]
-        return getattr(importlib.import_module(module), name).load(path)
-    raise ProfileFileError(
-        source,
-        field="file",
-        found=with_article(kind) if kind else _foreign(path),
-        expected=" or ".join(map(with_article, kinds)),
-        way_out=WHAT_TO_DO.get(kind, "name another file, or make this one again").format(source),
-    )
 
 
 def _foreign(path: Path) -> str:

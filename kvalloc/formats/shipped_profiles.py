@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -115,19 +116,41 @@ def load_surrogate(source: str) -> FittedSurrogate:
 
 def _load(kind: type[T], source: str | Path, ending: str) -> T:
     if not on_hub(source) and not os.path.exists(source):
-        name, shipped = str(source), _shipped(ending)
-        if name in shipped:
-            with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:
-                return kind.load(file)
-        if kind_of(source):  # the demo's name is a model
-            kind.require_file(source)
-        near, known = nearest(name, shipped) or near_file(source), ", ".join(shipped) or "none"
-        raise InputError(
-            f"there is no {kind.NAME} {source}: no such file; {near}check the path; "
-            f"shipped ones: {known}"
-        )
+        return load_shipped(source, {kind: ending})
     with local_file(source) as path:
         return kind.load(path)
+
+
+def load_shipped(source: str | Path, kinds: Mapping[type[T], str]) -> T:
+    """Load what ships under a name that is no file.
+
+    Parameters
+    ----------
+    source : str or Path
+        The name.
+    kinds : mapping of type to str
+        Which kinds to take, with their endings.
+
+    Raises
+    ------
+    InputError
+        If nothing of these kinds ships under the name.
+    ProfileFileError
+        If the name is that of a model.
+    """
+    name, known = str(source), [one for ending in kinds.values() for one in _shipped(ending)]
+    for kind, ending in kinds.items():
+        if name in _shipped(ending):
+            with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:
+                return kind.load(file)
+    first, *_ = kinds
+    if kind_of(source):  # the demo's name is a model
+        first.require_file(source)
+    near = nearest(name, known) or near_file(source)
+    raise InputError(
+        f"there is no {' or '.join(kind.NAME for kind in kinds)} {source}: no such file; {near}"
+        f"check the path; shipped ones: {', '.join(known) or 'none'}"
+    )
 
 
 @cache

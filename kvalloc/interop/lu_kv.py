@@ -68,7 +68,8 @@ class LUKV(ExportTarget):
             Share of all entries to evict, kvpress' ``compression_ratio``, 0.01..0.99.
         """
         try:
-            curves: FloatArray = np.load(path, allow_pickle=False)
+            with open(path, "rb") as file:  # np.load would open archives, too, and not close them
+                curves: FloatArray = np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:  # NumPy takes the header for Python's, with errors of its own
             raise InputError(f"{path} is no file of LU-KV: {one_line(error)}") from error
         expected = (len(TOTALS), *like.budgets.shape)

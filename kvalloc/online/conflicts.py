@@ -49,7 +49,7 @@ _SURROGATE = (
 
 CONFLICTS = (
     Conflict(
-        given=(*TARGET, *DECIDING, "profile", "full", *KEEPING, "surrogate"),
+        given=(*TARGET, *DECIDING, "profile", *KEEPING, "surrogate"),
         beside=("cache",),
         message="{0} says how a document is reduced, and the one in {1} was reduced when it was "
         "saved; leave it out",
@@ -67,7 +67,7 @@ CONFLICTS = (
     ),
     Conflict(
         given=("save_cache",),
-        beside=("full", "decode_every"),
+        beside=("decode_every",),
         message="{0} saves a reduced cache as it is after the prompt, which does not go with {1}; "
         "leave one of them out",
     ),
@@ -88,7 +88,7 @@ CONFLICTS = (
     ),
     Conflict(
         given=("surrogate",),
-        beside=(*DECIDING, "profile", "full", "policy"),
+        beside=(*DECIDING, "profile", "policy"),
         message=_SURROGATE,
     ),
     Conflict(given=("surrogate",), without=("budget",), message=_SURROGATE),
@@ -96,16 +96,6 @@ CONFLICTS = (
         given=(*TARGET, *DECIDING),
         beside=("profile",),
         message="{0} decides for each prompt and {1} was decided before; give one of them",
-    ),
-    Conflict(
-        given=TARGET,
-        beside=("full",),
-        message="{0} reduces the cache and {1} does not; give one of them",
-    ),
-    Conflict(
-        given=KEEPING,
-        beside=("full",),
-        message="{0} keeps to budgets; it does not go with {1}",
     ),
     Conflict(
         given=("allow_other_model",),

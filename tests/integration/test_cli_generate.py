@@ -24,7 +24,7 @@ def test_generate_keeps_what_was_granted(models, profiles, folder, name):
     assert 1 <= found["new_tokens"] <= 5
     assert found["retained_bytes"] < found["full_bytes"]
     assert found["prefill_seconds"] > 0
-    full = run(*arguments[:2], "--full", *arguments[4:], "--json").json
+    full = run(*arguments[:2], "--budget", "100%", *arguments[4:], "--json").json
     assert full["profile"] is None
     assert full["full_bytes"] == found["full_bytes"] < full["retained_bytes"]  # in float32
     assert full["prompt_full_bytes"] == found["prompt_full_bytes"]
@@ -37,15 +37,8 @@ def test_both_figures_of_bytes_are_of_the_same_moment(models, name, words, new):
     """With all entries kept it is the plain cache, in float32 larger than one at 16 bits."""
     prompt = ("--prompt", prose(words), "--max-new-tokens", new)
     kept = run("generate", models / name, "--budget", "100%", *prompt, "--json").json
-    full = run("generate", models / name, "--full", *prompt, "--json").json
-    said = run("generate", models / name, "--full", *prompt).err
-    assert ("since layers with a sliding window" in said) == (name == "gemma" and words == 100)
-    assert kept["prompt_retained_bytes"] > kept["prompt_full_bytes"] == full["prompt_full_bytes"]
-    assert kept["retained_bytes"] > kept["full_bytes"] == full["full_bytes"]
-    if new > 1 or name == "tiny":  # until then the full cache keeps what has left the window
-        assert full["retained_bytes"] == kept["retained_bytes"]
-    else:
-        assert full["retained_bytes"] >= kept["retained_bytes"]
+    assert kept["prompt_retained_bytes"] > kept["prompt_full_bytes"]
+    assert kept["retained_bytes"] > kept["full_bytes"]
 
 
 def test_only_the_answer_goes_to_stdout(models, profiles, folder):
@@ -129,19 +122,19 @@ def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles):
     short = ("--prompt", prose(6), "--max-new-tokens", 3)
     ran = run("generate", models / "tiny", "--profile", profiles / "tiny.json", *short)
     assert "everything is kept" in ran.err
-    full = run("generate", models / "tiny", "--full", *short)
-    assert ran.out == full.out
-    assert full.err.splitlines()[1].startswith("[cache of the prompt: everything, ")
+    assert ran.out == run("generate", models / "tiny", "--budget", "100%", *short).out
     decided = run("generate", models / "tiny", "--budget", "20%", "--prompt", "w1")
     assert "keeps the prompt whole, which is too short for 20.0%" in decided.err
 
 
 def test_the_chat_form_is_used_where_there_is_one(models, profiles):
     arguments = ("--prompt", prose(20), "--max-new-tokens", 2, "--json")
-    used = ("generate", models / "chatty", "--full", *arguments)
+    used = ("generate", models / "chatty", "--budget", "100%", *arguments)
     assert run(*used).json["prompt_tokens"] == 22
     assert run(*used, "--no-chat").json["prompt_tokens"] == 20
-    assert run("generate", models / "tiny", "--full", *arguments).json["prompt_tokens"] == 20
+    assert (
+        run("generate", models / "tiny", "--budget", "100%", *arguments).json["prompt_tokens"] == 20
+    )
 
 
 @pytest.mark.parametrize("question", [(), ("--question", "w5 w6")])
@@ -161,7 +154,7 @@ def test_an_answer_can_be_drawn_and_a_seed_draws_it_again(models, folder, questi
 
 def test_the_prompt_can_come_from_stdin(models, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin(prose(9)))
-    ran = run("generate", models / "tiny", "--full", "--max-new-tokens", 1, "--json")
+    ran = run("generate", models / "tiny", "--budget", "100%", "--max-new-tokens", 1, "--json")
     assert ran.json["prompt_tokens"] == 9
 
 
@@ -178,7 +171,7 @@ def test_another_model_of_the_same_sizes_only_when_allowed(models, profiles, fol
         ({"MODEL": "deeper"}, ["n_layers", "kvalloc profile"]),
         ({"MODEL": "mamba"}, ["Mamba"]),
         ({"MODEL": "nothing"}, ["check the path"]),
-        ({"--profile": None}, ["--profile", "--full"]),
+        ({"--profile": None}, ["--profile", "--budget 20%"]),
         ({"--profile": "missing.json"}, ["missing.json"]),
         ({"--profile": "edited.json"}, ["edited.json", "digest"]),
         ({"--prompt-file": None, "--prompt": " "}, ["empty"]),
@@ -214,7 +207,7 @@ def test_a_prompt_that_is_no_utf8_is_refused_in_one_line(models, folder, flag):
     typed = os.fsdecode(b"caf\xe9")
     document = [] if flag == "--prompt" else ["--prompt", "w1"]
     command = "generate" if flag == "--prompt" else "chat"
-    line = refused(folder, command, models / "tiny", "--full", *document, flag, typed)
+    line = refused(folder, command, models / "tiny", "--budget", "100%", *document, flag, typed)
     assert "is not UTF-8 text (character 3 cannot be read); convert it to UTF-8" in line
 
 

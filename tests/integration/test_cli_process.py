@@ -77,7 +77,7 @@ def test_a_reader_that_hangs_up_gets_no_complaint():
 def test_ctrl_c_ends_a_process_with_130_and_one_line(tmp_path):
     fifo = tmp_path / "prompt.txt"
     os.mkfifo(fifo)  # reading it waits for a writer
-    command = ("generate", "demo", "--full", "--prompt-file", str(fifo))
+    command = ("generate", "demo", "--budget", "100%", "--prompt-file", str(fifo))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", f"{RUN}; {EXIT}", *command], **pipes)
     writer = None

@@ -227,7 +227,7 @@ def test_solve_refuses(tmp_path, scores, asked, words):
         ("compare demo --budget 40%", "'kvalloc profile demo -o s.safetensors'"),
         ("diff p s", "'kvalloc solve {s} --budget 20% -o p.json'"),
         ("verify s p", "swapped; write: kvalloc verify {p} {s}"),
-        ("generate p --full --prompt w1", "a budget profile, and a model is wanted"),
+        ("generate p --budget 100% --prompt w1", "a budget profile, and a model is wanted"),
         ("chat demo --cache p", "expected a cache written with"),
         ("solve e --budget 40% --json", "'kvalloc report {e} -o report.html'"),
         ("solve scroes --budget 40% --json", "the nearest is '{s}'"),

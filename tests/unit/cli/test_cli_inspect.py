@@ -179,7 +179,7 @@ WANTED = "expected a score profile or a budget profile or an evaluation or a sav
         (b'{"a": 1}', ["JSON of another kind, or cut short", WANTED]),
         ("cut", ["a score profile written by 'kvalloc profile'"]),  # its header is believed
         ("folder", ["is a folder", WANTED]),
-        ("missing", ["there is no file", "no shipped profile", "check the path"]),
+        ("missing", ["no such file; check the path", "shipped ones"]),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, words):

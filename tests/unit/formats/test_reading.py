@@ -49,9 +49,9 @@ def test_a_path_does_wherever_a_profile_does(paths, kind):
 
 def test_a_file_of_another_kind_is_named(paths):
     assert load_file(paths / "greedy.json") == kvalloc.load_profile(paths / "greedy.json")
-    assert load_file(paths / "s.safetensors", ["score profile"]).has_losses
+    assert load_file(paths / "s.safetensors", [kvalloc.ScoreProfile]).has_losses
     with pytest.raises(ProfileFileError, match="is a budget profile, expected a score profile"):
-        load_file(paths / "greedy.json", ["score profile"])
+        load_file(paths / "greedy.json", [kvalloc.ScoreProfile])
     for name, data, said in (
         ("x.json", b"{", "JSON of another kind"),
         ("x.html", b" <!doctype", "HTML or SVG"),

@@ -216,9 +216,11 @@ def test_lu_kv_comes_back_at_any_total(tmp_path):
     assert (target.read(tmp_path / "b.npy", profile).budgets == profile.budgets).all()
     half = target.read(tmp_path / "b.npy", profile, evicted=0.5)
     assert half.budgets.sum() == 120
-    (tmp_path / "b.npy").write_bytes(b"none")
-    with pytest.raises(InputError, match=r"b\.npy is no file of LU-KV"):
-        target.read(tmp_path / "b.npy", profile)
+    np.savez(tmp_path / "archive.npz", curves)
+    for other in (b"none", (tmp_path / "archive.npz").read_bytes()):
+        (tmp_path / "b.npy").write_bytes(other)
+        with pytest.raises(InputError, match=r"b\.npy is no file of LU-KV"):
+            target.read(tmp_path / "b.npy", profile)
     np.save(tmp_path / "b.npy", np.full((99, 2, 2), 0.5))
     with pytest.raises(InputError, match=r"\(99, 2, 2\), expected finite ones shaped \(99, 3, 2\)"):
         target.read(tmp_path / "b.npy", profile)

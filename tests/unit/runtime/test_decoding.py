@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_tools import run as run_command
 
 import kvalloc
 from kvalloc import apply
@@ -263,9 +262,3 @@ def test_4096_tokens_stay_within_the_budget_and_the_stated_slack(tiny: ModuleTyp
             assert sum(own.shape[2] for own in held) <= rows + awaited
             assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
     assert cache.get_seq_length() == prompt + 4096
-
-
-def test_the_command_line_does_not_take_it_with_the_full_cache(tmp_path: Any) -> None:
-    ran = run_command("generate", "demo", "--full", "--prompt", "hello", "--decode-every", 4)
-    assert ran.code == 2
-    assert "--decode-every" in ran.err
