@@ -56,7 +56,6 @@ def test_every_keyword_stands_in_the_signature_and_in_the_docstring(name: str) -
 
 REQUESTED = ("budget: 'str | float | None' = None", "level: 'Level | None' = 'layer'")
 MEASURED = (
-    "sampling_ratio: 'float' = 0.1",
     "samples: 'int | None' = None",
     "context: 'int' = 1024",
 )
