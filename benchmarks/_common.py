@@ -148,7 +148,8 @@ def print_rows(rows: Iterable[Row], arguments: argparse.Namespace, *packages: st
     if not arguments.json:
         print(describe_where(where), flush=True)
     for row in rows:
-        row.setdefault("met", row_met(row))
+        if "met" not in row:  # lines of text and failures have no figure
+            row["met"] = row_met(row)
         found.append(row)
         if not arguments.json:
             print(describe(row), flush=True)

@@ -263,7 +263,7 @@ def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
             lines = [f"{loaded.model_id}, {text}, {how}"]
             for name in turns[0]:
                 lines.append(f"  {name:<7}" + "".join(f"{turn[name]:>9.4g}" for turn in turns))
-            yield {"name": text, "text": "\n".join(lines)}
+            yield {"text": "\n".join(lines), "met": True}
     name = f"{loaded.model_id}, {arguments.turns} turns at {SHARE:.0%}"
     handed, fresh = (torch.stack(figures[goes_on]) for goes_on in (True, False))
     shares = handed[..., 2]
@@ -277,10 +277,9 @@ def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
         f"an answer at most {float(handed[..., 1].max()):.1%}",
     )
     ours, again = handed[..., 0].mean(1), fresh[..., 0].mean(1)
-    ratio = float(ours.mean() / again.mean())
     row = ratio_row(
         f"{name}, KL of the answers over that of reading all again",
-        ratio,
+        float(ours.mean() / again.mean()),
         ours / again,
         1.5,
         f"{ours.mean():.5f} and {again.mean():.5f} nats a token at shares up to {largest:.1%} and "
