@@ -36,18 +36,6 @@ def test_versions_name_what_is_installed_and_what_is_not():
     assert found["no-such-package"] == "source"
 
 
-def test_what_is_flushed_is_open_for_writing(tmp_path, monkeypatch):
-    """As Windows wants it, which refuses to flush what was opened for reading."""
-
-    def flush(handle: int) -> None:
-        assert fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-
-    monkeypatch.setattr(os, "fsync", flush)
-    with files.atomic_write(tmp_path / "x") as temporary:
-        temporary.write_text("whole", encoding="utf-8")
-    assert (tmp_path / "x").read_text(encoding="utf-8") == "whole"
-
-
 WRITING = """
 import pathlib, sys
 from kvalloc import files

@@ -249,22 +249,6 @@ def test_a_full_disk_is_told_in_one_line_and_loses_no_sample(tmp_path, layers):
 PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
 
 
-@pytest.mark.parametrize("method", ["measured", "fast"])
-@pytest.mark.parametrize(("level", "heads"), [("layer", 1), ("head", 2)])
-def test_losses_lie_beside_the_retention_curves(tmp_path, method, level, heads):
-    plain = tiny_profile()
-    output = tmp_path / "s.safetensors"
-    tiny_profile(output=output, loss=LossPlan(method=method, level=level, **PLAN))
-    found = ScoreProfile.load(output)
-    assert np.array_equal(found.curves, plain.curves)
-    assert found.loss_tokens.tolist() == [12, 26, 41, 60]
-    assert found.losses.shape == (2, 3, heads, 4) == found.loss_stderr.shape
-    assert (found.losses[..., -1] == 0).all()
-    assert (found.losses[..., 0] > 0).all()
-    assert not plain.has_losses
-    assert (found.loss_method, plain.loss_method) == (method, "")
-
-
 def test_answers_are_what_the_loss_is_measured_on():
     own, given = (
         measure(texts=[Prompt(text=words(60), answer=answer)], samples=1, loss=LossPlan(**PLAN))
