@@ -133,6 +133,29 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, fi
             assert {*late.kept_indices(layer)[0, head].tolist()} == protected | {*best}
 
 
+def test_votes_count_where_they_are_larger_than_the_prediction(tiny: ModuleType, file: str) -> None:
+    seen: list[AttentionStates] = []
+
+    def watch(states: AttentionStates, compute: Any) -> Any:
+        seen.append(states)
+        return compute(states.mask)
+
+    model = tiny.tiny_model()
+    with torch.no_grad(), intercept_attention(model, watch):
+        model(tiny.prompt(CONTEXT), use_cache=False)
+    reductions = {"pool": 1, "row_reduce": "max", "group_reduce": "max"}
+    lookahead = get_scorer("lookahead", tokens=0, window=3, votes=7, ahead=8, **reductions)
+    for states in seen:
+        predicted = get_scorer("surrogate", file=file, window=3).score(states, sinks=2)
+        votes = 0.5 * lookahead.score(states, sinks=2)
+        scorer = get_scorer("surrogate", file=file, window=3, votes=7, votes_weight=0.5)
+        assert scorer.query_rows(CONTEXT) == 7
+        found = scorer.score(states, sinks=2)
+        assert torch.equal(found, predicted.maximum(votes))
+        assert (found > predicted).any()
+        assert (found > votes).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_scored_in_float32(
     tiny: ModuleType, file: str, dtype: torch.dtype
