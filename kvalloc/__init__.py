@@ -12,20 +12,28 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvalloc.allocation.decision import compare, solve
-    from kvalloc.errors import KVAllocError
-    from kvalloc.formats.budget_profile import BudgetProfile, Policy
-    from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.formats.shipped_profiles import load_profile, load_scores, shipped_profiles
-    from kvalloc.measure import profile
-    from kvalloc.measure.scorer_fitting import fit_scorer
-    from kvalloc.models.loading import load_model
-    from kvalloc.online.application import apply
-    from kvalloc.online.solving import solve_measured
-    from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
-    from kvalloc.report.page import write_report
-    from kvalloc.runtime import load_cache, make_cache
-    from kvalloc.shape import ModelShape
+    from kvalloc.allocation.decision import compare as compare
+    from kvalloc.allocation.decision import solve as solve
+    from kvalloc.errors import KVAllocError as KVAllocError
+    from kvalloc.formats.budget_profile import BudgetProfile as BudgetProfile
+    from kvalloc.formats.budget_profile import Policy as Policy
+    from kvalloc.formats.score_profile import ScoreProfile as ScoreProfile
+    from kvalloc.formats.shipped_profiles import load_profile as load_profile
+    from kvalloc.formats.shipped_profiles import load_scores as load_scores
+    from kvalloc.formats.shipped_profiles import shipped_profiles as shipped_profiles
+    from kvalloc.measure import profile as profile
+    from kvalloc.measure.scorer_fitting import fit_scorer as fit_scorer
+    from kvalloc.models.loading import load_model as load_model
+    from kvalloc.online.application import apply as apply
+    from kvalloc.online.solving import solve_measured as solve_measured
+    from kvalloc.problem import AllocationProblem as AllocationProblem
+    from kvalloc.problem import Solution as Solution
+    from kvalloc.problem import Solver as Solver
+    from kvalloc.problem import Termination as Termination
+    from kvalloc.report.page import write_report as write_report
+    from kvalloc.runtime import load_cache as load_cache
+    from kvalloc.runtime import make_cache as make_cache
+    from kvalloc.shape import ModelShape as ModelShape
 
 __version__ = "0.1.0.dev0"
 
@@ -47,30 +55,7 @@ _NAMES = {
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "AllocationProblem",
-    "BudgetProfile",
-    "KVAllocError",
-    "ModelShape",
-    "Policy",
-    "ScoreProfile",
-    "Solution",
-    "Solver",
-    "Termination",
-    "apply",
-    "compare",
-    "fit_scorer",
-    "load_cache",
-    "load_model",
-    "load_profile",
-    "load_scores",
-    "make_cache",
-    "profile",
-    "shipped_profiles",
-    "solve",
-    "solve_measured",
-    "write_report",
-]
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:

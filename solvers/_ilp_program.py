@@ -61,7 +61,7 @@ class Program:
     ----------
     maximise : bool
     rows : list of Row
-    most : list of int
+    upper : list of int
         Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in
         every best solution by themselves.
     goal : Row
@@ -72,14 +72,14 @@ class Program:
 
     maximise: bool
     rows: list[Row] = field(default_factory=list)
-    most: list[int] = field(default_factory=list)
+    upper: list[int] = field(default_factory=list)
     goal: Row = Row(variables=np.zeros(0, dtype=np.int64))
     hint: list[int] = field(default_factory=list)
 
-    def new(self, count: int, *, most: int = 1) -> IntArray:
+    def new(self, count: int, *, upper: int = 1) -> IntArray:
         """Add ``count`` variables; return their numbers."""
-        first = len(self.most)
-        self.most += [most] * count
+        first = len(self.upper)
+        self.upper += [upper] * count
         return np.arange(first, first + count)
 
     def add(
@@ -184,7 +184,7 @@ def encode(
     choices: Choices,
     kept: BoolArray,
     *,
-    most: int | None,
+    max_distinct: int | None,
     hint: IntArray | None,
     tight_target: bool = False,
     tail: bool = False,
@@ -196,7 +196,7 @@ def encode(
     choices : Choices
     kept : ndarray of bool, (n_rows, n_columns)
         Options to choose from, at least one in each row.
-    most : int or None
+    max_distinct : int or None
         Most different budgets.
     hint : ndarray of int64, (n_rows,), or None
         A pick to start from.
@@ -222,8 +222,8 @@ def encode(
         program.add(picks, cost, upper=room)
     for cap, (where, costs) in zip(choices.caps, choices.cap_rows(kept), strict=True):
         program.add(where, costs, upper=cap.capacity_bytes)
-    if most is not None:
-        _add_levels(program, choices.tokens[rows, columns], most)
+    if max_distinct is not None:
+        _add_levels(program, choices.tokens[rows, columns], max_distinct)
     goal, base, step, rounded = (_tail_goal if tail else _sum_goal)(program, choices, rows, columns)
     if choices.target is not None:
         wanted = (choices.target - base) / step
@@ -251,8 +251,8 @@ def _in_steps(worth: FloatArray, rows: IntArray, largest: float) -> tuple[IntArr
     """
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     least = np.minimum.reduceat(np.atleast_2d(worth).min(axis=0), starts)
-    most = np.maximum.reduceat(np.atleast_2d(worth).max(axis=0), starts)
-    spread = math.fsum(most - least)
+    highest = np.maximum.reduceat(np.atleast_2d(worth).max(axis=0), starts)
+    spread = math.fsum(highest - least)
     scale = largest / spread if spread > 0 else 1.0
     whole = np.floor((worth - least[rows]) * scale).astype(np.int64)
     return whole, math.fsum(least), 1.0 / scale
@@ -280,8 +280,8 @@ def _tail_goal(
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     highest = int(np.maximum.reduceat(whole.max(axis=0), starts).sum())
     hinted = np.array(program.hint, dtype=np.int64)
-    complete = hinted.size == len(program.most)
-    variables = program.new(count + 1, most=highest)
+    complete = hinted.size == len(program.upper)
+    variables = program.new(count + 1, upper=highest)
     picks = np.arange(rows.size)
     for scenario in range(count):  # what it falls short: at least the level less its worth
         program.add(
@@ -297,13 +297,13 @@ def _tail_goal(
     return goal, base, step / parts, choices.n_rows * parts
 
 
-def _add_levels(program: Program, tokens: IntArray, most: int) -> None:
+def _add_levels(program: Program, tokens: IntArray, max_distinct: int) -> None:
     """Add one variable for each budget in use, and a limit on their number."""
     levels, level_of = np.unique(tokens, return_inverse=True)
     used = program.new(levels.size)
     for pick, level in enumerate(level_of.tolist()):
         program.add(np.array([pick, used[level]]), np.array([1, -1]), upper=0)
-    program.add(used, upper=most)
+    program.add(used, upper=max_distinct)
     if program.hint:
         picked = np.flatnonzero(program.hint)
         program.hint += np.isin(np.arange(levels.size), level_of[picked]).astype(int).tolist()
@@ -320,7 +320,7 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
         return cp_model.LinearExpr.weighted_sum(terms, row.coefficients.tolist())
 
     model = cp_model.CpModel()
-    variables = [model.new_bool_var("") for _ in program.most]
+    variables = [model.new_bool_var("") for _ in program.upper]
     for row in program.rows:
         if row.coefficients is None and row.lower == row.upper == 1:
             model.add_exactly_one([variables[v] for v in row.variables.tolist()])
@@ -363,9 +363,9 @@ def by_highs(program: Program, limits: Limits) -> Answer:
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    most = np.array(program.most, dtype=np.float64)
+    upper = np.array(program.upper, dtype=np.float64)
     # variables that are not 0/1 are counted in shares of what the largest of them can be
-    steps = np.where(most > 1, max(1.0, float(most.max()) / FLOAT_RANGE), 1.0)
+    steps = np.where(upper > 1, max(1.0, float(upper.max()) / FLOAT_RANGE), 1.0)
 
     def scaled(row: Row) -> tuple[FloatArray, float]:
         ones = row.coefficients is None
@@ -378,15 +378,15 @@ def by_highs(program: Program, limits: Limits) -> Answer:
     columns = np.concatenate([row.variables for row in rows])
     starts = np.cumsum([0, *(part.size for part in parts)])
     matrix = sparse.csr_array(
-        (np.concatenate(parts), columns, starts), shape=(len(rows), most.size)
+        (np.concatenate(parts), columns, starts), shape=(len(rows), upper.size)
     )
     lows = [-math.inf if row.lower is None else row.lower for row in rows]
     highs = [math.inf if row.upper is None else row.upper for row in rows]
-    goal, sign = np.zeros(most.size), -1.0 if program.maximise else 1.0
+    goal, sign = np.zeros(upper.size), -1.0 if program.maximise else 1.0
     goal[program.goal.variables], unit = scaled(program.goal)
     goal, unit = sign * goal, sign * unit
     gap = 0.0
-    if limits.absolute_gap > 0 and len(program.hint) == most.size:
+    if limits.absolute_gap > 0 and len(program.hint) == upper.size:
         # As HiGHS counts it: relative to the objective of the start.
         gap = limits.absolute_gap / max(1.0, float(goal @ (program.hint / steps)) * unit)
     options: dict[str, Any] = {"mip_rel_gap": gap}
@@ -395,8 +395,8 @@ def by_highs(program: Program, limits: Limits) -> Answer:
     with stdout_kept_clean():
         answer = milp(
             c=goal,
-            integrality=(most == 1).astype(np.int64),
-            bounds=Bounds(0, most / steps),
+            integrality=(upper == 1).astype(np.int64),
+            bounds=Bounds(0, upper / steps),
             constraints=LinearConstraint(matrix, np.array(lows) / units, np.array(highs) / units),
             options=options,
         )

@@ -54,7 +54,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The outcome of a search.
 
     Attributes
@@ -76,7 +76,7 @@ class Found:
     infeasible: bool = False
 
 
-NOTHING = Found(picked=None, bound=math.inf, infeasible=True)
+NOTHING = SearchResult(picked=None, bound=math.inf, infeasible=True)
 
 
 class Search:
@@ -101,7 +101,7 @@ class Search:
         self.deadline = deadline
         self.choices = Choices.of(problem)
         levels = [c.most for c in problem.constraints if isinstance(c, MaxDistinct)]
-        self.most = min(levels) if levels else None
+        self.max_distinct = min(levels) if levels else None
 
     @property
     def seconds_left(self) -> float:
@@ -113,7 +113,7 @@ class Search:
         """Until when a choice to start from may be sought, beginning now."""
         return min(self.deadline, time.monotonic() + REPAIR_SECONDS)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Solve for the problem's aggregate and sense."""
         if self.problem.aggregate is Aggregate.TAIL:
             return self._best_tail()
@@ -121,38 +121,38 @@ class Search:
             # Whether a level fits has no almost.
             self.options = dataclasses.replace(self.options, gap=0.0)
             if self.problem.sense is Sense.MAX_VALUE:
-                return self._most_for_worst()
+                return self._highest_worst()
             return self._cheapest_with(self.choices.worth >= self.problem.lowest_accepted_value)
-        found = self._free(self.choices)
-        if not self.choices.minimise or found.picked is None:
-            return found
-        if not is_closed(self.choices.objective(found.picked), found.bound):
-            return found
+        result = self._free(self.choices)
+        if not self.choices.minimise or result.picked is None:
+            return result
+        if not is_closed(self.choices.objective(result.picked), result.bound):
+            return result
         # Of the picks that cost the least, the one with the most value.
-        within = self.choices.with_capacity(self.choices.cost(found.picked))
-        richest = self._free(within, known=found).picked
+        within = self.choices.with_capacity(self.choices.cost(result.picked))
+        richest = self._free(within, known=result).picked
         if richest is None or not self.choices.satisfies(richest):
-            return found
-        return dataclasses.replace(found, picked=richest)
+            return result
+        return dataclasses.replace(result, picked=richest)
 
     # The worst unit: whether a level can be reached is a problem of least cost.
 
-    def _most_for_worst(self) -> Found:
+    def _highest_worst(self) -> SearchResult:
         """Return the highest level that every row can reach within the capacity, by bisection."""
         worth = self.choices.worth
         levels = np.unique(worth[self.choices.exists])
         # Each row can reach its own best, so the worst cannot be above the least of those.
         high = int(np.searchsorted(levels, worth.max(axis=1).min(), side="right")) - 1
-        low, best = -1, Found(picked=None, bound=0.0)
+        low, best = -1, SearchResult(picked=None, bound=0.0)
         capacity = self.problem.capacity_bytes or 0
         while low < high:
             middle = (low + high + 1) // 2
-            found = self._cheapest_with(worth >= levels[middle])
-            if found.picked is not None and self.choices.cost(found.picked) <= capacity:
-                best = found
-                reached = float(worth[self.choices.index, found.picked].min())
+            result = self._cheapest_with(worth >= levels[middle])
+            if result.picked is not None and self.choices.cost(result.picked) <= capacity:
+                best = result
+                reached = float(worth[self.choices.index, result.picked].min())
                 low = int(np.searchsorted(levels, reached))
-            elif found.infeasible or found.bound > capacity:
+            elif result.infeasible or result.bound > capacity:
                 high = middle - 1
             else:
                 break  # time is up
@@ -160,7 +160,7 @@ class Search:
             return dataclasses.replace(best, infeasible=low >= high)
         return dataclasses.replace(best, bound=float(levels[high]))
 
-    def _cheapest_with(self, allowed: BoolArray) -> Found:
+    def _cheapest_with(self, allowed: BoolArray) -> SearchResult:
         free = dataclasses.replace(
             self.choices,
             worth=np.where(self.choices.exists, 0.0, -np.inf),
@@ -175,25 +175,27 @@ class Search:
 
     # Few levels: one set of them after the other, as far as their bounds allow.
 
-    def _free(self, choices: Choices, known: Found = NOTHING) -> Found:
+    def _free(self, choices: Choices, known: SearchResult = NOTHING) -> SearchResult:
         """Return the best pick for the sum."""
         prices = best_prices(choices)
         if known.picked is None:
-            known = Found(picked=best_known(choices, prices, self.repair_until), bound=0.0)
-        if self.most is None:
+            known = SearchResult(picked=best_known(choices, prices, self.repair_until), bound=0.0)
+        if self.max_distinct is None:
             return self._core(choices, prices, known, None)
-        if known.picked is not None and choices.n_levels(known.picked) > self.most:
+        if known.picked is not None and choices.n_levels(known.picked) > self.max_distinct:
             known = NOTHING
         levels = np.unique(choices.tokens[choices.exists])
         if levels.size <= MOST_LEVELS:
-            return self._best_levels(choices, LevelSets.of(choices, prices, self.most), known)
+            return self._best_levels(
+                choices, LevelSets.of(choices, prices, self.max_distinct), known
+            )
         if known.picked is None:
             some = levels[:: -(-levels.size // FEWER_LEVELS)]
             with contextlib.suppress(InfeasibleError):
                 known = self._free(choices.restricted(np.isin(choices.tokens, some)))
-        return self._core(choices, prices, known, self.most)
+        return self._core(choices, prices, known, self.max_distinct)
 
-    def _best_levels(self, choices: Choices, sets: LevelSets, best: Found) -> Found:
+    def _best_levels(self, choices: Choices, sets: LevelSets, best: SearchResult) -> SearchResult:
         """Return the best pick over all sets of levels that could beat the known one."""
         prices = sets.prices
         if best.picked is None:
@@ -202,7 +204,7 @@ class Search:
         if best.picked is not None:
             listed = sets.within(self._room(choices, prices, best))
         if listed is None or best.picked is None:  # too many sets: one program for all
-            return self._core(choices, prices, best, self.most)
+            return self._core(choices, prices, best, self.max_distinct)
         loose: list[float] = []  # bounds of what was not decided
         for lost, places in listed:
             if lost > self._room(choices, prices, best):
@@ -210,10 +212,10 @@ class Search:
             if self.seconds_left <= 0:
                 loose.append(prices.beyond(choices, lost))
                 break
-            found = self._with_levels(choices, sets, places, best.picked)
-            if not found.infeasible:
-                loose.append(found.bound)
-                best = self._better(choices, best, found)
+            result = self._with_levels(choices, sets, places, best.picked)
+            if not result.infeasible:
+                loose.append(result.bound)
+                best = self._better(choices, best, result)
         assert best.picked is not None  # it starts with one, and only a better one follows
         if self.options.gap > 0:
             room = max(0.0, self._room(choices, prices, best))
@@ -227,7 +229,7 @@ class Search:
         sets: LevelSets,
         places: tuple[int, ...],
         known: IntArray | None = None,
-    ) -> Found:
+    ) -> SearchResult:
         """Return the best pick with the levels of one set, if it could beat the known one."""
         try:
             few = choices.restricted(np.isin(choices.tokens, sets.levels[list(places)]))
@@ -237,7 +239,7 @@ class Search:
         if known is not None and not choices.better(prices.bound, choices.objective(known)):
             return NOTHING
         start = best_known(few, prices, self.repair_until)
-        return self._core(few, prices, Found(picked=start, bound=0.0), None)
+        return self._core(few, prices, SearchResult(picked=start, bound=0.0), None)
 
     # Cores: only the options that lose little enough to be part of something better.
 
@@ -245,27 +247,27 @@ class Search:
         self,
         choices: Choices,
         prices: Prices,
-        known: Found,
-        most: int | None,
-    ) -> Found:
+        known: SearchResult,
+        max_distinct: int | None,
+    ) -> SearchResult:
         """Return the best pick, by a program over the options that could be part of a better one.
 
         With the dual bound U and losses l, a pick with an option of loss l is worth at most U - l.
         """
-        best = Found(picked=known.picked, bound=prices.bound)
+        best = SearchResult(picked=known.picked, bound=prices.bound)
         room = self._room(choices, prices, best)
         if room >= 0 and self.seconds_left > 0 and not self._is_closed(choices, best):
             kept = self._kept(choices, prices, room, best.picked)
-            asked = self._ask(choices, kept, best.picked, most)
-            if best.picked is None and asked.infeasible:
-                return dataclasses.replace(asked, bound=prices.bound)
-            bound = asked.bound
+            result = self._ask(choices, kept, best.picked, max_distinct)
+            if best.picked is None and result.infeasible:
+                return dataclasses.replace(result, bound=prices.bound)
+            bound = result.bound
             if best.picked is not None:  # what is not in the program beats it by the gap at most
                 objective = choices.objective(best.picked)
                 beyond = prices.beyond(choices, room) if self.options.gap else objective
-                bound = beyond if asked.infeasible else choices.looser(bound, beyond)
+                bound = beyond if result.infeasible else choices.looser(bound, beyond)
             bound = choices.tighter(prices.bound, bound)
-            best = self._better(choices, best, dataclasses.replace(asked, bound=bound))
+            best = self._better(choices, best, dataclasses.replace(result, bound=bound))
             best = dataclasses.replace(best, bound=bound)
         if best.picked is None:
             return best
@@ -274,20 +276,20 @@ class Search:
         bound = objective if beaten else choices.looser(best.bound, objective)
         return dataclasses.replace(best, bound=bound)
 
-    def _better(self, choices: Choices, best: Found, asked: Found) -> Found:
+    def _better(self, choices: Choices, best: SearchResult, other: SearchResult) -> SearchResult:
         """Return the better of two picks, with the status of the last program."""
-        if asked.picked is not None and (
+        if other.picked is not None and (
             best.picked is None
-            or choices.better(choices.objective(asked.picked), choices.objective(best.picked))
+            or choices.better(choices.objective(other.picked), choices.objective(best.picked))
         ):
-            return asked
-        return dataclasses.replace(best, status=asked.status, n_options=asked.n_options)
+            return other
+        return dataclasses.replace(best, status=other.status, n_options=other.n_options)
 
-    def _is_closed(self, choices: Choices, best: Found) -> bool:
+    def _is_closed(self, choices: Choices, best: SearchResult) -> bool:
         picked = best.picked
         return picked is not None and is_closed(choices.objective(picked), best.bound)
 
-    def _room(self, choices: Choices, prices: Prices, best: Found) -> float:
+    def _room(self, choices: Choices, prices: Prices, best: SearchResult) -> float:
         if best.picked is None:
             return math.inf
         return prices.room(choices, choices.objective(best.picked), self.options.gap)
@@ -302,13 +304,13 @@ class Search:
         return kept
 
     def _ask(
-        self, choices: Choices, kept: BoolArray, best: IntArray | None, most: int | None
-    ) -> Found:
+        self, choices: Choices, kept: BoolArray, best: IntArray | None, max_distinct: int | None
+    ) -> SearchResult:
         """Encode, solve and read; twice where rounding lets the target be missed."""
-        answer = self._program(choices, kept, best, most, tight_target=False)
+        answer = self._program(choices, kept, best, max_distinct, tight_target=False)
         if answer.picked is None or choices.satisfies(answer.picked):
             return answer
-        tight = self._program(choices, kept, best, most, tight_target=True)
+        tight = self._program(choices, kept, best, max_distinct, tight_target=True)
         # the bound of the program that loses nothing
         return dataclasses.replace(tight, bound=answer.bound, infeasible=False)
 
@@ -317,19 +319,26 @@ class Search:
         choices: Choices,
         kept: BoolArray,
         best: IntArray | None,
-        most: int | None,
+        max_distinct: int | None,
         *,
         tight_target: bool,
-    ) -> Found:
+    ) -> SearchResult:
         """Return what a back end answers to one program."""
         tail = self.problem.aggregate is Aggregate.TAIL
-        encoding = encode(choices, kept, most=most, hint=best, tight_target=tight_target, tail=tail)
+        encoding = encode(
+            choices,
+            kept,
+            max_distinct=max_distinct,
+            hint=best,
+            tight_target=tight_target,
+            tail=tail,
+        )
         gap = 0.0
         if best is not None and not tail:
             gap = self.options.gap * abs(choices.objective(best)) / encoding.step
         limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
         answer = self.options.backend(encoding.program, limits)
-        return Found(
+        return SearchResult(
             picked=None if answer.values is None else encoding.picked(answer.values),
             bound=float(encoding.bound(answer.bound)),
             status=answer.status,
@@ -339,7 +348,7 @@ class Search:
 
     # Several workloads: one program over what the best weights of the scenarios leave open.
 
-    def _best_tail(self) -> Found:
+    def _best_tail(self) -> SearchResult:
         """Return the pick with the best worst share of the scenarios.
 
         The dual's weights of the scenarios make a problem with one workload whose bound holds
@@ -348,6 +357,12 @@ class Search:
         """
         prices = tail_prices(self.problem, tail_bound(self.problem))
         known = best_known(self.choices, prices, self.repair_until)
-        if known is not None and self.most and self.choices.n_levels(known) > self.most:
+        if (
+            known is not None
+            and self.max_distinct
+            and self.choices.n_levels(known) > self.max_distinct
+        ):
             known = None
-        return self._core(self.choices, prices, Found(picked=known, bound=prices.bound), self.most)
+        return self._core(
+            self.choices, prices, SearchResult(picked=known, bound=prices.bound), self.max_distinct
+        )

@@ -52,8 +52,8 @@ class LevelSets:
     rest: FloatArray
 
     @classmethod
-    def of(cls, choices: Choices, prices: Prices, most: int) -> LevelSets:
-        """Return the losses of sets of ``most`` levels, or of all where there are fewer."""
+    def of(cls, choices: Choices, prices: Prices, max_distinct: int) -> LevelSets:
+        """Return the losses of sets of ``max_distinct`` levels, or of all where there are fewer."""
         levels = np.unique(choices.tokens[choices.exists])
         loss = np.full((choices.n_rows, levels.size), np.inf)
         rows, columns = np.nonzero(choices.exists)
@@ -72,7 +72,7 @@ class LevelSets:
             inside = under[:, after] & (best >= level)[:, None]
             between[level, after] = np.where(inside, pair, 0.0).sum(axis=0)
         rest = [last]
-        for _ in range(1, min(most, levels.size)):
+        for _ in range(1, min(max_distinct, levels.size)):
             rest.append((between + rest[-1][None, :]).min(axis=1))
         return cls(
             prices=prices,

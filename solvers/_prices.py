@@ -72,10 +72,10 @@ class Prices:
         float
             Negative when no better pick can exist.
         """
-        asked = gap * abs(known)
+        tolerance = gap * abs(known)
         if not choices.minimise:
-            return self.bound - known - asked + NOISE * max(1.0, abs(known))
-        better = known - max(choices.grain, asked)
+            return self.bound - known - tolerance + NOISE * max(1.0, abs(known))
+        better = known - max(choices.grain, tolerance)
         return self.per_byte * (better - self.relaxed_bytes + 1e-6 * choices.grain)
 
     def beyond(self, choices: Choices, loss: float) -> float:
@@ -206,14 +206,14 @@ def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: Int
     net[~choices.exists] = -np.inf
     best = net.max(axis=1)
     loss = best[:, None] - net
-    most = math.fsum(best) + paid
+    best_worth = math.fsum(best) + paid
     if choices.minimise:
         # Not clipped at the floors: losses add to it even where it lies below them.
-        relaxed = choices.floor_bytes + (choices.target_value - most) / per_byte
+        relaxed = choices.floor_bytes + (choices.target_value - best_worth) / per_byte
         bound = choices.rounded_up(relaxed)
     else:
         relaxed = 0.0
-        bound = most + per_byte * (choices.budget_bytes - choices.floor_bytes)
+        bound = best_worth + per_byte * (choices.budget_bytes - choices.floor_bytes)
     return Prices(
         bound=bound,
         relaxed_bytes=relaxed,

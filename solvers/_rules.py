@@ -43,7 +43,7 @@ class SharingRule(Solver):
         InfeasibleError
             If the rule's largest choice does not meet the target.
         """
-        rule, most = self.rule(problem)
+        rule, largest = self.rule(problem)
         maximise = problem.sense is Sense.MAX_VALUE
 
         def is_beyond(number: int) -> bool:
@@ -52,11 +52,11 @@ class SharingRule(Solver):
                 return problem.cost(choice) > problem.spendable_bytes
             return problem.meets_target(problem.objective_value(choice))
 
-        number = most
-        if is_beyond(most):
-            number = bisect_left(range(most), True, key=is_beyond) - int(maximise)
+        number = largest
+        if is_beyond(largest):
+            number = bisect_left(range(largest), True, key=is_beyond) - int(maximise)
         elif not maximise:
-            best = problem.objective_value(rule(most))
+            best = problem.objective_value(rule(largest))
             raise InfeasibleError(
                 f"{self.name} reaches {best:.6g} at most, below the target of "
                 f"{problem.target:g}; use greedy",

@@ -128,8 +128,8 @@ def _search(
     offset = int(steps[fixed, decided[fixed]].sum())
     lost = float(prices.loss[fixed, decided[fixed]].sum())
     # Grains above the floors that a pick worth looking at can cost.
-    most = choices.cost(known) if choices.minimise else choices.budget_bytes
-    last = (most - choices.floor_bytes) // choices.grain
+    highest_cost = choices.cost(known) if choices.minimise else choices.budget_bytes
+    last = (highest_cost - choices.floor_bytes) // choices.grain
     labels, first, stages, visited = np.array([lost]), offset, [], 1
     for row in np.flatnonzero(decided < 0).tolist():
         if time.monotonic() > deadline:
@@ -213,9 +213,9 @@ def _read(
     else:
         order = _meeting(choices, prices, labels, paid)
     for state in order:
-        found = _traced(stages, picked, first + state, steps)
-        if choices.satisfies(found):
-            return found
+        pick = _traced(stages, picked, first + state, steps)
+        if choices.satisfies(pick):
+            return pick
     return None
 
 
@@ -223,17 +223,17 @@ def _meeting(choices: Choices, prices: Prices, labels: FloatArray, paid: FloatAr
     """States, cheapest first, whose worth may meet the target; the pick itself decides."""
     floors = choices.costs[choices.index, choices.floors]
     net = choices.worth - prices.per_byte * (choices.costs - floors[:, None])
-    most = math.fsum(np.where(choices.exists, net, -np.inf).max(axis=1))
-    worth = most - labels + paid
+    best_worth = math.fsum(np.where(choices.exists, net, -np.inf).max(axis=1))
+    worth = best_worth - labels + paid
     slack = 1e-11 * max(1.0, abs(choices.target_value))
     return np.flatnonzero(worth >= choices.target_value - slack).tolist()
 
 
 def _traced(stages: list[_Stage], picked: IntArray, state: int, steps: IntArray) -> IntArray:
     """Read the stored options backwards from a last state."""
-    found = picked.copy()
+    pick = picked.copy()
     for stage in reversed(stages):
         column = int(stage.options[state - stage.first])
-        found[stage.row] = column
+        pick[stage.row] = column
         state -= int(steps[stage.row, column])
-    return found
+    return pick

@@ -140,15 +140,15 @@ class _Tree:
         problem = self.problem
         scarce = problem.sense is Sense.MIN_COST or not np.array_equal(choice, self.limits)
         base = _price(problem, problem.units, choice, self.limits) if scarce else 0.0
-        asked, paid = np.full(problem.n_units, base), []
+        prices, paid = np.full(problem.n_units, base), []
         for group in reversed(self.groups):  # outermost first
-            price = outer = float(asked[group.units[0]])
+            price = outer = float(prices[group.units[0]])
             if int(group.inner.sum()) > group.steps:
                 price = max(outer, _price(problem, group.units, group.alone, group.inner))
             paid.append((price - outer) * group.steps)
-            asked[group.units] = price
-        response = steps_above(problem, asked)
-        net = problem.objective_value(response) - math.fsum(asked * response) + math.fsum(paid)
+            prices[group.units] = price
+        response = steps_above(problem, prices)
+        net = problem.objective_value(response) - math.fsum(prices * response) + math.fsum(paid)
         if problem.sense is Sense.MAX_VALUE:
             return net + base * problem.spendable_steps
         missing = (problem.lowest_accepted_value - net) / base if base > 0.0 else 0.0

@@ -113,10 +113,10 @@ class ILP(Solver):
         """
         deadline = deadline_after(time_limit_seconds)
         search = Search(self._options(problem), problem, deadline)
-        found = search.run()
-        if found.infeasible:
+        result = search.run()
+        if result.infeasible:
             raise self._infeasible(problem)
-        if found.picked is None:
+        if result.picked is None:
             raise SolverError(
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
                 "has not shown that there is none; give it more time"
@@ -125,15 +125,15 @@ class ILP(Solver):
         early = deadline if math.isinf(deadline) else deadline - 0.1 * (time_limit_seconds or 0.0)
         solution = Solution.of(
             problem,
-            search.choices.expand(found.picked),
-            bound=found.bound,
-            detail=f"{found.status} on {found.n_options:,} of "
+            search.choices.expand(result.picked),
+            bound=result.bound,
+            detail=f"{result.status} on {result.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
             deadline=early,
         )
-        missing, asked = abs(found.bound - solution.objective), self.gap * abs(solution.objective)
+        missing, slack = abs(result.bound - solution.objective), self.gap * abs(solution.objective)
         proven = solution.termination is Termination.OPTIMAL
-        if self.gap and not proven and missing <= asked * (1 + 1e-9):
+        if self.gap and not proven and missing <= slack * (1 + 1e-9):
             return dataclasses.replace(solution, termination=Termination.GAP_LIMIT)
         return solution
 

@@ -32,7 +32,7 @@ class Proportional(SharingRule):
     CAKE, spatial part         ``weight="entropy", power=1/tau1``
     LAVa, layer budgets        ``weight="normalized_entropy"``
     ZigZagKV                   ``weight="threshold", threshold=0.9, beta=...``
-    CompressKV                 ``weights=errors, floor_tokens=32, most=3``
+    CompressKV                 ``weights=errors, floor_tokens=32, max_multiple=3``
     HeadKV                     ``weights=importance, beta=1.005...10, power=temperature``
     SqueezeAttention           ``weight="two_groups", weights=similarity, small_share=p``
     ========================== =====================================================
@@ -69,7 +69,7 @@ class Proportional(SharingRule):
         Share of the mean budget of the less important group of ``"two_groups"``, 0..1.
     floor_tokens : int
         Least budget of a unit, tokens; given out before anything else.
-    most : float, optional
+    max_multiple : float
         Largest budget of a unit, in multiples of the mean budget; no limit by default.
 
     Raises
@@ -101,7 +101,7 @@ class Proportional(SharingRule):
         threshold: float = 0.9,
         small_share: float = 0.35,
         floor_tokens: int = 0,
-        most: float | None = None,
+        max_multiple: float = math.inf,
     ) -> None:
         self.weights = None if weights is None else numbers(weights, what="proportional: weights")
         self.weight = weight or ("entropy" if weights is None else "given")
@@ -113,15 +113,13 @@ class Proportional(SharingRule):
         if needs_weights != (weights is not None):
             what = "needs weights, and none are" if needs_weights else "takes no weights, and some"
             raise InputError(f"proportional: weight {self.weight!r} {what} given")
-        # Without a default that is a number, a command line hands over a text.
-        limit = math.inf if most is None else float(most)
         for name, number, low, high in (
             ("power", power, 0.0, np.inf),
             ("beta", beta, 1.0, np.inf),
             ("threshold", threshold, 0.0, 1.0),
             ("small_share", small_share, 0.0, 1.0),
             ("floor_tokens", floor_tokens, 0, np.inf),
-            ("most", limit, 1.0, np.inf),
+            ("max_multiple", max_multiple, 1.0, np.inf),
         ):
             if not low <= number <= high:
                 raise InputError(f"proportional: {name} is {number:g}, expected {low:g}..{high:g}")
@@ -130,7 +128,7 @@ class Proportional(SharingRule):
         self.threshold = threshold
         self.small_share = small_share
         self.floor_tokens = floor_tokens
-        self.most = limit
+        self.max_multiple = max_multiple
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return True where all entries cost the same and there is a weight for every unit."""
@@ -180,9 +178,9 @@ class Proportional(SharingRule):
         if int(low.sum()) > steps:
             low = apportion(low * (steps / int(low.sum())), steps, maximum=low)
         high = last
-        if math.isfinite(self.most):
+        if math.isfinite(self.max_multiple):
             mean_tokens = mean_budget_tokens(problem, steps)
-            limit = np.floor((self.most * mean_tokens - first) / size).astype(np.int64)
+            limit = np.floor((self.max_multiple * mean_tokens - first) / size).astype(np.int64)
             high = np.clip(limit, low, last)
             if int(high.sum()) < steps:
                 high = last
@@ -199,7 +197,7 @@ class Proportional(SharingRule):
             (self.power != 1.0, f"power {self.power:g}"),
             (self.beta != 1.0, f"beta {self.beta:g}"),
             (self.floor_tokens, f"at least {self.floor_tokens} tokens"),
-            (math.isfinite(self.most), f"at most {self.most:g} times the mean"),
+            (math.isfinite(self.max_multiple), f"at most {self.max_multiple:g} times the mean"),
         )
         return ", ".join(text for counts, text in stated if counts)
 
@@ -216,8 +214,8 @@ def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> floa
     share = gains[kept] / total
     # An option of several entries: each gains an equal part of it.
     entropy = -float(np.sum(share * np.log(share / entries[kept])))
-    most = np.log(float(entries.sum()))
-    return entropy / most if normalized and most > 0 else entropy
+    largest = np.log(float(entries.sum()))
+    return entropy / largest if normalized and largest > 0 else entropy
 
 
 def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:

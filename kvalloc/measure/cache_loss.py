@@ -86,15 +86,15 @@ class CacheLosses:
             reduced = make_cache(
                 self._model, profile, allow_other_model=True, prompt_tokens=n_prompt
             )
-            found = divergence(full, self._predictions(reduced, prompt, following, n_question)).kl
-        if not math.isfinite(found):
+            loss = divergence(full, self._predictions(reduced, prompt, following, n_question)).kl
+        if not math.isfinite(loss):
             raise InputError(
                 f"{self._where(index)}: the loss is not finite; load the model in float32 or "
                 "bfloat16, or check its weights"
             )
         if self._kept is not None:
-            self._kept.save(name, {"loss": np.array(found)})
-        return found
+            self._kept.save(name, {"loss": np.array(loss)})
+        return loss
 
     def _ids(self, index: int, name: str) -> Tensor:
         """Return token ids of a sample, (1, n); n is 0 where it has none."""

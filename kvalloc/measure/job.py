@@ -17,7 +17,7 @@ from kvalloc.formats.score_profile import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import FIDELITY_ROWS
-from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
+from kvalloc.measure.loss_plan import LossPlan, main_policy, named_policies
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
@@ -193,10 +193,10 @@ class Job:
     @cached_property
     def policies(self) -> tuple[Policy, ...]:
         """Whose losses are measured: the scorer's best entries first."""
-        own = own_policy(self.scorer, self.sinks)
+        main = main_policy(self.scorer, self.sinks)
         if self.losses is None:
-            return (own,)
-        return (own, *named_policies(self.losses.policies, self.scorer, sinks=self.sinks))
+            return (main,)
+        return (main, *named_policies(self.losses.policies, self.scorer, sinks=self.sinks))
 
     @property
     def loss_bits(self) -> tuple[int, ...]:

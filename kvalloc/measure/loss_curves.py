@@ -232,13 +232,13 @@ def _batches(some: Sequence[T], job: Job) -> Iterator[Sequence[T]]:
 
 def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:
     """What is run: each set of entries once a width, whichever policies and levels keep it."""
-    found: dict[bytes, _Variant] = {}
+    variants: dict[bytes, _Variant] = {}
     for figure in figures:
         for head, keep, bits in _alone(figure, job):
             same = keep.cpu().numpy().tobytes() + bits.tobytes()
-            variant = found.setdefault(same, _Variant([], keep, bits))
+            variant = variants.setdefault(same, _Variant([], keep, bits))
             variant.places.append((head, figure.kind, figure.level))
-    return list(found.values())
+    return list(variants.values())
 
 
 def _alone(figure: _Figure, job: Job) -> Iterator[tuple[int, Tensor, IntArray]]:

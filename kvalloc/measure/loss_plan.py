@@ -103,7 +103,7 @@ USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
 (docs/studies.md has the figures)."""
 
 
-def own_policy(scorer: Scorer, sinks: int) -> Policy:
+def main_policy(scorer: Scorer, sinks: int) -> Policy:
     """Return the policy that keeps the best entries of a scorer."""
     return Policy(
         scorer=scorer.name,
@@ -147,36 +147,36 @@ def named_policies(
     UnsupportedRequestError
         If a policy does more than choose what is kept.
     """
-    own = own_policy(scorer, sinks)
-    found: list[Policy] = []
+    main = main_policy(scorer, sinks)
+    policies: list[Policy] = []
     stripped = (text.strip() for text in texts)
     for text in [each for one in stripped for each in (usual if one == "usual" else (one,))]:
-        policy = _named(text, own, scorer)
-        if policy.replace(label="") == own:
+        policy = _named(text, main, scorer)
+        if policy.replace(label="") == main:
             continue
-        same = next((one for one in found if one.replace(label=policy.label) == policy), None)
+        same = next((one for one in policies if one.replace(label=policy.label) == policy), None)
         if same is not None:
             raise InputError(
                 f"{policy.label!r} and {same.label!r} are the same policy; name it once"
             )
-        found.append(policy)
-    return tuple(found)
+        policies.append(policy)
+    return tuple(policies)
 
 
-def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
+def _named(text: str, main: Policy, scorer: Scorer) -> Policy:
     from kvalloc.runtime.policies import changed_policy, policy_names, policy_of
     from kvalloc.runtime.policies.by_head import check_chooses_only
 
     name, options = read_named(text)
     if name in policy_names():
-        policy = _with_scorer_options(name, options, own, scorer)
+        policy = _with_scorer_options(name, options, main, scorer)
     else:
-        policy = changed_policy(own, name, {**_followed(name, own), **options})
+        policy = changed_policy(main, name, {**_followed(name, main), **options})
     policy = policy.replace(label=text)
-    if (least := policy.scorer_parameters.get("window", 0)) > own.window:
+    if (least := policy.scorer_parameters.get("window", 0)) > main.window:
         raise InputError(
             f"the policy {text!r} looks at the last {least} tokens, but the score profile protects "
-            f"a window of {own.window}; profile with "
+            f"a window of {main.window}; profile with "
             f"{option('scorer', f'{scorer.name}:window={least}')}, or give it a smaller one"
         )
     built = policy_of(policy)
@@ -184,19 +184,21 @@ def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
     return policy.replace(parameters=dict(built.parameters()))
 
 
-def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer: Scorer) -> Policy:
+def _with_scorer_options(
+    name: str, options: dict[str, Any], main: Policy, scorer: Scorer
+) -> Policy:
     from kvalloc.runtime.policies import changed_policy, policy_class
     from kvalloc.scorers import get_scorer
 
     mine = plugin_options(policy_class(name))
     of_scorer = {key: value for key, value in options.items() if key not in mine}
     if of_scorer:
-        other = get_scorer(scorer.name, **{**own.scorer_parameters, **of_scorer})
-        own = own.replace(scorer_parameters=dict(other.parameters()))
-    return changed_policy(own, name, {key: options[key] for key in options if key in mine})
+        other = get_scorer(scorer.name, **{**main.scorer_parameters, **of_scorer})
+        main = main.replace(scorer_parameters=dict(other.parameters()))
+    return changed_policy(main, name, {key: options[key] for key in options if key in mine})
 
 
-def _followed(name: str, own: Policy) -> dict[str, Any]:
+def _followed(name: str, main: Policy) -> dict[str, Any]:
     """Return the profile's pooling, as far as a scorer has any."""
     from kvalloc.scorers import scorer_class
 
@@ -205,5 +207,5 @@ def _followed(name: str, own: Policy) -> dict[str, Any]:
     if not scorer_class(name).follows:
         return {}
     takes = plugin_options(scorer_class(name))
-    given = own.scorer_parameters
+    given = main.scorer_parameters
     return {key: given[key] for key in FOLLOWED if key in given and key in takes}

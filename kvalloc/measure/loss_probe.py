@@ -192,10 +192,10 @@ class LossProbe:
         if place == 0:
             return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
         policy = self.policies[place - 1]
-        found = policy.keep_each(self.prompt_states[layer], rows, sinks=sinks, window=window)
-        for one, row in zip(found, rows, strict=True):
+        kept = policy.keep_each(self.prompt_states[layer], rows, sinks=sinks, window=window)
+        for one, row in zip(kept, rows, strict=True):
             check_kept(policy, one, row)
-        return [one[0] for one in found]
+        return [one[0] for one in kept]
 
     @torch.no_grad()
     def losses(self, layer: int, keep: Tensor, *, bits: IntArray | None = None) -> Tensor:
@@ -216,10 +216,10 @@ class LossProbe:
             Nats. Rounding may take a loss of nothing a little below 0.
         """
         entering = self._hidden[layer].expand(keep.shape[0], -1, -1)
-        own = self._reduced(layer, keep, bits)
+        reduced = self._reduced(layer, keep, bits)
 
         def attend(states: AttentionStates) -> Tensor:
-            return self._attend(states, own if states.layer == layer else None)
+            return self._attend(states, reduced if states.layer == layer else None)
 
         with begun_at(self._layers, layer, entering):
             logits = self._measured(self._run(attend, inputs_embeds=entering))
@@ -232,7 +232,7 @@ class LossProbe:
         keys, values = (
             stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._stored(layer)
         )
-        places = [own.nonzero()[:, 0] for own in keep.transpose(0, 1).flatten(0, 1)]
+        places = [mask.nonzero()[:, 0] for mask in keep.transpose(0, 1).flatten(0, 1)]
         by_width = {each: quantised_values(values[:, 0], each) for each in np.unique(bits).tolist()}
         rounded = [
             torch.stack([by_width[width][head] for width in widths])
@@ -352,16 +352,16 @@ class LossProbe:
 
     def _look_later(self) -> None:
         """Show what comes after the prompt to the scorers that look at it, and let those score."""
-        own = () if self._scorer.later is None else (self._scorer,)
+        scorers = () if self._scorer.later is None else (self._scorer,)
         wanted = {
-            layer: (*own, *(each for one in self.policies for each in one.later_scorers(layer)))
+            layer: (*scorers, *(each for one in self.policies for each in one.later_scorers(layer)))
             for layer in self.prompt_states
         }
         repeated = repeat_prompt(self._held_prompt(), wanted, sinks=self._sinks)
         for layer, states in self.prompt_states.items():
             notes = {**repeated[layer], **self._followed(layer, wanted[layer])}
             self.prompt_states[layer] = replace(states, later=notes)
-        for layer, states in self.prompt_states.items() if own else ():
+        for layer, states in self.prompt_states.items() if scorers else ():
             self.scores[layer] = self._scorer.score(states, sinks=self._sinks)[0]
         if not self.policies:
             self.prompt_states = {}

@@ -217,10 +217,10 @@ def _job(
     options: ProfileOptions,
 ) -> Job:
     """Return the options as a job; refuse what cannot be, before anything is measured."""
-    asked = read_options(options)
-    context, sinks, window = asked["context_tokens"], asked["sinks"], asked["scorer"].window
-    _check_sizes(shape, context, sinks, window, asked["batch"])
-    check_share_length(asked["share_length"], shape.full_layers)
+    decided = read_options(options)
+    context, sinks, window = decided["context_tokens"], decided["sinks"], decided["scorer"].window
+    _check_sizes(shape, context, sinks, window, decided["batch"])
+    check_share_length(decided["share_length"], shape.full_layers)
     samples = choose_samples(
         texts,
         tokenizer,
@@ -231,7 +231,7 @@ def _job(
     )
     from kvalloc.runtime.policies import policy_of  # loads torch
 
-    job = Job(shape=shape, samples=samples, **asked)
+    job = Job(shape=shape, samples=samples, **decided)
     for scorer in (job.scorer, *(policy_of(each).scorer for each in job.policies[1:])):
         scorer.check_model(shape)
     return job
@@ -273,16 +273,16 @@ def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> 
     import torch
 
     ids = np.stack([job.samples.samples[index].token_ids for index in group])
-    found = {name: np.zeros((len(group), *size)) for name, size in job.sizes().items()}
-    whole = [found[name] for name in ("curves", "fidelity") if name in found]
+    arrays = {name: np.zeros((len(group), *size)) for name, size in job.sizes().items()}
+    whole = [arrays[name] for name in ("curves", "fidelity") if name in arrays]
     for array in whole:  # of sliding layers, which keep what they always keep
         array.fill(1.0)
-    masses, errors = found["masses"], found["interpolation_error"]
+    masses, errors = arrays["masses"], arrays["interpolation_error"]
     runs = SharedRuns(job.shape.full_layers, job.share_length)
     first, end = job.sinks, ids.shape[1] - job.scorer.window
 
     def store(name: str, row: int, place: int, curves: FloatArray) -> None:
-        found[name][row, place], error = on_grid(curves, job.ranks)
+        arrays[name][row, place], error = on_grid(curves, job.ranks)
         errors[row] = max(errors[row, 0], error)
 
     noted: Observed | None = None
@@ -301,7 +301,7 @@ def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> 
             curves, masses[row, layer] = retention_curves(scores[row])
             store("curves", row, layer, curves)
         if job.bits:
-            found["fidelity"][:, layer] = layer_fidelity(
+            arrays["fidelity"][:, layer] = layer_fidelity(
                 states, job.bits, window=job.scorer.window, model_id=job.shape.model_id
             )
         for run, together in runs.add(layer, scores, masses[:, layer]):
@@ -312,7 +312,7 @@ def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> 
     inputs = torch.from_numpy(ids).to(input_device(model))
     chunk = job.chunk_of(ids.shape[1])
     mini_prefill(model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
-    samples = [{name: array[row] for name, array in found.items()} for row in range(len(group))]
+    samples = [{name: array[row] for name, array in arrays.items()} for row in range(len(group))]
     if job.losses is None:
         return samples
     from kvalloc.measure.loss_curves import sample_losses  # loads torch
@@ -344,9 +344,9 @@ def _loss_plan(options: ProfileOptions) -> LossPlan | None:
     return loss
 
 
-def _assemble(job: Job, found: Mapping[int, Measured]) -> ScoreProfile:
+def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
     """Return the profile of the samples that could be measured."""
-    stacked = {name: np.stack([one[name] for one in found.values()]) for name in job.sizes()}
+    stacked = {name: np.stack([one[name] for one in samples.values()]) for name in job.sizes()}
     losses: dict[str, Any] = {}
     if job.losses is not None:
         losses = {
@@ -362,8 +362,8 @@ def _assemble(job: Job, found: Mapping[int, Measured]) -> ScoreProfile:
     held: dict[str, Any] = {}
     if job.shard is not None:
         held["shards"] = (np.arange(job.shard.of) == job.shard.number - 1).astype(np.int64)
-        held["sample_places"] = np.array([*found], dtype=np.int64)
-    n_tokens = [job.samples.samples[place].token_ids.size for place in found]
+        held["sample_places"] = np.array([*samples], dtype=np.int64)
+    n_tokens = [job.samples.samples[place].token_ids.size for place in samples]
     return ScoreProfile(
         **losses,
         **held,

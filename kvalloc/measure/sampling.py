@@ -67,8 +67,8 @@ class Shard:
         ------
         InputError
         """
-        found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
-        number, of = map(int, found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+        number, of = map(int, match.groups()) if match else (0, 0)
         if not 1 <= number <= of or of < 2:
             raise InputError(
                 f"the shard is {text!r}, expected its number and how many there are, such as "
@@ -194,24 +194,24 @@ def choose_samples(
         )
     chosen = _chosen(n_candidates, samples, sampling_ratio, seed)
     pieces = [index for index in chosen if index < n_pieces]
-    asked = [prompts[index - n_pieces] for index in chosen[len(pieces) :]]
+    picked = [prompts[index - n_pieces] for index in chosen[len(pieces) :]]
     parts = [
         f"{taken} of {count} {kind}{_names(text.name for text in given)}"
         for taken, count, kind, given in (
             (len(pieces), n_pieces, f"pieces of {context_tokens} tokens", documents),
-            (len(asked), len(prompts), "prompts", prompts),
+            (len(picked), len(prompts), "prompts", prompts),
         )
         if count
     ]
-    found = [
+    cut = [
         Sample(
             token_ids=np.concatenate([prefix, stream[at * own_tokens : (at + 1) * own_tokens]]),
             name=f"piece {at + 1} of the text",
         )
         for at in pieces
     ]
-    found += [_of_prompt(prompt, tokenizer, context_tokens, least_tokens) for prompt in asked]
-    return SampleSet(samples=tuple(found), description=" and ".join(parts))
+    cut += [_of_prompt(prompt, tokenizer, context_tokens, least_tokens) for prompt in picked]
+    return SampleSet(samples=tuple(cut), description=" and ".join(parts))
 
 
 def _sort_out(

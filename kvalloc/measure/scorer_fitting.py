@@ -140,9 +140,9 @@ class NormalEquations:
         residual = (signed[..., None, :] @ self.moments @ signed[..., :, None])[..., 0, 0]
         rows, total = self.moments[..., -1, -1], self.moments[..., -1, -2]
         variance = self.moments[..., -2, -2] - total**2 / rows
-        found = np.zeros_like(residual)
-        np.divide(residual, variance, out=found, where=variance > 0)
-        return np.where(variance > 0, 1.0 - found, 0.0)
+        unexplained = np.zeros_like(residual)
+        np.divide(residual, variance, out=unexplained, where=variance > 0)
+        return np.where(variance > 0, 1.0 - unexplained, 0.0)
 
 
 class FitOptions(TypedDict, total=False):
@@ -345,11 +345,11 @@ class _Fitting:
             noted = None
             for begin in range(0, n_tokens, PIECE):
                 repeated = first[begin : begin + PIECE]
-                own = slice(n_tokens + begin, n_tokens + begin + repeated.numel())
+                second_copy = slice(n_tokens + begin, n_tokens + begin + repeated.numel())
                 second = replace(
                     states,
-                    queries=states.queries[:, :, own],
-                    keys=torch.cat([keys, states.keys[:, :, own]], dim=2),
+                    queries=states.queries[:, :, second_copy],
+                    keys=torch.cat([keys, states.keys[:, :, second_copy]], dim=2),
                     observed=noted,
                 )
                 leading = first[:SINKS] if begin else None
@@ -396,29 +396,29 @@ def merge_surrogates(
         If a file is no sound part.
     """
     check_given(parts, output)
-    found = [SurrogatePart.load(path) for path in parts]
-    for path, other in zip(parts[1:], found[1:], strict=True):
+    loaded = [SurrogatePart.load(path) for path in parts]
+    for path, other in zip(parts[1:], loaded[1:], strict=True):
         one, two = (
             {
                 **part.header(),
                 "the shape of sums": part.sums.shape,
                 "the shape of a sample of ranked": part.ranked.shape[1:],
             }
-            for part in (found[0], other)
+            for part in (loaded[0], other)
         )
         check_fields((parts[0], path), one, two)
-    shards = [part.shards for part in found]
+    shards = [part.shards for part in loaded]
     held = held_shards(parts, shards, accept_missing=accept_missing)
-    places = np.concatenate([part.sample_places for part in found])
+    places = np.concatenate([part.sample_places for part in loaded])
     order = np.argsort(places)
-    aside = {place: said for part in found for place, said in part.set_aside.items()}
-    whole = found[0].replace(
+    aside = {place: said for part in loaded for place, said in part.set_aside.items()}
+    whole = loaded[0].replace(
         shards=held,
         sample_places=places[order],
-        sums=reduce(operator.add, (part.sums for part in found)),
-        ranked=np.concatenate([part.ranked for part in found])[order],
+        sums=reduce(operator.add, (part.sums for part in loaded)),
+        ranked=np.concatenate([part.ranked for part in loaded])[order],
         set_aside=dict(sorted(aside.items())),
-        created=max(part.created for part in found),
+        created=max(part.created for part in loaded),
     )
     missing = "" if held.all() else shards_text(held, held=0)
     result = whole if missing else _fitted(whole)

@@ -113,14 +113,14 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt
     """
     turn = case.turns[0]
     answer: Sequence[int] = turn.continuation_ids
-    asked = turn.question_ids or case.input_ids
-    end = len(asked) - turn.begun_tokens
+    ids = turn.question_ids or case.input_ids
+    end = len(ids) - turn.begun_tokens
     if turn.answers:
-        answer = (*asked[end:], *encode(tokenizer, f" {turn.answers[0]}"))
+        answer = (*ids[end:], *encode(tokenizer, f" {turn.answers[0]}"))
     after = bool(turn.question_ids)
     return Prompt(
-        token_ids=case.input_ids if after else asked[:end],
-        question_ids=asked[:end] if after else (),
+        token_ids=case.input_ids if after else ids[:end],
+        question_ids=ids[:end] if after else (),
         answer_ids=tuple(answer),
         task=task,
         name=f"{task} in {case.source}{', question after' if after else ''}",

@@ -12,7 +12,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
-from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
+from kvalloc.measure.loss_plan import LossPlan, main_policy, named_policies
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import Sample
 from kvalloc.models.attention import intercept_attention
@@ -114,7 +114,7 @@ def head_profile(model, context, budgets, bits=None):
         context_tokens=context,
         budgets=budgets,
         bits=bits,
-        policy=own_policy(SCORER, SINKS),
+        policy=main_policy(SCORER, SINKS),
     )
 
 
