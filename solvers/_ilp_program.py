@@ -184,7 +184,7 @@ def encode(
     choices: Choices,
     kept: BoolArray,
     *,
-    max_distinct: int | None,
+    limit: int | None,
     hint: IntArray | None,
     tight_target: bool = False,
     tail: bool = False,
@@ -196,7 +196,7 @@ def encode(
     choices : Choices
     kept : ndarray of bool, (n_rows, n_columns)
         Options to choose from, at least one in each row.
-    max_distinct : int or None
+    limit : int or None
         Most different budgets.
     hint : ndarray of int64, (n_rows,), or None
         A pick to start from.
@@ -222,8 +222,8 @@ def encode(
         program.add(picks, cost, upper=room)
     for cap, (where, costs) in zip(choices.caps, choices.cap_rows(kept), strict=True):
         program.add(where, costs, upper=cap.capacity_bytes)
-    if max_distinct is not None:
-        _add_levels(program, choices.tokens[rows, columns], max_distinct)
+    if limit is not None:
+        _add_levels(program, choices.tokens[rows, columns], limit)
     goal, base, step, rounded = (_tail_goal if tail else _sum_goal)(program, choices, rows, columns)
     if choices.target is not None:
         wanted = (choices.target - base) / step
@@ -297,13 +297,13 @@ def _tail_goal(
     return goal, base, step / parts, choices.n_rows * parts
 
 
-def _add_levels(program: Program, tokens: IntArray, max_distinct: int) -> None:
+def _add_levels(program: Program, tokens: IntArray, limit: int) -> None:
     """Add one variable for each budget in use, and a limit on their number."""
     levels, level_of = np.unique(tokens, return_inverse=True)
     used = program.new(levels.size)
     for pick, level in enumerate(level_of.tolist()):
         program.add(np.array([pick, used[level]]), np.array([1, -1]), upper=0)
-    program.add(used, upper=max_distinct)
+    program.add(used, upper=limit)
     if program.hint:
         picked = np.flatnonzero(program.hint)
         program.hint += np.isin(np.arange(levels.size), level_of[picked]).astype(int).tolist()

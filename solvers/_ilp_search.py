@@ -54,7 +54,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult:
+class Outcome:
     """The outcome of a search.
 
     Attributes
@@ -76,7 +76,7 @@ class SearchResult:
     infeasible: bool = False
 
 
-NOTHING = SearchResult(picked=None, bound=math.inf, infeasible=True)
+NOTHING = Outcome(picked=None, bound=math.inf, infeasible=True)
 
 
 class Search:
@@ -101,7 +101,7 @@ class Search:
         self.deadline = deadline
         self.choices = Choices.of(problem)
         levels = [c.most for c in problem.constraints if isinstance(c, MaxDistinct)]
-        self.max_distinct = min(levels) if levels else None
+        self.limit = min(levels) if levels else None
 
     @property
     def seconds_left(self) -> float:
@@ -113,7 +113,7 @@ class Search:
         """Until when a choice to start from may be sought, beginning now."""
         return min(self.deadline, time.monotonic() + REPAIR_SECONDS)
 
-    def run(self) -> SearchResult:
+    def run(self) -> Outcome:
         """Solve for the problem's aggregate and sense."""
         if self.problem.aggregate is Aggregate.TAIL:
             return self._best_tail()
@@ -137,13 +137,13 @@ class Search:
 
     # The worst unit: whether a level can be reached is a problem of least cost.
 
-    def _highest_worst(self) -> SearchResult:
+    def _highest_worst(self) -> Outcome:
         """Return the highest level that every row can reach within the capacity, by bisection."""
         worth = self.choices.worth
         levels = np.unique(worth[self.choices.exists])
         # Each row can reach its own best, so the worst cannot be above the least of those.
         high = int(np.searchsorted(levels, worth.max(axis=1).min(), side="right")) - 1
-        low, best = -1, SearchResult(picked=None, bound=0.0)
+        low, best = -1, Outcome(picked=None, bound=0.0)
         capacity = self.problem.capacity_bytes or 0
         while low < high:
             middle = (low + high + 1) // 2
@@ -160,7 +160,7 @@ class Search:
             return dataclasses.replace(best, infeasible=low >= high)
         return dataclasses.replace(best, bound=float(levels[high]))
 
-    def _cheapest_with(self, allowed: BoolArray) -> SearchResult:
+    def _cheapest_with(self, allowed: BoolArray) -> Outcome:
         free = dataclasses.replace(
             self.choices,
             worth=np.where(self.choices.exists, 0.0, -np.inf),
@@ -175,27 +175,25 @@ class Search:
 
     # Few levels: one set of them after the other, as far as their bounds allow.
 
-    def _free(self, choices: Choices, known: SearchResult = NOTHING) -> SearchResult:
+    def _free(self, choices: Choices, known: Outcome = NOTHING) -> Outcome:
         """Return the best pick for the sum."""
         prices = best_prices(choices)
         if known.picked is None:
-            known = SearchResult(picked=best_known(choices, prices, self.repair_until), bound=0.0)
-        if self.max_distinct is None:
+            known = Outcome(picked=best_known(choices, prices, self.repair_until), bound=0.0)
+        if self.limit is None:
             return self._core(choices, prices, known, None)
-        if known.picked is not None and choices.n_levels(known.picked) > self.max_distinct:
+        if known.picked is not None and choices.n_levels(known.picked) > self.limit:
             known = NOTHING
         levels = np.unique(choices.tokens[choices.exists])
         if levels.size <= MOST_LEVELS:
-            return self._best_levels(
-                choices, LevelSets.of(choices, prices, self.max_distinct), known
-            )
+            return self._best_levels(choices, LevelSets.of(choices, prices, self.limit), known)
         if known.picked is None:
             some = levels[:: -(-levels.size // FEWER_LEVELS)]
             with contextlib.suppress(InfeasibleError):
                 known = self._free(choices.restricted(np.isin(choices.tokens, some)))
-        return self._core(choices, prices, known, self.max_distinct)
+        return self._core(choices, prices, known, self.limit)
 
-    def _best_levels(self, choices: Choices, sets: LevelSets, best: SearchResult) -> SearchResult:
+    def _best_levels(self, choices: Choices, sets: LevelSets, best: Outcome) -> Outcome:
         """Return the best pick over all sets of levels that could beat the known one."""
         prices = sets.prices
         if best.picked is None:
@@ -204,7 +202,7 @@ class Search:
         if best.picked is not None:
             listed = sets.within(self._room(choices, prices, best))
         if listed is None or best.picked is None:  # too many sets: one program for all
-            return self._core(choices, prices, best, self.max_distinct)
+            return self._core(choices, prices, best, self.limit)
         loose: list[float] = []  # bounds of what was not decided
         for lost, places in listed:
             if lost > self._room(choices, prices, best):
@@ -229,7 +227,7 @@ class Search:
         sets: LevelSets,
         places: tuple[int, ...],
         known: IntArray | None = None,
-    ) -> SearchResult:
+    ) -> Outcome:
         """Return the best pick with the levels of one set, if it could beat the known one."""
         try:
             few = choices.restricted(np.isin(choices.tokens, sets.levels[list(places)]))
@@ -239,7 +237,7 @@ class Search:
         if known is not None and not choices.better(prices.bound, choices.objective(known)):
             return NOTHING
         start = best_known(few, prices, self.repair_until)
-        return self._core(few, prices, SearchResult(picked=start, bound=0.0), None)
+        return self._core(few, prices, Outcome(picked=start, bound=0.0), None)
 
     # Cores: only the options that lose little enough to be part of something better.
 
@@ -247,18 +245,18 @@ class Search:
         self,
         choices: Choices,
         prices: Prices,
-        known: SearchResult,
-        max_distinct: int | None,
-    ) -> SearchResult:
+        known: Outcome,
+        limit: int | None,
+    ) -> Outcome:
         """Return the best pick, by a program over the options that could be part of a better one.
 
         With the dual bound U and losses l, a pick with an option of loss l is worth at most U - l.
         """
-        best = SearchResult(picked=known.picked, bound=prices.bound)
+        best = Outcome(picked=known.picked, bound=prices.bound)
         room = self._room(choices, prices, best)
         if room >= 0 and self.seconds_left > 0 and not self._is_closed(choices, best):
             kept = self._kept(choices, prices, room, best.picked)
-            result = self._ask(choices, kept, best.picked, max_distinct)
+            result = self._ask(choices, kept, best.picked, limit)
             if best.picked is None and result.infeasible:
                 return dataclasses.replace(result, bound=prices.bound)
             bound = result.bound
@@ -276,7 +274,7 @@ class Search:
         bound = objective if beaten else choices.looser(best.bound, objective)
         return dataclasses.replace(best, bound=bound)
 
-    def _better(self, choices: Choices, best: SearchResult, other: SearchResult) -> SearchResult:
+    def _better(self, choices: Choices, best: Outcome, other: Outcome) -> Outcome:
         """Return the better of two picks, with the status of the last program."""
         if other.picked is not None and (
             best.picked is None
@@ -285,11 +283,11 @@ class Search:
             return other
         return dataclasses.replace(best, status=other.status, n_options=other.n_options)
 
-    def _is_closed(self, choices: Choices, best: SearchResult) -> bool:
+    def _is_closed(self, choices: Choices, best: Outcome) -> bool:
         picked = best.picked
         return picked is not None and is_closed(choices.objective(picked), best.bound)
 
-    def _room(self, choices: Choices, prices: Prices, best: SearchResult) -> float:
+    def _room(self, choices: Choices, prices: Prices, best: Outcome) -> float:
         if best.picked is None:
             return math.inf
         return prices.room(choices, choices.objective(best.picked), self.options.gap)
@@ -304,13 +302,13 @@ class Search:
         return kept
 
     def _ask(
-        self, choices: Choices, kept: BoolArray, best: IntArray | None, max_distinct: int | None
-    ) -> SearchResult:
+        self, choices: Choices, kept: BoolArray, best: IntArray | None, limit: int | None
+    ) -> Outcome:
         """Encode, solve and read; twice where rounding lets the target be missed."""
-        answer = self._program(choices, kept, best, max_distinct, tight_target=False)
+        answer = self._program(choices, kept, best, limit, tight_target=False)
         if answer.picked is None or choices.satisfies(answer.picked):
             return answer
-        tight = self._program(choices, kept, best, max_distinct, tight_target=True)
+        tight = self._program(choices, kept, best, limit, tight_target=True)
         # the bound of the program that loses nothing
         return dataclasses.replace(tight, bound=answer.bound, infeasible=False)
 
@@ -319,26 +317,21 @@ class Search:
         choices: Choices,
         kept: BoolArray,
         best: IntArray | None,
-        max_distinct: int | None,
+        limit: int | None,
         *,
         tight_target: bool,
-    ) -> SearchResult:
+    ) -> Outcome:
         """Return what a back end answers to one program."""
         tail = self.problem.aggregate is Aggregate.TAIL
         encoding = encode(
-            choices,
-            kept,
-            max_distinct=max_distinct,
-            hint=best,
-            tight_target=tight_target,
-            tail=tail,
+            choices, kept, limit=limit, hint=best, tight_target=tight_target, tail=tail
         )
         gap = 0.0
         if best is not None and not tail:
             gap = self.options.gap * abs(choices.objective(best)) / encoding.step
         limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
         answer = self.options.backend(encoding.program, limits)
-        return SearchResult(
+        return Outcome(
             picked=None if answer.values is None else encoding.picked(answer.values),
             bound=float(encoding.bound(answer.bound)),
             status=answer.status,
@@ -348,7 +341,7 @@ class Search:
 
     # Several workloads: one program over what the best weights of the scenarios leave open.
 
-    def _best_tail(self) -> SearchResult:
+    def _best_tail(self) -> Outcome:
         """Return the pick with the best worst share of the scenarios.
 
         The dual's weights of the scenarios make a problem with one workload whose bound holds
@@ -357,12 +350,8 @@ class Search:
         """
         prices = tail_prices(self.problem, tail_bound(self.problem))
         known = best_known(self.choices, prices, self.repair_until)
-        if (
-            known is not None
-            and self.max_distinct
-            and self.choices.n_levels(known) > self.max_distinct
-        ):
+        if known is not None and self.limit and self.choices.n_levels(known) > self.limit:
             known = None
         return self._core(
-            self.choices, prices, SearchResult(picked=known, bound=prices.bound), self.max_distinct
+            self.choices, prices, Outcome(picked=known, bound=prices.bound), self.limit
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvalloc.cli.eval import print_evaluation
 from kvalloc.cli.options import takes
@@ -24,9 +22,8 @@ from kvalloc.report.terminal import bar, bar_scale, sparks, table_lines, termina
 from kvalloc.units import size
 
 if TYPE_CHECKING:
-    from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
+    from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.formats.score_profile import ScoreProfile
 
 LEVELS = (0.5, 0.9, 0.99)
@@ -60,7 +57,7 @@ def inspect(file: str) -> None:
 
     with local_file(file) as path:
         if kind_of(path) == "saved cache":
-            _show_saved(file, *SavedCacheHeader.read(path))
+            _show_saved(file, path, SavedCacheHeader.read(path)[0])
             return
         record = load_file(path, (*KINDS, SavedCacheHeader))
     if record.NAME == "budget profile":
@@ -136,33 +133,27 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
     }
 
 
-def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor]) -> None:
+def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
     """Show what a saved cache holds, without a model."""
     profile, notes = header.profile, header.notes
     alone = header.batch == 1  # rows of a batch may be padded, which their number does not tell
     if alone:
         prompt = header.prompt_tokens
-        kept = profile.budgets_for(prompt)
-        if profile.by_prompt:
-            kept = _handed_out(tensors, profile, header)
-        profile = profile.replace(context_tokens=prompt, budgets=kept)
+        profile = profile.replace(context_tokens=prompt, budgets=profile.budgets_for(prompt))
     facts: dict[str, Any] = {
         "document": notes.get("document"),
         "rows": header.batch,
         **{name: getattr(header, name) for name in ("seen_tokens", "prompt_tokens", "dtype")},
-        "file_bytes": Path(file).stat().st_size,
+        "file_bytes": path.stat().st_size,
         "full_bytes": profile.full_bytes_at(header.seen_tokens) if alone else None,
         "read_seconds": header.read_seconds,
         "bits": profile.bits,
         "share_groups": profile.share_groups,
     }
     if wants_json():
-        budgets = {"context_tokens": profile.context_tokens, "budgets": profile.budgets}
-        print_json({"file": file, "kind": "kvalloc.cache", **facts, **budgets})
+        print_json({"file": file, "kind": "kvalloc.cache", **facts})
         return
     print_fields({"saved cache": file, **_saved_fields(file, facts, profile)})
-    print()
-    print("\n".join(budget_picture(profile)))
 
 
 def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
@@ -186,25 +177,6 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
         "chosen": wording.policies_text(profile),
         "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
     }
-
-
-def _handed_out(
-    tensors: Mapping[str, StoredTensor], profile: BudgetProfile, header: SavedCacheHeader
-) -> IntArray:
-    """Count what each KV head really keeps of one prompt that handed its entries out itself.
-
-    The budgets of such a profile are what heads had in the mean over other prompts.
-    """
-    kept = profile.budgets.copy()
-    widths = np.full_like(kept, 16) if profile.bits is None else profile.bits
-    for layer in profile.shape.full_layers:
-        dense = tensors[f"{layer}.keys"].shape[2]
-        followed = max(header.seen_tokens - header.prompt_tokens - dense, 0)  # packed as well
-        kept[layer] = dense  # of a layer that keeps everything
-        for width in np.unique(widths[layer]).tolist():
-            if (lengths := tensors.get(f"{layer}.bits_{width}.lengths")) is not None:
-                kept[layer, widths[layer] == width] = lengths.numbers()[0] - followed
-    return np.clip(kept, 0, header.prompt_tokens)
 
 
 def budget_picture(profile: BudgetProfile) -> list[str]:

@@ -249,7 +249,6 @@ def test_a_saved_cache_can_be_inspected(folder):
     asked = run(*asking(folder, "w1"), "--json").json
     for name in ("full_bytes", "read_seconds"):
         assert facts[name] == asked[name]
-    assert np.array(facts["budgets"]).sum() * 2 * 8 * 2 == asked["retained_bytes"]
     shown = run("inspect", folder / "doc.kv")
     for words in ("doc.txt", "120, float32", "a full cache takes", "--cache", "window 8"):
         assert words in shown.out

@@ -181,6 +181,6 @@ def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "_kept", all_options)
 
     def one_program(self, choices, sets, best):
-        return self._core(choices, sets.prices, NOTHING, self.max_distinct)
+        return self._core(choices, sets.prices, NOTHING, self.limit)
 
     monkeypatch.setattr(Search, "_best_levels", one_program)

@@ -120,7 +120,7 @@ def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
     problem = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
     choices = Choices.of(problem)
-    whole = encode(choices, choices.exists, max_distinct=3, hint=None)
+    whole = encode(choices, choices.exists, limit=3, hint=None)
     limits = Limits(deadline=time.monotonic(), absolute_gap=0.0, workers=1)
     answer = BACKENDS[backend](whole.program, limits)
     best = solve_problem(problem, ILP()).objective
