@@ -210,7 +210,8 @@ def _users_mistake(error: Exception, arguments: Sequence[str]) -> str | None:
             known = [one.name for one in context.command.params] if context is not None else []
             typed = " ".join(arguments).replace("=", " ").partition(flag)[2].split()
             meant = in_our_words(flag.strip("-").replace("-", "_"), known, *typed[:1])
-        return f"{describe().rstrip('.')}; {meant}see '{where} --help'"
+        fault = describe().rstrip(".").replace(": Value error, ", ": ")
+        return f"{fault}; {meant}see '{where} --help'"
     if isinstance(error, OSError) and error.errno in _USER_OS_ERRORS:
         return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
     text = str(error)

@@ -27,7 +27,7 @@ from typer.core import TyperCommand
 
 from kvalloc.cli.output import printing
 from kvalloc.cli.values import NAMES
-from kvalloc.errors import InputError, nearest
+from kvalloc.errors import InputError
 from kvalloc.units import Option, described
 
 T = TypeVar("T")
@@ -241,13 +241,11 @@ def _flag(
     shown, (text, default) = _COMMON.get(name, Option()), helps[name]
     if get_origin(hint) is Annotated:
         hint, shown = get_args(hint)
-    known = _names(name, hint)
+    known, parser = _names(name), shown.parser
     first, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     metavar, typed = shown.metavar, first
-    parser = shown.parser
     if get_origin(first) is Literal:
-        metavar, typed = metavar or "|".join(get_args(first)), str
-        parser = functools.partial(_choice, name if argument else _flag_name(name), get_args(first))
+        metavar = metavar or "|".join(get_args(first))
     elif get_origin(first) in (list, Sequence):
         text, typed = f"{text} Can be repeated.", list[str]
     elif str in others:
@@ -256,7 +254,10 @@ def _flag(
         return Annotated[
             typed,
             typer.Argument(
-                metavar=metavar or name.upper(), help=text, parser=parser, autocompletion=known
+                metavar=metavar or name.upper(),
+                help=text,
+                parser=parser,
+                autocompletion=known,
             ),
         ]
     if default:
@@ -276,20 +277,10 @@ def _flag(
     ]
 
 
-def _choice(shown: str, choices: Sequence[str], text: str) -> str:
-    if text not in choices:
-        near = nearest(text, choices)
-        raise InputError(
-            f"{shown} {text!r} is none of {', '.join(choices)}; {near}give one of them"
-        )
-    return text
-
-
-def _names(name: str, hint: Any) -> Callable[[str], list[str]] | None:
-    """Return what the shell completes a parameter's value by; None where that can be anything."""
-    choices = [one for part in (hint, *get_args(hint)) for one in _choices(part)]
-    find = NAMES.get(name, lambda: choices)
-    if name not in NAMES and not choices:
+def _names(name: str) -> Callable[[str], list[str]] | None:
+    """Return what the shell completes a parameter's value by, beyond the choices of its type."""
+    find = NAMES.get(name)
+    if find is None:
         return None
 
     def complete(incomplete: str) -> list[str]:
@@ -297,10 +288,6 @@ def _names(name: str, hint: Any) -> Callable[[str], list[str]] | None:
         return [f"{before}{comma}{one}" for one in find() if one.startswith(last)]
 
     return complete
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 class GroupedCommand(TyperCommand):

@@ -359,7 +359,7 @@ def test_without_ray_there_is_one_line(folder, monkeypatch):
 
 def test_flags_that_do_not_belong_together(tmp_path):
     for flags, said in (
-        (("--engine", "dask"), "--engine 'dask' is none of local, ray"),
+        (("--engine", "dask"), "'--engine': 'dask' is not one of 'local', 'ray'"),
         (("--address", "auto"), "--address goes with --engine ray"),
         (("--workers", 2), "--workers goes with --engine ray"),
     ):
