@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.kept import KeptEntries, Segment
+from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.packed import LayerEntries, longer
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
@@ -277,8 +277,13 @@ class Eviction:
         keys, values = states.keys[row, head], states.values[row, head]
         end = self._end(layer)
         new = torch.arange(end - len(keys), end, dtype=torch.int32, device=keys.device)
-        own = Segment(keys[columns], values[columns], new[columns])
-        joined = Segment.joined([layer.entries.piece(row, head), own])
+        followed = KeptEntries(
+            keys=keys[columns],
+            values=values[columns],
+            positions=new[columns],
+            lengths=np.array([[len(new[columns])]]),
+        )
+        joined = longer(layer.entries.piece(row, head), followed)
         bias = None if joined.bias is None else joined.bias[None, None]
         return (
             joined.keys[None, None],

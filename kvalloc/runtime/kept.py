@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,34 +15,22 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["KeptEntries", "Segment", "Spans", "Tiles", "halved", "interleaved", "on_device"]
+__all__ = ["KeptEntries", "Spans", "Tiles", "halved", "on_device", "parted"]
 
 
-def halved(numbers: Tensor) -> Tensor:
-    """Return numbers at 16 bits: in float16, or in bfloat16 where any would overflow there.
+def halved(*numbers: Tensor) -> list[Tensor]:
+    """Return numbers at 16 bits: each in float16, or in bfloat16 where any would overflow there.
 
     Numbers that take no more are returned as they are. Elsewhere the host asks the device once.
     """
-    if numbers.itemsize <= HALF_BYTES:
-        return numbers
-    half = numbers.half()
-    return half if bool(half.isfinite().all()) else numbers.bfloat16()
-
-
-def interleaved(*sources: tuple[Tensor, IntArray, IntArray]) -> Tensor:
-    """Return a copy of what tensors have of each segment, one behind the other.
-
-    Parameters
-    ----------
-    sources : tuple of (Tensor, ndarray of int64, ndarray of int64)
-        A tensor, how many of its numbers are taken of each segment, and how many that stand behind
-        these are left out, (n_segments,) each.
-    """
-    taken = [
-        torch.split(own, np.stack([taken, left], axis=1).ravel().tolist())[::2]
-        for own, taken, left in sources
+    if all(own.itemsize <= HALF_BYTES for own in numbers):
+        return list(numbers)
+    halves = [own.half() for own in numbers]
+    fits = torch.stack([half.isfinite().all() for half in halves]).tolist()
+    return [
+        half if fit else own.bfloat16()
+        for own, half, fit in zip(numbers, halves, fits, strict=True)
     ]
-    return torch.cat([one for segment in zip(*taken, strict=True) for one in segment])
 
 
 def on_device(numbers: IntArray, device: torch.device) -> Tensor:
@@ -50,37 +38,19 @@ def on_device(numbers: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(numbers).to(device, non_blocking=device.type == "cuda")
 
 
-class Segment(NamedTuple):
-    """Numbers of one head's entries of one row, in position order.
+def parted(
+    own: Tensor, counts: IntArray, lengths: IntArray
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the first so many of each segment of a tensor, and the rest of each, as views.
 
-    Attributes
+    Parameters
     ----------
-    keys, values : Tensor, (n, head_dim) and (n, value_dim)
-    positions : Tensor of int32, (n,)
-        Columns of the row.
-    bias : Tensor of float32, (n,), or None
-        Added to their logits.
+    own : Tensor, (n, ...)
+    counts, lengths : ndarray of int64, (n_segments,)
+        How many are the first of each segment, and how many it has.
     """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    bias: Tensor | None = None
-
-    @classmethod
-    def joined(cls, segments: Sequence[Segment]) -> Segment:
-        """Return a copy of one behind the other."""
-        keys, values, positions, bias = zip(*segments, strict=True)
-        biases = [
-            torch.zeros_like(place, dtype=torch.float32) if own is None else own
-            for own, place in zip(bias, positions, strict=True)
-        ]
-        return cls(
-            keys=torch.cat(keys),
-            values=torch.cat(values),
-            positions=torch.cat(positions),
-            bias=None if all(own is None for own in bias) else torch.cat(biases),
-        )
+    pieces = torch.split(own, np.stack([counts, lengths - counts], axis=1).ravel().tolist())
+    return pieces[::2], pieces[1::2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,29 +81,7 @@ class Spans:
     @cached_property
     def blocks(self) -> IntArray:
         """Blocks of keys of each segment, (n_segments,): of `KEY_BLOCK_TOKENS` entries each."""
-        found: IntArray = -(-self.lengths // KEY_BLOCK_TOKENS)
-        return found
-
-    @property
-    def padding(self) -> IntArray:
-        """Entries that each segment's last block of keys has room for, (n_segments,)."""
-        found: IntArray = -self.lengths % KEY_BLOCK_TOKENS
-        return found
-
-    @property
-    def block_lengths(self) -> IntArray:
-        """Entries of each block of keys, (n_blocks,): as many as fit, but for a segment's last."""
-        found = np.full(int(self.blocks.sum()), KEY_BLOCK_TOKENS)
-        some = self.lengths > 0
-        found[self.first_scales[1:][some] - 1] -= self.padding[some]
-        return found
-
-    @property
-    def block_places(self) -> IntArray:
-        """Where the entries of each block are, (n_blocks, 64); a short one repeats its last."""
-        lengths = self.block_lengths[:, None]
-        column = np.minimum(np.arange(KEY_BLOCK_TOKENS), lengths - 1)
-        return np.cumsum(lengths)[:, None] - lengths + column
+        return np.asarray(-(-self.lengths // KEY_BLOCK_TOKENS))
 
     @cached_property
     def first_scales(self) -> IntArray:
@@ -141,8 +89,7 @@ class Spans:
 
         Keys at fewer bits have one scale for each block.
         """
-        found: IntArray = np.concatenate([[0], np.cumsum(self.blocks)]).astype(np.int64)
-        return found
+        return np.concatenate([[0], np.cumsum(self.blocks)]).astype(np.int64)
 
     @cached_property
     def table(self) -> Tensor:
@@ -159,20 +106,29 @@ class Spans:
     def tiles(self, length: int) -> Tiles:
         """The same cut into tiles of so many entries, a multiple of `KEY_BLOCK_TOKENS`."""
         if length not in self._tiles:
-            counts = -(-self.lengths // length)
-            first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-            segments = np.repeat(np.arange(len(counts)), counts)
-            before = (np.arange(len(segments)) - first[segments]) * length
-            starts = self.starts[segments] + before
-            ends = np.minimum(starts + length, self.ends[segments])
-            scales = self.first_scales[segments] + before // KEY_BLOCK_TOKENS
-            table = np.stack([segments, starts, ends, scales], axis=1).astype(np.int64)
+            table, first = self.pieces(length)
             self._tiles[length] = Tiles(
-                count=len(segments),
+                count=len(table),
                 table=on_device(table, self.device),
                 first=on_device(first, self.device),
             )
         return self._tiles[length]
+
+    def pieces(self, length: int) -> tuple[IntArray, IntArray]:
+        """Return pieces of at most so many entries, as `Tiles` has them, on the host."""
+        counts = -(-self.lengths // length)
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        segments = np.repeat(np.arange(len(counts)), counts)
+        before = (np.arange(len(segments)) - first[segments]) * length
+        starts = self.starts[segments] + before
+        ends = np.minimum(starts + length, self.ends[segments])
+        scales = self.first_scales[segments] + before // KEY_BLOCK_TOKENS
+        return np.stack([segments, starts, ends, scales], axis=1).astype(np.int64), first
+
+    def block_places(self) -> Tensor:
+        """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its end."""
+        starts, ends = self.pieces(KEY_BLOCK_TOKENS)[0][:, 1:3, None].swapaxes(0, 1)
+        return on_device(np.minimum(starts + np.arange(KEY_BLOCK_TOKENS), ends - 1), self.device)
 
     @cached_property
     def _tiles(self) -> dict[int, Tiles]:
@@ -265,58 +221,38 @@ class KeptEntries:
 
     def halved(self) -> KeptEntries:
         """Return the same with its numbers at 16 bits."""
-        return replace(self, keys=halved(self.keys), values=halved(self.values))
-
-    def rows(self, rows: IntArray) -> KeptEntries:
-        """Return a copy of these rows, ``(n_rows,)``; one may come more than once."""
-        return self.segments(self._numbers[rows])
-
-    def of_heads(self, heads: Sequence[int]) -> KeptEntries:
-        """Return a copy of these KV heads, by their places here; itself if these are all."""
-        if list(heads) == list(range(self.lengths.shape[1])):
-            return replace(self, heads=tuple(heads))
-        return replace(self.segments(self._numbers[:, list(heads)]), heads=tuple(heads))
-
-    def segments(self, numbers: IntArray) -> KeptEntries:
-        """Return a copy of the segments of these numbers, ``(n_rows, n_heads)``."""
-
-        def chosen(own: Tensor, lengths: IntArray) -> Tensor:
-            pieces = torch.split(own, lengths.tolist())
-            return torch.cat([pieces[number] for number in numbers.ravel().tolist()])
-
-        spans = self.spans
-        own = self._copied(
-            partial(chosen, lengths=spans.lengths), partial(chosen, lengths=spans.blocks)
-        )
-        return replace(own, lengths=self.lengths.reshape(-1)[numbers])
-
-    def first(self, counts: IntArray) -> KeptEntries:
-        """Return a copy of the first so many of each segment, ``(batch, n_kv_heads)``.
-
-        A block of keys that loses some keeps its scales.
-        """
-        spans, left = self.spans, counts.reshape(-1)
-        blocks = -(-left // KEY_BLOCK_TOKENS)
-        own = self._copied(
-            lambda own: interleaved((own, left, spans.lengths - left)),
-            lambda scales: interleaved((scales, blocks, spans.blocks - blocks)),
-        )
-        return replace(own, lengths=counts)
+        keys, values = halved(self.keys, self.values)
+        return replace(self, keys=keys, values=values)
 
     @property
-    def _numbers(self) -> IntArray:
+    def numbers(self) -> IntArray:
         """Number of each segment, (batch, n_kv_heads)."""
         return np.arange(self.lengths.size).reshape(self.lengths.shape)
 
-    def _copied(
-        self, entries: Callable[[Tensor], Tensor], scales: Callable[[Tensor], Tensor]
-    ) -> KeptEntries:
-        """Return what one function takes of entries, and another of key scales."""
-        return replace(
-            self,
-            keys=entries(self.keys),
-            values=entries(self.values),
-            positions=entries(self.positions),
-            bias=None if self.bias is None else entries(self.bias),
-            key_scales=None if self.key_scales is None else scales(self.key_scales),
-        )
+    def segments(self, numbers: IntArray, counts: IntArray | None = None) -> KeptEntries:
+        """Return a copy of the segments of these numbers, ``(n_rows, n_heads)``.
+
+        Of each of all segments the first so many entries, ``counts``, where these are given. A
+        block of keys that loses some keeps its scales.
+        """
+        spans = self.spans
+        counts = spans.lengths if counts is None else counts
+
+        def copied(own: Tensor, counts: IntArray, lengths: IntArray) -> Tensor:
+            pieces, _ = parted(own, counts, lengths)
+            return torch.cat([pieces[number] for number in numbers.ravel().tolist()])
+
+        blocks = -(-counts // KEY_BLOCK_TOKENS)
+        found: dict[str, Any] = {}
+        for name in ("keys", "values", "positions", "bias"):
+            if (own := getattr(self, name)) is not None:
+                found[name] = copied(own, counts, spans.lengths)
+        if self.key_scales is not None:
+            found["key_scales"] = copied(self.key_scales, blocks, spans.blocks)
+        return replace(self, **found, lengths=counts[numbers])
+
+    def of_heads(self, heads: Sequence[int]) -> KeptEntries:
+        """Return the KV heads at these places: a copy, or the same entries if these are all."""
+        every = list(heads) == list(range(self.lengths.shape[1]))
+        found = self if every else self.segments(self.numbers[:, list(heads)])
+        return replace(found, heads=tuple(heads))

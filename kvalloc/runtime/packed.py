@@ -10,7 +10,7 @@ The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.kept import KeptEntries, Segment, Spans, halved, interleaved, on_device
+from kvalloc.runtime.kept import KeptEntries, Spans, halved, on_device, parted
 from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
 
 __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
@@ -47,13 +47,14 @@ def pack(numbers: KeptEntries, bits: int) -> KeptEntries:
     if bits == 16:
         return numbers.halved()
     spans = numbers.spans
-    places = on_device(spans.block_places, numbers.keys.device)
-    blocks = [_packed_keys(numbers.keys[some], bits) for some in places.chunk(STEPS)]
+    n_steps = min(STEPS, len(spans.lengths))
+    steps = spans.block_places().chunk(n_steps), numbers.values.chunk(n_steps)
+    blocks = [_packed_keys(numbers.keys[places], bits) for places in steps[0]]
     keys, key_scales = (torch.cat(own) for own in zip(*blocks, strict=True))
     return replace(
         numbers,
-        keys=interleaved((keys, spans.lengths, spans.padding)),
-        values=torch.cat([_packed_values(some, bits) for some in numbers.values.chunk(STEPS)]),
+        keys=torch.cat(parted(keys, spans.lengths, spans.blocks * KEY_BLOCK_TOKENS)[0]),
+        values=torch.cat([_packed_values(values, bits) for values in steps[1]]),
         key_scales=key_scales,
         bits=bits,
     )
@@ -63,8 +64,7 @@ def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:
     """Return the numbers that entries stand for, of the types of ``like``."""
     keys, values, scales = entries.keys, entries.values, entries.key_scales
     if scales is not None:
-        blocks = np.repeat(np.arange(len(scales)), entries.spans.block_lengths)
-        keys = key_numbers(keys, scales[on_device(blocks, keys.device)], entries.bits)
+        keys = _key_numbers(keys, scales, entries.spans, entries.bits)
         values = value_numbers(values, entries.bits, int(like[1].shape[-1]))
         values = rotated(values) if WIDTHS[entries.bits].turned else values
     keys, values = keys.to(like[0].dtype), values.to(like[1].dtype)
@@ -77,54 +77,58 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
     Values are rounded by token: those that were there stay as they are. A block of keys that was
     not full is rounded once more, with the keys that fill it.
     """
-    old, new = entries.spans.lengths, more.spans.lengths
-    none = np.zeros_like(old)
+    spans, old, new = entries.spans, entries.spans.lengths, more.spans.lengths
 
     def behind(own: Tensor, added: Tensor) -> Tensor:
-        return interleaved((own, old, none), (added, new, none))
+        return _interleaved(torch.split(own, old.tolist()), torch.split(added, new.tolist()))
 
-    bias = entries.bias
     found = replace(
         entries,
         positions=behind(entries.positions, more.positions),
-        bias=None if bias is None else behind(bias, bias.new_zeros(int(new.sum()))),
         lengths=entries.lengths + more.lengths,
     )
+    if entries.bias is not None:
+        none = entries.bias.new_zeros(len(more.positions))
+        found = replace(found, bias=behind(entries.bias, none))
     if entries.key_scales is None:
-        keys, values = (
-            behind(*_of_one_type(*pair))
-            for pair in ((entries.keys, more.keys), (entries.values, more.values))
-        )
+        keys, values = map(behind, *_of_one_type(entries, more))
         return replace(found, keys=keys, values=values)
-    last = np.where(new > 0, old % KEY_BLOCK_TOKENS, 0)  # in blocks that are to be filled
-    places = np.repeat(entries.spans.ends - np.cumsum(last), last) + np.arange(last.sum())
-    blocks = np.repeat(entries.spans.first_scales[1:] - 1, last)
-    there = partial(on_device, device=entries.keys.device)
-    scales = entries.key_scales[there(blocks)]
-    unfilled = key_numbers(entries.keys[there(places)], scales, entries.bits)
-    tail = Spans(last + new, entries.keys.device)
-    numbers = interleaved((unfilled.to(more.keys.dtype), last, none), (more.keys, new, none))
-    keys, key_scales = _packed_keys(numbers[there(tail.block_places)], entries.bits)
+    last = np.where(new > 0, old % KEY_BLOCK_TOKENS, 0)  # in blocks that are filled now
     full = -(-(old - last) // KEY_BLOCK_TOKENS)
+    stay, unfilled = parted(entries.keys, old - last, old)
+    scales, their_scales = parted(entries.key_scales, full, spans.blocks)
+    there = Spans(last, spans.device)
+    before = _key_numbers(torch.cat(unfilled), torch.cat(their_scales), there, entries.bits)
+    numbers = _interleaved(
+        torch.split(before.to(more.keys.dtype), last.tolist()),
+        torch.split(more.keys, new.tolist()),
+    )
+    tail = Spans(last + new, spans.device)
+    keys, key_scales = _packed_keys(numbers[tail.block_places()], entries.bits)
+    filled, _ = parted(keys, tail.lengths, tail.blocks * KEY_BLOCK_TOKENS)
     return replace(
         found,
-        keys=interleaved((entries.keys, old - last, last), (keys, tail.lengths, tail.padding)),
+        keys=_interleaved(stay, filled),
         values=behind(entries.values, _packed_values(more.values, entries.bits)),
-        key_scales=interleaved(
-            (entries.key_scales, full, entries.spans.blocks - full),
-            (key_scales, tail.blocks, none),
-        ),
+        key_scales=_interleaved(scales, torch.split(key_scales, tail.blocks.tolist())),
     )
 
 
-def _of_one_type(stored: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers that are stored and more, of the type in which all are stored."""
-    if stored.dtype == more.dtype:
-        return stored, more
-    added = halved(more)
-    if added.dtype == stored.dtype:
+def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
+    """Return of each segment one piece behind the other."""
+    return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
+
+
+def _of_one_type(entries: KeptEntries, more: KeptEntries) -> tuple[list[Tensor], list[Tensor]]:
+    """Return stored keys and values, and more of them, in types that take all numbers."""
+    stored, added = [entries.keys, entries.values], [more.keys, more.values]
+    if stored[0].dtype == added[0].dtype:
         return stored, added
-    return stored.bfloat16(), more.bfloat16()
+    halves = halved(*added)
+    for place, half in enumerate(halves):
+        if half.dtype != stored[place].dtype:
+            stored[place], halves[place] = stored[place].bfloat16(), added[place].bfloat16()
+    return stored, halves
 
 
 def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +150,7 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
         return codes.contiguous()
     if bits != 4:
         return _regrouped(codes, bits, 8)[:, : -(-codes.shape[1] * bits // 8)]
-    padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    padded = _padded(codes, 2)
     return padded[:, 0::2] | (padded[:, 1::2] << 4)
 
 
@@ -161,11 +165,26 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
 
 def _regrouped(numbers: Tensor, bits: int, other: int) -> Tensor:
     """Of numbers (n, m) of ``bits`` bits, each ``other`` as ``bits`` numbers of ``other`` bits."""
-    groups = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % other))
+    groups = _padded(numbers, other)
     groups = groups.view(len(numbers), groups.shape[1] // other, other)
-    places = torch.arange(8, device=numbers.device)
-    words = (groups << bits * places[:other]).sum(dim=-1, keepdim=True)
-    return torch.bitwise_and(words >> other * places[:bits], 2**other - 1).byte().flatten(1)
+    old, new = (
+        torch.arange(0, bits * other, step, device=numbers.device) for step in (bits, other)
+    )
+    words = (groups << old).sum(dim=-1, keepdim=True)
+    return torch.bitwise_and(words >> new, 2**other - 1).byte().flatten(1)
+
+
+def _padded(numbers: Tensor, multiple: int) -> Tensor:
+    """Return numbers (n, m) with zeros behind, m being a multiple; the same where it is one."""
+    missing = -numbers.shape[1] % multiple
+    return torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
+
+
+def _key_numbers(rows: Tensor, scales: Tensor, spans: Spans, bits: int) -> Tensor:
+    """Return keys of segments, float32, (n, head_dim), with scales as `KeptEntries` has them."""
+    _, starts, ends, blocks = spans.pieces(KEY_BLOCK_TOKENS)[0].T
+    each = on_device(np.repeat(blocks, ends - starts), rows.device)
+    return key_numbers(rows, scales[each], bits)
 
 
 def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -180,7 +199,7 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
         Of `WIDTHS`, but not 16.
     """
     codes = unpacked_codes(rows, WIDTHS[bits].keys, int(scales.shape[-1]))
-    return from_codes(codes, *scales.unbind(1))
+    return from_codes(codes, *scales.float().unbind(1))
 
 
 def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
@@ -195,8 +214,7 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     scales = scales.view(len(rows), scales.shape[1] // 2, 2)
     codes = unpacked_codes(rows[:, :n_bytes], width, head_dim)
     block = min(VALUE_BLOCK_CHANNELS, head_dim)
-    whole = torch.nn.functional.pad(codes, (0, -head_dim % block))
-    blocks = whole.view(len(rows), scales.shape[1], block)
+    blocks = _padded(codes, block).view(len(rows), scales.shape[1], block)
     return from_codes(blocks, scales[..., :1], scales[..., 1:]).flatten(1)[:, :head_dim]
 
 
@@ -303,12 +321,10 @@ class LayerEntries:
         keys, values = (own.new_empty(*self.lengths.shape, 0, own.shape[-1]) for own in self.like)
         return keys, values
 
-    def piece(self, row: int, head: int) -> Segment:
-        """One segment's numbers."""
+    def piece(self, row: int, head: int) -> KeptEntries:
+        """Return the numbers of one segment, of the model's type."""
         part, place = self._places[head]
-        number = row * part.lengths.shape[1] + place
-        own = unpack(part.segments(np.array([[number]])), self.like)
-        return Segment(own.keys, own.values, own.positions, own.bias)
+        return unpack(part.segments(part.numbers[row : row + 1, place : place + 1]), self.like)
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
@@ -325,7 +341,9 @@ class LayerEntries:
     def rows(self, indices: Tensor) -> LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
         numbers = indices.cpu().numpy()
-        return replace(self, parts=tuple(part.rows(numbers) for part in self.parts))
+        return replace(
+            self, parts=tuple(part.segments(part.numbers[numbers]) for part in self.parts)
+        )
 
     def before(self, column: int) -> LayerEntries:
         """A copy without the entries from this column on."""
@@ -334,7 +352,7 @@ class LayerEntries:
             below = (part.positions < column).cumsum(0).cpu().numpy()
             upto = np.concatenate([[0], below])
             counts = upto[part.spans.ends] - upto[part.spans.starts]
-            parts.append(part.first(counts.reshape(part.lengths.shape)))
+            parts.append(part.segments(part.numbers, counts))
         return replace(self, parts=tuple(parts))
 
     @torch.no_grad()

@@ -216,7 +216,7 @@ def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
     """Codes (..., n_blocks, block), and float16 scales and minima (..., n_blocks, 2)."""
     size = numbers.shape[-1]
     missing = -size % block
-    padded = numbers.float()
+    padded = numbers.to(torch.float32, memory_format=torch.contiguous_format)
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
         padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
     blocks = padded.contiguous().view(*padded.shape[:-1], (size + missing) // block, block)

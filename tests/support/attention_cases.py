@@ -78,7 +78,7 @@ def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries
 def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:
     """The numbers that packed entries stand for."""
     pieces = {place: entries.piece(*place) for place in np.ndindex(*counts.shape)}
-    return {place: (one[0], one[1], one[3]) for place, one in pieces.items()}
+    return {place: (one.keys, one.values, one.bias) for place, one in pieces.items()}
 
 
 def exact_numbers(stored: Stored, counts: IntArray, bits: list[int]) -> Stored:

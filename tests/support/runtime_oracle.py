@@ -269,7 +269,13 @@ class Shadow:
             bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
             for row, head in np.ndindex(*entries.lengths.shape):
                 width = WIDTHS[int(entries.bits[head])]
-                keys, values, positions, extra = entries.piece(row, head)
+                piece = entries.piece(row, head)
+                keys, values, positions, extra = (
+                    piece.keys,
+                    piece.values,
+                    piece.positions,
+                    piece.bias,
+                )
                 places = positions.long().cpu()
                 stored = keys.to(own.keys), values.to(own.values)
                 if extra is not None:

@@ -313,7 +313,8 @@ def expected_of(
 def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Tensor, Any]:
     """Values and biases of one head's kept entries."""
     stored = cache.layers[layer]
-    _, values, _, bias = stored.entries.piece(row, head)
+    piece = stored.entries.piece(row, head)
+    values, bias = piece.values, piece.bias
     return values, bias
 
 

@@ -153,7 +153,7 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: Module
     for layer, own in zip(together.layers, alone.layers, strict=True):
         assert layer.entries.lengths[0].tolist() == [5, 5]
         for head in range(tiny.N_KV_HEADS):
-            bias, expected = layer.entries.piece(1, head)[3], own.entries.piece(0, head)[3]
+            bias, expected = layer.entries.piece(1, head).bias, own.entries.piece(0, head).bias
             assert (expected != 0).any()
             torch.testing.assert_close(bias, expected, atol=1e-5, rtol=1e-5)
-            assert not layer.entries.piece(0, head)[3].any()
+            assert not layer.entries.piece(0, head).bias.any()

@@ -51,8 +51,8 @@ def test_numbers_that_overflow_float16_are_kept_in_bfloat16(tiny: ModuleType) ->
     run(model, ids, plain := DynamicCache())
     expected = tiny.as_stored(plain.layers[0].values)
     for row, head in np.ndindex(2, tiny.N_KV_HEADS):
-        _, values, positions, *_ = cache.layers[0].entries.piece(row, head)
-        assert torch.equal(values, expected[row, head, positions.long()])
+        piece = cache.layers[0].entries.piece(row, head)
+        assert torch.equal(piece.values, expected[row, head, piece.positions.long()])
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
     token = tiny.prompt(1, 2, seed=2)
     assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4

@@ -10,12 +10,14 @@ import pytest
 import torch
 from attention_cases import packed_of, stored_of
 from factories import make_shape
+from fake_device import Launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_oracle import rounded
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import InputError
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.quantization import rotated
 
@@ -60,9 +62,9 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
         keys, values = rounded(*stored[row, head][:2], bits[head])
         for one, place in ((entries, row), (swapped, 1 - row)):
             own = one.piece(place, head)
-            assert torch.equal(own[0], keys)
-            assert torch.equal(own[1], values)
-            assert own[2].tolist() == list(range(table[row, head]))
+            assert torch.equal(own.keys, keys)
+            assert torch.equal(own.values, values)
+            assert own.positions.tolist() == list(range(table[row, head]))
 
 
 def test_four_bits_by_hand() -> None:
@@ -71,9 +73,9 @@ def test_four_bits_by_hand() -> None:
     values = torch.tensor([[0.0, 30.0], [1.0, 1.0], [-1.0, 0.0]])
     entries = of_one_head(keys, values, 4)
     found = entries.piece(0, 0)
-    assert found[0].tolist() == [[0.0, -3.0], [15.0, 0.0], [7.0, 12.0]]
-    assert found[1][1].tolist() == [1.0, 1.0]
-    assert found[1][0].tolist() == [0.0, 30.0]
+    assert found.keys.tolist() == [[0.0, -3.0], [15.0, 0.0], [7.0, 12.0]]
+    assert found.values[1].tolist() == [1.0, 1.0]
+    assert found.values[0].tolist() == [0.0, 30.0]
     codes = entries.parts[0]
     assert codes.keys.tolist() == [[0], [15 + 16 * 3], [7 + 16 * 15]]
 
@@ -94,7 +96,7 @@ def test_three_bits_by_hand() -> None:
     for row in codes.values.tolist():
         assert row[:3] == [word & 255, word >> 8 & 255, word >> 16]
         assert len(row) == 3 + 4
-    assert torch.allclose(entries.piece(0, 0)[1], values, atol=1e-2)
+    assert torch.allclose(entries.piece(0, 0).values, values, atol=1e-2)
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
 
@@ -110,8 +112,8 @@ def test_five_bits_by_hand() -> None:
     assert stored.keys[0].tolist() == list(word.to_bytes(5, "little"))
     assert stored.values[0, :4].tolist() == [240, 33, 67, 101]
     assert stored.values.shape == (3, 4 + 4)
-    assert torch.equal(entries.piece(0, 0)[0], keys.float())
-    assert torch.equal(entries.piece(0, 0)[1], values)
+    assert torch.equal(entries.piece(0, 0).keys, keys.float())
+    assert torch.equal(entries.piece(0, 0).values, values)
 
 
 @settings(deadline=None, max_examples=50)
@@ -161,7 +163,8 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
                 expected = torch.cat([bias, torch.zeros(len(new))])[:count]
                 assert torch.equal(piece.bias, expected)
             if width == 16:
-                for ours, *both in zip(piece, (own_keys, own_values), added, strict=False):
+                numbers = piece.keys, piece.values
+                for ours, *both in zip(numbers, (own_keys, own_values), added, strict=True):
                     expected = torch.cat(both)[:count]
                     assert torch.equal(ours, expected.half().to(dtype) if half else expected)
                 continue
@@ -173,3 +176,24 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
             for ours, theirs in zip(found, loop, strict=True):
                 assert np.array_equal(ours, theirs)
         assert padded[row, head].tolist() == [*places, *[-1] * (padded.shape[2] - len(places))]
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 60), (5, 75), (4, 65), (3, 90)])
+@pytest.mark.parametrize("size", [1, 8])
+def test_what_followed_is_packed_in_few_launches_and_no_wait(
+    bits: int, most: int, size: int
+) -> None:
+    """However many rows and heads there are; a wait for the fake device raises.
+
+    Views launch nothing. At 5 and 3 bits codes are regrouped, at 3 values are turned.
+    """
+    counts = np.random.default_rng(0).integers(100, 300, (size, size))
+    stored = stored_of(counts, (64, 64), torch.bfloat16, biased=False, device="meta")
+    layer, launches = BudgetLayer(), Launches()
+    with launches:
+        layer.keep(packed_of(stored, counts, [bits] * size))
+        layer.update(*torch.empty(2, size, size, 128, 64, dtype=torch.bfloat16, device="meta"))
+        launches.counts.clear()
+        layer.pack_following(torch.ones(size, 128, dtype=torch.bool))
+    assert layer.packed_following == 64
+    assert launches.counts.total() <= most

@@ -172,9 +172,9 @@ def test_what_was_rounded_since_the_prompt_is_saved_and_cropped(
     # A block of keys that was not full has been rounded twice; all the others are as they were.
     for row, head in np.ndindex(2, tiny.N_KV_HEADS):
         ours, theirs = (each.layers[0].entries.piece(row, head) for each in (cropped, fresh))
-        full = ours[0].shape[0] // 64 * 64
-        assert torch.equal(ours[0][:full], theirs[0][:full])
-        assert torch.equal(ours[1], theirs[1])
+        full = ours.keys.shape[0] // 64 * 64
+        assert torch.equal(ours.keys[:full], theirs.keys[:full])
+        assert torch.equal(ours.values, theirs.values)
     shadow.cache.crop(-130)
     shadow.follow(cropped)
     assert tiny.worst(run(model, question, cropped), shadow.logits(question)) < 1e-4
