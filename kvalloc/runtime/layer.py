@@ -256,7 +256,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """What is kept, of an even layer, and keys and values behind it."""
         assert self.entries is not None
         pairs = zip(self.entries.dense, following, strict=True)
-        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
+        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)  # of the model's type
         return keys, values
 
     def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def keep(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""
-        keys, values = self.latest(following) if following else entries.nothing()
+        keys, values = self.latest(following)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._store(keys, values)
@@ -326,9 +326,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         shown = torch.ones(keys.shape[0], count, dtype=torch.bool)
         shown = shown if visible is None else visible[:, first : first + count]
         kept = shown[:, None].expand(-1, keys.shape[1], -1)
-        self.entries = self.entries.with_more(
-            keys[:, :, :count], values[:, :, :count], columns, kept, kept.sum(dim=2).numpy()
-        )
+        older = keys[:, :, :count], values[:, :, :count], columns
+        self.entries = self.entries.with_more(KeptEntries.of(*older, kept, kept.sum(dim=2).numpy()))
         self.packed_following += count
         self._store(keys[:, :, count:], values[:, :, count:])
 

@@ -20,7 +20,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, Spans, halved, on_device, parted
-from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
+from kvalloc.runtime.quantization import coded, from_codes, rotated
 
 __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
 
@@ -132,16 +132,35 @@ def _of_one_type(entries: KeptEntries, more: KeptEntries) -> tuple[list[Tensor],
 
 
 def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return blocks of keys, (n_blocks, 64, head_dim), as they are stored: rows and scales."""
-    codes, scales = key_codes(blocks, bits)
-    return packed_codes(codes.flatten(0, 1), WIDTHS[bits].keys), scales
+    """Return blocks of keys of one head each as they are stored.
+
+    Parameters
+    ----------
+    blocks : Tensor, (n_blocks, 64, head_dim)
+    bits : int
+        Of `WIDTHS`, but not 16.
+
+    Returns
+    -------
+    keys : Tensor of uint8, (n_blocks * 64, key_bytes)
+    key_scales : Tensor of float16, (n_blocks, 2, head_dim)
+        Of each block and channel the scale and the minimum.
+    """
+    width = WIDTHS[bits].keys
+    codes, scales = coded(blocks.mT, KEY_BLOCK_TOKENS, width)
+    rows = codes[:, :, 0].mT.flatten(0, 1)
+    return packed_codes(rows, width), scales[:, :, 0].mT.contiguous()
 
 
 def _packed_values(values: Tensor, bits: int) -> Tensor:
-    """Return values as they are stored, of uint8, (n, value_bytes): codes, then their scales."""
-    codes, scales = value_codes(values, bits)
-    packed = packed_codes(codes, WIDTHS[bits].values)
-    return torch.cat([packed, scales.flatten(1).view(torch.uint8)], dim=1)
+    """Return values (n, head_dim) as they are stored, of uint8, (n, value_bytes).
+
+    Behind the codes of a token stand the scale and the minimum of each block of its channels.
+    """
+    _, width, turned = WIDTHS[bits]
+    codes, scales = coded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width)
+    rows = packed_codes(codes.flatten(1)[:, : values.shape[1]], width)
+    return torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -278,14 +297,10 @@ class LayerEntries:
 
     @property
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of even ones, (batch, n_kv_heads, n, ...), in the model's type."""
+        """Keys and values of even ones, (batch, n_kv_heads, n, ...), as views."""
         (part,) = self.parts
         shape = (*self.lengths.shape, int(self.lengths[0, 0]), -1)
-        keys, values = (
-            own.view(shape).to(like.dtype)
-            for own, like in zip((part.keys, part.values), self.like, strict=True)
-        )
-        return keys, values
+        return part.keys.view(shape), part.values.view(shape)
 
     @property
     def columns(self) -> tuple[Tensor, Tensor | None]:
@@ -315,11 +330,6 @@ class LayerEntries:
         """All K and V storage, scales included."""
         found = [(part.keys, part.values, part.key_scales) for part in self.parts]
         return [tensor for part in found for tensor in part if tensor is not None]
-
-    def nothing(self) -> tuple[Tensor, Tensor]:
-        """Dense keys and values of no token, (batch, n_kv_heads, 0, head_dim)."""
-        keys, values = (own.new_empty(*self.lengths.shape, 0, own.shape[-1]) for own in self.like)
-        return keys, values
 
     def piece(self, row: int, head: int) -> KeptEntries:
         """Return the numbers of one segment, of the model's type."""
@@ -356,9 +366,7 @@ class LayerEntries:
         return replace(self, parts=tuple(parts))
 
     @torch.no_grad()
-    def with_more(
-        self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, counts: IntArray
-    ) -> LayerEntries:
+    def with_more(self, more: KeptEntries) -> LayerEntries:
         """Return a copy with more entries behind, which are rounded.
 
         Codes that are there stay as they are, but for those of a block of keys that was not full:
@@ -366,13 +374,9 @@ class LayerEntries:
 
         Parameters
         ----------
-        keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
-        positions : Tensor of int32, (n,)
-            Columns behind all that are here.
-        kept, counts : Tensor of bool and ndarray of int64
-            As of `KeptEntries.of`.
+        more : KeptEntries
+            Of all KV heads, numbers of the model's type, in columns behind all that are here.
         """
-        more = KeptEntries.of(keys, values, positions, kept, counts)
-        every = range(counts.shape[1])
+        every = range(more.lengths.shape[1])
         parts = [longer(part, more.of_heads(part.heads or every)) for part in self.parts]
         return replace(self, parts=tuple(parts))

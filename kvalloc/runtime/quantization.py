@@ -166,54 +166,21 @@ def _output(states: AttentionStates, rows: int) -> Tensor:
     return torch.einsum("bhgrt,bhtd->bhgrd", weights, states.values.float())
 
 
-def key_codes(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return keys as they are stored, but for the packing of codes into bytes.
-
-    Parameters
-    ----------
-    blocks : Tensor, (n_blocks, 64, head_dim)
-        Of one head each, in the order in which they are stored.
-    bits : int
-        Of `WIDTHS`, but not 16.
-
-    Returns
-    -------
-    codes : Tensor of uint8, (n_blocks, 64, head_dim)
-    scales : Tensor of float16, (n_blocks, 2, head_dim)
-        Of each block and channel the scale and the minimum.
-    """
-    codes, scales = _coded(blocks.mT, KEY_BLOCK_TOKENS, WIDTHS[bits].keys)
-    return codes[:, :, 0].mT, scales[:, :, 0].mT.contiguous()
-
-
-def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return values as they are stored, but for the packing of codes into bytes.
-
-    Parameters
-    ----------
-    values : Tensor, (n_tokens, head_dim)
-    bits : int
-        Of `WIDTHS`, but not 16.
-
-    Returns
-    -------
-    codes : Tensor of uint8, (n_tokens, head_dim)
-    scales : Tensor of float16, (n_tokens, ceil(head_dim / 64), 2)
-        Of each token and block of channels the scale and the minimum.
-    """
-    _, width, turned = WIDTHS[bits]
-    numbers = rotated(values) if turned else values
-    codes, scales = _coded(numbers, VALUE_BLOCK_CHANNELS, width)
-    return codes.flatten(-2)[:, : values.shape[1]], scales
-
-
 def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """The numbers that codes stand for, float32; scale and minimum are broadcast."""
     return codes.float().mul_(scale.float()).add_(least.float())
 
 
-def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (..., n_blocks, block), and float16 scales and minima (..., n_blocks, 2)."""
+def coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return numbers in blocks along the last axis as codes.
+
+    Returns
+    -------
+    codes : Tensor of uint8, (..., n_blocks, block)
+        The last block's with padding.
+    scales : Tensor of float16, (..., n_blocks, 2)
+        Scale and minimum of each block.
+    """
     size = numbers.shape[-1]
     missing = -size % block
     padded = numbers.to(torch.float32, memory_format=torch.contiguous_format)
@@ -232,7 +199,7 @@ def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
 
 def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
     """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
-    codes, scales = _coded(numbers, block, bits)
+    codes, scales = coded(numbers, block, bits)
     back = from_codes(codes, *torch.split(scales, 1, dim=-1)).flatten(-2)[..., : numbers.shape[-1]]
     same: Tensor = back.to(numbers.dtype)
     return same

@@ -17,6 +17,7 @@ from runtime_oracle import rounded
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import InputError
+from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.quantization import rotated
@@ -143,7 +144,8 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
     keys, values = torch.randn(2, BATCH, HEADS, n_new, 8).to(dtype)
     columns = torch.arange(600, 600 + n_new, dtype=torch.int32)
     kept = torch.rand(BATCH, HEADS, n_new) < torch.rand(BATCH, HEADS, 1) * 1.5 - 0.2
-    more = entries.with_more(keys, values, columns, kept, kept.sum(dim=2).numpy())
+    added = KeptEntries.of(keys, values, columns, kept, kept.sum(dim=2).numpy())
+    more = entries.with_more(added)
     cut = more.before(600 + n_new - removed)
     shape = make_shape(head_dim=8, dtype_bytes=dtype.itemsize)
     for one in (more, cut):
@@ -154,7 +156,7 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
         own_keys, own_values, bias = stored[row, head]
         places = [*range(len(own_keys)), *columns[new].tolist()]
         n_left = sum(place < 600 + n_new - removed for place in places)
-        added = keys[row, head, new], values[row, head, new]
+        behind = keys[row, head, new], values[row, head, new]
         for one, count in ((more, len(places)), (cut, n_left)):
             piece = one.piece(row, head)
             assert piece.positions.tolist() == places[:count]
@@ -164,13 +166,13 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
                 assert torch.equal(piece.bias, expected)
             if width == 16:
                 numbers = piece.keys, piece.values
-                for ours, *both in zip(numbers, (own_keys, own_values), added, strict=True):
+                for ours, *both in zip(numbers, (own_keys, own_values), behind, strict=True):
                     expected = torch.cat(both)[:count]
                     assert torch.equal(ours, expected.half().to(dtype) if half else expected)
                 continue
             part = next(part for part in one.parts if part.bits == width)
             loop = packing_loop.pack_segment(own_keys, own_values, width)
-            loop = packing_loop.longer_segment(loop, *added, width)
+            loop = packing_loop.longer_segment(loop, *behind, width)
             loop = packing_loop.cut_segment(loop, count)
             found = packing_loop.stored_of_part(part, row, part.heads.index(head))
             for ours, theirs in zip(found, loop, strict=True):
@@ -191,8 +193,8 @@ def test_what_followed_is_packed_in_few_launches_and_no_wait(
     stored = stored_of(counts, (64, 64), torch.bfloat16, biased=False, device="meta")
     layer, launches = BudgetLayer(), Launches()
     with launches:
-        layer.keep(packed_of(stored, counts, [bits] * size))
         layer.update(*torch.empty(2, size, size, 128, 64, dtype=torch.bfloat16, device="meta"))
+        layer.keep(packed_of(stored, counts, [bits] * size), 128)
         launches.counts.clear()
         layer.pack_following(torch.ones(size, 128, dtype=torch.bool))
     assert layer.packed_following == 64
