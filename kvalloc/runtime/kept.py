@@ -225,7 +225,7 @@ class KeptEntries:
         return replace(self, keys=keys, values=values)
 
     @property
-    def numbers(self) -> IntArray:
+    def segment_numbers(self) -> IntArray:
         """Number of each segment, (batch, n_kv_heads)."""
         return np.arange(self.lengths.size).reshape(self.lengths.shape)
 
@@ -254,5 +254,5 @@ class KeptEntries:
     def of_heads(self, heads: Sequence[int]) -> KeptEntries:
         """Return the KV heads at these places: a copy, or the same entries if these are all."""
         every = list(heads) == list(range(self.lengths.shape[1]))
-        found = self if every else self.segments(self.numbers[:, list(heads)])
+        found = self if every else self.segments(self.segment_numbers[:, list(heads)])
         return replace(found, heads=tuple(heads))

@@ -334,7 +334,9 @@ class LayerEntries:
     def piece(self, row: int, head: int) -> KeptEntries:
         """Return the numbers of one segment, of the model's type."""
         part, place = self._places[head]
-        return unpack(part.segments(part.numbers[row : row + 1, place : place + 1]), self.like)
+        return unpack(
+            part.segments(part.segment_numbers[row : row + 1, place : place + 1]), self.like
+        )
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
@@ -352,7 +354,7 @@ class LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
         numbers = indices.cpu().numpy()
         return replace(
-            self, parts=tuple(part.segments(part.numbers[numbers]) for part in self.parts)
+            self, parts=tuple(part.segments(part.segment_numbers[numbers]) for part in self.parts)
         )
 
     def before(self, column: int) -> LayerEntries:
@@ -362,7 +364,7 @@ class LayerEntries:
             below = (part.positions < column).cumsum(0).cpu().numpy()
             upto = np.concatenate([[0], below])
             counts = upto[part.spans.ends] - upto[part.spans.starts]
-            parts.append(part.segments(part.numbers, counts))
+            parts.append(part.segments(part.segment_numbers, counts))
         return replace(self, parts=tuple(parts))
 
     @torch.no_grad()

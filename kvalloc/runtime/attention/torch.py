@@ -64,9 +64,7 @@ def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
         length = int(kept.spans.lengths[first])
         numbers = length * (call.queries.shape[-1] + call.values.shape[-1])
         step = last - first
-        if kept.bits != 16:
-            step = 1
-        elif kept.keys.dtype != _work_type(call):
+        if kept.keys.dtype != _work_type(call):
             step = max(SCRATCH_NUMBERS // max(numbers, 1), 1)
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
@@ -88,9 +86,10 @@ def _numbers(
     keys, values = kept.keys[own], kept.values[own]
     if kept.bits != 16:
         assert kept.key_scales is not None
-        first, last = spans.first_scales[segments.start : segments.start + 2].tolist()
-        blocks = torch.arange(len(keys), device=keys.device) // KEY_BLOCK_TOKENS
-        keys = key_numbers(keys, kept.key_scales[first:last][blocks], kept.bits)
+        first_scales = spans.table[segments, 2:]
+        blocks = torch.arange(len(keys) // count, device=keys.device) // KEY_BLOCK_TOKENS
+        scales = kept.key_scales[(first_scales + blocks).flatten()]
+        keys = key_numbers(keys, scales, kept.bits)
         values = value_numbers(values, kept.bits, int(call.values.shape[-1]))
     bias = None if kept.bias is None else kept.bias[own].view(count, 1, -1)
     length, work = len(keys) // count, _work_type(call)
