@@ -134,6 +134,33 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     return stored
 
 
+def head_bytes(
+    tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, *, biased: bool = False
+) -> IntArray:
+    """Return the bytes of all that one KV head of a reduced cache stores of one row.
+
+    Counted are K and V (`stored_bytes`), the position of each entry, and its logit bias.
+
+    Parameters
+    ----------
+    tokens, bits, shape
+        As of `stored_bytes`.
+    biased : bool
+        Whether entries have a logit bias.
+
+    Returns
+    -------
+    ndarray of int64
+    """
+    beside = POSITION_BYTES + BIAS_BYTES * biased
+    return stored_bytes(tokens, bits, shape) + beside * np.asarray(tokens, dtype=np.int64)
+
+
+def bytes_in_share(share: float, whole: int) -> int:
+    """Return the bytes of a share, rounded down; a millionth is taken for a rounding error."""
+    return int(share * whole + 1e-6)
+
+
 def entries_in_share(
     share: float,
     tokens: int,
@@ -143,13 +170,11 @@ def entries_in_share(
     least: int,
     biased: bool = False,
 ) -> int:
-    """Most entries, the same for each KV head, within a share of the bytes of a 16-bit cache.
+    """Return the largest number of entries in each KV head within a share of a 16-bit cache.
 
-    A number at 16 bits counts two bytes, in whatever type the model has it, so that a share means
-    the same for a model in float32 and in bfloat16. Counted are keys, values, scales and minima, a
-    position for each entry, and its logit bias where it has one; a cache of everything at 16 bits
-    has neither. A prompt of which the share does not even hold sinks and window is too short for
-    it, and is kept whole.
+    What is kept counts as `head_bytes` says; the whole cache stores neither positions nor biases.
+    A prompt of which the share does not even hold sinks and window is too short for it, and is
+    kept whole.
 
     Parameters
     ----------
@@ -178,10 +203,9 @@ def entries_in_share(
         return tokens
     widths, heads = np.unique(np.asarray(bits), return_counts=True)
     counts = np.arange(tokens + 1)[:, None]
-    beside = POSITION_BYTES + (BIAS_BYTES if biased else 0)
-    needed = ((stored_bytes(counts, widths, shape) + beside * counts) * heads).sum(axis=1)
-    whole = tokens * shape.bytes_per_entry * int(heads.sum())
-    entries = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
+    needed = (head_bytes(counts, widths, shape, biased=biased) * heads).sum(axis=1)
+    most = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
+    entries = int(np.searchsorted(needed, most, side="right")) - 1
     return tokens if entries < min(least, tokens) else entries
 
 
@@ -220,37 +244,6 @@ def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1
     """
     entry = shape.plain_bytes_per_entry + RANKING_BYTES * (layers > 1)
     return layers * shape.n_kv_heads * tokens * rows * entry
-
-
-def head_cost(
-    cost: Cost, tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, page_tokens: int = 1
-) -> IntArray:
-    """Return the cost of budgets of one KV head, one row.
-
-    ``bytes``: what is allocated, in whole pages (`stored_bytes`).
-    ``decode-bytes``: K and V of every kept entry are read once for each generated token;
-    a page that is not full is read as far as it is full. ``communication``: `gather_bytes`.
-
-    Parameters
-    ----------
-    cost : {"bytes", "decode-bytes", "communication"}
-    tokens, bits : array_like of int
-        Entries, and bits of each number; broadcast against each other.
-    shape : ModelShape
-    page_tokens : int
-
-    Returns
-    -------
-    ndarray of int64
-        Rising with ``tokens``; strictly so for the first two.
-    """
-    count = np.asarray(tokens, dtype=np.int64)
-    if cost == "communication":
-        sent, _ = np.broadcast_arrays(gather_bytes(count), np.asarray(bits))
-        return sent
-    if cost == "bytes":
-        count = -(-count // page_tokens) * page_tokens
-    return stored_bytes(count, bits, shape)
 
 
 def gather_bytes(tokens: npt.ArrayLike) -> IntArray:
@@ -329,9 +322,6 @@ class CacheCosts:
     batch : int
         Prompts.
     page_tokens : int
-    beside_bytes : int
-        Bytes of an entry beside its numbers: its position, its logit bias. Where any are counted,
-        shares are of a cache at 16 bits a number, in whatever type the model has them.
     columns : int or None
         Length of the longest prompt of the batch; None where all are `context_tokens` long.
     read_layers : int
@@ -339,9 +329,10 @@ class CacheCosts:
     heads : int
         KV heads of all full-attention layers and rows; this and what follows is computed.
     full : int
-        What shares are of: the cost of keeping everything in full-attention layers.
-    grain : int
-        Cost of one entry of all rows; 1 where the cost is no multiple of it.
+        What shares are of: the cost of a cache at 16 bits a number that is not reduced, its
+        full-attention layers alone. It stores no positions and no pages.
+    everything : int
+        Cost of keeping all entries of those layers in a reduced cache at 16 bits.
     sliding_entries : int
         Entries of one KV head of a sliding layer, which no budget changes.
     sliding_layer_bytes, sliding_bytes : int
@@ -358,31 +349,29 @@ class CacheCosts:
     context_tokens: int
     batch: int
     page_tokens: int
-    beside_bytes: int = 0
     columns: int | None = None
     read_layers: int = 1
 
     heads: int = field(init=False)
     full: int = field(init=False)
-    grain: int = field(init=False)
+    everything: int = field(init=False)
     sliding_entries: int = field(init=False)
     sliding_layer_bytes: int = field(init=False)
     sliding_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        shape, page = self.shape, self.page_tokens
-        check_size(shape, self.cost, self.context_tokens, page, self.batch)
+        shape, page, context = self.shape, self.page_tokens, self.context_tokens
+        check_size(shape, self.cost, context, page, self.batch)
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
-        full = heads * int(head_cost(self.cost, self.context_tokens, 16, shape, page))
-        entry = shape.bytes_per_entry * self.batch
-        columns = self.columns or self.context_tokens
+        everything = heads * int(self.of_head(context, 16, page))
+        columns = self.columns or context
         pages = -(-shape.sliding_entries(columns) // page)
         sliding = shape.n_kv_heads * pages * page * shape.plain_bytes_per_entry * self.batch
         self.__dict__.update(
             heads=heads,
-            full=full,
-            grain=entry if full % entry == 0 and not self.beside_bytes else 1,
-            sliding_entries=shape.sliding_entries(self.context_tokens),
+            full=heads * context * shape.bytes_per_entry if self.cost == "bytes" else everything,
+            everything=everything,
+            sliding_entries=shape.sliding_entries(context),
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
         )
@@ -397,15 +386,30 @@ class CacheCosts:
         }[self.cost]
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
-        """Return the cost of budgets of one KV head, one row; see `head_cost`."""
-        count = -(-np.asarray(tokens, dtype=np.int64) // page_tokens) * page_tokens
-        beside = self.beside_bytes * count
-        return head_cost(self.cost, tokens, bits, self.shape, page_tokens) + beside
+        """Return the cost of budgets of one KV head, one row.
 
-    @property
-    def everything(self) -> int:
-        """Return the cost of keeping all entries of the full-attention layers at 16 bits."""
-        return self.heads * int(self.of_head(self.context_tokens, 16, self.page_tokens))
+        ``bytes``: all that is stored, in whole pages (`head_bytes`).
+        ``decode-bytes``: K and V of every kept entry are read once for each generated token;
+        a page that is not full is read as far as it is full. ``communication``: `gather_bytes`.
+
+        Parameters
+        ----------
+        tokens, bits : array_like of int
+            Entries, and bits of each number; broadcast against each other.
+        page_tokens : int
+
+        Returns
+        -------
+        ndarray of int64
+            Rising with ``tokens``; strictly so for the first two.
+        """
+        count, width = np.broadcast_arrays(np.asarray(tokens, dtype=np.int64), np.asarray(bits))
+        if self.cost == "communication":
+            return gather_bytes(count)
+        if self.cost == "decode-bytes":
+            return stored_bytes(count, width, self.shape)
+        pages = -(-count // page_tokens) * page_tokens
+        return head_bytes(pages, width, self.shape)
 
     @property
     def reading_bytes(self) -> int:

@@ -1,32 +1,31 @@
-"""Bytes that the layers of any cache hold, read from their tensors."""
+"""Bytes that the layers of any cache store, read from their tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.shape import HALF_BYTES
 
 
-def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, int]]:
-    """Every storage of tensors once, the bytes of the tensors in it, and those of a number.
+def storages(tensors: Iterable[Any]) -> list[tuple[Any, int, Any]]:
+    """Return every storage of tensors once, the bytes that they show of it, and one of them.
 
     Parameters
     ----------
     tensors : iterable of Tensor
     """
-    stored: dict[tuple[str, int], tuple[Any, int, int]] = {}
+    stored: dict[tuple[str, int], tuple[Any, int, Any]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         key = str(tensor.device), storage.data_ptr()
-        _, shown, _ = stored.get(key, (storage, 0, 0))
-        stored[key] = storage, shown + tensor.nbytes, tensor.itemsize
+        _, shown, _ = stored.get(key, (storage, 0, tensor))
+        stored[key] = storage, shown + tensor.nbytes, tensor
     return list(stored.values())
 
 
 def layer_tensors(layer: Any) -> list[Any]:
-    """All K and V tensors of a layer of any kind; a reduced one may hold entries elsewhere, too."""
+    """Return all tensors of a layer of any kind; a reduced one may store entries elsewhere, too."""
     if hasattr(layer, "stored_tensors"):
         return list(layer.stored_tensors())
     own = (getattr(layer, name, None) for name in ("keys", "values"))
@@ -34,7 +33,7 @@ def layer_tensors(layer: Any) -> list[Any]:
 
 
 def bytes_at_16_bits(layers: Iterable[Any], *, kept_alone: bool = False) -> int:
-    """Bytes that later tokens need, with every number that is not rounded at 16 bits.
+    """Return the bytes that later tokens need, numbers that are not rounded at 16 bits.
 
     Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
     numbers with their scales, positions of kept entries and biases count as they are. Layers with
@@ -52,9 +51,8 @@ def bytes_at_16_bits(layers: Iterable[Any], *, kept_alone: bool = False) -> int:
             continue
         entries: Any = layer.entries if getattr(layer, "reduced", False) else None
         own = entries.tensors() if kept_alone and entries is not None else layer_tensors(layer)
-        for storage, shown, size in storages(own):
-            total += min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
-        for part in () if entries is None else entries.parts:
-            positions = part.positions.numel() * POSITION_BYTES
-            total += positions + (0 if part.bias is None else part.bias.nbytes)
+        for storage, shown, tensor in storages(own):
+            # One number an entry is its position or its bias.
+            counted = min(tensor.itemsize, HALF_BYTES) if tensor.ndim > 1 else tensor.itemsize
+            total += min(storage.nbytes(), shown) * counted // tensor.itemsize
     return total

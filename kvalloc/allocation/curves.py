@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import POSITION_BYTES, CacheCosts
+from kvalloc.accounting.costs import CacheCosts
 from kvalloc.allocation.request import WEIGHT_SHAPES, Request
 from kvalloc.errors import InputError, command, option
 from kvalloc.formats.policy import places_of
@@ -59,14 +59,12 @@ class RequestCurves:
             If that is more bytes than can be counted.
         """
         request = self.request
-        rounded = request.bits is not None and request.cost == "bytes"
         return CacheCosts(
             shape=self.scores.shape,
             cost=request.cost,
             context_tokens=self.context_tokens,
             batch=request.batch,
             page_tokens=request.page,
-            beside_bytes=POSITION_BYTES * (rounded or request.target.at_peak),
             columns=self.columns,
             read_layers=max(map(len, request.groups), default=1),
         )

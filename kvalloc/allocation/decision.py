@@ -217,7 +217,7 @@ class Attempts(list[Attempt]):
                 lines.append(f"{one.solver:<{name}}  {one_line(reason, max(40, 98 - name))}")
                 continue
             cells = (
-                f"{decided.retained_bytes / decided.full_bytes:.1%}",
+                f"{decided.share:.1%}",
                 "-" if decided.retention is None else f"{decided.retention:.4f}",
                 "-" if decided.predicted_loss is None else f"{decided.predicted_loss:.4f}",
                 gap_text(decided.gap),
@@ -343,8 +343,8 @@ def to_budget_profile(
     if request.cost != "bytes":
         requested["capacity_bytes"] = problem.capacity_bytes
         other_cost = {"cost_bytes": checked.cost_bytes, "full_cost_bytes": costs.full}
-    elif problem.capacity_bytes is not None:
-        requested["bytes"] = problem.capacity_bytes + costs.sliding_bytes
+    elif (granted := request.target.granted(costs)) is not None:
+        requested["bytes"] = granted + costs.sliding_bytes
     return BudgetProfile(
         shape=scores.shape,
         level=request.level,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import outcome, solver_of
-from kvalloc.allocation.formulation import choose_objective, pose
+from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.allocation.verification import bound_at_choice, checked_answer, price_at
@@ -133,13 +133,12 @@ def frontier(
         )
     request, problem, note = choose_objective(scores, request, chosen)
     posed = pose(scores, request, problem)
-    whole_bytes = posed.curves.costs.full
     try:
         traced = trace_frontier(
             posed.problem,
             chosen,
-            _capacities(posed.problem, whole_bytes, points, shares),
-            whole_bytes=whole_bytes,
+            _capacities(posed, points, shares),
+            whole_bytes=posed.curves.costs.full,
             time_limit_seconds=time_limit,
             progress=progress,
         )
@@ -157,21 +156,23 @@ def frontier(
     )
 
 
-def _capacities(
-    problem: AllocationProblem, whole_bytes: int, points: int, shares: Sequence[float] | None
-) -> list[int]:
+def _capacities(posed: PosedRequest, points: int, shares: Sequence[float] | None) -> list[int]:
     """Return the bytes of each size, rising, up to what shares are of."""
+    problem, costs = posed.problem, posed.curves.costs
     if shares is not None:
         if not shares or min(shares) <= 0 or max(shares) > 1:
             raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
-        return [int(share * whole_bytes) for share in sorted(shares)]
+        targets = (replace(posed.request.target, value=share) for share in sorted(shares))
+        sizes = (one.capacity(costs, floor_cost=0) for one in targets)
+        return [size for size in sizes if size is not None]
     if points < 2:
         raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
     smallest, grain = problem.min_cost_bytes, problem.lattice_bytes
-    largest = max(smallest, min(problem.max_cost_bytes, whole_bytes))
-    sizes = np.geomspace(max(smallest, grain), largest, points)
-    steps = np.unique(np.rint((sizes - smallest) / grain).astype(np.int64))
-    return [min(largest, smallest + int(step) * grain) for step in steps]
+    largest = max(smallest, min(problem.max_cost_bytes, costs.full))
+    line = np.geomspace(max(smallest, grain), largest, points)
+    steps = np.unique(np.rint((line - smallest) / grain).astype(np.int64))
+    capacities = [min(largest, smallest + int(step) * grain) for step in steps]
+    return [costs.everything if size == costs.full else size for size in capacities]
 
 
 def trace_frontier(
@@ -193,7 +194,8 @@ def trace_frontier(
     capacities : sequence of int
         Bytes, rising.
     whole_bytes : int, optional
-        What shares are of; the cost of every unit's last option by default.
+        What shares are of, and at most what a point costs; by default the cost of every unit's
+        last option.
     time_limit_seconds, progress
         As ``time_limit`` and ``progress`` of `frontier`.
 
@@ -224,7 +226,8 @@ def trace_frontier(
 
 def _point(problem: AllocationProblem, answer: Solution, whole_bytes: int) -> FrontierPoint:
     choice = answer.choice
-    value, cost = problem.objective_value(choice), problem.cost(choice)
+    value = problem.objective_value(choice)
+    cost = min(problem.cost(choice), whole_bytes)  # what keeps everything stores no positions
     price = price_at(problem, choice)
     bound = bound_at_choice(problem, choice)
     if answer.bound is not None:

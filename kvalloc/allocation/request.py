@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvalloc.accounting import FloatArray
-from kvalloc.accounting.costs import BIT_WIDTHS, Cost
+from kvalloc.accounting.costs import BIT_WIDTHS, Cost, bytes_in_share
 from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
@@ -140,6 +140,10 @@ class Target(ABC):
         InfeasibleError
             If the smallest choice costs more; with the smallest target that can be met.
         """
+        return None
+
+    def granted(self, costs: CacheCosts) -> int | None:
+        """Return what the layers with budgets may store; None where the target is no size."""
         return None
 
     @abstractmethod
@@ -267,9 +271,11 @@ class _Size(Target):
     def cost(self, costs: CacheCosts) -> int:
         """Return the size in the unit of the costs."""
 
+    def granted(self, costs: CacheCosts) -> int:
+        return self.cost(costs) - sum(self.beside(costs).values())
+
     def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
-        beside = self.beside(costs)
-        capacity = self.cost(costs) - sum(beside.values())
+        capacity, beside = self.granted(costs), self.beside(costs)
         if capacity < floor_cost:
             number, smallest = self.nearest(floor_cost, costs)
             others = "".join(f", and {name} {cost:,}" for name, cost in beside.items() if cost)
@@ -299,12 +305,14 @@ class _Share(_Size):
         return f"{self.shown()} of the {counted}"
 
     def cost(self, costs: CacheCosts) -> int:
-        if self.value == 1:  # nothing has to go or be rounded, in whatever type it is stored
-            return max(costs.full, costs.everything)
-        return int(self.value * (costs.full // costs.grain) + 1e-9) * costs.grain
+        return bytes_in_share(self.value, costs.full)
+
+    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
+        # Of everything nothing has to go or be rounded, in whatever type it is stored.
+        return costs.everything if self.value == 1 else super().capacity(costs, floor_cost)
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        share = math.ceil(1e4 * int(reached) / costs.full) / 1e4
+        share = min(math.ceil(1e4 * int(reached) / costs.full) / 1e4, 1.0)
         return share, _Share(value=share)
 
 
@@ -396,8 +404,8 @@ class RequestOptions(TypedDict, total=False):
         Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
         prediction is the sum of losses measured with each unit reduced alone.
     budget : str or float
-        At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; with
-        `bits`, scales and positions count, too.
+        At most this share of the bytes of a cache at 16 bits a number, such as 20% or 0.2; the
+        positions of kept entries count, and at fewer bits their scales.
     budget_tokens : int
         At most N entries per KV head on average.
     memory : str or int

@@ -102,7 +102,7 @@ def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
         ),
         "loss": number_text(decided.predicted_loss, ".4f", "?"),
         "bytes": size(decided.retained_bytes),
-        "share": f"{decided.retained_bytes / decided.full_bytes:.1%}",
+        "share": f"{decided.share:.1%}",
         "bound": _bound(decided),
         "gap": gap_text(decided.gap),
         "seconds": f"{attempt.seconds:.3f}",

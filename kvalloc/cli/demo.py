@@ -91,13 +91,14 @@ def demo(
     for name, profile in profiles.items():
         profile.save(files[name])
     best, *_, by_loss = files.values()
-    kept, full = profiles[BY_LOSS].retained_bytes, profiles[BY_LOSS].full_bytes
-    say(f"3. Apply: the same {size(kept)} of {size(full)} for every solver, needles and KL")
+    decided = profiles[BY_LOSS]
+    kept = f"{size(decided.retained_bytes)} of {size(decided.full_bytes)}"
+    say(f"3. Apply: the same {kept} for every solver, needles and KL")
     say(*(f"Equal to the entry: {name}." for name in profiles if " = " in name))
     step("diff", best, by_loss)
     named = [word for file in files.values() for word in ("--profile", file)]
     prompts = ("--samples", samples or amount.prompts, "--context", amount.tokens, "--seed", seed)
-    step("eval", "demo", *named, "--budget", f"{kept / full:.1%}", "--tasks", "needle,kl",
+    step("eval", "demo", *named, "--budget", f"{decided.share:.1%}", "--tasks", "needle,kl",
          *prompts, "-o", results_file, hidden=True)  # fmt: skip
     results = Evaluation.load(results_file)
     _print_results(results)

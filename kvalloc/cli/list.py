@@ -101,7 +101,7 @@ def _profile_row(name: str, profile: BudgetProfile) -> dict[str, Any]:
         "name": name,
         "model": profile.shape.model_id,
         "context_tokens": profile.context_tokens,
-        "share_of_16_bits": profile.share_at(profile.context_tokens),
+        "share_of_16_bits": profile.share,
         "median_kl": median,
         "worst_kl": worst,
         "worst_task": task,

@@ -17,7 +17,9 @@ MakeCache = Callable[[], "Cache"]
 
 
 def stored_bytes(cache: Cache) -> int:
-    """Return the bytes of K and V that a cache stores, read from its tensors' storages.
+    """Return the bytes that a cache stores, read from its tensors' storages.
+
+    Those are K and V, and of a reduced cache the positions and biases of its entries.
 
     Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
     keeps alive.
@@ -26,7 +28,7 @@ def stored_bytes(cache: Cache) -> int:
 
 
 def needed_bytes(cache: Cache) -> int:
-    """Return the bytes of K and V that later tokens attend to: of each storage what tensors show.
+    """Return the bytes that later tokens attend to: of each storage what its tensors show.
 
     After a prompt, a sliding layer of transformers shows the last tokens of its window and keeps
     the whole prompt's storage alive until the next token; what a model needs is what it shows, at

@@ -38,14 +38,14 @@ class Compressed:
     logits : Tensor of float32, (vocabulary,)
         Prediction of the token after the prompt.
     stored_bytes : int
-        Bytes of K and V that are stored now, read from the tensors. Of a cache that still holds the
+        Bytes that are stored now, read from the tensors. Of a cache that still holds the
         prompt until tokens have followed: those that are stored once it has evicted.
     kept_bytes : int
         Bytes of the entries that later tokens can attend to: less than what is stored where a
         method only masks entries and frees nothing, and where a sliding layer still keeps what
         has left its window.
     bytes_at_16_bits : int
-        The same with positions and biases, every number that is not rounded counted at 16 bits.
+        The same, every number that is not rounded counted at 16 bits.
     prefill_seconds : float
         Wall time of reading and compressing.
     """

@@ -54,7 +54,7 @@ class Outcome:
     exact_match : float or None
         Share of the turns whose answer contains a right one, 0..1; None without a question.
     retained_bytes, full_bytes : int
-        Bytes of K and V after the prompt, read from the storages; those that the full cache needs,
+        Bytes after the prompt, read from the storages; those that the full cache needs,
         which is less than it stores while sliding layers keep what has left their window.
     kept_bytes : int
         Bytes of the entries that can be attended to; see `Compressed`.

@@ -10,12 +10,11 @@ from pydantic import FailFast, Field, computed_field, model_validator
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import (
-    BIAS_BYTES,
     BIT_WIDTHS,
-    POSITION_BYTES,
     bits_fault,
     check_size,
     entries_in_share,
+    head_bytes,
     reading_bytes,
     stored_bytes,
 )
@@ -24,7 +23,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
 from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
 from kvalloc.formats.sharing_groups import groups_fault
-from kvalloc.shape import ModelShape
+from kvalloc.shape import HALF_BYTES, ModelShape
 from kvalloc.units import size
 
 __all__ = [
@@ -264,8 +263,8 @@ class BudgetProfile(JsonRecord):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def retained_bytes(self) -> int:
-        """Bytes kept at the reference context and batch, in whole pages."""
-        return int(self.head_bytes_at(self.context_tokens).sum()) * self.batch
+        """Bytes stored at the reference context and batch, in whole pages, positions included."""
+        return self.retained_bytes_at(self.context_tokens, self.batch)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -274,13 +273,23 @@ class BudgetProfile(JsonRecord):
         return self.shape.full_bytes(self.context_tokens, self.batch)
 
     @property
+    def share(self) -> float:
+        """Share of a 16-bit cache that is stored at the reference context; see `share_at`."""
+        return self.share_at(self.context_tokens)
+
+    @property
     def reduces(self) -> bool:
         """Whether a cache evicts or rounds: less than everything is kept, or was requested."""
         kept = self.budgets[list(self.shape.full_layers)]
-        if self.bits is not None or (kept < self.context_tokens).any():
+        if self._rounds or (kept < self.context_tokens).any():
             return True
         share = self.share_of_16_bits
         return bool((self.requested.get("value", 1) if share is None else share) != 1)
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether any entry is stored at fewer bits than 16."""
+        return self.bits is not None and bool((self.bits != 16).any())
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -368,8 +377,8 @@ class BudgetProfile(JsonRecord):
     ) -> int:
         """Return the bytes that a cache takes at its peak if it evicts while prompts are read.
 
-        That is what is kept, with positions and logit biases, and one layer (the largest group of
-        layers that share entries) in full. Values that are fitted are float32 meanwhile.
+        That is what is kept, and one layer (the largest group of layers that share entries) in
+        full. Values that are fitted are float32 meanwhile.
 
         Parameters
         ----------
@@ -382,42 +391,42 @@ class BudgetProfile(JsonRecord):
         """
         shape, kept = self.shape, self.budgets_for(context_tokens)
         profile = self.model_copy(update={"bits": None}) if chunked else self
-        stored = int(profile._bytes_of(kept).sum())
-        entries = int(kept[list(shape.full_layers)].sum())
-        stored += entries * (POSITION_BYTES + BIAS_BYTES * self.policy.biased)
+        stored = int(profile._bytes_of(kept, context_tokens).sum())
         if self.policy.name == "attention_matching":
             shape = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
         together = max(map(len, self.share_groups), default=1)
         return stored * batch + reading_bytes(shape, columns or context_tokens, batch, together)
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
-        """Return the bytes that each KV head keeps of a prompt, ``(n_layers, n_kv_heads)``."""
-        return self._bytes_of(self.budgets_for(context_tokens))
+        """Return the bytes that each KV head stores of a prompt, ``(n_layers, n_kv_heads)``."""
+        return self._bytes_of(self.budgets_for(context_tokens), context_tokens)
 
-    def _bytes_of(self, budgets: IntArray) -> IntArray:
-        """Return the bytes of budgets, (n_layers, n_kv_heads); sliding layers are as they are."""
-        pages = -(-budgets // self.page_tokens) * self.page_tokens
-        kept = stored_bytes(pages, 16 if self.bits is None else self.bits, self.shape)
-        sliding = list(self.shape.sliding_layers)
-        kept[sliding] = pages[sliding] * self.shape.plain_bytes_per_entry
-        return kept
+    def _bytes_of(self, kept: IntArray, context_tokens: int) -> IntArray:
+        """Return the bytes of budgets for a prompt, ``(n_layers, n_kv_heads)``.
+
+        Where anything is evicted or rounded, positions and logit biases of all that is kept count;
+        sliding layers are as they are.
+        """
+        shape = self.shape
+        rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
+        if rounds or (kept[list(shape.full_layers)] < context_tokens).any():
+            kept = -(-kept // self.page_tokens) * self.page_tokens
+            bits = 16 if self.bits is None else self.bits
+            stored = head_bytes(kept, bits, shape, biased=self.policy.biased)
+        else:
+            stored = stored_bytes(kept, 16, shape)
+        sliding = list(shape.sliding_layers)
+        stored[sliding] = kept[sliding] * shape.plain_bytes_per_entry
+        return stored
 
     def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Return the bytes that keeping the same prompts whole takes at 16 bits."""
         return self.shape.full_bytes(context_tokens, batch)
 
     def share_at(self, context_tokens: int) -> float:
-        """Return the share of a 16-bit cache kept of a prompt, sliding layers left out.
-
-        Where they evict or round anything, positions and biases of what they keep count.
-        """
-        shape, full = self.shape, list(self.shape.full_layers)
-        kept = self.budgets_for(context_tokens)[full]
-        pages = -(-kept // self.page_tokens) * self.page_tokens
-        stored = int(stored_bytes(pages, 16 if self.bits is None else self.bits[full], shape).sum())
-        if self.bits is not None or (kept < context_tokens).any():
-            stored += int(kept.sum()) * (POSITION_BYTES + BIAS_BYTES * self.policy.biased)
-        return stored / (kept.size * context_tokens * shape.bytes_per_entry)
+        """Return the share of a 16-bit cache stored of a prompt, sliding layers left out."""
+        stored = self.head_bytes_at(context_tokens)[list(self.shape.full_layers)]
+        return float(stored.mean()) / (context_tokens * self.shape.bytes_per_entry)
 
     @property
     def fits_a_peak(self) -> bool:
@@ -434,9 +443,8 @@ class BudgetProfile(JsonRecord):
             or not 0 <= value < 2**63
         ):
             return ""  # a file may state anything
-        counts_bytes = self.bits is not None or self.share_of_16_bits is not None
         text = size(value) if kind == "memory" else _TARGET_TEXTS[kind].format(value)
-        return f"{text} of the entries" if kind == "budget" and not counts_bytes else text
+        return f"{text} of the cost" if kind == "budget" and self.cost_bytes is not None else text
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

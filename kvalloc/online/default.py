@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kvalloc.accounting.costs import entries_in_share, reading_bytes, stored_bytes
+from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_surrogate
@@ -330,8 +330,9 @@ class Default:
         return entries_in_share(self.share, tokens, self.bits, shape, least=least, biased=biased)
 
     def _width(self, shape: ModelShape, tokens: int) -> int:
-        """At how many bits a row that is kept whole takes least: scales count, too."""
-        return min((self.bits, 16), key=lambda bits: int(stored_bytes(tokens, bits, shape)))
+        """Return the bits at which a row that is kept whole takes least, scales included."""
+        rounded = int(head_bytes(tokens, self.bits, shape))
+        return self.bits if rounded < tokens * shape.bytes_per_entry else 16
 
     def _scorer(self, shape: ModelShape, way: Way) -> Scorer:
         """Whose scores choose the entries."""

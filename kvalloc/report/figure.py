@@ -70,7 +70,7 @@ def _budgets(material: Material) -> list[Spec]:
     heads, panels = material.shape.n_kv_heads, []
     for name, profile in material.profiles.items():
         rows = [row for row in material.budget_rows() if row["profile"] == name]
-        kept = f"{name}: {profile.retained_bytes / profile.full_bytes:.1%} of the bytes"
+        kept = f"{name}: {profile.share:.1%} of the bytes"
         size = {"title": kept, "width": WIDTH, "height": max(60, 34 * heads)}
         panels.append({**charts.budget_map(rows, heads=heads), **size})
     return panels
@@ -111,7 +111,7 @@ def _overview(material: Material) -> list[Spec]:
         {
             "who": [
                 short_name(name, NAMES),
-                f"{profile.retained_bytes / profile.full_bytes:.1%} of the bytes",
+                f"{profile.share:.1%} of the bytes",
             ],
             **{"order": order, "layer": layer, "share": share},
         }

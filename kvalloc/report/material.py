@@ -153,7 +153,7 @@ class Material:
             {
                 "name": name,
                 "solver": profile.decided_by or profile.solver or "no solver",
-                "share": profile.retained_bytes / profile.full_bytes,
+                "share": profile.share,
                 "retention": profile.retention,
                 "loss": profile.predicted_loss,
             }

@@ -198,10 +198,9 @@ def _summary(material: Material) -> list[dict[str, str]]:
     """Return a line about each file."""
     lines = []
     for name, profile in material.profiles.items():
-        kept, whole = profile.retained_bytes, profile.full_bytes
         text = (
-            f"keeps {size(kept)} of {size(whole)} ({kept / whole:.1%}) of a prompt of "
-            f"{profile.context_tokens:,} tokens"
+            f"keeps {size(profile.retained_bytes)} of {size(profile.full_bytes)} "
+            f"({profile.share:.1%}) of a prompt of {profile.context_tokens:,} tokens"
         )
         if profile.retention is not None:
             text += f" and {profile.retention:.1%} of the attention mass"
@@ -292,7 +291,7 @@ def _decision_table(material: Material) -> Table:
             _cell(name),
             _cell(one.decided_by or one.solver or "-"),
             _cell(one.level),
-            _cell(one.retained_bytes / one.full_bytes, ".1%"),
+            _cell(one.share, ".1%"),
             _cell(one.retained_bytes / 2**20, ",.2f"),
             _cell(one.retention, ".4f"),
             _cell(one.predicted_loss, ".4f"),

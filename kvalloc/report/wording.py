@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
 from kvalloc.formats.sharing_groups import shared_text
-from kvalloc.units import gap_text, share_text, size
+from kvalloc.units import gap_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -41,7 +41,6 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
     granted = requested_bytes(decided)
     of_granted = "" if granted is None else f" (of {size(granted)} granted)"
-    share = f" ({kept / whole:.1%})" if decided.bits is None else ""  # with bits, theirs has one
     return {
         "asked": request_text(decided),
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
@@ -52,7 +51,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "objective": objective_text(decided.objective, decided),
         "bound": _bound_text(decided),
         "price": _price_text(decided),
-        "bytes": f"{size(kept)}{of_granted} of {size(whole)}{share}",
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({decided.share:.1%})",
         "bits": bits_text(decided),
         "cost": _cost_text(decided),
         "chosen": policies_text(decided),
@@ -164,8 +163,7 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
     if value is None or not decided.solver:
         return "unknown"
     if decided.sense == "min_cost":
-        counted = decided.bits is not None and decided.cost_bytes is None
-        return f"{round(value):,} bytes{', positions included' if counted else ''}"
+        return f"{round(value):,} bytes"
     if decided.requested.get("objective") == "loss":
         return f"{abs(value):.6f} nats per token"
     return f"{value:.6f}"
@@ -234,7 +232,7 @@ def bits_text(decided: BudgetProfile) -> str:
         (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in BIT_WIDTHS
     )
     widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
-    return f"{widths}, of the kept entries; {share_text(decided.share_at(decided.context_tokens))}"
+    return f"{widths}, of the kept entries"
 
 
 def policies_text(decided: BudgetProfile) -> str:

@@ -16,7 +16,7 @@ __all__ = ["free_slid_out", "kept_bytes"]
 
 
 def kept_bytes(layers: Iterable[Any]) -> int | None:
-    """Bytes of K and V of a prompt whose layers store it apart from what followed; None if not.
+    """Return the bytes of a prompt whose layers store it apart from what followed; None if not.
 
     Layers at fewer bits do until some of what followed has been rounded, too; sliding layers count
     as they are.

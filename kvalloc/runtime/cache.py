@@ -198,7 +198,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes of K and V storage allocated now: every storage once and in full."""
+        """Bytes allocated now: every storage once and in full, positions and biases too."""
         return sum(int(storage.nbytes()) for storage, _, _ in storages(self._tensors()))
 
     @property

@@ -207,7 +207,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return dense if self.entries is None else dense + self.entries.lengths
 
     def stored_tensors(self) -> list[Tensor]:
-        """All K and V tensors that are allocated now."""
+        """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
         tensors += () if self._following is None else self._following.buffers
         if self.entries is not None:

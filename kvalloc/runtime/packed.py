@@ -327,9 +327,12 @@ class LayerEntries:
         return found
 
     def tensors(self) -> list[Tensor]:
-        """All K and V storage, scales included."""
-        found = [(part.keys, part.values, part.key_scales) for part in self.parts]
-        return [tensor for part in found for tensor in part if tensor is not None]
+        """Return all that is stored: K and V, scales, positions and biases."""
+        stored = [
+            (part.keys, part.values, part.key_scales, part.positions, part.bias)
+            for part in self.parts
+        ]
+        return [tensor for part in stored for tensor in part if tensor is not None]
 
     def piece(self, row: int, head: int) -> KeptEntries:
         """Return the numbers of one segment, of the model's type."""

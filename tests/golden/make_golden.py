@@ -152,8 +152,8 @@ class Golden:
     scores, decisions : Path
     cases : dict
         Name of the case to arguments of ``solve``.
-    make : callable or None
-        Makes the scores; None for those of `make_others`.
+    make : callable
+        Makes the scores.
     fields : tuple of str
         What is kept of a decision beyond what all keep.
     tolerance : float
@@ -163,7 +163,7 @@ class Golden:
     scores: Path
     decisions: Path
     cases: dict[str, dict[str, Any]]
-    make: Callable[[], Any] | None = None
+    make: Callable[[], Any]
     fields: tuple[str, ...] = ()
     tolerance: float = 1e-12
 
@@ -227,16 +227,36 @@ def make_measured() -> Any:
     )
 
 
-def make_others() -> dict[Path, Any]:
-    """The score profiles that a factory alone makes."""
-    import factories
+def make_shared() -> Any:
+    from factories import make_shared_scores
 
-    shape = factories.make_shape(n_layers=3, n_kv_heads=2, head_dim=32)
-    return {
-        SHARED: factories.make_shared_scores(7, longest=2, n_samples=4),
-        CHOICES: factories.make_choices(7),
-        LOSS_BITS: factories.make_loss_bits(7, shape=shape),
-    }
+    return make_shared_scores(7, longest=2, n_samples=4)
+
+
+def make_choices() -> Any:
+    from factories import make_choices
+
+    return make_choices(7)
+
+
+def make_loss_bits() -> Any:
+    from factories import make_loss_bits, make_shape
+
+    return make_loss_bits(7, shape=make_shape(n_layers=3, n_kv_heads=2, head_dim=32))
+
+
+def is_as_made(golden: Golden) -> bool:
+    """Whether the file of a set holds what its maker makes, but for last digits of sums."""
+    if not golden.scores.exists():
+        return False
+    stored, made = loaded(golden.scores), golden.make()
+    pairs = [(getattr(stored, name), getattr(made, name)) for name in type(made).model_fields]
+    return all(
+        first.shape == second.shape and np.allclose(first, second, rtol=1e-12, atol=0)
+        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray)
+        else first == second
+        for first, second in pairs
+    )
 
 
 SETS = (
@@ -246,6 +266,7 @@ SETS = (
         scores=SHARED,
         decisions=SHARED_DECISIONS,
         cases=SHARED_CASES,
+        make=make_shared,
         fields=("share_groups", "grouping_bound", "worst_sample_retention"),
         # Bounds over weights of workloads come from a linear program, good to its tolerance.
         tolerance=1e-8,
@@ -254,12 +275,14 @@ SETS = (
         scores=CHOICES,
         decisions=CHOICE_DECISIONS,
         cases=CHOICE_CASES,
+        make=make_choices,
         fields=("policies", "unit_policies"),
     ),
     Golden(
         scores=LOSS_BITS,
         decisions=CHOICE_DECISIONS,
         cases=LOSS_BITS_CASES,
+        make=make_loss_bits,
         fields=("policies", "unit_policies"),
     ),
 )
@@ -324,6 +347,16 @@ def registered(known: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def is_read(name: str, path: Path) -> bool:
+    """Whether the reader of a format takes a file."""
+    reader, method, _ = FORMATS[name]
+    try:
+        getattr(pkgutil.resolve_name(reader), method)(path)
+    except kvalloc.KVAllocError:
+        return False
+    return True
+
+
 def write_file(name: str, path: Path) -> None:
     """A small file of a format, as it is written now."""
     import runtime_oracle as tiny
@@ -354,8 +387,9 @@ def main() -> None:
     DATA.mkdir(exist_ok=True)
     files: dict[Path, dict[str, Any]] = {}
     for golden in SETS:
-        if not golden.scores.exists():
-            (golden.make() if golden.make else make_others()[golden.scores]).save(golden.scores)
+        if not is_as_made(golden):
+            golden.make().save(golden.scores)
+            loaded.cache_clear()
         found = {case: described(decide(golden, case), golden.fields) for case in golden.cases}
         files.setdefault(golden.decisions, {}).update(found)
     for path, decisions in files.items():
@@ -369,7 +403,8 @@ def main() -> None:
     registry = registered(known)
     for name, versions in registry.items():
         for version, own in versions.items():
-            if known.get(name, {}).get(version) != own:  # new, or not out yet and changed
+            # New, or not out yet and changed.
+            if known.get(name, {}).get(version) != own or not is_read(name, DATA / own["file"]):
                 write_file(name, DATA / own["file"])
     VERSIONS.write_text(json.dumps(registry, indent=1) + "\n", encoding="utf-8")
     for name in SCHEMAS:

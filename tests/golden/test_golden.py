@@ -27,6 +27,7 @@ from make_golden import (
     Golden,
     decide,
     described,
+    is_as_made,
     published_schema,
     registered,
     schema_of,
@@ -53,6 +54,11 @@ def test_decisions(golden: Golden, case: str) -> None:
         else:
             same = found[name] == value
         assert same, f"behaviour moved: {name} of {case} was {value}, is {found[name]}; {WANTED}"
+
+
+@pytest.mark.parametrize("golden", SETS, ids=lambda golden: golden.scores.stem)
+def test_the_scores_are_what_the_factories_make(golden: Golden) -> None:
+    assert is_as_made(golden), f"behaviour moved: {golden.scores.name}; {WANTED}"
 
 
 def test_every_case_is_golden() -> None:

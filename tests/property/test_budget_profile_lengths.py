@@ -8,6 +8,7 @@ from factories import make_budget_profile, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -92,8 +93,8 @@ def test_sliding_layers_follow_their_window() -> None:
     profile = make_budget_profile([[20, 20], [9, 9], [30, 30]], shape=shape)
     for context in (1, 8, 9, 10, 40, 500):
         assert np.all(profile.budgets_for(context)[1] == min(context, 9))
-    entries = profile.budgets_for(500).sum()
-    assert profile.retained_bytes_at(500, batch=3) == entries * shape.bytes_per_entry * 3
+    kept = int(profile.budgets_for(500)[[0, 2]].sum()) * (shape.bytes_per_entry + POSITION_BYTES)
+    assert profile.retained_bytes_at(500, batch=3) == (kept + 2 * 9 * shape.bytes_per_entry) * 3
     assert profile.full_bytes_at(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
 
 

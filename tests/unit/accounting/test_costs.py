@@ -11,12 +11,19 @@ import pytest
 from factories import make_problem, make_scores, make_shape
 from refusals import untrue
 
-from kvalloc.accounting.costs import GATHER_CONSTANT_BYTES, gather_bytes, head_cost
+from kvalloc.accounting.costs import (
+    GATHER_CONSTANT_BYTES,
+    POSITION_BYTES,
+    CacheCosts,
+    Cost,
+    gather_bytes,
+)
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.shape import ModelShape
 
 
 def test_the_example_of_mpcache_table_2() -> None:
@@ -35,11 +42,17 @@ def test_gathering_grows_with_clusters_not_tokens() -> None:
     assert len(set(sent[16:32].tolist())) == 1
 
 
+def cost_of(cost: Cost, shape: ModelShape, tokens: Any, bits: int = 16, page: int = 1) -> Any:
+    costs = CacheCosts(shape=shape, cost=cost, context_tokens=100, batch=1, page_tokens=page)
+    return costs.of_head(tokens, bits, page)
+
+
 def test_what_is_read_is_what_is_kept_not_whole_pages() -> None:
     shape = make_shape(head_dim=64)
-    assert int(head_cost("bytes", 17, 16, shape, 16)) == 32 * shape.bytes_per_entry
-    assert int(head_cost("decode-bytes", 17, 16, shape, 16)) == 17 * shape.bytes_per_entry
-    assert int(head_cost("decode-bytes", 17, 4, shape, 16)) < 17 * shape.bytes_per_entry / 3
+    entry = shape.bytes_per_entry
+    assert int(cost_of("bytes", shape, 17, page=16)) == 32 * (entry + POSITION_BYTES)
+    assert int(cost_of("decode-bytes", shape, 17, page=16)) == 17 * entry
+    assert int(cost_of("decode-bytes", shape, 17, 4, page=16)) < 17 * entry / 3
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -47,14 +60,15 @@ def test_what_is_read_is_what_is_kept_not_whole_pages() -> None:
 def test_a_share_of_another_cost(cost: Any, level: Any, tmp_path: Path) -> None:
     scores = make_scores(2, context_tokens=300)
     decided = solve(scores, budget="40%", cost=cost, level=level, batch=2)
-    each = head_cost(cost, decided.budgets, 16, scores.shape)
+    each = cost_of(cost, scores.shape, decided.budgets)
     assert decided.cost_bytes == 2 * int(each.sum())
-    whole = 2 * 6 * int(head_cost(cost, 300, 16, scores.shape))
+    whole = 2 * 6 * int(cost_of(cost, scores.shape, 300))
     assert decided.full_cost_bytes == whole
     assert decided.cost_bytes <= 0.4 * whole
     assert decided.requested["cost"] == cost
-    # Stored bytes are told all the same.
-    assert decided.retained_bytes == 2 * int(decided.budgets.sum()) * scores.shape.bytes_per_entry
+    # Stored bytes are stated all the same.
+    stored = scores.shape.bytes_per_entry + POSITION_BYTES
+    assert decided.retained_bytes == 2 * int(decided.budgets.sum()) * stored
     assert "bytes" not in decided.requested
     decided.save(tmp_path / "p.json")
     again = BudgetProfile.load(tmp_path / "p.json")
@@ -80,7 +94,7 @@ def test_fewest_bytes_communicated_for_a_target() -> None:
     assert decided.retention is not None
     assert decided.retention >= 0.9 - 1e-12
     by_bytes = solve(scores, target_retention=0.9)
-    sent = head_cost("communication", by_bytes.budgets, 16, scores.shape).sum()
+    sent = cost_of("communication", scores.shape, by_bytes.budgets).sum()
     assert decided.cost_bytes is not None
     assert decided.cost_bytes <= int(sent)
 
@@ -106,7 +120,7 @@ def test_bytes_beyond_int32_are_counted_exactly() -> None:
         request = Request.parse(budget=0.5, context=131_072, batch=64, page=16, cost=cost)
         problem = formulate(scores, request)
         assert problem.costs.dtype == np.int64
-        each = int(head_cost(cost, 131_072, 16, shape, 16))  # type: ignore[arg-type]
+        each = int(cost_of(cost, shape, 131_072, page=16))  # type: ignore[arg-type]
         assert problem.max_cost_bytes == each * 80 * 8 * 64 > 2**32
     decided = solve(scores, memory="1TiB", context=131_072, batch=64, page=16)
     assert 2**39 < decided.retained_bytes <= 2**40

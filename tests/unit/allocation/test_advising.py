@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from factories import make_scores, make_shape
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request
@@ -34,10 +35,10 @@ def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
     shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=9)
     scores = make_scores(1, shape=shape)
     request = Request.parse(budget=0.9, cap=("0-1=400B",))
-    sliding = 2 * 8 * ENTRY
+    sliding, floors = 2 * 8 * ENTRY, 2 * 5 * (ENTRY + POSITION_BYTES)
     found = advise(scores, request, InfeasibleError("no"))
-    assert f"cap='0-1={sliding + 2 * 5 * ENTRY}B'" in str(found)
-    solve(scores, budget=0.9, cap=f"0-1={sliding + 2 * 5 * ENTRY}B")
+    assert f"cap='0-1={sliding + floors}B'" in str(found)
+    solve(scores, budget=0.9, cap=f"0-1={sliding + floors}B")
 
 
 def test_what_was_not_searched_to_the_end_says_so() -> None:

@@ -20,7 +20,7 @@ from factories import make_shape as shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.accounting.costs import stored_bytes
+from kvalloc.accounting.costs import head_bytes, stored_bytes
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
@@ -41,7 +41,7 @@ BITS = (16, 8, 4)
 
 def _cost(tokens: int, bits: int, shape: ModelShape) -> int:
     """Bytes of the entries of one head, with four for the position of each."""
-    return int(stored_bytes(tokens, bits, shape)) + 4 * tokens
+    return _by_hand(tokens, bits, shape.head_dim) + 4 * tokens
 
 
 def _room(share: float, entries: int, shape: ModelShape) -> int:
@@ -176,9 +176,9 @@ def test_a_decision_with_bits() -> None:
     decided = solve(scores, budget="25%", level="head", bits=BITS)
     assert set(np.unique(decided.bits).tolist()) <= set(BITS)
     assert int(decided.bits.min()) < 16
-    stored = stored_bytes(decided.budgets, decided.bits, scores.shape)
+    stored = head_bytes(decided.budgets, decided.bits, scores.shape)
     assert decided.retained_bytes == int(stored.sum())
-    assert decided.share_at(40) <= 0.25
+    assert decided.share <= 0.25
     plain = solve(scores, budget="25%", level="head")
     assert plain.bits is None
     assert decided.objective >= plain.objective
@@ -198,8 +198,7 @@ def test_a_budget_is_the_same_share_of_a_cache_at_16_bits_in_any_type(bits: Any)
         text = request_text(decided[-1])
         assert "least predicted loss in 50% of the bytes of a cache at 16 bits, " in text
     assert (decided[0].budgets == decided[1].budgets).all()
-    if bits is None:  # of K and V alone
-        assert decided[0].retained_bytes <= 0.5 * decided[0].full_bytes
+    assert decided[0].retained_bytes == decided[1].retained_bytes <= 0.5 * decided[0].full_bytes
 
 
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
@@ -208,8 +207,7 @@ def test_a_share_with_bits_is_of_a_cache_at_16_bits(dtype_bytes: int) -> None:
     scores = make_loss_bits(2, shape=shape)
     for share in (0.3, 0.5):
         decided = solve(scores, budget=share, level="head", objective="loss", bits=(8, 4))
-        reached = decided.share_at(40)
-        assert share - 0.02 < reached <= share
+        assert share - 0.02 < decided.share <= share
     whole = solve(scores, budget=1.0, objective="mean", bits=BITS)  # whatever that takes
     assert whole.retained_bytes == whole.full_bytes
     assert whole.retention == pytest.approx(1.0)
@@ -312,10 +310,9 @@ def test_entries_and_bits_together_are_no_worse_than_any_width_for_all(
     scores = make_loss_bits(seed, shape=shape_of(n_layers=3, n_kv_heads=2, head_dim=32))
     decided = solve(scores, budget=share, level=level, **LOSS)
     bits = np.full_like(decided.budgets, 16) if decided.bits is None else decided.bits
-    stored = stored_bytes(decided.budgets, bits, scores.shape)
-    assert decided.retained_bytes == int(stored.sum())
-    with_positions = int(stored.sum() + 4 * decided.budgets.sum())
-    assert with_positions <= _room(share, 3 * 2 * 40, scores.shape) == decided.requested["bytes"]
+    stored = int(head_bytes(decided.budgets, bits, scores.shape).sum())
+    room = _room(share, 3 * 2 * 40, scores.shape)
+    assert decided.retained_bytes == stored <= room == decided.requested["bytes"]
     assert decided.predicted_loss == pytest.approx(-decided.objective, abs=1e-12)
     if level == "head":
         by_hand = [

@@ -10,6 +10,7 @@ import pytest
 from factories import make_problem, make_scores, make_shape
 from refusals import untrue
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import LayerCap, Request
@@ -62,8 +63,9 @@ def test_sliding_layers_count_towards_their_cap() -> None:
         GroupCap(name="layers 0-2", units=(0,), capacity_bytes=1500 - 2 * per_layer),
     )
     profile = solve(scores, budget=1.0, cap="0-2=1500B")
-    stored = profile.budgets[:3].sum() * SLIDING.bytes_per_entry
-    assert 1500 - 2 * SLIDING.bytes_per_entry < stored <= 1500
+    entry = SLIDING.bytes_per_entry + POSITION_BYTES
+    stored = int(profile.budgets[0].sum()) * entry + 2 * per_layer
+    assert 1500 - 2 * entry < stored <= 1500
     with pytest.raises(InputError, match="only sliding"):
         solve(scores, budget=0.5, cap="1-2=1MiB")
     paged = formulate(scores, Request.parse(budget=0.5, page=5, cap=("0-1=2000B",)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from factories import make_curves, make_losses, make_scores, make_shape
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate, problem_of
 from kvalloc.allocation.request import Request
@@ -55,7 +56,7 @@ def test_options_are_few_and_their_costs_keep_a_coarse_grain(context: int, page:
     assert int(problem.tokens[0, -1]) == context
     # Everything is on offer where it is few.
     if context // page <= EVEN_OPTIONS:
-        assert problem.step_bytes == page * 2 * scores.shape.bytes_per_entry
+        assert problem.step_bytes == page * 2 * (scores.shape.bytes_per_entry + POSITION_BYTES)
 
 
 def test_whole_layers_only_where_whole_layers_were_measured() -> None:

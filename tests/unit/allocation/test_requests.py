@@ -20,6 +20,7 @@ from factories import (
     make_shared_scores,
 )
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate, problem_of
@@ -261,7 +262,7 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
     assert problem.tokens[0].tolist() == [2, 3, 4, 5, 6, 7, 8]
     assert problem.values[0].tolist() == pytest.approx((0.75 * curve + 0.25 * flat).tolist())
     assert problem.values[1].tolist() == pytest.approx(flat.tolist())
-    assert problem.costs[0].tolist() == [t * 2 * 16 * 3 for t in range(2, 9)]
+    assert problem.costs[0].tolist() == [t * 2 * (16 + POSITION_BYTES) * 3 for t in range(2, 9)]
     assert problem.weights.tolist() == [0.5, 0.5]
     assert problem.capacity_bytes == 8 // 2 * 2 * 2 * 16 * 3
     assert problem.layers.tolist() == [0, 1]
@@ -273,7 +274,7 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
     # Each layer counts half, each head its share of the layer's mass: what an option is worth.
     worth = heads.weights * heads.values[:, 3]
     assert worth.tolist() == pytest.approx([0.75 * 0.875 / 2, 0.125 / 2, 0.25 / 2, 0.25 / 2])
-    assert heads.costs[0, 0] == 2 * 16
+    assert heads.costs[0, 0] == 2 * (16 + POSITION_BYTES)
     assert heads.layers.tolist() == [0, 0, 1, 1]
     assert heads.heads.tolist() == [0, 1, 0, 1]
 
@@ -282,7 +283,7 @@ def test_pages_are_whole_but_for_the_last_of_the_context() -> None:
     scores = make_scores(context_tokens=40)  # sinks 2, window 3
     problem = formulate(scores, Request.parse(budget=0.5, page=16))
     assert problem.tokens[0].tolist() == [16, 32, 40]
-    entry = scores.shape.bytes_per_entry * scores.shape.n_kv_heads
+    entry = (scores.shape.bytes_per_entry + POSITION_BYTES) * scores.shape.n_kv_heads
     assert problem.costs[0].tolist() == [16 * entry, 32 * entry, 48 * entry]
     assert problem.is_concave
     even = formulate(scores, Request.parse(budget=0.5, page=8, min_tokens=9))
@@ -372,7 +373,7 @@ def test_memory_is_a_peak_and_too_little_names_what_would_do(make: Any, asked: A
     ("arguments", "nearest"),
     [
         ({"budget_tokens": 4}, 5),
-        ({"budget": 0.1}, 0.125),
+        ({"budget": 0.1}, 0.1563),
         ({"budget_tokens": 15, "min_tokens": 16}, 16),
         ({"budget_tokens": 15, "page": 16}, 16),
     ],

@@ -20,7 +20,7 @@ from factories import (
 from refusals import untrue
 
 import kvalloc
-from kvalloc.accounting.costs import stored_bytes
+from kvalloc.accounting.costs import head_bytes
 from kvalloc.allocation.audit import verify
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -89,8 +89,11 @@ def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_pat
     assert untrue(profile, scores) == set()
     for context in (profile.context_tokens, 2 * profile.context_tokens):
         pages = -(-profile.budgets_for(context) // profile.page_tokens) * profile.page_tokens
-        stored = stored_bytes(pages, 16 if profile.bits is None else profile.bits, scores.shape)
+        stored = head_bytes(pages, 16 if profile.bits is None else profile.bits, scores.shape)
+        sliding = list(scores.shape.sliding_layers)
+        stored[sliding] = pages[sliding] * scores.shape.plain_bytes_per_entry
         assert profile.retained_bytes_at(context, 2) == 2 * int(stored.sum())
+    assert profile.retained_bytes <= profile.requested.get("bytes", profile.full_bytes)
     profile.save(tmp_path / "p.json")
     again = kvalloc.load_profile(tmp_path / "p.json")
     for name in BudgetProfile.model_fields:

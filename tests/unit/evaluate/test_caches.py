@@ -10,8 +10,7 @@ from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.accounting.costs import POSITION_BYTES
-from kvalloc.accounting.costs import stored_bytes as entry_bytes
+from kvalloc.accounting.costs import POSITION_BYTES, head_bytes
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import needed_bytes, stored_bytes
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
@@ -237,8 +236,8 @@ def test_bytes_at_16_bits_do_not_depend_on_the_type_that_is_computed_in(kind, dt
     for bits in (8, 4):
         make = rounded_cache(model, bits).make_cache
         outcome = outcomes_of(model, references, make)[0]
-        packed = int(entry_bytes(PROMPT_TOKENS, bits, shape)) * entries
-        assert outcome.bytes_at_16_bits == packed + entries * PROMPT_TOKENS * POSITION_BYTES
+        packed = int(head_bytes(PROMPT_TOKENS, bits, shape)) * entries
+        assert outcome.bytes_at_16_bits == packed
         assert outcome.retained_bytes == packed or kind == "gemma3"
         assert 0 < outcome.kl < ten.kl
 

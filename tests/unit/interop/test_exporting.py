@@ -90,7 +90,7 @@ def test_bits_are_paid_for_in_entries(dtype_bytes):
                                   bits=np.full((3, 2), 4))  # fmt: skip
     left = restrict(profile, TARGETS["lu-kv"], ["one-width"])
     assert set(left.bits.ravel().tolist()) == {16}
-    assert left.budgets.mean() == pytest.approx(300 * (4 + 2 * 16 / 64) / 16, rel=0.03)
+    assert left.budgets.mean() == pytest.approx(300 * (72 + 4) / (256 + 4), rel=0.03)
 
 
 @dataclass
@@ -140,8 +140,8 @@ SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
     ("tensorrt-llm",
      make_budget_profile([[10, 21], [8, 8], [40, 40]], shape=SLIDING,
                          bits=np.array([[8, 4], [16] * 2, [8] * 2])),
-     {"policy": STREAMING, "budgets": [[15, 15], [8, 8], [37, 37]]},
-     {"kv_cache_config": {"max_attention_window": [15, 9, 37], "sink_token_length": 2,
+     {"policy": STREAMING, "budgets": [[14, 14], [8, 8], [38, 38]]},
+     {"kv_cache_config": {"max_attention_window": [14, 9, 38], "sink_token_length": 2,
                           "dtype": "fp8", "enable_block_reuse": False}}),
     ("vllm", make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]])),
      {"bits": [[16, 16], [8, 8], [8, 8]], "budgets": [[40, 40]] * 3},
@@ -312,7 +312,7 @@ class TestCommand:
 
     def test_the_bytes_are_those_of_16_bits(self):
         ran = run("export", self.file, "--to", "csv", "-o", self.folder / "t.csv", "--json")
-        assert ran.json["bytes"] == ran.json["bytes_left"] == 1095 * 2 * 2 * 4
+        assert ran.json["bytes"] == ran.json["bytes_left"] == 1095 * (2 * 2 * 4 + 4)
         assert not ran.json["restricted"]
 
     def test_score_curves(self):

@@ -12,6 +12,7 @@ import torch
 from prompt_runs import run
 
 import kvalloc
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.units import size
@@ -39,12 +40,14 @@ def test_bytes_are_read_from_the_storages_and_equal_the_profiles(
     assert cache.full_bytes == profile.full_bytes_at(CONTEXT, batch)
     assert np.array_equal(cache.kept_tokens, profile.budgets_for(CONTEXT))
     # Storages, not views: nothing of the evicted entries is still allocated.
-    by_hand = sum(
-        tensor.untyped_storage().nbytes()
+    parts = [
+        part
         for layer in cache.layers
-        for kept in (layer, *getattr(getattr(layer, "entries", None), "parts", ()))
-        for tensor in (kept.keys, kept.values)
-    )
+        for part in getattr(getattr(layer, "entries", None), "parts", ())
+    ]
+    tensors = [numbers for kept in (*cache.layers, *parts) for numbers in (kept.keys, kept.values)]
+    tensors += [part.positions for part in parts]
+    by_hand = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     assert by_hand == cache.retained_bytes
 
 
@@ -59,12 +62,13 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
     full = sum(int(profile.budgets[layer, 0]) for layer in profile.shape.full_layers)
     heads, shape = 2 * tiny.N_KV_HEADS, profile.shape
     plain, half = shape.plain_bytes_per_entry, shape.bytes_per_entry
+    kept = full * (half + POSITION_BYTES if share < 1 else plain)
     for tokens, of_sliding in ((1, window), (1, window), (5, window - 1), (1, window)):
         run(model, tiny.prompt(tokens, 2), cache)
         seen += tokens
         following = seen - CONTEXT
         latest = (2 * following + 2 * of_sliding) * plain
-        assert cache.retained_bytes == (full * (half if share < 1 else plain) + latest) * heads
+        assert cache.retained_bytes == (kept + latest) * heads
         assert cache.full_bytes == (2 * seen * half + 2 * of_sliding * plain) * heads
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
 

@@ -37,13 +37,13 @@ def test_the_budget_is_met_again_every_so_many_tokens(
     cache = kvalloc.make_cache(model, profile, decode_every=every)
     feed(model, cache, tiny.prompt(CONTEXT, 2), [CONTEXT])
     assert (cache.kept_tokens == profile.budgets).all()
-    half, plain = profile.shape.bytes_per_entry, profile.shape.plain_bytes_per_entry
+    plain = profile.shape.plain_bytes_per_entry
     for step in range(1, 10):
         feed(model, cache, tiny.prompt(1, 2, seed=step), [1])
         over = step % every
         assert (cache.kept_tokens == profile.budgets + over).all()
         latest = over * profile.budgets.size * plain
-        assert cache.retained_bytes == 2 * (int(profile.budgets.sum()) * half + latest)
+        assert cache.retained_bytes == 2 * (profile.retained_bytes + latest)
     assert cache.get_seq_length() == CONTEXT + 9
 
 

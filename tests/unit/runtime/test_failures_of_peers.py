@@ -18,6 +18,7 @@ from prompt_runs import run
 from transformers import DynamicCache
 
 import kvalloc
+from kvalloc.accounting.costs import POSITION_BYTES
 
 CONTEXT = 90
 
@@ -56,7 +57,7 @@ def test_2_heads_free_what_they_evict(tiny: ModuleType, model: Any, profile: Any
         for tensor in layer.stored_tensors():
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    expected = int(profile.budgets.sum()) * 2 * tiny.HEAD_DIM * 2 * 2
+    expected = int(profile.budgets.sum()) * 2 * (tiny.HEAD_DIM * 2 * 2 + POSITION_BYTES)
     assert sum(storages.values()) == expected == cache.retained_bytes
     assert cache.retained_bytes < 0.6 * cache.full_bytes
 
@@ -150,8 +151,9 @@ def test_9_what_is_stored_is_what_was_granted(
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(tokens), cache)
     assert cache.retained_bytes == profile.retained_bytes_at(tokens)
-    granted = int(profile.budgets_for(tokens).sum()) * profile.shape.bytes_per_entry
-    assert cache.retained_bytes <= granted
+    entry = profile.shape.bytes_per_entry + POSITION_BYTES
+    assert cache.retained_bytes == int(profile.budgets_for(tokens).sum()) * entry
+    assert cache.share == pytest.approx(profile.share_at(tokens))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "padding_only"])

@@ -11,6 +11,7 @@ import torch
 from prompt_runs import run
 from transformers import DynamicCache
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.runtime import make_cache
 
 CONTEXT, SHORT = 90, 5
@@ -31,10 +32,15 @@ def test_a_short_row_is_stored_alone_as_in_a_batch(tiny: ModuleType, dtype: torc
     run(model, ids, batch, mask)
     run(model, ids[1:, -SHORT:], alone)
     assert kept_types(batch) == {torch.bfloat16 if dtype == torch.bfloat16 else torch.float16}
-    assert batch.retained_bytes == sum(profile.retained_bytes_at(n) for n in (CONTEXT, SHORT))
-    assert alone.retained_bytes == alone.full_bytes == profile.retained_bytes_at(SHORT)
-    if dtype != torch.bfloat16:  # else it is transformers' own
+    positions = SHORT * profile.budgets.size * POSITION_BYTES
+    in_batch = profile.retained_bytes_at(CONTEXT) + alone.full_bytes + positions
+    assert batch.retained_bytes == in_batch
+    assert alone.retained_bytes == profile.retained_bytes_at(SHORT)
+    if dtype == torch.bfloat16:  # it is transformers' own
+        assert alone.retained_bytes == alone.full_bytes
+    else:
         assert kept_types(alone) == {torch.float16}
+        assert alone.retained_bytes == alone.full_bytes + positions
 
 
 def test_numbers_that_overflow_float16_are_kept_in_bfloat16(tiny: ModuleType) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_oracle import rounded
 
-from kvalloc.accounting.costs import stored_bytes
+from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
@@ -55,7 +55,7 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     stored = stored_of(counts, (head_dim, head_dim), dtype, biased=False)
     entries = packed_of(stored, table, bits)
     shape = make_shape(head_dim=head_dim, dtype_bytes=torch.empty(0, dtype=dtype).element_size())
-    assert stored_in(entries) == int(stored_bytes(table, widths[None], shape).sum())
+    assert stored_in(entries) == int(head_bytes(table, widths[None], shape).sum())
     assert np.array_equal(entries.lengths, table)
     assert np.array_equal(entries.bits, widths)
     swapped = entries.rows(torch.tensor([1, 0, 1]))
@@ -149,7 +149,8 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
     cut = more.before(600 + n_new - removed)
     shape = make_shape(head_dim=8, dtype_bytes=dtype.itemsize)
     for one in (more, cut):
-        assert stored_in(one) == int(stored_bytes(one.lengths, widths[None], shape).sum())
+        stored_bytes = head_bytes(one.lengths, widths[None], shape, biased=biased)
+        assert stored_in(one) == int(stored_bytes.sum())
     padded, half = more.padded_positions(), dtype == torch.float32
     for row, head in np.ndindex(*table.shape):
         new, width = kept[row, head].nonzero()[:, 0], bits[head]

@@ -19,7 +19,7 @@ import torch
 from prompt_runs import run
 
 import kvalloc
-from kvalloc.accounting.costs import WIDTHS, stored_bytes
+from kvalloc.accounting.costs import WIDTHS, head_bytes
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 
@@ -56,7 +56,7 @@ def account(cache: Any) -> int:
         total += dense * layer.keys.element_size()
         entries = layer.entries
         if entries is not None:
-            total += int(stored_bytes(entries.lengths, profile.bits[index], profile.shape).sum())
+            total += int(head_bytes(entries.lengths, profile.bits[index], profile.shape).sum())
     return total
 
 

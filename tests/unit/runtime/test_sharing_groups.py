@@ -12,6 +12,7 @@ import torch
 from prompt_runs import run
 
 import kvalloc
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import make_cache
@@ -134,7 +135,8 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
             (bits[index] == 8).any()
         )
     plain = model.config.num_hidden_layers - 2
-    one = profile.shape.full_bytes(CONTEXT) // model.config.num_hidden_layers
+    entry = profile.shape.bytes_per_entry + POSITION_BYTES
+    one = CONTEXT * profile.shape.n_kv_heads * entry
     assert one * plain < cache.retained_bytes < one * (plain + 1.5)
     run(model, tiny.prompt(3, seed=1), cache)
     assert (cache.kept_tokens == CONTEXT + 3).all()
