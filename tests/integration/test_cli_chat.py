@@ -50,7 +50,7 @@ def test_reading_is_told_and_saved(folder):
     assert (ran.code, ran.out) == (0, "")
     first, second = ran.err.splitlines()
     assert first.startswith("doc.txt: 120 tokens read in ")
-    assert "; cache: asked for 50.0% of the entries at 64 tokens, 50.0% of a cache at 16" in first
+    assert "; cache: asked for 50.0% at 64 tokens, 42.8% of a cache at 16" in first
     assert second.startswith(f"saved as {folder / 'again.kv'}, ")
     assert run(*reading(folder), "--save-cache", folder / "again.kv", "--quiet").err == ""
 

@@ -168,7 +168,7 @@ def test_diff_shows_who_gains(files):
         ("verify s.safetensors s.safetensors", "expected a budget profile"),
         ("verify other.json s.safetensors", "tests/other"),
         ("frontier s.safetensors --points 1", "points"),
-        ("frontier s.safetensors --cap 0=100B", "use --cap 0=160B"),
+        ("frontier s.safetensors --cap 0=100B", "use --cap 0=200B"),
         ("diff greedy.json other.json", "tests/other"),
     ],
 )

@@ -10,6 +10,7 @@ from factories import curves_of, make_problem, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
@@ -128,12 +129,17 @@ def test_every_layer_gets_the_same_and_none_is_lost(safeguard: str) -> None:
 # --- uniform ---------------------------------------------------------------------------------
 
 
+def _entries_in(share: float, tokens: int) -> float:
+    """Entries of 16 bytes and a position in a share of all; a whole cache stores no positions."""
+    return tokens if share == 1 else share * tokens * 16 / (16 + POSITION_BYTES)
+
+
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_uniform_keeps_one_number(level: Any) -> None:
     scores = make_scores(context_tokens=41)
-    for share in (0.13, 0.3, 0.5, 0.77, 1.0):
+    for share in (0.16, 0.3, 0.5, 0.77, 1.0):
         profile = solve(scores, budget=share, solver="uniform", level=level)
-        assert np.unique(profile.budgets).tolist() == [max(5, int(41 * share + 1e-9))]
+        assert np.unique(profile.budgets).tolist() == [int(_entries_in(share, 41) + 1e-9)]
     profile = solve(scores, target_retention=0.9, solver="uniform", level=level)
     (tokens,) = np.unique(profile.budgets)
     problem = formulate(scores, Request.parse(target_retention=0.9, level=level))
@@ -188,7 +194,8 @@ def test_what_is_requested_is_spent_and_not_a_byte_more(
     name: str, options: Any, goal: Any, seed: int, page: int, context: int, batch: int
 ) -> None:
     floor = -(-5 // page) * page  # sinks and window, in whole pages
-    tokens = min(context, goal.get("budget_tokens", goal.get("budget", 1) * context))
+    tokens = _entries_in(goal.get("budget", 1), context)
+    tokens = min(tokens, goal.get("budget_tokens", context))
     try:
         profile = decided(name, options, seed, page=page, context=context, batch=batch, **goal)
     except InfeasibleError:
@@ -206,7 +213,8 @@ def test_what_is_requested_is_spent_and_not_a_byte_more(
     if page == 1 and tokens == context:
         assert np.all(budgets == context)
     elif page == 1 and name in SPENDS_ALL:
-        assert left < batch * profile.shape.bytes_per_entry * (3 if profile.level == "layer" else 1)
+        entry = profile.shape.bytes_per_entry + POSITION_BYTES
+        assert left < batch * entry * (3 if profile.level == "layer" else 1)
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY)
