@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from kvalloc.accounting import FloatArray
 from kvalloc.formats.record import (
+    ArrayOf,
     ArrayRecord,
     FileRecord,
-    FloatArray1D,
     FloatArray3D,
     FloatArray5D,
     IntArray1D,
@@ -65,11 +66,11 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
     """Weights of each full-attention layer and KV head, the constant last, ``(n_full_layers,
     n_kv_heads, n_features + 1)``; `kvalloc.scorers.surrogate.entry_features` has the features."""
 
-    r_squared: FloatArray1D
+    r_squared: Annotated[FloatArray, ArrayOf(np.float64, 1, high=1)]
     """Share of the target's variance that a fit on one half of the samples explains on the other,
     mean over both ways and the KV heads, ``(n_full_layers,)``."""
 
-    rank_correlation: FloatArray1D
+    rank_correlation: Annotated[FloatArray, ArrayOf(np.float64, 1, low=-1, high=1)]
     """Rank correlation with the target within a prompt, likewise."""
 
     @model_validator(mode="after")

@@ -216,6 +216,8 @@ def test_arrays_that_cannot_be_are_refused(fitted):
         ("weights", np.zeros((3, 1, 23))),
         ("weights", np.full((3, 2, 23), np.inf)),
         ("r_squared", np.zeros(2)),
+        ("r_squared", np.full(3, 1.5)),
+        ("rank_correlation", np.full(3, -1.5)),
         ("samples", 1),
     ):
         with pytest.raises(InputError, match=f"surrogate: {name}"):
@@ -247,7 +249,7 @@ def test_another_model_is_refused_before_it_runs(fitted, file):
 def test_a_profile_can_be_measured_with_it(file):
     scores = kvalloc.profile(
         tiny_model(), WordTokenizer(), [words(300)], context=CONTEXT, samples=2,
-        scorer=f"surrogate:file={file}", window=5,
+        scorer=f"surrogate:file={file}:window=5",
     )  # fmt: skip
     assert scores.scorer_parameters == {"file": str(file), "window": 5}
     assert (scores.masses > 0).all()
