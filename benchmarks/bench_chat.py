@@ -29,18 +29,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import resources
-from importlib.util import find_spec
 from typing import Any
 
+import runtime_peers
 import torch
 from _common import Row, guarded, parser_of, print_rows, row_met
-from runtime_peers import PYTHON
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 
@@ -82,11 +80,8 @@ def main() -> int:
     if len(arguments.parts) != 1 or arguments.parts[0] not in PARTS:
         parser.error(f"name one part: {', '.join(PARTS)}")
     part = arguments.parts[0]
-    if part == "long" and find_spec("kvpress") is None:
-        if not PYTHON.exists():
-            print("there is no .venv-kvpress; 'make peers' makes it", file=sys.stderr)
-            return 2
-        return subprocess.call([str(PYTHON), *sys.argv])
+    if part == "long" and not runtime_peers.here():
+        return runtime_peers.run_there()
     sizes = zip(("texts", "turns", "tokens"), SIZES[part, arguments.quick], strict=True)
     for name, size in sizes:
         setattr(arguments, name, getattr(arguments, name) or size)
@@ -336,43 +331,51 @@ def press_of(name: str) -> Any:
 
 
 @torch.inference_mode()
-def long_answer(model: Any, ids: Tensor, block: int) -> list[Reader]:
-    """Return all methods, kvalloc first, after they have read a text side by side."""
-    plain, ours = Reader("full cache", DynamicCache(config=model.config)), Reader("kvalloc", None)
-    readers = [ours, *(Reader(name, DynamicCache(), press_of(name)) for name in PRESSES)]
-    with kvalloc.apply(model, budget=f"{SHARE:.0%}"):
-        for reader in (plain, *readers):
-            reader.logits(model, ids[:, :PROMPT], 0)
-        for first in range(PROMPT, ids.shape[1], EVERY):
-            part = ids[:, first : first + EVERY]
-            expected = plain.logits(model, part, first)
-            whole = full_bytes(model, first + part.shape[1])
-            for reader in readers:
-                logits = reader.logits(model, part, first, block if reader is ours else None)
-                reader.kl.append(kl(expected, logits))
-                reader.shares.append(layer_bytes(reader.cache, half=True) / whole)
+def long_answers(
+    model: Any, ids: Tensor, readers: list[Reader], prompt: int, block: int | None = None
+) -> list[Reader]:
+    """Let all methods read a text side by side, the first one by blocks; return them."""
+    plain = Reader("full cache", DynamicCache(config=model.config))
+    for reader in (plain, *readers):
+        reader.logits(model, ids[:, :prompt], 0)
+    for first in range(prompt, ids.shape[1], EVERY):
+        part = ids[:, first : first + EVERY]
+        expected = plain.logits(model, part, first)
+        whole = full_bytes(model, first + part.shape[1])
+        for reader in readers:
+            logits = reader.logits(model, part, first, block if reader is readers[0] else None)
+            reader.kl.append(kl(expected, logits))
+            reader.shares.append(layer_bytes(reader.cache, half=True) / whole)
     return readers
+
+
+def ranges_of(
+    answers: Sequence[Sequence[Reader]], tokens: int
+) -> Iterator[tuple[int, int, Tensor, list[float]]]:
+    """Yield ranges of positions, the KL in them, (texts, methods), and each method's share."""
+    losses = torch.stack([torch.stack([torch.cat(one.kl) for one in text]) for text in answers])
+    shares = torch.tensor([[one.shares for one in text] for text in answers])
+    for first, end in zip(STARTS, [*STARTS[1:], tokens], strict=True):
+        if first < tokens:
+            last = min(end, tokens)
+            kept = shares[..., first // EVERY : end // EVERY].mean((0, 2)).tolist()
+            yield first, last, losses[..., first:last].mean(-1), kept
 
 
 def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the KL of each range of positions over that of the better press."""
-    tokens = arguments.tokens // EVERY * EVERY
-    texts = [
-        long_answer(loaded.model, ids, arguments.block)
-        for _, ids in held_out(loaded, PROMPT + tokens, arguments.texts)
-    ]
-    losses = torch.stack([torch.stack([torch.cat(one.kl) for one in text]) for text in texts])
-    shares = torch.tensor([[one.shares for one in text] for text in texts])
+    tokens, answers = arguments.tokens // EVERY * EVERY, []
+    for _, ids in held_out(loaded, PROMPT + tokens, arguments.texts):
+        presses = [Reader(name, DynamicCache(), press_of(name)) for name in PRESSES]
+        readers = [Reader("kvalloc", None), *presses]
+        with kvalloc.apply(loaded.model, budget=f"{SHARE:.0%}"):
+            answers.append(long_answers(loaded.model, ids, readers, PROMPT, arguments.block))
     names = ["kvalloc", *PRESSES]
-    for first, last in zip(STARTS, [*STARTS[1:], tokens], strict=True):
-        if first >= tokens:
-            return
-        by_text = losses[..., first : min(last, tokens)].mean(-1)
-        kept = shares[..., first // EVERY : last // EVERY].mean((0, 2)).tolist()
+    for first, last, by_text, kept in ranges_of(answers, tokens):
         means = by_text.mean(0).tolist()
         best = means.index(min(means[1:]))
         row = ratio_row(
-            f"{loaded.model_id}, tokens {first}-{min(last, tokens) - 1} of an answer, KL over that "
+            f"{loaded.model_id}, tokens {first}-{last - 1} of an answer, KL over that "
             f"of {names[best]}",
             means[0] / means[best],
             by_text[:, 0] / by_text[:, best],

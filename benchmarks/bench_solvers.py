@@ -1,6 +1,6 @@
 """The solvers: time against one np.partition and SciPy's milp, memory, proofs, and auto's choice.
 
-    python benchmarks/bench_solvers.py [partition exact scale auto oracle] [--quick] [--json]
+    python benchmarks/bench_solvers.py [partition exact scale auto] [--quick] [--json]
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles.
@@ -17,8 +17,6 @@ with their quartiles.
   `kvalloc.testing.KINDS` and on curves of the demo's model, and what its choice takes: what it
   needs to find the solver, beyond what that solver needs to say itself that it can. Judged are all
   problems together, and those that take 10 ms or more.
-- oracle: every solver against brute force on tiny problems of every kind. A miss is a wrong claim
-  of optimality, a bound that is beaten, a broken constraint, or an exact solver without a proof.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +55,19 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
-from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
+from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
-from kvalloc.testing import KINDS, brute_force, larger_problem, tiny_problem
-from kvalloc.testing.oracle import Optimum
-from kvalloc.testing.problems import CURVES, SIDES
+from kvalloc.testing import KINDS, larger_problem
 
 SHARE, RETENTION, POINTS = 0.2, 0.9, 100
 PARTITION_TARGET, FRONTIER_TARGET, MEMORY_TARGET = 2.0, 10.0, 1.5
 ILP_TARGET_SECONDS, LIBRARY_TARGET = 5.0, 1.5
 GAP, LAGRANGIAN_GAP, SLACK = 1e-6, 1e-5, 1e-9
 CHOICE_TARGET, JUDGED_SECONDS, MEASURED_SECONDS, LIMIT_SECONDS = 0.01, 0.01, 0.5, 20.0
-EXACT = ("ilp", "auto", "dp", "flow", "greedy")
-PROVING = (*EXACT, "max_min", "hull", "lagrangian")
 MEMORY_CASES = {
     "every rank, budget": "every rank in the score profile, solve --budget",
     "every rank, retention": "every rank in the score profile, solve --target-retention",
@@ -87,8 +80,6 @@ def main() -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--scores", help="a score profile; the demo model is measured without")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--problems", type=int, default=2240, help="of the oracle")
-    parser.add_argument("--seed", type=int, default=40_000)
     parser.add_argument("--memory-of", choices=MEMORY_CASES, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.memory_of:
@@ -159,33 +150,11 @@ def auto(asked: argparse.Namespace) -> Iterator[Row]:
     yield auto_in_all(rows)
 
 
-def oracle(asked: argparse.Namespace) -> Iterator[Row]:
-    columns = " ".join(f"{name:>10}" for name in (*PROVING, "others"))
-    heading = f"optimal claimed by         {'problems':>8} {'feasible':>8} {columns} {'misses':>6}"
-    yield {"text": heading, "met": True}
-    wanted = 224 if asked.quick else asked.problems
-    per_curve = -(-wanted // (2 * len(SIDES) * len(CURVES)))
-    totals: Counter[str] = Counter()
-    for scope, of_what in {"": "sum", "worst:": "worst unit"}.items():
-        for side in SIDES:
-            kinds = [f"{scope}{c}" + ("" if side == "plain" else f"+{side}") for c in CURVES]
-            row = oracle_row(f"{of_what}, {side}", kinds, per_curve, asked.seed)
-            totals.update(row["counts"])
-            yield row
-    met = totals["misses"] == 0
-    text = (
-        f"{totals['problems']:,} problems, {totals['claims']:,} claims of optimality, "
-        f"{totals['misses']} misses (wanted 0) {'met' if met else 'MISSED'}"
-    )
-    yield {"text": text, "met": met}
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "partition": partition,
     "exact": exact,
     "scale": scale,
     "auto": auto,
-    "oracle": oracle,
 }
 
 
@@ -629,67 +598,6 @@ def auto_in_all(rows: list[Row]) -> Row:
         f"(wanted < {CHOICE_TARGET:.0%}) {'met' if met else 'MISSED'}"
     )
     return {"name": "in all", "met": met, "text": text}
-
-
-def oracle_row(title: str, kinds: Iterable[str], per_kind: int, seed: int) -> Row:
-    """All problems of some kinds by all solvers: counts, and every miss in words."""
-    optimal: Counter[str] = Counter()
-    slowest, misses, feasible, problems = 0.0, [], 0, 0
-    for kind in kinds:
-        for number in range(per_kind):
-            sense = (Sense.MAX_VALUE, Sense.MIN_COST)[number % 2]
-            level = ("head", "layer")[number // 2 % 2]
-            problem = tiny_problem(kind, seed=seed + number, sense=sense, level=level)
-            optimum = brute_force(problem)
-            problems, feasible = problems + 1, feasible + (optimum is not None)
-            for label, solver in ours().items():
-                if solver.can_solve(problem) is not True:
-                    continue
-                start = time.perf_counter()
-                claimed, fault = judged(problem, label, solver, optimum)
-                slowest = max(slowest, time.perf_counter() - start)
-                optimal[label] += claimed
-                if fault is not None:
-                    made = f"tiny_problem({kind!r}, seed={seed + number}, {sense=}, {level=})"
-                    misses.append(f"\n    MISS {label} on {made}: {fault}")
-    counts = [optimal[name] for name in PROVING]
-    counts.append(optimal.total() - sum(counts))
-    columns = " ".join(f"{count or '-':>10}" for count in counts)
-    line = f"{title:26} {problems:8,} {feasible:8,} {columns} {len(misses):6}"
-    return {
-        "text": f"{line}  slowest {slowest:.2f} s{''.join(misses[:10])}",
-        "met": not misses,
-        "counts": {"problems": problems, "claims": optimal.total(), "misses": len(misses)},
-    }
-
-
-def judged(
-    problem: AllocationProblem, label: str, solver: Solver, optimum: Optimum | None
-) -> tuple[bool, str | None]:
-    """Whether optimal was claimed, and what is wrong with the answer, or None."""
-    exact = label in EXACT or (label == "max_min" and problem.aggregate is Aggregate.WORST)
-    try:
-        answer = solve_problem(problem, solver)
-    except InfeasibleError as error:
-        wrong = exact and optimum is not None
-        return False, f"claims there is no choice: {error}" if wrong else None
-    except SolverError as error:
-        # A rule may give up. "The solver x breaks ..." is what the check of answers says.
-        wrong = exact or str(error).startswith("the solver ")
-        return False, str(error) if wrong else None
-    claimed = answer.termination is Termination.OPTIMAL
-    if optimum is None:
-        return claimed, "answers where brute force finds no choice"
-    best, slack = optimum.objective, 1e-10
-    if problem.is_better(answer.objective, best, slack):
-        return claimed, f"{answer.objective} is better than all choices there are, {best}"
-    if answer.bound is not None and problem.is_better(best, answer.bound, slack):
-        return claimed, f"the bound {answer.bound} is beaten by {best}"
-    if claimed and problem.is_better(best, answer.objective, slack):
-        return claimed, f"claims that {answer.objective} is optimal, {best} is"
-    if exact and not claimed:
-        return claimed, f"ends without a proof: {answer.termination.value}, {answer.detail}"
-    return claimed, None
 
 
 if __name__ == "__main__":

@@ -52,6 +52,14 @@ def rows_from_there(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {**row, "note": f"{row['note']}; transformers {versions['transformers']}"}
 
 
+def run_there(*words: str) -> int:
+    """Run this script with these words before its options where kvpress is; return its code."""
+    if not PYTHON.exists():
+        print("there is no .venv-kvpress; 'make peers' makes it", file=sys.stderr)
+        return 2
+    return subprocess.call([str(PYTHON), sys.argv[0], *words, *sys.argv[1:]])
+
+
 class Peer:
     """A press's cache of a prompt in several rows, and what it left on the modules.
 

@@ -112,6 +112,8 @@ def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal):
     exact = name in EXACT or name == "max_min"
     cases = tiny_problems(count, kinds=which, seed=seed)
     ends = check_all(registry.get_solver(name), cases, exact=exact, may_give_up=not exact)
+    proven, able = ends["optimal"], count - ends["refused"]
+    print(f"\n{name}: {proven:,} proven optimal, none wrongly, of {able:,} that it can solve")
     assert sum(ends.values()) == count
     assert ends["optimal"] >= optimal
     assert ends["refused"] < count
