@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from kvalloc.errors import InputError, option
 from kvalloc.files import near_file
@@ -22,12 +22,6 @@ TEXT_SUFFIXES = (
 """What counts as text when a folder is read; a file that is named itself may end in anything."""
 
 PROMPT_FIELDS = "'prompt', 'text', 'messages', or 'context' with 'input'"
-READ_FIELDS = (
-    *("prompt", "text", "messages", "context", "input", "question_after", "answer", "answers"),
-    *("task", "dataset", "language", "all_classes"),
-)
-LONGEST_INTEGER = 4300
-"""Digits; Python reads no longer ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +148,7 @@ def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     line : int
         Counted from 1.
     fields : dict
-        The object. What is in `READ_FIELDS` can be written as UTF-8 and holds finite numbers.
+        The object, whose texts can be written as UTF-8.
 
     Raises
     ------
@@ -293,35 +287,15 @@ def decoded(data: bytes, where: str) -> str:
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line, parse_int=_integer)
-    except json.JSONDecodeError as error:
+        fields = from_json(line)
+    except ValueError as error:
+        fault = str(error).replace(" at line 1 column", " at column")
         raise InputError(
-            f"{where} is not JSON ({error.msg}); each line holds one object with {PROMPT_FIELDS}"
+            f"{where} is not JSON ({fault}); each line holds one object with {PROMPT_FIELDS}"
         ) from error
-    except RecursionError as error:
-        raise InputError(f"{where} is nested too deeply; write its text as strings") from error
     if not isinstance(fields, dict):
         raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
-    for name in filter(fields.__contains__, READ_FIELDS):
-        try:
-            json.dumps(fields[name], ensure_ascii=False, allow_nan=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"{where}: the field {name!r} holds half of a surrogate pair "
-                f"({error.object[error.start]!a}), which is no character; write the whole character"
-            ) from error
-        except ValueError as error:
-            raise InputError(
-                f"{where}: the field {name!r} holds a number that is too long or not finite; write "
-                "it as a string"
-            ) from error
-        except RecursionError as error:
-            raise InputError(f"{where}: the field {name!r} is nested too deeply") from error
     return fields
-
-
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= LONGEST_INTEGER else math.inf
 
 
 def _text(value: object) -> str:
