@@ -14,7 +14,7 @@ from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
 from kvalloc.report.terminal import number_text
-from kvalloc.units import Option, parse_bits, parse_fraction, share_text, size
+from kvalloc.units import Option, parse_bits, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.methods import Method
@@ -49,8 +49,6 @@ class EvalOptions(TypedDict, total=False):
         A press of kvpress on the same prompts, at the profiles' share of entries or at one of its
         own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, and rounded by kvalloc's way
         of storing: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
-    target_retention : float
-        Also budgets that are decided for each prompt, to retain this share of its attention mass.
     allow_other_model : bool
         Accept profiles of a model of the same sizes.
     tasks : str, default needle,kl
@@ -90,7 +88,6 @@ class EvalOptions(TypedDict, total=False):
     level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
     plain_bits: Annotated[str | None, Option("8,4", CACHES)]
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
-    target_retention: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
     allow_other_model: Annotated[bool | None, Option("", CACHES)]
     tasks: Annotated[str | None, Option("NAMES", PROMPTS)]
     prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)]
@@ -115,7 +112,7 @@ DEFAULT_CONTEXT = 1024
 BUDGET_BY = ("scorer", "solver", "level")
 """How a budget is decided; by `kvalloc.online.default` without any of them."""
 SETTINGS = (
-    *("dtype", *STANDING, "samples", "seed", "metric", "target_retention"),
+    *("dtype", *STANDING, "samples", "seed", "metric"),
     *("budget", *BUDGET_BY, "plain_bits"),
 )
 """Options that the evaluation's record holds, where they were given."""
@@ -135,7 +132,6 @@ def eval(model: str, **given: Any) -> None:
     kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
     kvalloc eval demo --profile p.json --tasks pairs --samples 12 --context 2048 --json
     kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
-    kvalloc eval demo --profile p.json --target-retention 0.9
     kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
     kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
@@ -195,10 +191,10 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     from kvalloc.runtime import CacheOptions
 
     parse_bits(options.get("plain_bits", ()), "plain_bits")
-    for applied in _applied(options):
+    if applied := _applied(options):
         check_conflicts(applied)
         cache_maker(None, CacheOptions(), **applied)
-    if not (_applied(options) or options["profile"] or options["peer"] or "plain_bits" in options):
+    if not (applied or options["profile"] or options["peer"] or "plain_bits" in options):
         raise InputError("there is nothing to evaluate; give --budget 20%, or a --profile")
     profiles: dict[str, BudgetProfile] = {}
     for name in options["profile"]:
@@ -209,11 +205,9 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     return profiles
 
 
-def _applied(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each `kvalloc.apply` that is compared."""
-    names = ("budget", *BUDGET_BY), ("target_retention",)
-    each = ({name: options[name] for name in some if name in options} for some in names)
-    return [applied for applied in each if applied]
+def _applied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the `kvalloc.apply` that is compared; none where none is."""
+    return {name: options[name] for name in ("budget", *BUDGET_BY) if name in options}
 
 
 def _files(names: Sequence[str]) -> dict[str, Path]:
@@ -271,7 +265,7 @@ def _methods(
         make = partial(make_cache, model, budgets, allow_other_model=allowed)
         make()  # what cannot work is refused before anything runs
         methods[name] = CacheMethod(make_cache=make)
-    for applied in _applied(options):
+    if applied := _applied(options):
         with apply(model, **applied):
             methods[several(**applied)] = AppliedMethod(options=applied)
     for bits in parse_bits(options.get("plain_bits", ())):

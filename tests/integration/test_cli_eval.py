@@ -76,9 +76,11 @@ def test_eval_takes_shares_of_what_a_sliding_model_needs(models, profiles, folde
 
 
 def test_eval_puts_budgets_for_each_prompt_beside_stored_ones(models, profiles, folder):
-    target = ("--prompts", questions(folder, step=3), "--target-retention", 0.8, "--json")
+    target = ("--prompts", questions(folder, step=3), "--budget", "50%", "--solver", "greedy")
+    target = (*target, "--json")
     ran = run("eval", models / "tiny", "--profile", profiles / "tiny.json", *target)
-    assert [row["name"] for row in ran.json] == ["full", "tiny", "--target-retention 0.8"]
+    names = ["full", "tiny", "--budget 50% --solver greedy"]
+    assert [row["name"] for row in ran.json] == names
     full, _, each = ran.json
     assert 0 < each["retained_bytes"] < full["retained_bytes"]
     alone = run("eval", models / "tiny", *target)
@@ -132,7 +134,6 @@ def test_eval_puts_a_scorers_best_beside_the_default(models, folder):
          "the task code asks 1 question a prompt, not 3"),
         ("--budget 20% --metric f1", "--metric is for --prompts"),
         ("--budget 20% --prompts long.jsonl --metric bleu", "no metric 'bleu'"),
-        ("--target-retention 1.5 --prompts long.jsonl", "retention"),
         ("--budget 20% -o no/r.json", "no"),
     ],
 )  # fmt: skip
