@@ -40,8 +40,8 @@ FULL, QUICK = _Amount(4, 2, 1500), _Amount(1, 1, 240)
 @takes()
 def demo(
     output_dir: Path = Path("demo-output"),
-    samples: Annotated[int | None, Option("N", least=1)] = None,
-    seed: Annotated[int, Option("N", least=0)] = 0,
+    samples: Annotated[int | None, Option("N", mildest=1)] = None,
+    seed: Annotated[int, Option("N", mildest=0)] = 0,
     quick: bool = False,
 ) -> None:
     """Profile a real model, solve with every solver, and ask through the smaller caches.
@@ -143,11 +143,11 @@ def _lessons(profiles: Mapping[str, BudgetProfile], results: Evaluation) -> list
 
     kls = {row["name"]: row["kl"] or 0.0 for row in results.rows if row["task"] == ALL_TASKS}
     decided = {_first(name): one for name, one in profiles.items() if name != BY_LOSS}
-    most = max(decided, key=lambda name: decided[name].retention or 0.0)
-    least = min(decided, key=kls.__getitem__)
+    best = max(decided, key=lambda name: decided[name].retention or 0.0)
+    mildest = min(decided, key=kls.__getitem__)
     return [
-        f"{most} retains most of the attention, with a KL of {kls[most]:.3f}; of the budgets by "
-        f"retention {least} does least harm, {kls[least]:.3f}; those by measured loss do "
+        f"{best} retains most of the attention, with a KL of {kls[best]:.3f}; of the budgets by "
+        f"retention {mildest} does least harm, {kls[mildest]:.3f}; those by measured loss do "
         f"{kls[BY_LOSS]:.3f}. Retained attention is a weak guide to harm.",
         "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --scorer tova "
         "--loss', then 'kvalloc solve --budget 40%'.",

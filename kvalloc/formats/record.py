@@ -457,8 +457,8 @@ class JsonRecord(FileRecord):
         """
         size = os.path.getsize(path) if os.path.isfile(path) else 0
         if size > LARGEST_JSON_BYTES:
-            most = f"at most {LARGEST_JSON_BYTES:,}"
-            raise cls.file_error(path, "file", f"of {size:,} bytes", most)
+            limit = f"at most {LARGEST_JSON_BYTES:,}"
+            raise cls.file_error(path, "file", f"of {size:,} bytes", limit)
         try:
             stated = from_json(Path(path).read_bytes() if size else b"")
         except (ValueError, OSError) as error:

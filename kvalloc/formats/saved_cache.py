@@ -236,8 +236,8 @@ class _Contents:
         """Raise a `ProfileFileError` if header and tensors do not fit."""
         header = self._header
         n_bytes = sum(tensor.data.size for tensor in self._left.values())
-        most = n_bytes // header.profile.shape.n_kv_heads
-        self._require(header.batch <= most, "batch", header.batch, "an entry for each row and head")
+        rows = n_bytes // header.profile.shape.n_kv_heads
+        self._require(header.batch <= rows, "batch", header.batch, "an entry for each row and head")
         if "visible" in self._left:
             self._shown = self._take("visible", "uint8", (header.batch, header.seen_tokens)) != 0
         for index, kind in enumerate(header.profile.shape.layer_types):
@@ -309,7 +309,7 @@ class _Contents:
         if found is None:
             raise self._header.file_error(self._path, name, "missing", expected)
         pairs = zip(shape, found.shape, strict=False)
-        fits = len(shape) == len(found.shape) and all(size in (None, own) for size, own in pairs)
+        fits = len(shape) == len(found.shape) and all(size in (None, n) for size, n in pairs)
         stated = f"{found.dtype} of {_sizes(found.shape)}"
         self._require(fits and found.dtype in dtypes, name, stated, expected)
         return found.numbers()

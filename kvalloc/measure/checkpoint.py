@@ -120,10 +120,10 @@ class Checkpoint:
         from safetensors.numpy import save
 
         stored = {key: np.asarray(arrays[key], order="C") for key in sorted(arrays)}
-        told = {_VALUES: json.dumps(values or {})}
-        told[_DIGEST] = digest_over(told[_VALUES], stored)
+        metadata = {_VALUES: json.dumps(values or {})}
+        metadata[_DIGEST] = digest_over(metadata[_VALUES], stored)
         with atomic_write(self._file(name)) as temporary:
-            temporary.write_bytes(save(stored, told))
+            temporary.write_bytes(save(stored, metadata))
 
     def load(
         self, name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -140,10 +140,10 @@ class Checkpoint:
 
         try:
             with safe_open(self._file(name), framework="np") as file:
-                told = file.metadata() or {}
+                metadata = file.metadata() or {}
                 arrays = {key: file.get_tensor(key) for key in sorted(file.keys())}
-            whole = told[_DIGEST] == digest_over(told[_VALUES], arrays)
-            values = json.loads(told[_VALUES])
+            whole = metadata[_DIGEST] == digest_over(metadata[_VALUES], arrays)
+            values = json.loads(metadata[_VALUES])
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError):
             return None  # missing or damaged
         if shapes is not None:

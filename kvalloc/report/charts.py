@@ -130,8 +130,8 @@ def bits_map(rows: Sequence[Row], *, heads: int) -> Spec:
 
 def _marks(mark: str | Spec, *transform: Spec, **encoding: Any) -> Spec:
     """Return a layer of marks, after transforms of its own if there are any."""
-    own = {"transform": list(transform)} if transform else {}
-    return {**own, "mark": mark, "encoding": encoding}
+    transforms = {"transform": list(transform)} if transform else {}
+    return {**transforms, "mark": mark, "encoding": encoding}
 
 
 def _number(field: str, title: str | None = None, **more: Any) -> Spec:
@@ -362,8 +362,8 @@ def measured_chart(rows: Sequence[Row]) -> Spec:
 
 
 def _bytes_axis(rows: Sequence[Row], of: str = "of the full cache") -> Spec:
-    least = min((row["share"] for row in rows), default=1.0)
-    below = max((tick for tick in _PERCENT_TICKS if tick <= least), default=least)
+    smallest = min((row["share"] for row in rows), default=1.0)
+    below = max((tick for tick in _PERCENT_TICKS if tick <= smallest), default=smallest)
     ticks = [tick for tick in _PERCENT_TICKS if tick >= below]
     return _number(
         "share",

@@ -51,8 +51,8 @@ def _html(
         f"height='{HEIGHT * share:.1f}'><title>layer {place}: {share:.1%}</title></rect>"
         for place, share in enumerate(shares)
     )
-    least, most = min(shares), max(shares)
-    label = f"{what}: {least:.1%} to {most:.1%}; a bar of full height is 100%"
+    low, high = min(shares), max(shares)
+    label = f"{what}: {low:.1%} to {high:.1%}; a bar of full height is 100%"
     return (
         f"<div><code>{escape(title)}</code><table>{rows}</table>"
         f"<svg role='img' aria-label='{label}' width='{BAR * len(shares)}' height='{HEIGHT + 1}' "

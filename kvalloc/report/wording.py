@@ -74,7 +74,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     lengths = f"the same {same} entries"
     if share is not None:
         lengths = f"as many entries in every head as take {share:.1%} of a cache at 16 bits"
-    least, mean, most = budget_spread(profile)
+    low, mean, high = budget_spread(profile)
     handed_out = "; handed out by each prompt, this is their mean" if profile.by_prompt else ""
     stated = decision_fields(profile)
     made = f"{stated['solver'] or 'by hand'}{options}"
@@ -90,7 +90,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
         "model": model_text(profile.shape),
         **stated,
         "sharing": _sharing_text(profile) if profile.share_groups else "",
-        "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
+        "budgets": f"{low:,} to {high:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
         "other lengths": lengths,
         "policy": f"{f'{policy.name} by {policy.scorer}' if brief else _policy_text(policy)}, "
         f"{policy.sinks} sinks, window {policy.window}",

@@ -83,7 +83,7 @@ def _completion(brief: Brief) -> Draft:
             chat=False,
         )
 
-    return Draft(make=make, least=MIN_LINES // 2, most=at)
+    return Draft(make=make, min_items=MIN_LINES // 2, max_items=at)
 
 
 TASKS = (by_rule("code", _completion),)

@@ -38,8 +38,8 @@ def _common(brief: Brief) -> Draft:
     words = plain_words(brief.request.split)
     brief.draw.shuffle(words)
     common, rare = words[:ASKED], words[ASKED:]
-    most = min(brief.request.n_tokens // 3, len(rare))
-    order, asked = list(range(most)), (COMMON_QUESTION.filled(*common),)
+    max_items = min(brief.request.n_tokens // 3, len(rare))
+    order, questions = list(range(max_items)), (COMMON_QUESTION.filled(*common),)
     brief.draw.shuffle(order)
 
     def listed(place: int) -> str:
@@ -49,9 +49,9 @@ def _common(brief: Brief) -> Draft:
     def make(size: int) -> Example:
         # The same order whatever the size, so that a larger list is not shorter.
         lines = " ".join(f"{place + 1}. {listed(place)}" for place in range(size))
-        return Example(context=f"{COMMON_LEAD}{lines}", questions=asked, source="words")
+        return Example(context=f"{COMMON_LEAD}{lines}", questions=questions, source="words")
 
-    return Draft(make=make, least=12 * COMMON_SHARE, most=most)
+    return Draft(make=make, min_items=12 * COMMON_SHARE, max_items=max_items)
 
 
 TASKS = (by_rule("common-words", _common),)

@@ -45,9 +45,9 @@ def _of_split(split: Split) -> dict[str, list[str]]:
 
 
 def _labels(brief: Brief) -> Draft:
-    by_label = {label: list(asked) for label, asked in _of_split(brief.request.split).items()}
-    for asked in by_label.values():
-        brief.draw.shuffle(asked)
+    by_label = {label: list(texts) for label, texts in _of_split(brief.request.split).items()}
+    for texts in by_label.values():
+        brief.draw.shuffle(texts)
     wanted = [brief.draw.choice(LABELS) for _ in range(brief.request.turns)]
     questions = tuple(QUESTION.filled(label, question=by_label[label].pop()) for label in wanted)
     shots: list[tuple[str, str]] = []
@@ -62,7 +62,7 @@ def _labels(brief: Brief) -> Draft:
             context=f"{LEAD}{lines}", questions=questions, source="questions by rule", chat=False
         )
 
-    return Draft(make=make, least=len(LABELS), most=len(shots))
+    return Draft(make=make, min_items=len(LABELS), max_items=len(shots))
 
 
 TASKS = (by_rule("labels", _labels, most_turns=MOST_TURNS),)

@@ -167,8 +167,8 @@ def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Recor
     if not is_longbench:
         return Record(prompt=prompt, question=question)
     context = context_of(fields, where)
-    asked = string_field(fields, "input", where, "give it the question, or an empty string")
-    question = replace(question, text=kind.text.format(input=asked.strip()).strip())
+    text = string_field(fields, "input", where, "give it the question, or an empty string")
+    question = replace(question, text=kind.text.format(input=text.strip()).strip())
     example = Example(
         context=context.strip(),
         questions=(question,),

@@ -25,13 +25,13 @@ VALUES = range(10_000, 100_000)
 
 def _pairs(brief: Brief) -> Draft:
     turns = brief.request.turns
-    most = min(brief.request.n_tokens // TOKENS_PER_PAIR + turns + SHOWN, len(VALUES))
-    values = brief.draw.sample(VALUES, most)
-    listed = [f"{key}: {value}" for key, value in zip(_keys(brief, most), values, strict=True)]
+    max_items = min(brief.request.n_tokens // TOKENS_PER_PAIR + turns + SHOWN, len(VALUES))
+    values = brief.draw.sample(VALUES, max_items)
+    listed = [f"{key}: {value}" for key, value in zip(_keys(brief, max_items), values, strict=True)]
 
     def make(size: int) -> Example:
-        asked = [int((brief.depth + turn / turns) % 1.0 * size) for turn in range(turns)]
-        others = [place for place in range(size) if place not in asked]
+        places = [int((brief.depth + turn / turns) % 1.0 * size) for turn in range(turns)]
+        others = [place for place in range(size) if place not in places]
         shown = [others[(2 * n + 1) * len(others) // (2 * SHOWN)] for n in range(SHOWN)]
         again = AGAIN + "\n".join(listed[place] for place in shown)
         questions = tuple(
@@ -40,12 +40,12 @@ def _pairs(brief: Brief) -> Draft:
                 again="" if turn else again,
                 key=listed[place].partition(":")[0],
             )
-            for turn, place in enumerate(asked)
+            for turn, place in enumerate(places)
         )
         context = LEAD + "\n".join(listed[:size])
         return Example(context=context, questions=questions, source="random pairs", chat=False)
 
-    return Draft(make=make, least=turns + SHOWN, most=most)
+    return Draft(make=make, min_items=turns + SHOWN, max_items=max_items)
 
 
 def _keys(brief: Brief, count: int) -> list[str]:

@@ -171,7 +171,7 @@ class Brief:
             text = scatter(" ".join(words[:size]), sentences, depths)
             return Example(context=f"{lead}{text}", questions=tuple(questions), source=self.source)
 
-        return Draft(make=make, least=20, most=len(words))
+        return Draft(make=make, min_items=20, max_items=len(words))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +182,13 @@ class Draft:
     ----------
     make : callable
         ``make(size)``: draws no random numbers.
-    least, most : int
+    min_items, max_items : int
         Sizes there are.
     """
 
     make: Callable[[int], Example]
-    least: int
-    most: int
+    min_items: int
+    max_items: int
 
 
 def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
@@ -227,7 +227,7 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
                 words_per_token=ratios[source],
             )
             draft = recipe(brief)
-            sizes = (draft.least, max(draft.least, draft.most))
+            sizes = (draft.min_items, max(draft.min_items, draft.max_items))
             example = fitted(request.tokenizer, draft.make, sizes, request.n_tokens, task=name)
             where = {"after": request.after, "opened": request.opened}
             cases.append(render(request.tokenizer, example, **where))
