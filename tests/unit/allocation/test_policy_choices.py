@@ -122,9 +122,3 @@ def test_frontiers_and_differences_tell_of_policies() -> None:
     assert fields["policies"][0] == "xkv in 6"
     assert "heads; " in fields["policies"][1]
     assert "policies" not in compare_profiles(together, together).fields
-
-
-def test_averaged_allocations_choose_on_the_mean_curves() -> None:
-    scores = make_choices(5)
-    found = solve(scores, budget="40%", level="head", average="allocations", **LOSS)
-    assert found.predicted_loss == pytest.approx(-found.objective, abs=1e-12)

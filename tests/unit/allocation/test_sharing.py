@@ -1,7 +1,6 @@
 """Layers that keep the same entries: fixed groups, chosen ones, and all there are."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sharing import choose_groups
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.cli.main import main
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.sharing_groups import runs_of, segments_of
 from kvalloc.problem import Sense
@@ -178,29 +176,6 @@ def test_a_frontier_needs_the_groups_by_name():
         frontier(make_shared_scores(2), share_groups=4)
 
 
-@pytest.mark.parametrize("groups", ["2-3,4-5", "4"])
-def test_compare_shows_solvers_on_shared_layers(groups, tmp_path, capsys):
-    make_shared_scores(2).save(tmp_path / "s.safetensors")
-    asked = ["compare", str(tmp_path / "s.safetensors"), "--budget", "35%", "--json", "-q"]
-    picked = ["--solver", "ilp", "--solver", "dp", "--share-groups", groups]
-    assert main([*asked, *picked]) == 0
-    rows = {row["solver"]: row for row in json.loads(capsys.readouterr().out)}
-    share_groups = int(groups) if groups.isdigit() else groups
-    alone = solve(make_shared_scores(2), budget="35%", solver="ilp", share_groups=share_groups)
-    assert rows["ilp"]["objective"] == pytest.approx(alone.objective, abs=1e-12)
-    assert rows["dp"]["objective"] == pytest.approx(rows["ilp"]["objective"], abs=1e-9)
-
-
-def test_several_workloads_share_too():
-    scores = make_shared_scores(4, n_samples=3)
-    worst = solve(scores, budget="35%", share_groups="2-3,4-5", workloads="worst", solver="cvar")
-    mean = solve(scores, budget="35%", share_groups="2-3,4-5")
-    assert worst.worst_sample_retention >= worst.objective - 1e-9
-    assert worst.retention <= mean.retention + 1e-9
-    chosen = solve(scores, budget="35%", share_groups=4, workloads="worst", solver="cvar")
-    assert chosen.grouping_bound >= chosen.objective - 1e-9
-
-
 def test_enough_groups_leave_every_layer_alone():
     scores = make_shared_scores(2)
     posed = pose(scores, Request.parse(budget="35%", share_groups=6))
@@ -215,18 +190,6 @@ def test_budgets_of_other_lengths_stay_equal_in_a_group():
         budgets = profile.budgets_for(context)
         assert np.all(budgets[2:5] == budgets[2])
         assert np.all(budgets <= context)
-
-
-@pytest.mark.parametrize("groups", ["2-3,4-5", 4])
-def test_heads_of_one_sample_weigh_by_their_mass(groups):
-    """With one sample and all ranks a head's weight is its own share of its layer's mass."""
-    scores = make_shared_scores(2, n_samples=1)
-    profile = solve(scores, budget="35%", share_groups=groups, level="head")
-    curves = make_curves(scores, budget="35%", share_groups=profile.share_groups)
-    kept = curves.retention(profile.budgets)
-    assert profile.retention == pytest.approx(kept, abs=1e-12)
-    again = solve(scores, budget="35%", share_groups=groups, level="head", solver="dp")
-    assert again.objective == pytest.approx(profile.objective, abs=1e-9)
 
 
 def test_too_few_groups_say_how_many_are_needed():
