@@ -20,7 +20,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, Spans, halved, on_device, parted
-from kvalloc.runtime.quantization import coded, from_codes, rotated
+from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
 
 __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
 
@@ -147,9 +147,8 @@ def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         Of each block and channel the scale and the minimum.
     """
     width = WIDTHS[bits].keys
-    codes, scales = coded(blocks.mT, KEY_BLOCK_TOKENS, width)
-    rows = codes[:, :, 0].mT.flatten(0, 1)
-    return packed_codes(rows, width), scales[:, :, 0].mT.contiguous()
+    codes, scales = coded(blocks.float(), width, dim=1)
+    return packed_codes(codes.flatten(0, 1), width), scales
 
 
 def _packed_values(values: Tensor, bits: int) -> Tensor:
@@ -158,7 +157,8 @@ def _packed_values(values: Tensor, bits: int) -> Tensor:
     Behind the codes of a token stand the scale and the minimum of each block of its channels.
     """
     _, width, turned = WIDTHS[bits]
-    codes, scales = coded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width)
+    numbers = rotated(values) if turned else values
+    codes, scales = coded(in_blocks(numbers, VALUE_BLOCK_CHANNELS), width)
     rows = packed_codes(codes.flatten(1)[:, : values.shape[1]], width)
     return torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)
 

@@ -171,35 +171,38 @@ def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return codes.float().mul_(scale.float()).add_(least.float())
 
 
-def coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return numbers in blocks along the last axis as codes.
+def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Return blocks of float32, which lie along one axis, as codes and their scales.
 
     Returns
     -------
-    codes : Tensor of uint8, (..., n_blocks, block)
-        The last block's with padding.
-    scales : Tensor of float16, (..., n_blocks, 2)
-        Scale and minimum of each block.
+    codes : Tensor of uint8, as ``blocks``
+    scales : Tensor of float16
+        As ``blocks``, but with a block's scale and its minimum along the axis.
     """
-    size = numbers.shape[-1]
-    missing = -size % block
-    padded = numbers.to(torch.float32, memory_format=torch.contiguous_format)
-    if missing:  # by the last number of its block, which changes neither minimum nor maximum
-        padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
-    blocks = padded.contiguous().view(*padded.shape[:-1], (size + missing) // block, block)
-    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    low, high = blocks.amin(dim, keepdim=True), blocks.amax(dim, keepdim=True)
     levels = float(2**bits - 1)
-    scales = torch.cat([(high - low) / levels, low], dim=-1)
+    scales = torch.cat([(high - low) / levels, low], dim=dim)
     scales = scales.clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).half()
-    scale, least = torch.split(scales.float(), 1, dim=-1)
+    scale, least = torch.split(scales.float(), 1, dim=dim)
     wide = scale.masked_fill(scale == 0, inf)  # all of a block are alike: no steps
     steps = (blocks - least).div_(wide)
     return steps.round_().clamp_(0, levels).to(torch.uint8), scales
 
 
+def in_blocks(numbers: Tensor, block: int) -> Tensor:
+    """Return numbers in blocks along the last axis, float32, (..., n_blocks, block)."""
+    size = numbers.shape[-1]
+    missing = -size % block
+    padded = numbers.to(torch.float32, memory_format=torch.contiguous_format)
+    if missing:  # by the last number of its block, which changes neither minimum nor maximum
+        padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
+    return padded.contiguous().view(*padded.shape[:-1], (size + missing) // block, block)
+
+
 def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
     """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
-    codes, scales = coded(numbers, block, bits)
+    codes, scales = coded(in_blocks(numbers, block), bits)
     back = from_codes(codes, *torch.split(scales, 1, dim=-1)).flatten(-2)[..., : numbers.shape[-1]]
     same: Tensor = back.to(numbers.dtype)
     return same
