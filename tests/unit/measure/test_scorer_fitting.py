@@ -251,7 +251,7 @@ def test_a_profile_can_be_measured_with_it(file):
         tiny_model(), WordTokenizer(), [words(300)], context=CONTEXT, samples=2,
         scorer=f"surrogate:file={file}:window=5",
     )  # fmt: skip
-    assert scores.scorer_parameters == {"file": str(file), "window": 5}
+    assert scores.scorer_parameters.items() >= {"file": str(file), "window": 5}.items()
     assert (scores.masses > 0).all()
 
 
