@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.cli.output import note, wants_json
 from kvalloc.cli.progress import slow
-from kvalloc.cli.reduction import Reduction, cache_facts, kept_text, model_shape, note_way
+from kvalloc.cli.reduction import Reduction, cache_facts, kept_text, note_way
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
-from kvalloc.models.structure import input_device
+from kvalloc.models.structure import context_limit, input_device
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text, encode
 from kvalloc.prompts.texts import decoded, read_utf8
@@ -234,7 +234,7 @@ class Conversation:
         ------
         InputError
         """
-        limit = model_shape(self.loaded).max_context_tokens
+        limit = context_limit(self.loaded.model)
         tokens, longest = self.seen_tokens + n_tokens, self.options.max_new_tokens
         if limit is not None and tokens + longest > limit:
             raise InputError(

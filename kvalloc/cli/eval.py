@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
-from kvalloc.cli.output import SLID_OUT, note, print_result, print_table
+from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts
@@ -307,7 +307,8 @@ def _note_slid_out(full: Mapping[str, Any]) -> None:
     if full["retained_bytes"] > full["full_bytes"]:
         note(
             f"{full['name']}: {size(full['full_bytes'])} are needed, which shares are of; "
-            f"transformers stores {size(full['retained_bytes'])}, since {SLID_OUT}",
+            f"transformers stores {size(full['retained_bytes'])}, since layers with a "
+            "sliding window keep the whole prompt until the next token",
         )
 
 

@@ -9,7 +9,7 @@ from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
 from kvalloc.cli.output import duration, note, print_json, wants_json
-from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, kept_text, model_shape, note_whole
+from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, kept_text, note_whole
 from kvalloc.units import size
 
 
@@ -68,7 +68,7 @@ def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
         "new_tokens": len(answer.tokens),
         **conversation.cache_facts(n_tokens),
         **at_first,
-        "prompt_full_bytes": model_shape(conversation.loaded).full_bytes(n_tokens),
+        "prompt_full_bytes": conversation.cache.profile.shape.full_bytes(n_tokens),
         "prefill_seconds": answer.first_seconds,
         "decode_tokens_per_second": answer.tokens_per_second,
     }

@@ -17,10 +17,6 @@ from typing import Any
 from kvalloc.errors import InputError, plain
 from kvalloc.report.terminal import table_lines, terminal_width
 
-SLID_OUT = "layers with a sliding window keep the whole prompt until the next token"
-"""Why transformers' own cache may store more than a model needs right after a prompt."""
-
-
 _json: ContextVar[bool] = ContextVar("kvalloc_json", default=False)
 _quiet: ContextVar[bool] = ContextVar("kvalloc_quiet", default=False)
 _verbose: ContextVar[bool] = ContextVar("kvalloc_verbose", default=False)

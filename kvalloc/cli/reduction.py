@@ -18,7 +18,6 @@ from kvalloc.units import Option, share_text, size
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.loading import LoadedModel
-    from kvalloc.shape import ModelShape
 
 BUDGETS, KEPT = "Budgets", "Which entries stay"
 """Headings in the help."""
@@ -115,13 +114,6 @@ class Reduction:
         if self.profile is not None:
             make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
         return loaded, lambda tokens: make(loaded.model, PromptSize(tokens=tokens))
-
-
-def model_shape(loaded: LoadedModel) -> ModelShape:
-    """Return the shape of a loaded model."""
-    from kvalloc.models.loading import shape_of
-
-    return shape_of(loaded.model, model_id=loaded.model_id)
 
 
 def note_way(cache: Any, reduction: Reduction) -> None:
