@@ -249,8 +249,6 @@ def option(name: str, value: object = None, *, keyword: str | None = None) -> st
 class OptionNames:
     """Options for the templates of messages: ``{option[bits]}``, ``{option[level=head]}``.
 
-    Where flag and keyword differ, both are written, as in ``{option[one|several]}``.
-
     Examples
     --------
     >>> "give {option[level=head]} or {option[equal_heads=True]}".format(option=OptionNames())
@@ -259,8 +257,7 @@ class OptionNames:
 
     def __getitem__(self, written: str) -> str:
         name, _, value = written.partition("=")
-        flag, _, keyword = name.partition("|")
-        return option(flag, True if value == "True" else value or None, keyword=keyword or None)
+        return option(name, True if value == "True" else value or None)
 
 
 def several(**options: object) -> str:
