@@ -322,6 +322,8 @@ class CacheCosts:
     batch : int
         Prompts.
     page_tokens : int
+    biased : bool
+        Whether kept entries have logit biases.
     columns : int or None
         Length of the longest prompt of the batch; None where all are `context_tokens` long.
     read_layers : int
@@ -349,6 +351,7 @@ class CacheCosts:
     context_tokens: int
     batch: int
     page_tokens: int
+    biased: bool = False
     columns: int | None = None
     read_layers: int = 1
 
@@ -409,7 +412,7 @@ class CacheCosts:
         if self.cost == "decode-bytes":
             return stored_bytes(count, width, self.shape)
         pages = -(-count // page_tokens) * page_tokens
-        return head_bytes(pages, width, self.shape)
+        return head_bytes(pages, width, self.shape, biased=self.biased)
 
     @property
     def reading_bytes(self) -> int:

@@ -105,6 +105,7 @@ def pose(
     problem: AllocationProblem | None = None,
     *,
     columns: int | None = None,
+    biased: bool = False,
 ) -> PosedRequest:
     """Choose the groups of layers of a request and formulate its problem.
 
@@ -116,6 +117,8 @@ def pose(
         Its problem, if it is known already.
     columns : int, optional
         Length of the longest prompt of the batch, where it is not the context.
+    biased : bool
+        Whether the policy that will be applied gives kept entries logit biases.
 
     Returns
     -------
@@ -126,8 +129,8 @@ def pose(
     InputError, InfeasibleError
         As `formulate` and `kvalloc.allocation.sharing.choose_groups`.
     """
-    curves, bound = RequestCurves(scores=scores, request=request, columns=columns), None
-    requested = {}
+    curves = RequestCurves(scores=scores, request=request, columns=columns, biased=biased)
+    bound, requested = None, {}
     if request.share_groups is not None:
         requested["share_groups"] = request.record()["share_groups"]
     if isinstance(request.share_groups, int):

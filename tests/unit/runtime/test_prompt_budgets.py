@@ -76,6 +76,18 @@ def test_every_target_of_a_size_is_met(
     assert most - 4 * 2 * (64 + 4) < cache.retained_bytes <= most
 
 
+def test_a_share_holds_the_biases_of_the_policy_that_is_applied(
+    tiny: ModuleType, model: Any
+) -> None:
+    """Budgets are decided from the prompt for that policy: a bias takes 4 bytes an entry."""
+    how = {"policy": "attention_matching", "policy_options": {"rows": 16}}
+    cache = applied(model, tiny.prompt(CONTEXT), budget="30%", **TARGET, **how)
+    decided = cache.profile
+    assert decided.policy.biased
+    assert 0.28 < decided.share <= 0.3
+    assert decided.retained_bytes <= decided.requested["bytes"]
+
+
 def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any) -> None:
     ids = tiny.prompt(CONTEXT, 2)
     with kvalloc.apply(model, target_retention=0.7, **TARGET) as applying:
