@@ -335,8 +335,6 @@ class CacheCosts:
         full-attention layers alone. It stores no positions and no pages.
     everything : int
         Cost of keeping all entries of those layers in a reduced cache at 16 bits.
-    sliding_entries : int
-        Entries of one KV head of a sliding layer, which no budget changes.
     sliding_layer_bytes, sliding_bytes : int
         Bytes of one sliding layer in whole pages, and of all of them.
 
@@ -358,7 +356,6 @@ class CacheCosts:
     heads: int = field(init=False)
     full: int = field(init=False)
     everything: int = field(init=False)
-    sliding_entries: int = field(init=False)
     sliding_layer_bytes: int = field(init=False)
     sliding_bytes: int = field(init=False)
 
@@ -374,7 +371,6 @@ class CacheCosts:
             heads=heads,
             full=heads * context * shape.bytes_per_entry if self.cost == "bytes" else everything,
             everything=everything,
-            sliding_entries=shape.sliding_entries(context),
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
         )

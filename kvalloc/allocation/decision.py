@@ -393,7 +393,8 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     """
     curves, problem = posed.curves, posed.problem
     shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
-    budgets = head_table(shape, problem, problem.tokens[chosen], curves.costs.sliding_entries)
+    sliding_entries = shape.sliding_entries(problem.context_tokens)
+    budgets = head_table(shape, problem, problem.tokens[chosen], sliding_entries)
     for group in groups:
         budgets[list(group)] = budgets[group[0]]
     fields: dict[str, Any] = {"budgets": budgets}

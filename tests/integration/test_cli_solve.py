@@ -172,10 +172,10 @@ def test_loss_decides_where_nothing_was_said_and_it_was_measured(losses):
          ["--target-retention 0.9 is not possible with --cap 0=300B", "the most is", "--cap 0="]),
         ("--target-retention 0.9 --max-tokens 12 --cap 0=300B",
          ["with --cap 0=300B and --max-tokens 12 together", "the most is --target-retention 0."]),
-        ("--budget 14% --min-tokens 7",
-         ["below the floors", "ask for at least --budget 17.5%, or use --min-tokens 5"]),
+        ("--budget 17% --min-tokens 7",
+         ["below the floors", "ask for at least --budget 21.88%, or use --min-tokens 5"]),
         ("--budget 40% --min-tokens 12 --cap 0=300B",
-         ["with --cap 0=300B and --min-tokens 12", "or use --cap 0=384B, or --min-tokens 9"]),
+         ["with --cap 0=300B and --min-tokens 12", "or use --cap 0=480B, or --min-tokens 7"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_names_the_flag_and_every_flag_that_is_offered_works(
