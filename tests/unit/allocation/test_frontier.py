@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from factories import make_scores
 
 import kvalloc
-from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.frontier import frontier, trace_frontier
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.frontier import frontier
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem.registry import get_solver
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -35,17 +31,6 @@ def test_points_agree_with_solving_alone() -> None:
         assert point.cost_bytes == alone.retained_bytes
 
 
-def test_the_price_is_what_the_next_step_buys() -> None:
-    scores = make_scores(4)
-    problem = formulate(scores, Request.parse(budget=0.5))
-    capacity = problem.spendable_bytes
-    now, more = trace_frontier(
-        problem, get_solver("greedy"), [capacity, capacity + problem.step_bytes]
-    )
-    price = now.value_per_mib / 2**20 * problem.step_bytes
-    assert more.value - now.value == pytest.approx(price, rel=1e-9)
-
-
 def test_a_rule_stays_below_its_bound() -> None:
     points = frontier(make_scores(5), points=8, solver="pyramid")
     assert all(point.value <= point.bound for point in points)
@@ -59,10 +44,3 @@ def test_bad_requests() -> None:
         frontier(make_scores(0), shares=[0.5, 1.5])
     with pytest.raises(SolverError, match="level='head'"):
         frontier(make_scores(0), solver="adaptive_head")
-
-
-def test_choices_belong_to_the_units() -> None:
-    problem = formulate(make_scores(7), Request.parse(budget=0.5, level="head"))
-    (point,) = trace_frontier(problem, get_solver("greedy"), [problem.spendable_bytes])
-    assert point.choice.shape == (problem.n_units,)
-    assert np.all(point.choice < problem.option_counts)

@@ -292,14 +292,6 @@ def test_another_context_stretches_the_curve() -> None:
     assert longer.values[:, ::2] == pytest.approx(same.values)
 
 
-def test_min_tokens_is_a_floor() -> None:
-    scores = make_scores()
-    profile = solve(scores, target_retention=0.5, min_tokens=17)
-    assert profile.budgets.min() >= 17
-    assert solve(scores, target_retention=0.5, min_tokens=2).budgets.min() >= 5
-    assert solve(scores, budget=1.0, min_tokens=40).budgets.min() == 40
-
-
 def test_the_worst_unit_is_judged_by_its_own_curve() -> None:
     scores = make_scores(3)
     problem = formulate(scores, Request.parse(budget=0.5, level="head", objective="worst"))
