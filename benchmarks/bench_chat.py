@@ -123,8 +123,8 @@ def tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 def layer_bytes(cache: Any, *, half: bool = False) -> int:
     """Return the bytes of all storages in a cache's layers; by half, at most 16 bits a number."""
     return sum(
-        storage.nbytes() * (min(size, HALF_BYTES) if half else size) // size
-        for storage, _, size in storages(tensors_in(cache.layers, set()))
+        storage.nbytes() * (min(one.itemsize, HALF_BYTES) if half else one.itemsize) // one.itemsize
+        for storage, _, one in storages(tensors_in(cache.layers, set()))
     )
 
 
