@@ -40,8 +40,8 @@ FULL, QUICK = _Amount(4, 2, 1500), _Amount(1, 1, 240)
 @takes()
 def demo(
     output_dir: Path = Path("demo-output"),
-    samples: Annotated[int | None, Option("N", mildest=1)] = None,
-    seed: Annotated[int, Option("N", mildest=0)] = 0,
+    samples: Annotated[int | None, Option("N", least=1)] = None,
+    seed: Annotated[int, Option("N", least=0)] = 0,
     quick: bool = False,
 ) -> None:
     """Profile a real model, solve with every solver, and ask through the smaller caches.

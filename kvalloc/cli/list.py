@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_fields, print_result, print_table
 from kvalloc.errors import KVAllocError
-from kvalloc.problem.registry import load, names, plugin_options
+from kvalloc.problem.registry import json_value, load, names, plugin_options
 from kvalloc.report.terminal import number_text
 
 if TYPE_CHECKING:
@@ -152,17 +151,10 @@ def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
         "name": name,
         "summary": str(getattr(cls, "summary", "")),
         "reference": str(getattr(cls, "reference", "")),
-        "options": {key: _plain(option) for key, option in plugin_options(cls).items()},
+        "options": {key: _default(option) for key, option in plugin_options(cls).items()},
         "error": None,
     }
 
 
-def _plain(option: inspect.Parameter) -> bool | int | float | str | None:
-    default = option.default
-    if default is inspect.Parameter.empty:
-        return "(required)"
-    if isinstance(default, float) and not math.isfinite(default):
-        return str(default)  # JSON has no infinity
-    if default is None or isinstance(default, bool | int | float | str):
-        return default
-    return repr(default)
+def _default(option: inspect.Parameter) -> Any:
+    return "(required)" if option.default is option.empty else json_value(option.default)

@@ -213,8 +213,13 @@ def options_of(solver: Solver) -> dict[str, Any]:
             continue
         plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
         if plain != parameter.default:
-            options[name] = plain if _is_plain(plain) else repr(plain)
+            options[name] = json_value(plain)
     return options
+
+
+def json_value(value: Any) -> Any:
+    """Return a plain value as it is, and the `repr` of what JSON has no word for."""
+    return value if _is_plain(value) else repr(value)
 
 
 def _is_plain(value: Any) -> bool:
