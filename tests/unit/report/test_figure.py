@@ -72,7 +72,7 @@ def test_plot_refuses_what_files_do_not_hold(tmp_path, scores):
     scores.save(tmp_path / "s.safetensors")
     for given, words in (
         (("--what", "budgets", "-o", tmp_path / "x.png"), ["nothing to draw as budgets"]),
-        (("--what", "budgts", "-o", tmp_path / "x.png"), ["'budgts'", "budgets, curves, frontier"]),
+        (("--what", "budgts", "-o", tmp_path / "x.png"), ["'budgts'", "'budgets', 'curves'"]),
         (("-o", tmp_path / "x.gif"), ["another ending than .png and .svg"]),
         (("-o", tmp_path / "none" / "x.png"), ["does not exist"]),
     ):

@@ -125,7 +125,7 @@ def test_what_does_not_belong_together_or_is_no_file_of_ours_is_refused(files, t
         ([files / "auto.json", other], ("auto.json and", "other.json", "3 layers", "5 layers")),
         ([newer], ("newer.json", "schema_version is 9", "expected 3")),
         ([text], ("t.txt", "none of kvalloc's", "a score profile or a budget profile")),
-        (["nowhere.json"], ("no file nowhere.json",)),
+        (["nowhere.json"], ("nowhere.json: no such file", "check the path")),
     ):
         refused(tmp_path, "report", *given, *out, words=words)
     refused(tmp_path, "report", other, "-o", tmp_path / "none" / "r.html", words=["does not exist"])
