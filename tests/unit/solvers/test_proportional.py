@@ -46,8 +46,8 @@ HEADS = {"layers": [0, 0, 1, 1], "heads": [0, 1, 0, 1]}
         ([LINE] * 4, 40, {}, {"weights": "1,1,1,7", "beta": 2.0}, [7, 7, 7, 19]),
         # CompressKV: mean 50; 10 each, then 120 by error; at most twice the mean, 100
         ([np.linspace(0, 1, 201)] * 3, 150, {}, ERRORS, [16, 16, 118]),
-        ([np.linspace(0, 1, 201)] * 3, 150, {}, {**ERRORS, "most": 2.0}, [25, 25, 100]),
-        ([np.linspace(0, 1, 201)] * 3, 150, {}, {**ERRORS, "most": "2"}, [25, 25, 100]),
+        ([np.linspace(0, 1, 201)] * 3, 150, {}, {**ERRORS, "max_multiple": 2.0}, [25, 25, 100]),
+        ([np.linspace(0, 1, 201)] * 3, 150, {}, {**ERRORS, "max_multiple": "2"}, [25, 25, 100]),
         # SqueezeAttention: the similar ones keep 0.4 of the mean, the others share the rest
         ([LINE] * 4, 40, {}, SIMILAR, [16, 16, 4, 4]),
         ([LINE] * 4, 40, {}, {**SIMILAR, "weights": [0.5] * 4}, [10, 10, 10, 10]),
@@ -90,7 +90,7 @@ def test_a_target_takes_the_fewest_entries():
         ({"weights": "1;2"}, "expected numbers such as"),
         ({"weights": []}, "at least one"),
         ({"beta": 0.5}, "beta is 0.5, expected 1..inf"),
-        ({"most": "much"}, "could not convert"),
+        ({"max_multiple": "much"}, "max_multiple is 'much', expected a valid number"),
         ({"power": float("nan")}, "power is nan"),
     ],
 )
