@@ -45,7 +45,7 @@ def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]
     for text in ids.view(arguments.samples, -1):
         parts = text[None, : arguments.tokens], text[None, arguments.tokens :]
         half, whole = (kvalloc.make_cache(loaded.model, profile) for _ in range(2))
-        with mock.patch.object(kept, "halved", lambda numbers: numbers):
+        with mock.patch.object(kept, "halved", lambda *numbers: list(numbers)):
             expected = predicted(loaded.model, whole, *parts)
         losses.append(kl_of(expected, predicted(loaded.model, half, *parts)))
         stored.append(half.retained_bytes / whole.retained_bytes)

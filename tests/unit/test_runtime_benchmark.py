@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import runtime_oracle as tiny
+import torch
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_runtime
+import runtime_half
 from _common import in_turns, ratio_of, row_met
 from runtime_rows import ANSWER_TOKENS, fits_rows, stored_bytes
 
 import kvalloc
+from kvalloc.accounting.costs import POSITION_BYTES
 
 CONTEXT, ROWS = 90, 3
 ENTRY_BYTES = 2 * tiny.HEAD_DIM * 4
@@ -59,7 +64,7 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
     memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
     for name, row in found.items():
         budgets = profile.budgets if name == "layer" else tiny.by_head(profile).budgets
-        kept = int(budgets.sum()) * profile.shape.bytes_per_entry
+        kept = int(budgets.sum()) * (profile.shape.bytes_per_entry + POSITION_BYTES)
         one = kept + ANSWER_TOKENS * entry_rows * ENTRY_BYTES
         assert row["figure"] == (memory // one) / ROWS
         assert f"{memory:,} bytes" in row["name"]
@@ -82,3 +87,14 @@ def test_each_round_calls_everything_once_in_another_order() -> None:
     found = in_turns(calls, repeats=3)
     assert "".join(called) == "abc" + "abc" + "bca" + "cab"
     assert all(len(times) == 3 for kinds in found.values() for times in kinds)
+
+
+def test_what_16_bits_lose_is_more_than_nothing(model: Any, profile: Any, tmp_path: Path) -> None:
+    """The same cache without its rounding is what it is compared with."""
+    profile.save(tmp_path / "p.json")
+    sizes = Namespace(profile=str(tmp_path / "p.json"), samples=2, tokens=CONTEXT)
+    ids = torch.cat([tiny.prompt(CONTEXT + runtime_half.NEW, seed=seed) for seed in (1, 2)], dim=1)
+    loaded: Any = SimpleNamespace(model=model, tokenizer=lambda *_, **__: {"input_ids": ids})
+    mean, worst = runtime_half.rows_of(loaded, sizes)
+    assert 0 < mean["low"] <= mean["figure"] <= mean["high"] <= worst["figure"] < 1e-5
+    assert "stored in 0." in mean["note"]
