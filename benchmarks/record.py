@@ -9,10 +9,12 @@ python benchmarks/record.py --tables-only  # RESULTS.md anew from what stands in
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import gettempdir
 
 from _common import describe_where, where_it_ran
 from results import BENCHMARKS, RESULTS, Record, parts_of, results_page
@@ -58,11 +60,12 @@ def run(command: list[str]) -> Record:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
+    printed = "".join(lines).replace(f"{FOLDER.parent}/", "")  # wherever it ran
     where["load_average"] = max(where["load_average"], os.getloadavg()[0])
     return Record(
         command=shlex.join(["python", *command]),
         where=describe_where(where),
-        printed="".join(lines).replace(f"{FOLDER.parent}/", "").strip("\n"),  # wherever it ran
+        printed=re.sub(rf"{re.escape(gettempdir())}/[^/\s]+/", "", printed).strip("\n"),
         exit_code=process.returncode,
     )
 
