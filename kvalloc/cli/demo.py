@@ -44,7 +44,7 @@ def demo(
     seed: Annotated[int, Option("N", least=0)] = 0,
     quick: bool = False,
 ) -> None:
-    """Profile a real model, solve with every solver, and ask through the smaller caches.
+    """Profile a model, solve with every solver, and ask through the smaller caches.
 
     The model is SmolLM2-135M-Instruct. Every step is a command that is shown before it runs. The
     prompts are made by rule, and what is printed is what was measured, whether it flatters kvalloc

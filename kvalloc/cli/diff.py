@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @takes()
 def diff(first: str, second: str) -> None:
-    """Show which layers keep more and which keep less in the second of two budget profiles.
+    """Show which layers keep more and which keep less in the second of two profiles.
 
     Parameters
     ----------

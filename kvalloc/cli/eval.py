@@ -120,12 +120,13 @@ SETTINGS = (
 
 @takes(EvalOptions, ModelFlags, EngineFlags)
 def eval(model: str, **given: Any) -> None:
-    """Measure what budget profiles do to a model's answers, the full cache beside them.
+    """Measure what reduced caches do to a model's answers.
 
-    All caches get the same prompts, made by rule from texts that no shipped profile was measured
-    on. KL is that of the next-token distribution to the full cache's, nats per token, with its
-    95% bootstrap interval over the prompts, over the answer's tokens that were predicted after the
-    eviction: those before it are the full cache's own, and are counted as exact.
+    The full cache stands beside them. All get the same prompts, made by rule from texts that no
+    shipped profile was measured on. KL is that of the next-token distribution to the full cache's,
+    nats per token, with its 95% bootstrap interval over the prompts, over the answer's tokens that
+    were predicted after the eviction: those before it are the full cache's own, and are counted as
+    exact.
 
     Examples
     --------

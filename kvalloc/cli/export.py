@@ -25,7 +25,7 @@ def export(
     context: Annotated[int | None, Option("TOKENS", least=1)] = None,
     restricted: Annotated[Path | None, Option("OUT.json")] = None,
 ) -> None:
-    r"""Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress, DuoAttention or a table.
+    r"""Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.
 
     Without --to, the targets are listed, with what each would lose of this profile. What a target
     cannot say is never dropped silently: it has a name, which --accept takes.

@@ -32,7 +32,7 @@ LEVELS = (0.5, 0.9, 0.99)
 
 @takes()
 def inspect(file: str) -> None:
-    """Show what a score profile, a budget profile, an evaluation or a saved cache holds.
+    """Show what a score profile, a budget profile, an evaluation or a cache holds.
 
     A budget profile is drawn as one bar a layer, below what was measured with it; of a score
     profile the tokens are shown that each layer needs to keep 50%, 90% and 99% of its score mass.

@@ -37,7 +37,7 @@ _PLUGINS = {
 
 @takes()
 def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
-    """List the solvers, scorers or policies that are installed, or the budget profiles at hand.
+    """List the installed solvers, scorers or policies, or the budget profiles.
 
     Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
     with kvalloc and those in the hub's local cache, with their share of the bytes of a cache at 16

@@ -17,20 +17,47 @@ import typer.completion
 from typer.core import TyperGroup
 
 from kvalloc import __version__
-from kvalloc.cli.options import GroupedCommand
 from kvalloc.errors import KVAllocError, in_our_words, naming_flags, nearest, no_such, plain
 
 GROUPS = {
-    "Begin here": ("quickstart", "demo", "doctor"),
-    "Measure": ("profile", "merge", "fit-scorer"),
-    "Decide": ("solve", "compare", "frontier"),
-    "Look at files": ("report", "plot", "inspect", "verify", "diff"),
-    "Run a model": ("generate", "chat", "eval"),
-    "Share": ("export", "push"),
-    "What there is": ("list",),
+    "Begin here": {
+        "quickstart": "Decide budgets from measurements that ship with kvalloc, and show them.",
+        "demo": "Profile a model, solve with every solver, and ask through the smaller caches.",
+        "doctor": "Show what is installed, what is missing, and how to get it.",
+    },
+    "Measure": {
+        "profile": "Measure on text what each layer and KV head can do without.",
+        "merge": "Put the parts together that 'kvalloc profile' or 'fit-scorer' made with --shard.",
+        "fit-scorer": "Fit a scorer that predicts what a second read of a prompt would look up.",
+    },
+    "Decide": {
+        "solve": "Decide how many entries each layer and KV head keeps.",
+        "compare": "Show what every solver makes of one target, side by side.",
+        "frontier": "Trace the best retention, or the least loss, at every size.",
+    },
+    "Look at files": {
+        "report": "Write one page for a browser: budgets, curves, what was measured.",
+        "plot": "Draw budgets, curves, the frontier or what was measured, as PNG or SVG.",
+        "inspect": "Show what a score profile, a budget profile, an evaluation or a cache holds.",
+        "verify": "Recompute what a budget profile states.",
+        "diff": "Show which layers keep more and which keep less in the second of two profiles.",
+    },
+    "Run a model": {
+        "generate": "Answer one prompt with a reduced cache.",
+        "chat": "Talk with a model, or ask about a document, with a reduced cache.",
+        "eval": "Measure what reduced caches do to a model's answers.",
+    },
+    "Share": {
+        "export": "Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.",
+        "push": "Upload a budget profile, a score profile or a surrogate to the Hugging Face hub.",
+    },
+    "What there is": {
+        "list": "List the installed solvers, scorers or policies, or the budget profiles.",
+    },
 }
-"""The commands by the heading in the help under which they stand. Each is a function of that name,
-hyphens as underscores, in ``kvalloc.cli.<name>``, and its docstring is its help."""
+"""The commands by their heading in the help, each with one sentence, so that the help imports none.
+Each is a function of that name, hyphens as underscores, in ``kvalloc.cli.<name>``, and its
+docstring is its help."""
 
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
@@ -73,12 +100,11 @@ class _LazyGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by group, each with the first sentence of its help."""
-        for heading, names in GROUPS.items():
+        """Write the commands by group."""
+        for heading, summaries in GROUPS.items():
             with formatter.section(heading):
-                summaries = [_build(name).get_short_help_str(limit=200) for name in names]
-                padded = [name.ljust(max(map(len, COMMANDS))) for name in names]
-                formatter.write_dl(list(zip(padded, summaries, strict=True)))
+                width = max(map(len, COMMANDS))
+                formatter.write_dl([(name.ljust(width), text) for name, text in summaries.items()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,6 +206,8 @@ def _top(
 
 
 def _build(name: str) -> Any:
+    from kvalloc.cli.options import GroupedCommand
+
     module_name = name.replace("-", "_")
     module: ModuleType = importlib.import_module(f"kvalloc.cli.{module_name}")
     function: Callable[..., None] = getattr(module, module_name)

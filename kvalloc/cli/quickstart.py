@@ -26,7 +26,7 @@ With a model (pip install 'kvalloc[run]'; MODEL is a hub id, a folder, a .gguf):
 
 @takes()
 def quickstart(output_dir: Path = Path("kvalloc-quickstart")) -> None:
-    """Decide budgets from measurements that ship with kvalloc, and show them on a page.
+    """Decide budgets from measurements that ship with kvalloc, and show them.
 
     Runs no model and needs no torch: seconds.
 

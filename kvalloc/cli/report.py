@@ -14,9 +14,10 @@ from kvalloc.units import Option, size
 def report(
     files: list[str], *, output: Annotated[Path, Option("OUT.html")] = Path("report.html")
 ) -> None:
-    """Write one page for a browser: budgets, curves, what the bytes buy, what was measured.
+    """Write one page for a browser: budgets, curves, what was measured.
 
-    It needs no network, can be sent by mail, and has a calculator for the memory of any prompt.
+    It shows what the bytes buy, needs no network, can be sent by mail, and has a calculator for the
+    memory of any prompt.
 
     Parameters
     ----------
