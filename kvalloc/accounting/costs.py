@@ -18,11 +18,12 @@ from kvalloc.shape import ModelShape
 
 Cost = Literal["bytes", "decode-bytes", "communication"]
 
-COSTS: dict[Cost, str] = {
-    "bytes": "bytes stored after prefill, in whole pages",
-    "decode-bytes": "bytes of K and V read for one generated token of every row",
-    "communication": "bytes communicated for one generated token in private inference (MPCache)",
+UNITS: dict[Cost, str] = {
+    "bytes": "bytes",
+    "decode-bytes": "bytes read per token",
+    "communication": "bytes communicated per token",
 }
+"""The unit of each cost; `CacheCosts.of_head` says what it counts."""
 
 
 class Width(NamedTuple):
@@ -377,12 +378,8 @@ class CacheCosts:
 
     @property
     def unit(self) -> str:
-        """What is counted."""
-        return {
-            "bytes": "bytes",
-            "decode-bytes": "bytes read per token",
-            "communication": "bytes communicated per token",
-        }[self.cost]
+        """The unit of the cost, for messages."""
+        return UNITS[self.cost]
 
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
         """Return the cost of budgets of one KV head, one row.

@@ -14,7 +14,6 @@ from kvalloc.problem.arrays import (
     tail_value,
 )
 from kvalloc.problem.bounds import (
-    DualBound,
     TailBound,
     best_response,
     bound_at,
@@ -29,7 +28,6 @@ from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after
 __all__ = [
     "Aggregate",
     "AllocationProblem",
-    "DualBound",
     "GroupCap",
     "MaxDistinct",
     "SameBudget",

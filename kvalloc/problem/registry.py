@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -219,15 +219,11 @@ def options_of(solver: Solver) -> dict[str, Any]:
 
 def json_value(value: Any) -> Any:
     """Return a plain value as it is, and the `repr` of what JSON has no word for."""
-    return value if _is_plain(value) else repr(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, bool | int | str)
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return repr(value)
+    return value
 
 
 def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:

@@ -100,7 +100,7 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
         logits += mask.float()
-        mask = mask > torch.finfo(mask.dtype).min / 2
+    mask = _is_visible(mask)
     # a row of padding sees nothing: finite here and 0 afterwards, never NaN
     logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
     return attention_softmax(logits, states.sink_logits).masked_fill_(~mask, 0.0)
@@ -165,8 +165,7 @@ def states_behind(
     mask = _row_mask(states, first, n_new)
     visible = ~protected_columns(states, sinks=0)[:, :, None]
     if mask is not None:
-        real = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        visible = visible & real[:, :1, 0].any(dim=-1, keepdim=True)
+        visible = visible & _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
     return replace(states, queries=queries, mask=visible)
 
 
@@ -239,8 +238,7 @@ def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
     mask = _row_mask(states, n_new - 1, n_new)
     if mask is None:
         return (columns < sinks).view(1, 1, n_tokens)
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    visible = visible[:, 0, 0]  # (batch, 1, n_tokens): padding is the same for all heads
+    visible = _is_visible(mask)[:, 0, 0]  # (batch, 1, n_tokens): padding is the same for all heads
     return (visible.cumsum(dim=-1) <= sinks) | ~visible
 
 
@@ -255,6 +253,13 @@ def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
         block = keys[:, :, start : start + _KEY_BLOCK_TOKENS].float()
         logits[..., start : start + block.shape[2]] = queries @ block.transpose(2, 3)
     return logits
+
+
+def _is_visible(mask: Tensor) -> Tensor:
+    """Return which places of a mask are seen, as bools; one of numbers is added to the logits."""
+    import torch
+
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:

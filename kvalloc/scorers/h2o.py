@@ -37,7 +37,7 @@ class H2O(Scorer):
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`."""
-        columns = add_columns(states, forgetting=self.forgetting).columns
+        columns = self.observe(states, sinks=sinks).columns
         assert columns is not None
         return self.without_protected(columns, states, sinks=sinks)
 

@@ -45,13 +45,10 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
     n_query_heads = states.queries.shape[1]
     group = n_query_heads // n_kv_heads
     first_column = states.first_head * group * head_dim
-    weight = _weight(states)
-    if (
-        weight is None
-        or weight.ndim != 2
-        or weight.shape[1] % (group * head_dim)
-        or weight.shape[1] < first_column + n_query_heads * head_dim
-    ):
+    layer = states.output_projection
+    weight = torch.empty(0) if layer is None else plain_weight(layer)
+    n_columns = weight.shape[1] if weight.ndim == 2 and weight.is_floating_point() else 0
+    if n_columns % (group * head_dim) or n_columns < first_column + n_query_heads * head_dim:
         raise UnsupportedModelError(
             "CriticalKV needs the layer's output projection as plain numbers, o_proj.weight of "
             "(hidden_size, query heads x head_dim), which this model does not have; use another "
@@ -74,11 +71,3 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
             block = states.values[:, head, first : first + _BLOCK_TOKENS].float() @ projection
             norms[:, head, first : first + _BLOCK_TOKENS] += block.abs_().sum(dim=-1)
     return norms.div_(group)
-
-
-def _weight(states: AttentionStates) -> Tensor | None:
-    """Return the output projection as plain numbers, or None."""
-    if states.output_projection is None:
-        return None
-    weight = plain_weight(states.output_projection)
-    return weight if weight.is_floating_point() else None
