@@ -22,7 +22,7 @@ from kvalloc.errors import KVAllocError, in_our_words, naming_flags, nearest, no
 GROUPS = {
     "Begin here": {
         "quickstart": "Decide budgets from measurements that ship with kvalloc, and show them.",
-        "demo": "Profile a model, solve with every solver, and ask through the smaller caches.",
+        "demo": "Profile a model, decide in several ways, and ask through the smaller caches.",
         "doctor": "Show what is installed, what is missing, and how to get it.",
     },
     "Measure": {

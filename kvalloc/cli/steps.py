@@ -19,15 +19,15 @@ def say(*paragraphs: str) -> None:
         print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
 
 
-def step(*words: object, hidden: bool = False) -> None:
-    """Show a command and run it; with ``--json`` nothing is printed but what is not hidden.
+def step(*words: object, result: bool = False) -> None:
+    """Show a command and run it.
 
     Parameters
     ----------
     *words
         The command line.
-    hidden : bool
-        Print its result with ``--json`` only: without, what calls this shows it in its own way.
+    result : bool
+        Whether what it prints is also that of the caller with ``--json``; nothing else is then.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def step(*words: object, hidden: bool = False) -> None:
         print(f"\n$ {shlex.join(['kvalloc', *line])}", flush=True)
     line += ["--json"] if wants_json() else []
     line += ["--quiet"] if is_quiet() else []
-    shown = hidden if wants_json() else not (hidden or is_quiet())
+    shown = result if wants_json() else not is_quiet()
     with nullcontext() if shown else redirect_stdout(io.StringIO()):
         code = run_command(line)
     if code:
