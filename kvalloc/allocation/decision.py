@@ -42,7 +42,6 @@ def solve(
     scores: ScoreProfile | str | Path,
     *,
     solver: str | Solver = "auto",
-    solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
     request: Request | None = None,
@@ -56,9 +55,8 @@ def solve(
     scores : ScoreProfile, str or Path
         Measured retention curves, or their file.
     solver : str or Solver
-        Registered name, or a solver object. ``"auto"`` takes the cheapest one that is exact.
-    solver_options : dict, optional
-        Options of a named solver.
+        Registered name, also with options such as ``"ilp:gap=0.001"``, or a solver object.
+        ``"auto"`` takes the cheapest one that is exact.
     time_limit : float, optional
         Seconds.
     average : {"curves", "allocations"}
@@ -90,19 +88,14 @@ def solve(
     >>> profile = solve("s.safetensors", target_retention=0.9)  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    chosen = solver_of(solver, solver_options)
+    chosen = solver_of(solver)
     if not isinstance(scores, ScoreProfile):
         scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
     request, problem, note = choose_objective(scores, request, chosen)
     try:
-        decided = decide(
-            pose(scores, request, problem),
-            chosen,
-            time_limit=time_limit,
-            average=average,
-            solver_options=solver_options,
-        )
+        posed = pose(scores, request, problem)
+        decided = decide(posed, chosen, time_limit=time_limit, average=average)
     except InfeasibleError as error:
         raise advise(scores, request, error, time_limit_seconds=time_limit) from None
     if note:
@@ -110,19 +103,15 @@ def solve(
     return decided
 
 
-def solver_of(solver: str | Solver, options: Mapping[str, Any] | None = None) -> Solver:
-    """Return a solver from its registered name and options, or the solver itself.
+def solver_of(solver: str | Solver) -> Solver:
+    """Return the solver of a registered name, or the solver itself.
 
     Raises
     ------
     InputError
-        If there is no such solver or option, or options are given for a solver object.
+        If there is no such solver or option.
     """
-    if not isinstance(solver, Solver):
-        return get_solver(solver, **(options or {}))
-    if options:
-        raise InputError("solver_options go with a solver's name; this solver has its options set")
-    return solver
+    return solver if isinstance(solver, Solver) else get_solver(solver)
 
 
 def decide(
@@ -131,7 +120,6 @@ def decide(
     *,
     time_limit: float | None = None,
     average: Average = "curves",
-    solver_options: Mapping[str, Any] | None = None,
     priced: bool = True,
 ) -> BudgetProfile:
     """Solve a posed request, without a search for advice if it is infeasible.
@@ -142,8 +130,6 @@ def decide(
     solver : Solver
     time_limit, average
         As in `solve`.
-    solver_options : mapping, optional
-        Options that the profile states; those that the solver was made with by default.
     priced : bool
         Whether the shadow price is computed too, which may solve a second time.
 
@@ -156,7 +142,7 @@ def decide(
     InputError, InfeasibleError, SolverError
         As `solve`.
     """
-    options = options_of(solver) if solver_options is None else {**solver_options}
+    options = options_of(solver)
     if average == "curves":
         checked = solve_problem(posed.problem, solver, time_limit_seconds=time_limit)
     else:

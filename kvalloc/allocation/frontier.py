@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
@@ -79,7 +79,6 @@ def frontier(
     points: int = 50,
     shares: Sequence[float] | None = None,
     solver: str | Solver = "auto",
-    solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     request: Request | None = None,
     notify: Callable[[str], None] = lambda line: None,
@@ -97,7 +96,7 @@ def frontier(
         ``shares``.
     shares : sequence of float, optional
         Sizes as budgets instead, each a share.
-    solver, solver_options, notify
+    solver, notify
         As in `kvalloc.solve`.
     time_limit : float, optional
         Seconds for each point.
@@ -122,7 +121,7 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    scores, chosen = load_scores(scores), solver_of(solver, solver_options)
+    scores, chosen = load_scores(scores), solver_of(solver)
     if request is None:
         keywords["budget"] = 1.0
         request = Request.parse(**keywords)

@@ -13,7 +13,7 @@ __all__ = ["CONFLICTS", "TARGET", "check_conflicts"]
 TARGET = tuple(kind.keyword for kind in TARGETS)
 DECIDING = (
     *("level", "min_tokens", "max_tokens", "page"),
-    *("solver", "solver_options", "scorer", "scorer_options", "sinks"),
+    *("solver", "scorer", "sinks"),
 )
 """How a target is decided for each prompt."""
 KEEPING = ("policy", "policy_options", "decode_every", "bounded")

@@ -6,7 +6,7 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, Unpack
@@ -53,22 +53,17 @@ class PromptOptions(RequestOptions, total=False):
     page : int
         Budgets are whole pages of N tokens.
     solver : str
-        Who decides; ``"auto"`` by default.
-    solver_options : mapping
-        Its options.
+        Who decides, also with options such as ``"adaptive_head:safeguard=floor"``; ``"auto"`` by
+        default.
     scorer : str
-        Whose scores are measured, and rank the entries unless another policy is named; ``"xkv"``
-        by default.
-    scorer_options : mapping
-        Its parameters, such as ``window``.
+        Whose scores are measured, and rank the entries unless another policy is named, also with
+        parameters such as ``"snapkv:window=32"``; ``"xkv"`` by default.
     sinks : int
         First tokens, never evicted; 4 by default.
     """
 
     solver: str | None
-    solver_options: Mapping[str, Any] | None
     scorer: str | None
-    scorer_options: Mapping[str, Any] | None
     sinks: int | None
 
 
@@ -85,9 +80,7 @@ class PromptTarget:
     sinks : int
         First tokens, never evicted.
     solver : str
-        Who decides.
-    solver_options : mapping
-        Its options.
+        Who decides, by name.
     options : CacheOptions
         How the cache keeps its budgets.
 
@@ -103,11 +96,10 @@ class PromptTarget:
     scorer: Scorer
     sinks: int = 4
     solver: str = "auto"
-    solver_options: Mapping[str, Any]
     options: CacheOptions = CacheOptions()
 
     def __post_init__(self) -> None:
-        get_solver(self.solver, **self.solver_options)
+        get_solver(self.solver)
         if self.sinks < 0:
             raise InputError(f"sinks is {self.sinks!r}, expected a number of tokens >= 0")
         self.scorer.check_prompt_only()
@@ -118,17 +110,16 @@ class PromptTarget:
     ) -> Self:
         """Return the target that keywords make; see `PromptOptions`."""
         given: dict[str, Any] = {key: value for key, value in keywords.items() if value is not None}
-        scorer = get_scorer(given.pop("scorer", "xkv"), **given.pop("scorer_options", {}))
-        decided_by: dict[str, Any] = {"solver_options": given.pop("solver_options", {})}
-        decided_by |= {name: given.pop(name) for name in ("solver", "sinks") if name in given}
+        scorer = get_scorer(given.pop("scorer", "xkv"))
+        decided_by = {name: given.pop(name) for name in ("solver", "sinks") if name in given}
         for name in given:
             if name in NOT_OF_A_PROMPT:
                 raise InputError(
                     f"{option(name)} cannot be asked of each prompt; leave it out, or decide once "
                     "with 'kvalloc solve' and apply the profile"
                 )
-        decided_by["options"] = options or CacheOptions()
-        return cls(request=Request.parse(**given), scorer=scorer, **decided_by)
+        request = Request.parse(**given)
+        return cls(request=request, scorer=scorer, options=options or CacheOptions(), **decided_by)
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
         """Make a cache whose budgets are decided from its prompt.
@@ -220,9 +211,5 @@ class PromptTarget:
             if target.is_fixed:
                 raise
             return whole  # of a longer prompt the same share would hold sinks and window
-        decision = decide(
-            posed,
-            get_solver(self.solver, **self.solver_options),
-            priced=False,
-        )
+        decision = decide(posed, get_solver(self.solver), priced=False)
         return decision.with_policy(undecided.policy)

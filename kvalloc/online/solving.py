@@ -84,7 +84,7 @@ def solve_measured(
     request : Request, optional
         What is asked, where it is parsed already.
     how : mapping, optional
-        What else `kvalloc.solve` takes: solver, solver_options, time_limit, average, notify.
+        What else `kvalloc.solve` takes: solver, time_limit, average, notify.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`.
 

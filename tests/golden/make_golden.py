@@ -103,26 +103,21 @@ LOSS_BITS_CASES: dict[str, dict[str, Any]] = {
 
 # name of the case: arguments of solve
 CASES: dict[str, dict[str, Any]] = {
-    f"{solver}{suffix}, {goal}, {level}": {
+    f"{name}, {goal}, {level}": {
         "solver": solver,
-        "solver_options": options,
         "level": level,
         **target,
     }
-    for solver, suffix, options in (
-        ("greedy", "", {}),
-        ("ilp", "", {}),
-        ("uniform", "", {}),
-        ("pyramid", "", {}),
-        ("adaptive_head", "", {}),
-        ("adaptive_head", " floor", {"safeguard": "floor", "alpha": 0.5}),
+    for name, solver in (
+        *((name, name) for name in ("greedy", "ilp", "uniform", "pyramid", "adaptive_head")),
+        ("adaptive_head floor", "adaptive_head:safeguard=floor:alpha=0.5"),
     )
     for goal, target in (
         ("20%", {"budget": "20%"}),
         ("retention 0.9", {"target_retention": 0.9}),
         ("30 tokens in pages of 8", {"budget_tokens": 30, "page": 8}),
     )
-    for level in (["head"] if solver == "adaptive_head" else ["layer", "head"])
+    for level in (["head"] if solver.startswith("adaptive_head") else ["layer", "head"])
 }
 
 RETAINED = {"budget": "30%", "objective": "mean"}

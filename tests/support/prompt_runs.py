@@ -16,7 +16,7 @@ CONTEXT, SINKS, NEW = 70, 2, 6
 WINDOW = {"window": 4}
 AT_ONCE: dict[str, Any] = {"policy": "attention_matching", "policy_options": {"following": 0}}
 """Fits values and biases while the prompt is read."""
-TARGET: dict[str, Any] = {"sinks": SINKS, "scorer_options": WINDOW}
+TARGET: dict[str, Any] = {"sinks": SINKS, "scorer": "xkv:window=4"}
 
 
 def policy(name: str, **parameters: Any) -> Any:

@@ -12,7 +12,7 @@ from factories import make_problem, make_scores
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import AllocationProblem, GroupCap, Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver
 
@@ -181,5 +181,3 @@ def test_solve_checks_a_solver_object_too() -> None:
     floors = Scripted(lambda problem: says(np.zeros(3, dtype=np.int64), objective=9.0)(problem))
     with pytest.raises(SolverError, match="reports an objective of 9"):
         solve(scores, budget=0.5, solver=floors)
-    with pytest.raises(InputError, match="solver_options go with a solver's name"):
-        solve(scores, budget=0.5, solver=floors, solver_options={"beta": 3})

@@ -135,7 +135,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"average": "allocations", "workloads": "worst"}, "averaged over samples"),
             ({"time_limit": 0.0}, "leaves no time"),
             ({"solver": "best"}, "there is no solver 'best'; choose from: adaptive_head, .*greedy"),
-            ({"solver_options": {"gamma": 1}}, "has no option 'gamma'"),
+            ({"solver": "greedy:gamma=1"}, "has no option 'gamma'"),
             ({"share_groups": 4}, "share_length=2"),
             ({"share_groups": "2-3"}, "share_length=2"),
             ({"bits": (16, 8)}, "8 bits do was not measured.*none was"),

@@ -243,8 +243,8 @@ def test_bytes_at_16_bits_do_not_depend_on_the_type_that_is_computed_in(kind, dt
 
 
 def test_what_apply_does_is_a_method(model, references):
-    options = {"budget": "30%", "scorer": "snapkv", "solver": "uniform",
-               "scorer_options": {"window": 4}, "sinks": 2}  # fmt: skip
+    scoring = {"scorer": "snapkv:window=4", "sinks": 2}
+    options = {"budget": "30%", "solver": "uniform", **scoring}
     for case, full in references:
         applied = AppliedMethod(options=options)
         outcome = measure(model, TOKENIZER, applied, case, full).outcome

@@ -29,7 +29,7 @@ from kvalloc.solvers.pyramid import pyramid_line
 def test_the_exact_pyramid_sums_to_the_budget(budget: int, beta: float) -> None:
     shape = make_shape(n_layers=32, n_kv_heads=1)
     scores = make_scores(shape=shape, context_tokens=1000, sinks=4, window=8, n_samples=1)
-    profile = solve(scores, budget_tokens=budget, solver="pyramid", solver_options={"beta": beta})
+    profile = solve(scores, budget_tokens=budget, solver=f"pyramid:beta={beta}")
     rows = profile.budgets[:, 0]
     assert rows.sum() == 32 * budget
     assert np.all(np.diff(rows) <= 0)
@@ -64,8 +64,6 @@ def test_a_pyramid_of_two_pages() -> None:
 
 # --- adaptive_head ---------------------------------------------------------------------------
 
-HEADS = {"level": "head", "solver": "adaptive_head"}
-
 
 def one_layer(scores: list[list[float]]) -> Any:
     """One layer of heads with these scores, and no protected tokens."""
@@ -89,29 +87,30 @@ STARVING = one_layer([[9.0, 8, 7, 6, 5, 4], [0.6, 0.2, 0.2, 0.2, 0.2, 0.2]])
     ("scores", "tokens", "options", "budgets"),
     [
         # B 2, so the layer shares 4: counts are 3 and 1.
-        (EVEN, 2, {"alpha": 0.0}, [3, 1]),
+        (EVEN, 2, "alpha=0.0", [3, 1]),
         # reference: 0.8 * (3, 1) + 0.2 * 2 = (2.8, 1.2), rounded to 4
-        (EVEN, 2, {"alpha": 0.2}, [3, 1]),
+        (EVEN, 2, "alpha=0.2", [3, 1]),
         # 0.5 * (3, 1) + 0.5 * 2 = (2.5, 1.5): a tie, to the lower head
-        (EVEN, 2, {"alpha": 0.5}, [3, 1]),
-        (EVEN, 2, {"alpha": 0.75}, [2, 2]),  # (2.25, 1.75)
-        (EVEN, 2, {"alpha": 1.0}, [2, 2]),
+        (EVEN, 2, "alpha=0.5", [3, 1]),
+        (EVEN, 2, "alpha=0.75", [2, 2]),  # (2.25, 1.75)
+        (EVEN, 2, "alpha=1.0", [2, 2]),
         # kvpress: floor(0.5 * 2) = 1 each (9, 6), then the best of 8, 7, 2, ...: 8 and 7
-        (EVEN, 2, {"alpha": 0.5, "safeguard": "floor"}, [3, 1]),
+        (EVEN, 2, "alpha=0.5:safeguard=floor", [3, 1]),
         # floor(1.0 * 2) = 2 each
-        (EVEN, 2, {"alpha": 1.0, "safeguard": "floor"}, [2, 2]),
-        (EVEN, 2, {"alpha": 0.2, "safeguard": "floor"}, [3, 1]),  # floor(0.4) = 0 protects nobody
+        (EVEN, 2, "alpha=1.0:safeguard=floor", [2, 2]),
+        (EVEN, 2, "alpha=0.2:safeguard=floor", [3, 1]),  # floor(0.4) = 0 protects nobody
         # a starved head is what the safeguard prevents
-        (STARVING, 3, {"alpha": 0.0}, [6, 0]),
-        (STARVING, 3, {"alpha": 0.5}, [5, 1]),  # 0.5 * (6, 0) + 1.5 = (4.5, 1.5): a tie
-        (STARVING, 3, {"alpha": 0.5, "safeguard": "floor"}, [5, 1]),  # 1 each, then four more
-        (STARVING, 3, {"alpha": 0.7, "safeguard": "floor"}, [4, 2]),  # 2 each, then two more
+        (STARVING, 3, "alpha=0.0", [6, 0]),
+        (STARVING, 3, "alpha=0.5", [5, 1]),  # 0.5 * (6, 0) + 1.5 = (4.5, 1.5): a tie
+        (STARVING, 3, "alpha=0.5:safeguard=floor", [5, 1]),  # 1 each, then four more
+        (STARVING, 3, "alpha=0.7:safeguard=floor", [4, 2]),  # 2 each, then two more
     ],
 )
 def test_both_safeguards_by_hand(
-    scores: Any, tokens: int, options: dict[str, Any], budgets: list[int]
+    scores: Any, tokens: int, options: str, budgets: list[int]
 ) -> None:
-    profile = solve(scores, budget_tokens=tokens, solver_options=options, **HEADS)
+    solver = f"adaptive_head:{options}"
+    profile = solve(scores, budget_tokens=tokens, solver=solver, level="head")
     assert profile.budgets[0].tolist() == budgets
 
 
@@ -119,9 +118,8 @@ def test_both_safeguards_by_hand(
 def test_every_layer_gets_the_same_and_none_is_lost(safeguard: str) -> None:
     scores = make_scores(7, shape=make_shape(n_layers=6, n_kv_heads=4), context_tokens=60)
     for tokens in (6, 17, 30, 59, 60):
-        profile = solve(
-            scores, budget_tokens=tokens, solver_options={"safeguard": safeguard}, **HEADS
-        )
+        solver = f"adaptive_head:safeguard={safeguard}"
+        profile = solve(scores, budget_tokens=tokens, solver=solver, level="head")
         assert profile.budgets.sum(axis=1).tolist() == [4 * tokens] * 6
         assert profile.budgets.min() >= 5
 
@@ -155,16 +153,10 @@ def test_uniform_says_the_budget_it_gives() -> None:
 
 # --- conservation, for all -------------------------------------------------------------------
 
-EVERY: list[tuple[str, dict[str, Any]]] = [
-    ("greedy", {}),
-    ("ilp", {}),
-    ("uniform", {}),
-    ("pyramid", {}),
-    ("proportional", {}),
-    ("proportional", {"weight": "threshold"}),
-    ("head_classes", {"recent_tokens": 3, "sink_tokens": 2}),
-    ("adaptive_head", {}),
-    ("adaptive_head", {"safeguard": "floor"}),
+EVERY = [
+    *("greedy", "ilp", "uniform", "pyramid", "proportional", "proportional:weight=threshold"),
+    *("head_classes:recent_tokens=3:sink_tokens=2", "adaptive_head"),
+    "adaptive_head:safeguard=floor",
 ]
 SPENDS_ALL = {"greedy", "pyramid", "adaptive_head", "proportional"}
 GOALS = [
@@ -174,14 +166,14 @@ GOALS = [
 ]
 
 
-def decided(name: str, options: dict[str, Any], seed: int, **arguments: Any) -> BudgetProfile:
+def decided(solver: str, seed: int, **arguments: Any) -> BudgetProfile:
     shape = make_shape(n_layers=5, n_kv_heads=3)
     scores = make_scores(seed, shape=shape, context_tokens=60)
-    level = "head" if name in ("adaptive_head", "head_classes") or seed % 2 else "layer"
-    return solve(scores, solver=name, solver_options=options, level=level, **arguments)
+    by_head = solver.startswith(("adaptive_head", "head_classes")) or seed % 2
+    return solve(scores, solver=solver, level="head" if by_head else "layer", **arguments)
 
 
-@pytest.mark.parametrize(("name", "options"), EVERY)
+@pytest.mark.parametrize("solver", EVERY)
 @settings(max_examples=60, deadline=None)
 @given(
     goal=st.sampled_from(GOALS),
@@ -191,13 +183,13 @@ def decided(name: str, options: dict[str, Any], seed: int, **arguments: Any) -> 
     batch=st.integers(1, 3),
 )
 def test_what_is_requested_is_spent_and_not_a_byte_more(
-    name: str, options: Any, goal: Any, seed: int, page: int, context: int, batch: int
+    solver: str, goal: Any, seed: int, page: int, context: int, batch: int
 ) -> None:
     floor = -(-5 // page) * page  # sinks and window, in whole pages
     tokens = _entries_in(goal.get("budget", 1), context)
     tokens = min(tokens, goal.get("budget_tokens", context))
     try:
-        profile = decided(name, options, seed, page=page, context=context, batch=batch, **goal)
+        profile = decided(solver, seed, page=page, context=context, batch=batch, **goal)
     except InfeasibleError:
         assert tokens < floor
         return
@@ -212,22 +204,22 @@ def test_what_is_requested_is_spent_and_not_a_byte_more(
     assert left >= 0
     if page == 1 and tokens == context:
         assert np.all(budgets == context)
-    elif page == 1 and name in SPENDS_ALL:
+    elif page == 1 and solver.partition(":")[0] in SPENDS_ALL:
         entry = profile.shape.bytes_per_entry + POSITION_BYTES
         assert left < batch * entry * (3 if profile.level == "layer" else 1)
 
 
-@pytest.mark.parametrize(("name", "options"), EVERY)
-def test_everything_is_optimal_only_where_it_is_proven(name: str, options: Any) -> None:
-    everything = decided(name, options, 1, budget="100%")
+@pytest.mark.parametrize("solver", EVERY)
+def test_everything_is_optimal_only_where_it_is_proven(solver: str) -> None:
+    everything = decided(solver, 1, budget="100%")
     assert (everything.retention, everything.gap) == (pytest.approx(1.0), 0)
-    assert (everything.termination == "optimal") == (name in ("greedy", "ilp"))
+    assert (everything.termination == "optimal") == (solver in ("greedy", "ilp"))
 
 
 def test_the_mean_of_allocations_is_feasible_and_never_above_the_bound() -> None:
-    for name, options in EVERY:
+    for solver in EVERY:
         for target in ({"budget": 0.4}, {"target_retention": 0.85}):
-            profile = decided(name, options, 1, average="allocations", **target)
+            profile = decided(solver, 1, average="allocations", **target)
             assert profile.solver_options["average"] == "allocations"
             assert profile.termination == Termination.HEURISTIC.value
             if "budget" in target:
