@@ -11,7 +11,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import head_table
-from kvalloc.allocation.formulation import formulate, pose
+from kvalloc.allocation.formulation import pose, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
@@ -72,7 +72,8 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     profile, scores = load_profile(profile), load_scores(scores)
     profile.shape.require_same_model(scores.shape)
     request = Request.read(profile, name)
-    problem = formulate(scores, request)
+    curves = RequestCurves(scores=scores, request=request, biased=profile.policy.biased)
+    problem = problem_of(curves)
     tokens, is_option, choice = _choice_of(profile, problem)
     objective, written = problem.objective(choice), _objective_text(request, problem)
     return [
@@ -85,7 +86,7 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
             bool(is_option.all()),
         ),
         *_side_checks(profile, problem, choice),
-        *_prediction_checks(profile, request, scores, problem, choice),
+        *_prediction_checks(profile, curves, problem, choice),
         _goal_check(request, problem, choice),
         _close("objective", profile.objective, objective, written),
         _equal("problem digest", profile.problem_digest, problem.digest()),
@@ -107,13 +108,12 @@ def _goal_check(request: Request, problem: AllocationProblem, choice: IntArray) 
 
 def _prediction_checks(
     profile: BudgetProfile,
-    request: Request,
-    scores: ScoreProfile,
+    curves: RequestCurves,
     problem: AllocationProblem,
     choice: IntArray,
 ) -> list[Check]:
     """Check retention, cost and loss, computed again from the score profile."""
-    curves, retention, loss = RequestCurves(scores=scores, request=request), None, None
+    request, scores, retention, loss = curves.request, curves.scores, None, None
     budgets, bits = profile.budgets, profile.bits
     policies, checks = _policies_of(profile, scores, problem, choice)
     if policies is None:
