@@ -89,6 +89,11 @@ class Search:
     deadline : float
         ``time.monotonic()`` at which to stop.
 
+    Attributes
+    ----------
+    prices : tuple of float
+        Of a byte of the capacity and of each cap, in the linear relaxation of a sum.
+
     Raises
     ------
     InfeasibleError
@@ -102,6 +107,7 @@ class Search:
         self.choices = Choices.of(problem)
         levels = [c.most for c in problem.constraints if isinstance(c, MaxDistinct)]
         self.limit = min(levels) if levels else None
+        self.prices: tuple[float, ...] = ()
 
     @property
     def seconds_left(self) -> float:
@@ -178,6 +184,8 @@ class Search:
     def _free(self, choices: Choices, known: Outcome = NOTHING) -> Outcome:
         """Return the best pick for the sum."""
         prices = best_prices(choices)
+        if choices is self.choices:
+            self.prices = (prices.per_byte, *prices.per_cap)
         if known.picked is None:
             known = Outcome(picked=best_known(choices, prices, self.repair_until), bound=0.0)
         if self.limit is None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 
 Rule = Callable[[int], IntArray]
@@ -42,6 +42,8 @@ class SharingRule(Solver):
         ------
         InfeasibleError
             If the rule's largest choice does not meet the target.
+        SolverError
+            If the rule's choice breaks a side constraint.
         """
         rule, largest = self.rule(problem)
         maximise = problem.sense is Sense.MAX_VALUE
@@ -49,7 +51,8 @@ class SharingRule(Solver):
         def is_beyond(number: int) -> bool:
             choice = rule(number)
             if maximise:
-                return problem.cost(choice) > problem.spendable_bytes
+                over = problem.cost(choice) > problem.spendable_bytes
+                return over or problem.side_fault(choice) is not None
             return problem.meets_target(problem.objective_value(choice))
 
         number = largest
@@ -62,7 +65,9 @@ class SharingRule(Solver):
                 f"{problem.target:g}; use greedy",
                 nearest=best,
             )
-        choice = rule(number)
+        choice = rule(max(number, 0))
+        if fault := problem.side_fault(choice):
+            raise SolverError(f"{self.name} knows no budgets that fit: {fault}; use ilp")
         return Solution.of(problem, choice, detail=self.describe(problem, choice))
 
 

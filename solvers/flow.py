@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, steps_above
+from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, bound_at
 from kvalloc.problem.constraints import GroupCap
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
@@ -28,7 +26,7 @@ class Flow(Solver):
     beginning of what it would take there if the group were alone, so every cap, the innermost
     first, turns into upper limits of its units, each found by one threshold.
 
-    The bound is recomputed from prices: one for the capacity and one for each full cap.
+    The bound is that of prices: one for the capacity and one for each full cap.
 
     References
     ----------
@@ -74,8 +72,14 @@ class Flow(Solver):
                 nearest=nearest,
             )
         choice = greedy_choice(problem, limits)
-        detail = f"{len(tree.groups)} caps"
-        return Solution.of(problem, choice, bound=tree.bound(choice), detail=detail)
+        prices = tree.prices(choice)
+        return Solution.of(
+            problem,
+            choice,
+            bound=bound_at(problem, *prices),
+            prices=prices,
+            detail=f"{len(tree.groups)} caps",
+        )
 
 
 def _crossing(caps: list[GroupCap]) -> tuple[GroupCap, GroupCap] | None:
@@ -95,6 +99,8 @@ class _Group:
 
     Attributes
     ----------
+    place : int
+        Of the cap among all of them.
     units : ndarray of int64, (n_members,)
     steps : int
         Most steps of all together.
@@ -104,6 +110,7 @@ class _Group:
         What greedy takes if the group is alone.
     """
 
+    place: int
     units: IntArray
     steps: int
     inner: IntArray
@@ -120,41 +127,38 @@ class _Tree:
         self.problem = problem
         self.limits = problem.last_options.copy()
         self.groups: list[_Group] = []
-        caps = [c for c in problem.constraints if isinstance(c, GroupCap) and c.units]
-        for cap in sorted(caps, key=lambda cap: len(cap.units)):
+        caps = [c for c in problem.constraints if isinstance(c, GroupCap)]
+        for place, cap in sorted(enumerate(caps), key=lambda cap: len(cap[1].units)):
+            if not cap.units:
+                continue
             units = np.unique(np.asarray(cap.units, dtype=np.int64))
             room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
             steps = max(0, room // (problem.step_bytes or 1))
             inner = self.limits[units]
             alone = largest_gains(problem, steps, units, inner)
             self.limits[units] = alone
-            self.groups.append(_Group(units=units, steps=steps, inner=inner, alone=alone))
+            self.groups.append(
+                _Group(place=place, units=units, steps=steps, inner=inner, alone=alone)
+            )
 
-    def bound(self, choice: IntArray) -> float:
-        """Return a dual bound from one price for all steps and one for each full cap.
+    def prices(self, choice: IntArray) -> tuple[float, ...]:
+        """Return the price of a byte of the capacity, then of each cap, that prove a choice.
 
         The price of a step is the least gain taken, in a group that its cap cuts short the least
         gain that it would take if it were alone. The part above what the next larger group asks
         is the price of the group's own cap.
         """
-        problem = self.problem
+        problem, step = self.problem, self.problem.step_bytes or 1
         scarce = problem.sense is Sense.MIN_COST or not np.array_equal(choice, self.limits)
         base = _price(problem, problem.units, choice, self.limits) if scarce else 0.0
-        prices, paid = np.full(problem.n_units, base), []
+        units, caps = np.full(problem.n_units, base), np.zeros(len(problem.constraints))
         for group in reversed(self.groups):  # outermost first
-            price = outer = float(prices[group.units[0]])
+            price = outer = float(units[group.units[0]])
             if int(group.inner.sum()) > group.steps:
                 price = max(outer, _price(problem, group.units, group.alone, group.inner))
-            paid.append((price - outer) * group.steps)
-            prices[group.units] = price
-        response = steps_above(problem, prices)
-        net = problem.objective_value(response) - math.fsum(prices * response) + math.fsum(paid)
-        if problem.sense is Sense.MAX_VALUE:
-            return net + base * problem.spendable_steps
-        missing = (problem.lowest_accepted_value - net) / base if base > 0.0 else 0.0
-        return float(
-            problem.min_cost_bytes + round_up_to_grain(missing, 1) * (problem.step_bytes or 1)
-        )
+            caps[group.place] = (price - outer) / step
+            units[group.units] = price
+        return (base / step, *caps.tolist())
 
 
 def _price(

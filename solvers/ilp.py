@@ -127,6 +127,7 @@ class ILP(Solver):
             problem,
             search.choices.expand(result.picked),
             bound=result.bound,
+            prices=search.prices,
             detail=f"{result.status} on {result.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
             deadline=early,

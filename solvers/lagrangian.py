@@ -62,4 +62,11 @@ class Lagrangian(Solver):
             )
         detail = f"price {prices.per_byte:.6g} of value per byte"
         choice = choices.expand(picked)
-        return Solution.of(problem, choice, bound=prices.bound, detail=detail, deadline=deadline)
+        return Solution.of(
+            problem,
+            choice,
+            bound=prices.bound,
+            prices=(prices.per_byte, *prices.per_cap),
+            detail=detail,
+            deadline=deadline,
+        )

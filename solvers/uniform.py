@@ -7,15 +7,16 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import AllocationProblem
+from kvalloc.problem import AllocationProblem, SideConstraint
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.solvers._rules import Rule, SharingRule
 
 
 class Uniform(SharingRule):
     """Every unit keeps the same number of entries.
 
-    The largest that fits, or the smallest that meets the target. Entries that do not divide evenly
-    stay unspent.
+    The largest that fits, within caps too, or the smallest that meets the target. Entries that do
+    not divide evenly stay unspent.
 
     References
     ----------
@@ -26,6 +27,9 @@ class Uniform(SharingRule):
     summary: ClassVar[str] = "the same budget for every unit"
     reference: ClassVar[str] = "SnapKV, H2O, StreamingLLM"
     needs_one_step: ClassVar[bool] = False
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
+        {GroupCap, MaxDistinct, SameBudget}
+    )
 
     def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
         """Return the common budgets by their tokens."""

@@ -19,6 +19,7 @@ from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose,
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.verification import (
+    DUAL,
     CheckedSolution,
     ShadowPrice,
     price_of,
@@ -349,6 +350,7 @@ def to_budget_profile(
         objective=checked.objective,
         bound=checked.bound,
         bound_source=checked.bound_source,
+        prices=checked.prices,
         termination=checked.termination.value,
         grouping_bound=posed.grouping_bound,
         value_per_mib=None if price is None else price.value_per_byte * 2**20,
@@ -467,14 +469,15 @@ def _average_allocations(
             key=lambda more: problem.meets_target(problem.objective_value(averaged(more))),
         )
     choice = averaged(total)
-    dual = dual_bound(problem).bound
+    dual = dual_bound(problem)
     return CheckedSolution(
         choice=choice,
         objective=problem.objective(choice),
         value=problem.objective_value(choice),
         cost_bytes=problem.cost(choice),
-        bound=dual,
-        bound_source="dual",
+        bound=dual.bound,
+        bound_source=DUAL,
+        multiplier=dual.multiplier,
         termination=Termination.HEURISTIC,
         detail=f"mean of the budgets of {n_samples} samples, each by {answer.decided_by}",
         decided_by=answer.decided_by,

@@ -14,11 +14,11 @@ from kvalloc.allocation.decision import outcome, solver_of
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
-from kvalloc.allocation.verification import bound_at_choice, checked_answer, price_at
+from kvalloc.allocation.verification import CheckedSolution, price_at, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
-from kvalloc.problem import AllocationProblem, Solution, Solver
+from kvalloc.problem import AllocationProblem, Solver, Termination
 from kvalloc.units import keywords_of
 
 
@@ -36,6 +36,8 @@ class FrontierPoint:
         What the objective is about: retention, or less the predicted loss.
     bound : float
         No choice of this capacity has more.
+    bound_source : str
+        ``"dual"``, or the solver on whose word the bound stands.
     value_per_mib : float or None
         Shadow price: value that one more MiB would buy here; None where side constraints leave no
         price.
@@ -52,6 +54,7 @@ class FrontierPoint:
     cost_bytes: int
     value: float
     bound: float
+    bound_source: str
     value_per_mib: float | None
     choice: IntArray
     retention: float | None = None
@@ -212,7 +215,7 @@ def trace_frontier(
         # From the last one, not the first: what is computed from the arrays is kept.
         point = point.with_capacity(capacity)
         try:
-            answer, _ = checked_answer(point, solver, time_limit_seconds)
+            answer = solve_problem(point, solver, time_limit_seconds=time_limit_seconds)
             traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
         except InfeasibleError as error:
             last_error = error  # too small for the side constraints; a larger one may do
@@ -223,19 +226,18 @@ def trace_frontier(
     return traced
 
 
-def _point(problem: AllocationProblem, answer: Solution, whole_bytes: int) -> FrontierPoint:
-    choice = answer.choice
-    value = problem.objective_value(choice)
-    cost = min(problem.cost(choice), whole_bytes)  # what keeps everything stores no positions
-    price = price_at(problem, choice)
-    bound = bound_at_choice(problem, choice)
-    if answer.bound is not None:
-        bound = min(bound, answer.bound)
+def _point(problem: AllocationProblem, answer: CheckedSolution, whole_bytes: int) -> FrontierPoint:
+    # what keeps everything stores no positions
+    cost = min(answer.cost_bytes, whole_bytes)
+    is_optimal = answer.termination is Termination.OPTIMAL
+    price = price_at(problem, answer.choice, is_optimal, multiplier=answer.multiplier)
+    assert answer.bound is not None  # a bound by duality at least
     return FrontierPoint(
         share=cost / whole_bytes,
         cost_bytes=cost,
-        value=value,
-        bound=max(value, bound),
+        value=answer.value,
+        bound=answer.bound,
+        bound_source=answer.bound_source,
         value_per_mib=None if price is None else price.value_per_byte * 2**20,
-        choice=choice,
+        choice=answer.choice,
     )

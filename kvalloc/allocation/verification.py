@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +20,13 @@ from kvalloc.formats.budget_profile import relative_gap
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solution, Solver, Termination
 from kvalloc.problem.bounds import bound_at, cheapest_reaching, dual_bound
 from kvalloc.problem.constraints import GroupCap
+from kvalloc.problem.registry import get_solver
 
 PROOF_TOLERANCE = 1e-10
 """Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
+
+DUAL = "dual"
+"""Source of a bound that kvalloc computes itself, and again in `kvalloc verify`."""
 
 GRACE_SECONDS = 5.0
 """A solver of another package is given up after twice its time limit and this much more."""
@@ -41,7 +47,8 @@ T = TypeVar("T")
 class CheckedSolution(Solution):
     """A solver's answer after kvalloc has computed everything again.
 
-    Its bound is the tighter of kvalloc's own dual bound and what an exact solver proved.
+    Its bound is the dual one, which kvalloc computes itself; a tighter one of an exact solver is
+    that solver's word. `prices` are there if they, not kvalloc's own, prove the dual bound.
 
     Attributes
     ----------
@@ -93,10 +100,19 @@ def solve_problem(
         If the solver refuses the problem, fails, hangs beyond its time limit, or reports what is
         not true.
     """
-    solution, seconds = checked_answer(problem, solver, time_limit_seconds)
+    solution, seconds = _checked_answer(problem, solver, time_limit_seconds)
     choice, objective = solution.choice, problem.objective(solution.choice)
-    bound, source, multiplier = _tightest_bound(problem, solver, solution)
-    if bound is not None and abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
+    proof = prove(problem, choice, solution.prices)
+    bound, source = proof.bound, DUAL
+    if solution.bound is not None:
+        if known := proof.beating(problem, solution.bound):
+            raise SolverError(
+                f"the solver {solver.name} reports a bound of {solution.bound:.9g}, but a choice "
+                f"of {known[0]:.9g} exists"
+            )
+        if problem.is_better(bound, solution.bound, PROOF_TOLERANCE):
+            bound, source = solution.bound, solution.decided_by or solver.name
+    if abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
         bound = objective
     return CheckedSolution(
         choice=choice,
@@ -108,21 +124,16 @@ def solve_problem(
         termination=solution.termination,
         detail=" ".join(solution.detail.split()),
         decided_by=solution.decided_by or solver.name,
-        multiplier=multiplier,
+        prices=proof.prices,
+        multiplier=proof.multiplier,
         seconds=seconds,
     )
 
 
-def checked_answer(
+def _checked_answer(
     problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
 ) -> tuple[Solution, float]:
-    """Return a solver's answer and its seconds, checked but for the bound.
-
-    Raises
-    ------
-    InfeasibleError, SolverError
-        As `solve_problem`.
-    """
+    """Return a solver's answer and its seconds, checked but for the bound."""
     if time_limit_seconds is not None and not time_limit_seconds > 0:
         raise InputError(f"a time limit of {time_limit_seconds:g} s leaves no time; give more")
     patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
@@ -230,6 +241,7 @@ def _check_types(solver: Solver, solution: Any) -> None:
         "termination": Termination,
         "detail": str,
         "decided_by": str,
+        "prices": tuple,
     }
     sound = isinstance(solution, Solution)
     for name, kind in kinds.items():
@@ -261,6 +273,8 @@ def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution
         return f"reaches {value:.6g}, below the target of {problem.target:g}"
     if fault := problem.side_fault(choice):
         return f"breaks a constraint: {fault}"
+    if not are_prices(problem, solution.prices):
+        return f"reports prices of {solution.prices}, expected one >= 0 for the capacity and a cap"
     true, bound = problem.objective(choice), solution.bound
     slack = PROOF_TOLERANCE * max(1.0, abs(true))
     if not abs(solution.objective - true) <= slack:  # also when it is NaN
@@ -275,26 +289,81 @@ def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution
     return ""
 
 
-def _tightest_bound(
-    problem: AllocationProblem, solver: Solver, solution: Solution
-) -> tuple[float | None, str, float]:
-    response = dual_bound(problem)
-    dual = response.bound
-    if solution.bound is None:
-        return dual, "dual", response.multiplier
-    tighter = min if problem.sense is Sense.MAX_VALUE else max
-    known = problem.objective(response.choice)
-    beaten = abs(known - solution.bound) > PROOF_TOLERANCE * max(1.0, abs(known))
-    # Of a tail of workloads the dual may know no choice that meets the target.
-    beaten = beaten and problem.meets_target(problem.objective_value(response.choice))
-    if beaten and not problem.constraints and tighter(known, solution.bound) != known:
-        raise SolverError(
-            f"the solver {solver.name} reports a bound of {solution.bound:.9g}, but a choice of "
-            f"{known:.9g} exists"
-        )
-    bound = tighter(dual, solution.bound)
-    source = "dual" if bound == dual else solution.decided_by or solver.name
-    return bound, source, response.multiplier
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What kvalloc proves of a problem without its solver.
+
+    Attributes
+    ----------
+    bound : float
+        No choice is better, by duality.
+    prices : tuple of float
+        Prices of the capacity and the caps that prove it; empty where kvalloc's own price does.
+    multiplier : float
+        kvalloc's own price of a byte, side constraints left out.
+    known : tuple of float
+        Objectives of choices that satisfy everything: no bound is better than these.
+    """
+
+    bound: float
+    prices: tuple[float, ...]
+    multiplier: float
+    known: tuple[float, ...]
+
+    def beating(self, problem: AllocationProblem, bound: float) -> list[float]:
+        """Return the known objectives that a bound rules out, though they exist."""
+        return [one for one in self.known if problem.is_better(one, bound, PROOF_TOLERANCE)]
+
+
+def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...] = ()) -> Proof:
+    """Return the tightest dual bound, and known objectives that every bound has to allow.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    choice : ndarray of int64, (n_units,)
+        What is claimed to be good: the dual at its own price is tried before the best price.
+    prices : tuple of float
+        Prices of the capacity and of each cap that may prove more than kvalloc's own, which leave
+        caps out. Any prices give a bound that holds.
+    """
+    is_sum = problem.aggregate is Aggregate.SUM
+    if is_sum and problem.target is None and not problem.constraints and problem.is_concave:
+        price, objective = _next_gain(problem, choice), problem.objective_value(choice)
+        bound = bound_at(problem, price)
+        if abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
+            return Proof(bound=bound, prices=(), multiplier=price, known=(objective,))
+    dual = dual_bound(problem)
+    choices, bound = [dual.choice], dual.bound
+    used: tuple[float, ...] = ()
+    if prices[1:] and is_sum and are_prices(problem, prices):
+        priced = bound_at(problem, *prices)
+        if problem.is_better(bound, priced):
+            bound, used = priced, prices
+    equal = get_solver("uniform")
+    if problem.constraints and equal.can_solve(problem) is True:
+        with contextlib.suppress(KVAllocError):  # no equal budgets fit
+            choices.append(equal.solve(problem).choice)
+    feasible = (
+        choice
+        for choice in choices
+        if problem.side_fault(choice) is None
+        # Of a tail of workloads the dual may know no choice that meets the target.
+        and problem.meets_target(problem.objective_value(choice))
+    )
+    return Proof(
+        bound=bound,
+        prices=used,
+        multiplier=dual.multiplier,
+        known=tuple(problem.objective(choice) for choice in feasible),
+    )
+
+
+def are_prices(problem: AllocationProblem, prices: tuple[float, ...]) -> bool:
+    """Return whether these are prices of the capacity and of each cap, or none."""
+    caps = sum(isinstance(constraint, GroupCap) for constraint in problem.constraints)
+    sound = all(0 <= one < math.inf for one in prices)
+    return sound and len(prices) in (0, 1 + caps)
 
 
 # Shadow prices: what the next byte buys
@@ -343,24 +412,23 @@ def price_of(
     Returns
     -------
     ShadowPrice or None
-        `price_at` the answer if it is optimal. A rule's answer is not where the best one goes on
-        from: without side constraints its price is that of the dual, else None.
+        `price_at` the answer; None where that needs an optimal answer and this is none.
     """
-    if answer.termination is not Termination.OPTIMAL:
-        plain = problem.aggregate is Aggregate.SUM and not problem.constraints
-        if not plain or answer.multiplier is None:
-            return None
-        return ShadowPrice(value_per_byte=answer.multiplier, source="dual")
-    price = price_at(problem, answer.choice, multiplier=answer.multiplier)
-    if price is not None:
-        return price
-    return _price_by_solving(problem, solver, answer, time_limit_seconds)
+    is_optimal = answer.termination is Termination.OPTIMAL
+    price = price_at(problem, answer.choice, is_optimal, multiplier=answer.multiplier)
+    if price is None and is_optimal:
+        return _price_by_solving(problem, solver, answer, time_limit_seconds)
+    return price
 
 
 def price_at(
-    problem: AllocationProblem, choice: IntArray, *, multiplier: float | None = None
+    problem: AllocationProblem,
+    choice: IntArray,
+    is_optimal: bool = True,
+    *,
+    multiplier: float | None = None,
 ) -> ShadowPrice | None:
-    """Return the price of a byte at a choice.
+    """Return the price of a byte at a choice, by a formula.
 
     Parameters
     ----------
@@ -368,6 +436,8 @@ def price_at(
         Either sense.
     choice : ndarray of int64, (n_units,)
         What was decided; the price is that of going on from there.
+    is_optimal : bool
+        A rule's answer is not where the best one goes on from.
     multiplier : float, optional
         That of the dual bound, where it is known already.
 
@@ -377,7 +447,7 @@ def price_at(
         For concave units, also under caps, the best gain of a next option that every cap leaves
         room for. For other units without side constraints the multiplier of the Lagrangian dual.
         For the worst unit what `WORST_STEP` more of it takes. None where side constraints leave
-        no such formula.
+        no such formula; of what is not optimal there is the multiplier or None.
 
     Examples
     --------
@@ -386,12 +456,12 @@ def price_at(
     >>> price_at(problem, problem.last_options).value_per_byte
     0.0
     """
-    if problem.aggregate is Aggregate.WORST and not problem.constraints:
+    if problem.aggregate is Aggregate.WORST and not problem.constraints and is_optimal:
         return _worst_price(problem, choice)
     if problem.aggregate is not Aggregate.SUM:
         return None
     only_caps = set(map(type, problem.constraints)) <= {GroupCap}
-    if only_caps and problem.is_concave:
+    if only_caps and problem.is_concave and is_optimal:
         return ShadowPrice(value_per_byte=_next_gain(problem, choice), source="the next entry")
     if problem.constraints:
         return None
@@ -400,31 +470,19 @@ def price_at(
     return ShadowPrice(value_per_byte=multiplier, source="dual")
 
 
-def bound_at_choice(problem: AllocationProblem, choice: IntArray) -> float:
-    """Return a bound for one capacity without a search: the dual at the choice's own price.
-
-    Tight for a concave problem at its optimum; valid for any.
-    """
-    if problem.aggregate is not Aggregate.SUM or not problem.is_concave:
-        return dual_bound(problem).bound
-    # Without the caps: the dual leaves side constraints out.
-    return bound_at(problem, _next_gain(problem, choice, capped=False))
-
-
-def _next_gain(problem: AllocationProblem, choice: IntArray, *, capped: bool = True) -> float:
+def _next_gain(problem: AllocationProblem, choice: IntArray) -> float:
     step = problem.step_bytes
     if step is None:
         return 0.0  # one option each
     units = np.arange(problem.n_units)
     after = np.minimum(choice + 1, problem.last_options)
     gains = problem.weights * (problem.values[units, after] - problem.values[units, choice])
-    if capped:
-        for cap in problem.constraints:
-            assert isinstance(cap, GroupCap)  # checked by the caller
-            members = np.asarray(cap.units, dtype=np.int64)
-            stored = int(problem.costs[members, choice[members]].sum())
-            if stored + step > cap.capacity_bytes:
-                gains[members] = 0.0
+    for cap in problem.constraints:
+        assert isinstance(cap, GroupCap)  # checked by the caller
+        members = np.asarray(cap.units, dtype=np.int64)
+        stored = int(problem.costs[members, choice[members]].sum())
+        if stored + step > cap.capacity_bytes:
+            gains[members] = 0.0
     return max(0.0, float(gains.max())) / step
 
 

@@ -78,8 +78,8 @@ def frontier(
 
 
 def _plain(point: FrontierPoint) -> dict[str, Any]:
-    names = ("share", "value", "bound", "value_per_mib", "retention", "predicted_loss")
-    return {"bytes": point.cost_bytes, **{name: getattr(point, name) for name in names}}
+    names = "share value bound bound_source value_per_mib retention predicted_loss"
+    return {"bytes": point.cost_bytes, **{name: getattr(point, name) for name in names.split()}}
 
 
 def _show(traced: Frontier, seconds: float) -> None:

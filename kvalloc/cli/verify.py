@@ -18,15 +18,25 @@ NOT_TRUE = 1
 
 
 @takes()
-def verify(profile: str, scores: Path) -> None:
+def verify(
+    profile: str, scores: Path, resolve: bool = False, time_limit: float | None = None
+) -> None:
     """Recompute what a budget profile states.
 
-    Objective, bytes, target, constraints and bound, from the two files alone: nothing that the
-    solver said is used. Exit code 1 if a statement is not true.
+    Objective, bytes, target, constraints and bound, from the two files alone. A bound that only
+    the solver's word stands for is marked so. Exit code 1 if a statement is not true.
+
+    Parameters
+    ----------
+    resolve : bool
+        Solve once more, with another back end than the one that decided.
+    time_limit : float
+        For that, seconds.
 
     Examples
     --------
     kvalloc verify p.json s.safetensors
+    kvalloc verify p.json s.safetensors --resolve --time-limit 60
     kvalloc verify p.json s.safetensors --json
     """
     from kvalloc.allocation.audit import verify as recompute
@@ -34,9 +44,11 @@ def verify(profile: str, scores: Path) -> None:
 
     if (kind_of(profile), kind_of(scores)) == ("score profile", "budget profile"):
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores} {profile}")
-    checks = recompute(profile, scores)
+    checks = recompute(profile, scores, resolve=resolve, time_limit=time_limit)
     passed = all(check.passed for check in checks)
-    print_result({"passed": passed, "checks": checks}, lambda: _show(checks))
+    proven = passed and all(check.proven for check in checks)
+    facts = {"passed": passed, "proven": proven, "checks": checks}
+    print_result(facts, lambda: _show(checks))
     if not passed:
         raise typer.Exit(NOT_TRUE)
 
@@ -44,7 +56,7 @@ def verify(profile: str, scores: Path) -> None:
 def _show(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
-        mark = "ok   " if check.passed else "WRONG"
+        mark = ("ok   " if check.proven else "word ") if check.passed else "WRONG"
         both = f"stated {check.stated}, found {check.found}"
         statement = check.stated if check.stated == check.found else both
         print(f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}")

@@ -183,7 +183,12 @@ class BudgetProfile(JsonRecord):
     """Nothing can be better than this; None if unknown."""
 
     bound_source: str = ""
-    """What proves the bound: ``dual`` (recomputed by kvalloc) or the solver's name."""
+    """What proves the bound: ``dual`` (recomputed by kvalloc), else the solver on whose word it
+    stands."""
+
+    prices: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
+    """Prices of a byte of the capacity (or for the target) and of each cap, in units of value,
+    with which the dual bound is proven again; empty where kvalloc finds its own."""
 
     termination: Literal["", "optimal", "heuristic", "gap_limit", "time_limit"] = ""
     """Why the solver stopped."""
@@ -290,6 +295,12 @@ class BudgetProfile(JsonRecord):
     def _rounds(self) -> bool:
         """Whether any entry is stored at fewer bits than 16."""
         return self.bits is not None and bool((self.bits != 16).any())
+
+    @property
+    def optimal_by_word(self) -> str:
+        """The solver on whose word alone this is optimal; empty where a bound shows it."""
+        known = self.termination != "optimal" or self.bound_source == "dual"
+        return "" if known else self.bound_source or "nobody"
 
     @property
     def policies(self) -> tuple[Policy, ...]:

@@ -254,8 +254,15 @@ def write_text(path: Path, text: str) -> None:
 _UNDECIDED: dict[str, Any] = {
     name: BudgetProfile.model_fields[name].get_default(call_default_factory=True)
     for name in (
-        *("solver_options", "sense", "objective", "bound", "bound_source", "termination"),
-        *("value_per_mib", "price_source", "grouping_bound", "requested", "retention"),
+        *("solver_options", "sense", "objective", "bound", "bound_source", "prices"),
+        *(
+            "termination",
+            "value_per_mib",
+            "price_source",
+            "grouping_bound",
+            "requested",
+            "retention",
+        ),
         *("worst_sample_retention", "predicted_loss", "measured_loss", "cost_bytes"),
         *("full_cost_bytes", "problem_digest", "evaluation", "share_of_16_bits", "page_tokens"),
     )

@@ -34,6 +34,7 @@ from kvalloc.problem.arrays import (
     first_where,
     tail_places,
 )
+from kvalloc.problem.constraints import GroupCap
 
 PRICE_ROUNDS = 200
 """Halvings of the price interval; float64 runs out of digits long before."""
@@ -91,7 +92,8 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
     Parameters
     ----------
     problem : AllocationProblem
-        Side constraints are left out: the bound holds with and without them.
+        Side constraints are left out (but caps, for the most value of the worst unit): the bound
+        holds with and without them. `bound_at` takes prices of caps.
 
     Returns
     -------
@@ -108,25 +110,43 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
     return (_worst_bound if problem.aggregate is Aggregate.WORST else _sum_bound)(problem)
 
 
-def bound_at(problem: AllocationProblem, price: float) -> float:
-    """Return the dual function at a price: a bound for any price, tight for the right one.
+def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> float:
+    """Return the dual function at prices: a bound for any prices, tight for the right ones.
 
     Parameters
     ----------
     problem : AllocationProblem
+        Whose units' sum counts.
     price : float
-        Weighted value per byte, at least 0.
+        Weighted value per byte of the capacity (or for the target), at least 0.
+    *cap_prices : float
+        The same for each `GroupCap`, in their order; all of them or none.
 
     Returns
     -------
     float
         An upper bound on the value, or a lower bound on the cost, rounded up to its grain.
     """
-    return _bound_with(problem, price, best_response(problem, price))
+    caps = [c for c in problem.constraints if isinstance(c, GroupCap)] if cap_prices else []
+    prices = np.full(problem.n_units, float(price))
+    for cap, cap_price in zip(caps, cap_prices, strict=True):
+        prices[list(cap.units)] += cap_price
+    response = best_response(problem, prices)
+    unspent = 0.0
+    for cap, cap_price in zip(caps, cap_prices, strict=True):
+        members = list(cap.units)
+        costs = problem.costs[members, response[members]] - problem.costs[members, 0]
+        room = cap.capacity_bytes - int(problem.costs[members, 0].sum())
+        room -= room % problem.lattice_bytes
+        unspent += cap_price * (room - int(costs.sum()))
+    return _bound_with(problem, price, response, unspent)
 
 
-def _bound_with(problem: AllocationProblem, price: float, response: IntArray) -> float:
-    value, cost = problem.objective_value(response), problem.cost(response)
+def _bound_with(
+    problem: AllocationProblem, price: float, response: IntArray, unspent: float = 0.0
+) -> float:
+    """Return the bound of a best response; ``unspent`` is what caps leave, at their prices."""
+    value, cost = problem.objective_value(response) + unspent, problem.cost(response)
     if problem.target is None:
         return value + price * (problem.spendable_bytes - cost)
     if price <= 0.0:
@@ -138,19 +158,22 @@ def _bound_with(problem: AllocationProblem, price: float, response: IntArray) ->
 
 def best_response(
     problem: AllocationProblem,
-    price: float,
+    price: float | FloatArray,
     *,
     low: IntArray | None = None,
     high: IntArray | None = None,
 ) -> IntArray:
     """Return each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
 
+    The price is one for all units, or one of each, ``(n_units,)``.
+
     Of equal options it is the smallest. ``low`` and ``high`` are the best options at a higher and
     at a lower price, if known: the search starts between them.
     """
     if problem.is_concave and problem.step_bytes is not None:
         return steps_above(problem, price * problem.step_bytes, low=low, high=high)
-    net = problem.weights[:, None] * problem.values - price * problem.costs
+    priced = np.reshape(price, (-1, 1)) * problem.costs
+    net = problem.weights[:, None] * problem.values - priced
     if problem.is_ragged:
         net[~problem.exists] = -np.inf
     best: IntArray = np.argmax(net, axis=1).astype(np.int64)
@@ -249,7 +272,7 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
 
 
 def _worst_bound(problem: AllocationProblem) -> DualBound:
-    """Return the exact optimum of the worst unit.
+    """Return the exact optimum of the worst unit, caps included where value is maximised.
 
     What a level costs changes only where it is the value of some option, so halving the interval
     between a level that is affordable and one that is not, down to neighbouring numbers, ends at
@@ -260,12 +283,18 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)
         assert choice is not None  # check_feasible: the target can be reached
         return DualBound(bound=float(problem.cost(choice)), multiplier=0.0, choice=choice)
+    caps = [c for c in problem.constraints if isinstance(c, GroupCap)]
+
+    def fits(choice: IntArray) -> bool:
+        within = problem.cost(choice) <= problem.spendable_bytes
+        return within and all(cap.fault(problem, choice) is None for cap in caps)
+
     best = np.zeros(problem.n_units, dtype=np.int64)
     low, high = problem.objective_value(best), problem.max_value
     level = high
     while True:
         within = cheapest_reaching(problem, level)
-        if within is not None and problem.cost(within) <= problem.spendable_bytes:
+        if within is not None and fits(within):
             best, low = within, problem.objective_value(within)
         else:
             high = level

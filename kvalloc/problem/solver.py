@@ -63,6 +63,9 @@ class Solution:
         One line for people: the rule's parameters, the back end's status.
     decided_by : str
         Name of the solver that really decided, where this one handed the problem on.
+    prices : tuple of float
+        Value of a byte of the capacity (or for the target), then of each `GroupCap` in their
+        order, with which `bound_at` proves a bound again. Needed under caps only.
 
     Raises
     ------
@@ -76,6 +79,7 @@ class Solution:
     termination: Termination
     detail: str = ""
     decided_by: str = ""
+    prices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         proven = (Termination.OPTIMAL, Termination.GAP_LIMIT)
@@ -92,12 +96,13 @@ class Solution:
         bound: float | None = None,
         detail: str = "",
         deadline: float = math.inf,
+        prices: tuple[float, ...] = (),
     ) -> Solution:
         """Return a choice as a solution: optimal where the bound meets its objective.
 
         Parameters
         ----------
-        problem, choice, bound, detail
+        problem, choice, bound, detail, prices
             As in the class.
         deadline : float
             ``time.monotonic()`` at which the solver had to stop; past it, time ran out.
@@ -115,6 +120,7 @@ class Solution:
             bound=bound,
             termination=termination,
             detail=detail,
+            prices=prices,
         )
 
 

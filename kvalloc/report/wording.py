@@ -155,7 +155,9 @@ def solver_text(decided: BudgetProfile) -> str:
 
 def ended_text(decided: BudgetProfile) -> str:
     """Return the solver's reason for stopping, for people."""
-    return decided.termination.replace("_", " ")
+    text = decided.termination.replace("_", " ")
+    word = decided.optimal_by_word
+    return f"{text}, not proven again: {word}'s word" if word else text
 
 
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
@@ -417,7 +419,9 @@ def proof_text(profile: BudgetProfile) -> str:
         others = "in these bytes retain more"
         these = f"retain at most {gap_text(gap)} less than the most possible"
     if gap < 1e-9:
-        return f"Proven optimal: no budgets {others}."
+        word = profile.optimal_by_word
+        proven = f"Optimal by {word}'s word, not proven again" if word else "Proven optimal"
+        return f"{proven}: no budgets {others}."
     if not ratio:
         return f"No budgets {others} than {best}, which says little of these."
     return f"No budgets {others} than {best}; these {these}."

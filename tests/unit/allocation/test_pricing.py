@@ -15,7 +15,6 @@ from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import (
     AGAIN_SECONDS,
     MORE,
-    bound_at_choice,
     price_at,
     price_of,
     solve_problem,
@@ -121,14 +120,3 @@ def test_everything_kept_leaves_nothing_to_buy(tmp_path: Any) -> None:
     only = make_problem([[0.5]] * 2, capacity=0)
     price = price_at(only, np.zeros(2, dtype=np.int64))
     assert price.value_per_byte == 0.0
-
-
-@pytest.mark.parametrize(
-    "kind", ["concave", "tied", "losses", "concave+nested_caps", "worst:concave"]
-)
-def test_the_bound_at_a_choice_is_one(kind: str) -> None:
-    for seed in range(6):
-        problem = tiny_problem(kind, seed=seed)
-        best = solve_problem(problem, AUTO)
-        for choice in (best.choice, np.zeros(problem.n_units, dtype=np.int64)):
-            assert bound_at_choice(problem, choice) >= best.value - 1e-12
