@@ -54,8 +54,8 @@ def export(
     kvalloc eval demo --profile p.json --profile r.json   what the loss costs
     """
     from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.reading import load_file
     from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.formats.shipped_profiles import load_file
     from kvalloc.interop.exporting import export as write
     from kvalloc.interop.exporting import export_target
 

@@ -51,9 +51,9 @@ def inspect(file: str) -> None:
     kvalloc inspect doc.kv
     """
     from kvalloc.formats.hub import local_file
-    from kvalloc.formats.reading import KINDS, load_file
     from kvalloc.formats.record import kind_of
     from kvalloc.formats.saved_cache import SavedCacheHeader
+    from kvalloc.formats.shipped_profiles import KINDS, load_file
 
     with local_file(file) as path:
         if kind_of(path) == "saved cache":

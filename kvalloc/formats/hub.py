@@ -165,8 +165,8 @@ def _check(file: str | Path) -> None:
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.surrogate import FittedSurrogate
 
-    usual = BudgetProfile if Path(file).suffix == ".json" else ScoreProfile
-    {"surrogate": FittedSurrogate}.get(kind_of(file), usual).load(file)
+    kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedSurrogate)}
+    kinds.get(kind_of(file), BudgetProfile).load(file)
 
 
 def _holds_budgets(path: Path) -> bool:

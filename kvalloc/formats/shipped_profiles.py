@@ -1,46 +1,62 @@
-"""Profiles and surrogates by name: files, those on the hub, those that ship."""
+"""Any file of kvalloc by its name: a path, one on the hub, or the name of what ships."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from kvalloc.errors import InputError, ModelMismatchError, nearest
+from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, nearest
 from kvalloc.files import near_file
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.hub import local_file, on_hub
-from kvalloc.formats.record import kind_of
+from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
 
 PACKAGE = "kvalloc.profiles"
-BUDGETS, SCORES, SURROGATE = ".json", ".scores.safetensors", ".surrogate.safetensors"
-"""Endings of what ships; a name can be that of one of each kind."""
+SHIPPED: dict[type[Any], str] = {
+    ScoreProfile: ".scores.safetensors",
+    BudgetProfile: ".json",
+    FittedSurrogate: ".surrogate.safetensors",
+}
+"""Endings of what ships, by kind; a name can be that of one of each kind."""
 
-T = TypeVar("T", BudgetProfile, ScoreProfile, FittedSurrogate)
+KINDS = (ScoreProfile, BudgetProfile, Evaluation)
+"""What is read from any file."""
+
+_FOREIGN = {
+    b"\x89PNG": "a PNG picture",
+    b"PK\x03\x04": "a ZIP archive",
+    b"<": "HTML or SVG",
+    b"{": "JSON of another kind, or cut short",
+}
+"""Files of others by their first bytes."""
 
 
 def shipped_profiles() -> list[str]:
     """Return the names of the budget profiles that ship with kvalloc, sorted."""
-    return _shipped(BUDGETS)
+    return _shipped(BudgetProfile)
 
 
 def shipped_scores() -> list[str]:
     """Return the names of the score profiles that ship with kvalloc, sorted."""
-    return _shipped(SCORES)
+    return _shipped(ScoreProfile)
 
 
 def shipped_surrogates() -> list[str]:
     """Return the names of the surrogates that ship with kvalloc, sorted."""
-    return _shipped(SURROGATE)
+    return _shipped(FittedSurrogate)
 
 
-def _shipped(ending: str) -> list[str]:
+def _shipped(kind: type[Any]) -> list[str]:
+    ending = SHIPPED[kind]
     every = (entry.name for entry in resources.files(PACKAGE).iterdir())
     return sorted(name.removesuffix(ending) for name in every if name.endswith(ending))
 
@@ -65,7 +81,7 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     ProfileFileError
         If the file is not a sound budget profile.
     """
-    return source if isinstance(source, BudgetProfile) else _load(BudgetProfile, source, BUDGETS)
+    return source if isinstance(source, BudgetProfile) else load_file(source, [BudgetProfile])
 
 
 def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
@@ -88,7 +104,7 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     ProfileFileError
         If the file is not a sound score profile.
     """
-    return source if isinstance(source, ScoreProfile) else _load(ScoreProfile, source, SCORES)
+    return source if isinstance(source, ScoreProfile) else load_file(source, [ScoreProfile])
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
@@ -111,71 +127,100 @@ def load_surrogate(source: str) -> FittedSurrogate:
     ProfileFileError
         If the file is not a sound surrogate.
     """
-    return _load(FittedSurrogate, source, SURROGATE)
+    surrogate: FittedSurrogate = load_file(source, [FittedSurrogate])
+    return surrogate
 
 
-def _load(kind: type[T], source: str | Path, ending: str) -> T:
-    if not on_hub(source) and not os.path.exists(source):
-        return load_shipped(source, {kind: ending})
-    with local_file(source) as path:
-        return kind.load(path)
-
-
-def load_shipped(source: str | Path, kinds: Mapping[type[T], str]) -> T:
-    """Load what ships under a name that is no file.
+def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
+    """Return the record that a file holds.
 
     Parameters
     ----------
     source : str or Path
-        The name.
-    kinds : mapping of type to str
-        Which kinds to take, with their endings.
+        A file of kvalloc, here or on the hub, or the name of a shipped profile.
+    kinds : sequence of type
+        Which records to take.
+
+    Returns
+    -------
+    ScoreProfile, BudgetProfile or Evaluation
 
     Raises
     ------
     InputError
-        If nothing of these kinds ships under the name.
+        If there is neither such a file nor such a name.
     ProfileFileError
-        If the name is that of a model.
+        If it is a file of another kind, which is named, or not a sound one.
     """
-    name, known = str(source), [one for ending in kinds.values() for one in _shipped(ending)]
-    for kind, ending in kinds.items():
-        if name in _shipped(ending):
-            with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:
+    if not on_hub(source) and not os.path.exists(source):
+        return _load_shipped(source, [kind for kind in kinds if kind in SHIPPED])
+    with local_file(source) as path:
+        kind = kind_of(path)
+        for one in kinds:
+            if kind == one.NAME or len(kinds) == 1:
+                return one.load(path)
+        found = with_article(kind) if kind else _foreign(path)
+        way_out = WHAT_TO_DO.get(kind, "name another file, or make this one again")
+        raise ProfileFileError(
+            source,
+            field="file",
+            found=found,
+            expected=" or ".join(with_article(one.NAME) for one in kinds),
+            way_out=way_out.format(source),
+        )
+
+
+def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
+    """Return what ships under a name that is no file; refuse a name that nothing ships under."""
+    name = str(name)
+    for kind in kinds:
+        if name in _shipped(kind):
+            with resources.as_file(resources.files(PACKAGE) / f"{name}{SHIPPED[kind]}") as file:
                 return kind.load(file)
-    first, *_ = kinds
-    if kind_of(source):  # the demo's name is a model
-        first.require_file(source)
-    near = nearest(name, known) or near_file(source)
+    if kind_of(name):  # the demo's name is a model
+        kinds[0].require_file(name)
+    known = [one for kind in kinds for one in _shipped(kind)]
     raise InputError(
-        f"there is no {' or '.join(kind.NAME for kind in kinds)} {source}: no such file; {near}"
-        f"check the path; shipped ones: {', '.join(known) or 'none'}"
+        f"there is no {' or '.join(kind.NAME for kind in kinds)} {name}: no such file; "
+        f"{nearest(name, known) or near_file(name)}check the path; shipped ones: "
+        f"{', '.join(known) or 'none'}"
     )
+
+
+def _foreign(path: Path) -> str:
+    """Return what a file is that is none of kvalloc's."""
+    if path.is_dir():
+        return "a folder"
+    try:
+        start = path.read_bytes()[:64]
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from error
+    if not start:
+        return "empty"
+    known = (text for magic, text in _FOREIGN.items() if start.lstrip().startswith(magic))
+    return next(known, f"none of kvalloc's ({start[:20]!r}...)")
 
 
 @cache
 def shipped_surrogate(shape: ModelShape) -> str | None:
     """Return the name of the shipped surrogate that was fitted to a model, if any."""
-    for name in shipped_surrogates():
-        try:
-            load_surrogate(name).shape.require_same_model(shape)
-        except ModelMismatchError:
-            continue
-        return name
-    return None
+    return next((name for name, _ in _of_model(shape, FittedSurrogate)), None)
 
 
 @cache
 def shipped_decisions(shape: ModelShape) -> dict[str, BudgetProfile]:
     """Return shipped budgets and bits decided from a model's measured losses, by name."""
-    decisions = {}
-    for name in shipped_profiles():
-        profile = load_profile(name)
-        if profile.bits is None or profile.predicted_loss is None:
-            continue
-        try:
-            profile.shape.require_same_model(shape)
-        except ModelMismatchError:
-            continue
-        decisions[name] = profile
-    return decisions
+    return {
+        name: profile
+        for name, profile in _of_model(shape, BudgetProfile)
+        if profile.bits is not None and profile.predicted_loss is not None
+    }
+
+
+def _of_model(shape: ModelShape, kind: type[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what ships for a model, with its name."""
+    for name in _shipped(kind):
+        record = _load_shipped(name, [kind])
+        with suppress(ModelMismatchError):
+            record.shape.require_same_model(shape)
+            yield name, record

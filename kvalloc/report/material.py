@@ -16,8 +16,8 @@ from kvalloc.allocation.frontier import FrontierPoint, frontier
 from kvalloc.errors import InputError, KVAllocError, ModelMismatchError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.reading import load_file
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.formats.shipped_profiles import load_file
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import model_text
 from kvalloc.shape import ModelShape

@@ -52,10 +52,9 @@ from kvalloc.formats import record
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.merging import merge
-from kvalloc.formats.reading import load_file
 from kvalloc.formats.record import first_fault, kind_of
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.shipped_profiles import load_profile, load_scores
+from kvalloc.formats.shipped_profiles import load_file, load_profile, load_scores
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.interop.exporting import TARGETS
 from kvalloc.interop.target import ExportTarget

@@ -16,8 +16,7 @@ from huggingface_hub import constants
 
 from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError
 from kvalloc.formats import hub as ours
-from kvalloc.formats.reading import load_file
-from kvalloc.formats.shipped_profiles import load_profile, load_surrogate
+from kvalloc.formats.shipped_profiles import load_file, load_profile, load_surrogate
 
 REPO, CLOSED = "me/budgets", "me/closed"
 

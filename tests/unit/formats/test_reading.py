@@ -16,7 +16,7 @@ from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.frontier import frontier
 from kvalloc.errors import ProfileFileError
 from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.reading import load_file
+from kvalloc.formats.shipped_profiles import load_file
 from kvalloc.report.notebook import profile_html
 
 
