@@ -424,6 +424,9 @@ class CacheCosts:
         return self.heads * int(self.of_head(tokens, 16))
 
     def fewest_tokens(self, cost: int) -> int:
-        """Return the smallest budget that costs at least this, given to every KV head."""
-        every = self.of_head(np.arange(self.context_tokens + 1), 16)
+        """Return the smallest budget that costs at least this, given to every KV head.
+
+        It is the whole context where pages that are not full take more.
+        """
+        every = self.of_head(np.arange(self.context_tokens), 16)
         return int(np.searchsorted(every * self.heads, cost))

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import Request, Target
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError, option
 from kvalloc.formats.score_profile import ScoreProfile
@@ -188,10 +188,13 @@ def advise(
     deadline = time.monotonic() + limit
     try:
         problem = formulate(scores, request)
-    except InfeasibleError as too_small:  # below the floors: there is no problem to look into
-        lower = _other_limit(scores, request, "min_tokens", deadline)
-        text = f"{too_small}, or use {lower}" if lower else str(too_small)
-        return InfeasibleError(text, nearest=too_small.nearest)
+    except InfeasibleError as too_small:  # below the floors
+        problem = formulate(scores, replace(request, target=Target.of({"budget": 1.0})))
+        if not problem.constraints:
+            lower = _other_limit(scores, request, "min_tokens", deadline)
+            text = f"{too_small}, or use {lower}" if lower else str(too_small)
+            return InfeasibleError(text, nearest=too_small.nearest)
+        problem = problem.with_capacity(problem.min_cost_bytes - 1)
     if (diagnosis := diagnose(problem, deadline=deadline)) is None:
         return error
     possible, is_exact = diagnosis

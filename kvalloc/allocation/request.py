@@ -344,6 +344,12 @@ class _TokensPerHead(_Size):
     def cost(self, costs: CacheCosts) -> int:
         return costs.of_budget(self.value)
 
+    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
+        # Of all tokens nothing has to go, whatever a last page that is not full takes.
+        if self.value >= costs.context_tokens:
+            return costs.everything
+        return super().capacity(costs, floor_cost)
+
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
         tokens = costs.fewest_tokens(int(reached))
         return tokens, _TokensPerHead(value=tokens)
@@ -384,6 +390,8 @@ class _Memory(_Size):
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
         needed = int(reached) + sum(self.beside(costs).values())
+        if reached >= costs.everything:  # less than a plain cache never holds everything
+            needed = max(needed, costs.plain_bytes)
         return needed, _Memory(value=needed)
 
 
