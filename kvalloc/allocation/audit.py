@@ -298,9 +298,8 @@ def _proof_checks(
         gap = f"a gap of {gap_text(relative_gap(objective, stated))}"
         checks.append(Check("ended", ended, ended if closed else gap, closed))
     if profile.value_per_mib is not None:
-        price = price_at(
-            problem, choice, ended == Termination.OPTIMAL.value, multiplier=proof.multiplier
-        )
+        is_optimal = ended == Termination.OPTIMAL.value
+        price = price_at(problem, choice, is_optimal, proof.multiplier, proof.prices)
         if price is None:
             source = profile.price_source
             checks.append(
@@ -309,7 +308,7 @@ def _proof_checks(
                 )
             )
         else:
-            checks.append(_close("price", profile.value_per_mib, price.value_per_byte * 2**20))
+            checks.append(_close("price", profile.value_per_mib, price.value_per_mib))
     return checks
 
 

@@ -353,7 +353,7 @@ def to_budget_profile(
         prices=checked.prices,
         termination=checked.termination.value,
         grouping_bound=posed.grouping_bound,
-        value_per_mib=None if price is None else price.value_per_byte * 2**20,
+        value_per_mib=None if price is None else price.value_per_mib,
         price_source="" if price is None else price.source,
         **outcome(posed, checked.choice, checked.value),
         **other_cost,

@@ -230,7 +230,7 @@ def _point(problem: AllocationProblem, answer: CheckedSolution, whole_bytes: int
     # what keeps everything stores no positions
     cost = min(answer.cost_bytes, whole_bytes)
     is_optimal = answer.termination is Termination.OPTIMAL
-    price = price_at(problem, answer.choice, is_optimal, multiplier=answer.multiplier)
+    price = price_at(problem, answer.choice, is_optimal, answer.multiplier, answer.prices)
     assert answer.bound is not None  # a bound by duality at least
     return FrontierPoint(
         share=cost / whole_bytes,
@@ -238,6 +238,6 @@ def _point(problem: AllocationProblem, answer: CheckedSolution, whole_bytes: int
         value=answer.value,
         bound=answer.bound,
         bound_source=answer.bound_source,
-        value_per_mib=None if price is None else price.value_per_byte * 2**20,
+        value_per_mib=None if price is None else price.value_per_mib,
         choice=answer.choice,
     )

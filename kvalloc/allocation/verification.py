@@ -338,7 +338,7 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
     used: tuple[float, ...] = ()
     if prices[1:] and is_sum and are_prices(problem, prices):
         priced = bound_at(problem, *prices)
-        if problem.is_better(bound, priced):
+        if not problem.is_better(priced, bound, PROOF_TOLERANCE):
             bound, used = priced, prices
     equal = get_solver("uniform")
     if problem.constraints and equal.can_solve(problem) is True:
@@ -375,14 +375,20 @@ class ShadowPrice:
 
     Attributes
     ----------
-    value_per_byte : float
-        Value of one byte more, at least 0; its inverse is what one more of value costs.
+    value_per_byte : float or None
+        Value of one byte more, at least 0; its inverse is what one more of value costs. None if
+        it was not computed.
     source : str
-        Where it comes from, in a few words.
+        Where it comes from, or why it was not computed, in a few words.
     """
 
-    value_per_byte: float
+    value_per_byte: float | None
     source: str
+
+    @property
+    def value_per_mib(self) -> float | None:
+        """Value of one MiB more."""
+        return None if self.value_per_byte is None else self.value_per_byte * 2**20
 
     @classmethod
     def of(cls, gained: float, more_bytes: int, source: str) -> ShadowPrice:
@@ -397,7 +403,7 @@ def price_of(
     answer: CheckedSolution,
     *,
     time_limit_seconds: float | None = None,
-) -> ShadowPrice | None:
+) -> ShadowPrice:
     """Return the price of a byte for an answer: by formula, else by solving again.
 
     Parameters
@@ -411,22 +417,24 @@ def price_of(
 
     Returns
     -------
-    ShadowPrice or None
-        `price_at` the answer; None where that needs an optimal answer and this is none.
+    ShadowPrice
+        `price_at` the answer; unknown where that needs an optimal answer and this is none.
     """
     is_optimal = answer.termination is Termination.OPTIMAL
-    price = price_at(problem, answer.choice, is_optimal, multiplier=answer.multiplier)
-    if price is None and is_optimal:
+    price = price_at(problem, answer.choice, is_optimal, answer.multiplier, answer.prices)
+    if price is not None:
+        return price
+    if is_optimal:
         return _price_by_solving(problem, solver, answer, time_limit_seconds)
-    return price
+    return _unpriced("not optimal, and the limits leave no formula")
 
 
 def price_at(
     problem: AllocationProblem,
     choice: IntArray,
     is_optimal: bool = True,
-    *,
     multiplier: float | None = None,
+    prices: tuple[float, ...] = (),
 ) -> ShadowPrice | None:
     """Return the price of a byte at a choice, by a formula.
 
@@ -440,12 +448,14 @@ def price_at(
         A rule's answer is not where the best one goes on from.
     multiplier : float, optional
         That of the dual bound, where it is known already.
+    prices : tuple of float
+        Those of the dual bound under caps, if they are known.
 
     Returns
     -------
     ShadowPrice or None
         For concave units, also under caps, the best gain of a next option that every cap leaves
-        room for. For other units without side constraints the multiplier of the Lagrangian dual.
+        room for. For other units the price of the capacity in the Lagrangian dual.
         For the worst unit what `WORST_STEP` more of it takes. None where side constraints leave
         no such formula; of what is not optimal there is the multiplier or None.
 
@@ -464,10 +474,11 @@ def price_at(
     if only_caps and problem.is_concave and is_optimal:
         return ShadowPrice(value_per_byte=_next_gain(problem, choice), source="the next entry")
     if problem.constraints:
-        return None
+        known = only_caps and prices
+        return ShadowPrice(value_per_byte=prices[0], source=DUAL) if known else None
     if multiplier is None:
         multiplier = dual_bound(problem).multiplier
-    return ShadowPrice(value_per_byte=multiplier, source="dual")
+    return ShadowPrice(value_per_byte=multiplier, source=DUAL)
 
 
 def _next_gain(problem: AllocationProblem, choice: IntArray) -> float:
@@ -497,18 +508,22 @@ def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
     return ShadowPrice.of(gained, problem.cost(then) - problem.cost(now), source)
 
 
+def _unpriced(reason: str) -> ShadowPrice:
+    return ShadowPrice(value_per_byte=None, source=f"not computed: {reason}")
+
+
 def _price_by_solving(
     problem: AllocationProblem,
     solver: Solver,
     answer: CheckedSolution,
     time_limit_seconds: float | None,
-) -> ShadowPrice | None:
+) -> ShadowPrice:
     """Return the price from `MORE` of the bytes, or `WORST_STEP` more value for a target.
 
-    None where that would take long, is not possible, or is not proven optimal.
+    It says so where that would take long, is not possible, or is not proven optimal.
     """
     if answer.seconds > AGAIN_SECONDS:
-        return None
+        return _unpriced(f"solving again would take about {answer.seconds:.3g} s")
     if problem.capacity_bytes is not None:
         step = max(problem.lattice_bytes, int(MORE * problem.capacity_bytes))
         changed, source = problem.with_capacity(problem.capacity_bytes + step), f"{step:,} bytes"
@@ -518,9 +533,11 @@ def _price_by_solving(
     limit = 10 * AGAIN_SECONDS if time_limit_seconds is None else time_limit_seconds
     try:
         then = solve_problem(changed, solver, time_limit_seconds=limit)
-    except (InfeasibleError, SolverError):
-        return None
+    except InfeasibleError:
+        return _unpriced(f"nothing is possible with {source} more")
+    except SolverError as error:
+        return _unpriced(str(error))
     if then.termination is not Termination.OPTIMAL:
-        return None
+        return _unpriced(f"solving again ended at {limit:g} s")
     more_bytes = step if problem.target is None else then.cost_bytes - answer.cost_bytes
     return ShadowPrice.of(then.value - answer.value, more_bytes, f"solved again with {source} more")

@@ -1,4 +1,4 @@
-"""``kvalloc frontier``: the best retention at every size, and what one more MiB buys."""
+"""``kvalloc frontier``: the best retention at every size, and what a little more buys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_result, print_table
 from kvalloc.report.terminal import number_text
-from kvalloc.report.wording import LOSS_NOTE, value_heading
-from kvalloc.units import Option, size
+from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
+from kvalloc.units import Option, gap_text, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import Frontier, FrontierPoint
@@ -33,7 +33,7 @@ def frontier(
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
 
-    Each point comes with its bound, and with what one more MiB would buy there.
+    Each point comes with its bound, and with what a little more would buy there.
 
     Parameters
     ----------
@@ -84,11 +84,20 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
 
 def _show(traced: Frontier, seconds: float) -> None:
     """Print a line a size, with a bar of what is kept of the score mass."""
+    from kvalloc.formats.budget_profile import relative_gap
     from kvalloc.report.terminal import bar, can_print_bars
 
     value_name = value_heading(traced.request)
     by_loss, unicode = traced.request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
+    more = small_amount(traced[len(traced) // 2].cost_bytes)
+
+    def bought(point: FrontierPoint) -> str:
+        if point.value_per_mib is None:
+            return "-"
+        value = point.value_per_mib * more / 2**20
+        return f"{value:.3g}" if by_loss else f"{100 * value:+.3g}%"
+
     rows = [
         {
             "kept": f"{point.share:.2%}",
@@ -96,15 +105,15 @@ def _show(traced: Frontier, seconds: float) -> None:
             "retention": number_text(point.retention, ".4f"),
             **({value_name: f"{abs(point.value):.4f}"} if value_name else {}),
             **({"loss": number_text(point.predicted_loss, ".4f")} if lossy else {}),
-            "gap": f"{point.bound - point.value:.1e}",
-            f"+1 MiB {'saves' if by_loss else 'buys'}": number_text(
-                point.value_per_mib, ".4f" if by_loss else "+.4f"
-            ),
+            "gap": gap_text(relative_gap(point.value, point.bound)),
+            f"+{size(more)} {'saves' if by_loss else 'buys'}": bought(point),
             "": bar(point.retention or 0.0, 12 if lossy or value_name else 24, unicode=unicode),
         }
         for point in traced
     ]
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     note(f"{len(traced)} sizes in {duration(seconds)}")
+    if words := {point.bound_source for point in traced} - {"dual"}:
+        note(f"some gaps stand on the word of {', '.join(sorted(words))}, not proven again")
     if lossy:
         note(f"note: {LOSS_NOTE}")

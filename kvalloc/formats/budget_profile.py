@@ -197,7 +197,8 @@ class BudgetProfile(JsonRecord):
     """Shadow price: what one more MiB would add to the value, at the margin; None if unknown."""
 
     price_source: str = ""
-    """Where that comes from: the next entry, the dual, or solving again with a little more."""
+    """Where that comes from: the next entry, the dual, or solving again with a little more; or why
+    it was not computed."""
 
     grouping_bound: float | None = None
     """Where the groups were chosen: no budgets of any grouping are better than this."""

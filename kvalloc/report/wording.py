@@ -180,10 +180,10 @@ def _bound_text(decided: BudgetProfile) -> str:
 
 
 def _price_text(decided: BudgetProfile) -> str:
-    """Return what a little more memory or retention is worth; empty if unknown."""
+    """Return what a little more memory or retention is worth, or why that is unknown."""
     price = decided.value_per_mib
     if price is None:
-        return ""
+        return decided.price_source
     source = f" ({decided.price_source})"
     of = {"decode-bytes": " read per token", "communication": " communicated"}.get(
         str(decided.requested.get("cost")), ""
@@ -192,19 +192,19 @@ def _price_text(decided: BudgetProfile) -> str:
     weighted = "weighted " if decided.requested.get("weights") else ""
     what = f"{weighted}retention{' of the worst unit' if objective == 'worst' else ''}"
     if decided.sense == "max_value":
-        amount = _little(decided.retained_bytes)
+        amount = small_amount(decided.retained_bytes)
         bought = price * amount / 2**20
         if objective == "loss":
             return f"{size(amount)} more{of} save {bought:.3g} nats of {weighted}loss{source}"
         return f"{size(amount)} more{of} buy {100 * bought:+.3g}% {what}{source}"
     if price == 0:
-        return ""  # nothing more to be had
+        return "nothing more to be had"
     if objective == "loss":
         return f"0.001 nats less costs {size(0.001 * 2**20 / price)}{of}{source}"
     return f"0.01 more {what} costs {size(0.01 * 2**20 / price)}{of}{source}"
 
 
-def _little(kept_bytes: int) -> int:
+def small_amount(kept_bytes: int) -> int:
     """Return a round amount far below the kept bytes: 1, 10 or 100 KiB, MiB or GiB."""
     amounts = [10**digits * 1024**power for power in (1, 2, 3) for digits in (0, 1, 2)]
     return max((amount for amount in amounts if 20 * amount <= kept_bytes), default=amounts[0])

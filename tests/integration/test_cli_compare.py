@@ -117,7 +117,7 @@ def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
     [
         (make_losses, "--objective mean", "retention"),
         (make_losses, "--objective worst", "worst unit"),
-        (make_losses, "--objective loss", "+1 MiB saves"),
+        (make_losses, "--objective loss", "+1.00 KiB saves"),
         (make_bits, "--cost decode-bytes", "retention"),
         (make_scores, "--workloads worst --page 8", "worst samples"),
         (make_scores, "--weights FOLDER/w.json", "weighted"),
@@ -134,6 +134,7 @@ def test_frontier_in_numbers(tmp_path, make, asked, heading):
     assert all(0 < point["share"] <= 1 for point in points)
     ran = run(*line)
     assert heading in ran.out.splitlines()[0]
+    assert not re.search(r"[+ ]0\.0000%?( |$)", ran.out.splitlines()[2])  # a price that is there
     assert len(ran.out.splitlines()) == 1 + len(points)
     assert ("sum of single-unit measurements" in ran.err) == (make is make_losses)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_problem, make_scores
+from factories import make_losses, make_problem, make_scores
 
+from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
@@ -22,6 +23,7 @@ from kvalloc.allocation.verification import (
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import AllocationProblem, GroupCap, Sense, dual_bound
 from kvalloc.problem.registry import get_solver
+from kvalloc.report.wording import decision_fields
 from kvalloc.testing import tiny_problem
 
 AUTO = get_solver("auto")
@@ -98,7 +100,9 @@ def test_without_a_formula_it_is_solved_again(target: dict[str, Any]) -> None:
     else:
         assert price.value_per_byte > 0
     late = dataclasses.replace(answer, seconds=2 * AGAIN_SECONDS)
-    assert price_of(problem, AUTO, late) is None
+    unknown = price_of(problem, AUTO, late)
+    assert unknown.value_per_byte is None
+    assert unknown.source == "not computed: solving again would take about 2 s"
 
 
 def test_a_rule_is_priced_by_the_dual_or_not_at_all() -> None:
@@ -108,7 +112,26 @@ def test_a_rule_is_priced_by_the_dual_or_not_at_all() -> None:
     assert rule.price_source == "dual"
     assert rule.value_per_mib == pytest.approx(best.value_per_mib, rel=0.2)
     found = solve(scores, budget=0.5, level="head", equal_heads=True, solver="max_min")
-    assert (found.value_per_mib, found.price_source) == (None, "")
+    reason = "not computed: not optimal, and the limits leave no formula"
+    assert (found.value_per_mib, found.price_source) == (None, reason)
+    assert decision_fields(found)["price"] == reason
+
+
+@pytest.mark.parametrize("asked", [{"budget": 0.5, "objective": "loss"}, {"target_loss": 0.05}])
+def test_under_caps_the_stored_price_is_the_capacity_s(asked: dict[str, Any]) -> None:
+    """It needs no second solve, and the caps' own prices are beside it."""
+    for seed, caps in ((0, ("0=900B", "0-1=1500B")), (1, ("0-1=9MiB",))):
+        scores = make_losses(seed)
+        profile = solve(scores, **asked, level="head", cap=caps)
+        assert profile.price_source == "dual"
+        assert len(profile.prices) == 1 + len(caps)
+        assert profile.value_per_mib == profile.prices[0] * 2**20
+        assert all(check.passed for check in verify(profile, scores))
+
+
+def test_nothing_more_to_be_had_is_said() -> None:
+    profile = solve(make_scores(0), target_retention=1.0)
+    assert decision_fields(profile.replace(value_per_mib=0.0))["price"] == "nothing more to be had"
 
 
 def test_everything_kept_leaves_nothing_to_buy(tmp_path: Any) -> None:
