@@ -32,7 +32,7 @@ def layer_tensors(layer: Any) -> list[Any]:
     return [tensor for tensor in own if tensor is not None]
 
 
-def bytes_at_16_bits(layers: Iterable[Any], *, kept_alone: bool = False) -> int:
+def bytes_at_16_bits(layers: Iterable[Any]) -> int:
     """Return the bytes that later tokens need, numbers that are not rounded at 16 bits.
 
     Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
@@ -42,16 +42,12 @@ def bytes_at_16_bits(layers: Iterable[Any], *, kept_alone: bool = False) -> int:
     Parameters
     ----------
     layers : iterable of transformers' layers
-    kept_alone : bool
-        Of reduced layers: leave out what followed the entries that are kept.
     """
     total = 0
     for layer in layers:
         if layer.is_sliding:
             continue
-        entries: Any = layer.entries if getattr(layer, "reduced", False) else None
-        own = entries.tensors() if kept_alone and entries is not None else layer_tensors(layer)
-        for storage, shown, tensor in storages(own):
+        for storage, shown, tensor in storages(layer_tensors(layer)):
             # One number an entry is its position or its bias.
             counted = min(tensor.itemsize, HALF_BYTES) if tensor.ndim > 1 else tensor.itemsize
             total += min(storage.nbytes(), shown) * counted // tensor.itemsize

@@ -47,8 +47,8 @@ def chat(model: str, **typed: Any) -> None:
 
     Turns are typed, a line each, and each follows the answers before. A prompt is a document to
     talk about; it is read once. Each --question follows the document alone; --save-cache without
-    one only reads and saves. Budgets are those of 'kvalloc generate'. Answers go to stdout, what
-    they took to stderr; in a pipe or a file an empty line stands between two answers.
+    one only reads and saves. Budgets are of all that was said, as for 'kvalloc generate'. Answers
+    go to stdout, what they took to stderr; in a pipe an empty line parts them.
 
     Examples
     --------
@@ -215,7 +215,7 @@ def _answer(
     InputError
         If there is no room for it.
     """
-    n_tokens, begins = len(conversation.turn_ids(question)), conversation.cache is None
+    n_tokens = len(conversation.turn_ids(question))
     conversation.check_room(n_tokens)
     quiet = is_quiet() or wants_json()
     # in a terminal the question, on stderr, stands between the answers on stdout
@@ -231,8 +231,8 @@ def _answer(
         then = "" if speed is None else f", then {speed:.1f} tokens/s"
         took = f"the first after {duration(written.first_seconds)}{then}"
         _say(f"{count:,} token{'s' * (count > 1)}; {took}", "dim")
-    if begins:
-        note(f"cache: {conversation.kept_text()}")
+        if keep:
+            _say(f"cache: {conversation.kept_text()}", "dim")
     return {
         "question": question.strip(),
         "answer": written.text,

@@ -9,19 +9,17 @@ from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
 from kvalloc.cli.output import duration, note, print_json, wants_json
-from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, kept_text, note_whole
-from kvalloc.units import size
+from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, note_whole
 
 
 @takes(RequestOptions, Reduction, PromptOptions, ModelFlags, only={RequestOptions: OF_A_PROMPT})
 def generate(model: str, **typed: Any) -> None:
     """Answer one prompt with a reduced cache.
 
-    The cache keeps of the prompt only what the budget profile grants, or what is decided for the
-    prompt itself with --target-retention, --budget, --budget-tokens or --memory; the answer comes
-    on top of it. A --budget and nothing else is kept in the best way that needs nothing measured;
-    --memory beside it takes a way whose peak fits. The answer goes to stdout, what it took
-    to stderr.
+    The cache keeps of prompt and answer only what the budget profile grants, or what is decided for
+    the prompt itself with --target-retention, --budget, --budget-tokens or --memory. A --budget and
+    nothing else is kept in the best way that needs nothing measured; --memory beside it takes a way
+    whose peak fits. The answer goes to stdout, what it took to stderr.
 
     Examples
     --------
@@ -41,45 +39,29 @@ def generate(model: str, **typed: Any) -> None:
     if wants_json():
         print_json(facts)
     else:
-        _note_figures(conversation.cache, facts)
+        _note_figures(conversation, facts)
 
 
 def _answer(conversation: Conversation, text: str) -> dict[str, Any]:
     """Answer a prompt; return its figures, None where one is unknown."""
-    from kvalloc.evaluate.caches import stored_bytes
-    from kvalloc.runtime.account import kept_bytes
-
-    n_tokens, at_first = len(conversation.turn_ids(text)), {}
-
-    def measure() -> None:
-        cache = conversation.cache
-        at_first["share"] = cache.share
-        at_first["prompt_retained_bytes"] = stored_bytes(cache)
-
-    answer = conversation.answer(text, at_first=measure)
-    # where the cache tells prompt and answer apart, also of a prompt that was evicted late
-    kept = kept_bytes(conversation.cache.layers)
-    at_first = at_first if kept is None else {"prompt_retained_bytes": kept}
+    n_tokens = len(conversation.turn_ids(text))
+    answer = conversation.answer(text)
     return {
         "model": conversation.loaded.model_id,
         "profile": conversation.reduction.profile,
         "answer": answer.text,
         "prompt_tokens": n_tokens,
         "new_tokens": len(answer.tokens),
-        **conversation.cache_facts(n_tokens),
-        **at_first,
-        "prompt_full_bytes": conversation.cache.profile.shape.full_bytes(n_tokens),
+        **conversation.cache_facts(),
         "prefill_seconds": answer.first_seconds,
         "decode_tokens_per_second": answer.tokens_per_second,
     }
 
 
-def _note_figures(cache: Any, facts: Mapping[str, Any]) -> None:
+def _note_figures(conversation: Conversation, facts: Mapping[str, Any]) -> None:
     deciding, speed = facts["decision_seconds"], facts["decode_tokens_per_second"]
     times = f"prefill {duration(facts['prefill_seconds'])}"
     times += "" if deciding is None else f", {duration(deciding)} of it to decide the budgets"
     times += "" if speed is None else f", then {speed:.1f} tokens/s"
-    stored, full = facts["prompt_retained_bytes"], facts["prompt_full_bytes"]
-    kept = kept_text(cache, facts["share"], stored, full)
     note(f"[{facts['prompt_tokens']:,} prompt and {facts['new_tokens']:,} new tokens; {times}]")
-    note(f"[cache of the prompt: {kept}, {size(facts['retained_bytes'])} with the answer]")
+    note(f"[cache of prompt and answer: {conversation.kept_text()}]")

@@ -40,8 +40,7 @@ class Reduction:
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
         stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
     decode_every : int
-        Keep the budget while answering, too: go back to it every N tokens. By default the answer
-        is never evicted.
+        Tokens after which what followed competes for the budget again; 64 by default.
     bounded : bool
         Where the policy looks at what follows the prompt: keep twice the budgets until then instead
         of the whole prompt. Where each prompt hands the budgets out and nothing is waited for, each

@@ -176,11 +176,9 @@ def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) 
     from kvalloc.runtime.cache import BudgetCache
 
     evicted = cache
-    if isinstance(cache, BudgetCache):
-        cache.end_prompt()  # a long question is no part of it
-        if cache.awaited_tokens:  # it still holds the prompt
-            evicted = copy.deepcopy(cache)
-            evicted.evict()
+    if isinstance(cache, BudgetCache) and cache.awaited_tokens:  # it still holds the prompt
+        evicted = copy.deepcopy(cache)
+        evicted.evict()
     every: list[Any] = evicted.layers
     return Compressed(
         model=model,

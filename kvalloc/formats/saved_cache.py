@@ -127,6 +127,12 @@ class SavedCacheHeader(FileRecord):
     prompt_tokens: int = Field(ge=1)
     """Tokens of the prompt."""
 
+    competed_tokens: tuple[Annotated[int, Field(ge=1)], ...]
+    """Tokens of each row when all that is kept of it last competed."""
+
+    decode_every: int | None = Field(default=None, ge=1)
+    """Tokens after which what followed competes; None for the default."""
+
     tensor_digest: str
     """Digest of all tensors."""
 
@@ -191,6 +197,8 @@ class SavedCacheHeader(FileRecord):
         sound = rows is None or len(rows) == self.batch
         expected = f"one for each of {self.batch} rows"
         require(sound, "row_profiles", len(rows or ()), expected)
+        sound = len(self.competed_tokens) == self.batch
+        require(sound, "competed_tokens", len(self.competed_tokens), expected)
         sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
         require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
         expected = f"at most the {self.seen_tokens} tokens seen"

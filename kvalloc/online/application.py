@@ -295,7 +295,10 @@ def _reduced(
             kwargs["past_key_values"] = applied.last_cache = cache
         if isinstance(cache, BudgetCache) and ids is not None and is_assisted(model, arguments):
             cache.activate_past_recording(int(ids.shape[1]))
-        return generate(*args, **kwargs)
+        output = generate(*args, **kwargs)
+        if isinstance(cache, BudgetCache):
+            cache.end_turn()
+        return output
 
     setattr(reduced_generate, _APPLIED, applied)
     return reduced_generate

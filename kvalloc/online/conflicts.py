@@ -66,12 +66,6 @@ CONFLICTS = (
         message="{1} is a saved cache already; leave out {0}",
     ),
     Conflict(
-        given=("save_cache",),
-        beside=("decode_every",),
-        message="{0} saves a reduced cache as it is after the prompt, which does not go with {1}; "
-        "leave one of them out",
-    ),
-    Conflict(
         given=("prompt",),
         beside=("prompt_file",),
         message="{0} and {1} are two prompts at once; give one of them",

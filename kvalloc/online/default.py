@@ -230,14 +230,13 @@ class Default:
     def _served(self, model: Any, shape: ModelShape, tokens: int | None, embedded: bool) -> _Served:
         """Return how a row is served where it may hold its full cache."""
         bounded, surrogate = self.options.bounded, self.options.surrogate
-        goes_on = bounded or self.options.decode_every
         if tokens is not None:
-            name = "" if goes_on or surrogate else self.decided(shape, tokens)[0]
+            name = "" if bounded or surrogate else self.decided(shape, tokens)[0]
             if name:
                 return _Served("decided", name)
             if self._entries(shape, tokens) == tokens:
                 return _Served("whole", width=self._width(shape, tokens))
-        repeatable, limit = tokens is not None and not (embedded or goes_on), context_limit(model)
+        repeatable, limit = tokens is not None and not (embedded or bounded), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
         predicts = self.surrogate_of(shape) is not None and not bounded

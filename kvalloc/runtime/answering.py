@@ -85,13 +85,11 @@ def answer(
     ids = torch.as_tensor(question, dtype=torch.long, device=input_device(model))
     ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
     _check(model, cache, ids, max_new_tokens)
-    if isinstance(cache, BudgetCache):
-        cache.end_prompt()
     check_temperature(temperature)
     stops = end_tokens(model) if ends is None else frozenset(ends)
     pick = partial(_picked, temperature, torch.Generator(ids.device).manual_seed(seed))
     own = cache if keep else copy.deepcopy(cache)
-    return _written(model, own, ids, max_new_tokens, stops, pick)
+    return _written(model, own, ids, max_new_tokens, stops, pick, ends_turn=keep)
 
 
 def _picked(temperature: float | None, generator: torch.Generator, logits: Tensor) -> int:
@@ -109,18 +107,24 @@ def _written(
     max_new_tokens: int,
     ends: Collection[int],
     pick: Callable[[Tensor], int],
+    *,
+    ends_turn: bool,
 ) -> Iterator[int]:
     penalty = repetition_penalty(model)
     penalise, seen = RepetitionPenaltyLogitsProcessor(penalty), ids
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        token = pick(logits[0] if penalty == 1 else penalise(seen, logits.float())[0])
-        yield token
-        if token in ends:
-            return
-        ids = ids.new_tensor([[token]])
-        seen = torch.cat([seen, ids], dim=1)
+    try:
+        for _ in range(max_new_tokens):
+            with torch.no_grad():
+                logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            token = pick(logits[0] if penalty == 1 else penalise(seen, logits.float())[0])
+            yield token
+            if token in ends:
+                return
+            ids = ids.new_tensor([[token]])
+            seen = torch.cat([seen, ids], dim=1)
+    finally:  # also where an answer is broken off
+        if ends_turn and isinstance(cache, BudgetCache) and cache.interrupted is None:
+            cache.end_turn()
 
 
 def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 
 __all__ = ["Arrival", "Step", "none_if_all", "row_tokens"]
@@ -31,8 +31,7 @@ class Step:
     new_visible : Tensor of bool, (batch, new_tokens), or None
         The same for the new tokens alone.
     budgets : ndarray of int64, (batch, n_layers, n_kv_heads), or None
-        What may stay after it; None where all stay, as tokens that follow the prompt do by
-        default.
+        What may stay of the prompt after it; None where its tokens follow the prompt.
     prompt_tokens : int
         Columns of the prompt as far as it is known.
     completes : bool
@@ -65,11 +64,6 @@ class Step:
     @cached_property
     def _following(self) -> dict[tuple[int, str], Tensor | None]:
         return {}
-
-    @property
-    def settles(self) -> bool:
-        """Whether what stays after it is final, until more is evicted while decoding."""
-        return self.completes or (self.follows and self.budgets is not None)
 
     def targets(
         self, layer: int, stored: IntArray | None, *, always: bool = False, shared: bool = False
@@ -110,8 +104,7 @@ class Arrival:
     """Follows the tokens of one cache.
 
     The prompt is the first forward, unless its length was announced (`prompt_tokens`) or it runs
-    inside `BudgetCache.prefill`. Everything after it follows, and is never evicted unless the
-    budget is kept while decoding.
+    inside `BudgetCache.prefill`. Everything after it follows.
 
     Parameters
     ----------
@@ -119,20 +112,15 @@ class Arrival:
         Whose budgets hold.
     announced : int or None
         Columns of the prompt, if they were announced.
-    decode_every : int, optional
-        Go back to the prompt's budgets whenever so many tokens have followed.
     """
 
-    def __init__(
-        self, profile: BudgetProfile, announced: int | None, decode_every: int | None = None
-    ) -> None:
+    def __init__(self, profile: BudgetProfile, announced: int | None) -> None:
         self._profile = profile
         self.announced = announced
-        self.decode_every = decode_every
-        self._kept_budgets: IntArray | None = None
-        self._followed = 0
         self.prompt_tokens: int | None = None
-        self.complete = self._in_one_forward = False
+        self.complete = False
+        self.settled = 0  # columns up to the latest eviction, which are within the budget
+        self.competed = np.zeros(0, np.int64)  # tokens of each row when all of it last competed
         self.open = False
         self.visible: Tensor | None = None
         self.shown_rows: IntArray | None = None  # tokens of each row of a prompt yet to come
@@ -152,7 +140,7 @@ class Arrival:
 
     def afresh(self) -> Arrival:
         """The same for a new prompt."""
-        return Arrival(self._profile, self.announced, self.decode_every)
+        return Arrival(self._profile, self.announced)
 
     def step(self, seen: int, batch: int, new_tokens: int, mask: object) -> Step:
         """What the next forward is; raises where it cannot be served, and changes nothing.
@@ -185,15 +173,6 @@ class Arrival:
         completes, budgets = in_prompt and not self.open and end == expected, None
         if in_prompt:
             budgets = self.budgets(self.row_tokens(visible, batch, end, expected))
-        elif self.decode_every is not None:
-            if new_visible is not None:
-                raise UnsupportedRequestError(
-                    "tokens that follow a prompt cannot have padding where the budget is kept "
-                    "while decoding; ask questions of equal length together, or leave out "
-                    f"{option('decode_every')}"
-                )
-            due = self._followed + new_tokens >= self.decode_every
-            budgets = self._kept_budgets if due else None
         return Step(
             batch=batch,
             new_tokens=new_tokens,
@@ -204,7 +183,7 @@ class Arrival:
             prompt_tokens=expected if in_prompt else (self.prompt_tokens or seen),
             completes=completes,
             follows=not in_prompt,
-            remember=self.decode_every is not None or (in_prompt and not completes),
+            remember=in_prompt and not completes,
         )
 
     def row_tokens(self, visible: Tensor | None, batch: int, end: int, expected: int) -> IntArray:
@@ -216,48 +195,26 @@ class Arrival:
             return self.shown_rows
         return row_tokens(visible, batch, end) + (expected - end)
 
-    def end_prompt(self) -> None:
-        """What has arrived is known to be the whole prompt."""
-        self._in_one_forward = False
-
-    def unannounced(self, seen: int) -> bool:
-        """Whether the next forward will be taken for the whole prompt."""
-        return not (seen or self.announced or self.open)
-
-    def took_for_whole(self, seen: int) -> bool:
-        """Whether nothing came after a first forward that was taken for the whole prompt."""
-        return self._in_one_forward and self.announced is None and seen == self.prompt_tokens
-
-    @property
-    def may_be_in_pieces(self) -> bool:
-        """Whether nothing was decoded since a first forward that was taken for the whole prompt."""
-        return self._in_one_forward and self.announced is None and self.decode_every is None
-
     def commit(self, step: Step) -> None:
         """The forward went through."""
         self.visible = step.visible
         self.row_profiles = self._profiles_of(step.batch)
-        if step.follows:
-            self._in_one_forward &= step.new_tokens > 1
-            self._followed = 0 if step.budgets is not None else self._followed + step.new_tokens
-        elif step.budgets is not None:
+        if not step.follows:
             self.prompt_tokens = step.seen + step.new_tokens
             self.complete = step.completes
-            self._in_one_forward = step.completes and step.seen == 0
-            # A short prompt has less than sinks and window; what follows fills them.
-            self._kept_budgets = np.maximum(step.budgets, self._profile.policy.protected_tokens)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has seen."""
         if self.visible is not None:
             self.visible = self.visible[rows.cpu()]
-        if self._kept_budgets is not None:
-            self._kept_budgets = self._kept_budgets[rows.cpu().numpy()]
+        if len(self.competed):
+            self.competed = self.competed[rows.cpu().numpy()]
         if self.row_profiles is not None:
             self.row_profiles = tuple(self.row_profiles[row] for row in rows.tolist())
 
     def crop(self, columns: int) -> None:
         """Forget all but the first columns."""
+        self.settled = min(self.settled, columns)
         if self.visible is not None:
             self.visible = self.visible[:, :columns]
 

@@ -19,7 +19,7 @@ from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
-from kvalloc.runtime import account, hooks, refusals
+from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
@@ -42,11 +42,12 @@ class BudgetCache(Cache, hooks.HookedCache):
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
     head, its own best. What is evicted is freed before the next layer runs. A policy that looks at
     what follows the prompt evicts later: the cache is a full one until so many tokens have
-    followed (`awaited_tokens`), then all layers evict at once. Tokens that follow, any number at a
-    time, are added, and never evicted unless the budget is kept while decoding
-    (``decode_every``). Positions stay true: `get_seq_length` is the number of tokens seen. Make
-    one with `kvalloc.make_cache`; budgets, entries and masks belong to this
-    object and not to the model, so any number of caches can be interleaved.
+    followed (`awaited_tokens`), then all layers evict at once. Tokens that follow, turns and
+    answers, any number at a time, are added; every so many (``decode_every``) and at the end of a
+    turn they compete with what is kept for the budgets of all tokens seen. Positions stay true:
+    `get_seq_length` is the number of tokens seen. Make one with `kvalloc.make_cache`; budgets,
+    entries and masks belong to this object and not to the model, so any number of caches can be
+    interleaved.
 
     Notes
     -----
@@ -62,8 +63,6 @@ class BudgetCache(Cache, hooks.HookedCache):
         super().__init__(layers=layers)
         self._prompt = Prompt(plan, self.layers, arrival)
         self.decoder = plan.decoder
-        self._warned = False
-        self._first_mask: Tensor | None = None
         self._ahead = False  # while pieces of a forward run, all but the last
         self._before: list[BudgetCache] = []  # copies from before what drafts made due
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
@@ -97,6 +96,11 @@ class BudgetCache(Cache, hooks.HookedCache):
     def decision_seconds(self) -> float | None:
         """What deciding budgets took; None where nothing was decided."""
         return self._prompt.decision_seconds
+
+    @property
+    def decode_every(self) -> int | None:
+        """Tokens after which what followed competes; None where nothing is reduced."""
+        return self._prompt.plan.every
 
     @property
     def arrival(self) -> Arrival:
@@ -145,19 +149,11 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         return self._prompt.reading()
 
-    def end_prompt(self) -> None:
-        """Say that what has been read is the whole prompt, and what comes now follows it.
-
-        A prompt in one forward is taken for the whole without this, too, but where long ones come
-        next, a warning says that they may be more of the prompt.
-        """
-        self.arrival.end_prompt()
-
     def evict(self) -> None:
         """Let a held prompt be evicted now; only tokens that have followed so far vote.
 
-        For a cache that is to be saved, or measured, before anybody asks it. Does nothing where no
-        prompt is held.
+        For a cache that is to be measured before anybody asks it. Does nothing where no prompt is
+        held.
 
         Raises
         ------
@@ -167,6 +163,20 @@ class BudgetCache(Cache, hooks.HookedCache):
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
         self._prompt.evict()
+
+    def end_turn(self) -> None:
+        """Keep no more than the budget of all tokens seen: a turn has been read and answered.
+
+        What followed the latest eviction competes with what was kept. `kvalloc.apply` does so
+        after each ``generate()``; without it, it happens every so many tokens.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the cache is interrupted.
+        """
+        self.evict()
+        self._prompt.settle_following()
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Show a prompt of announced length that comes in chunks, before its first one.
@@ -203,24 +213,20 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def share(self) -> float:
-        """Share of a cache at 16 bits a number that is stored of the prompt, as a budget counts it.
+        """Share of a cache at 16 bits a number of all tokens seen that is stored.
 
-        Positions and biases of kept entries count, sliding layers do not. Of all tokens seen where
-        what followed the prompt is not stored apart from it; 0 before the first forward.
+        Positions and biases of kept entries count, sliding layers do not; 0 before the first
+        forward.
         """
         stored, whole = self._of_16_bits() if self.batch else (0, 1)
         return stored / max(1, whole)
 
     def _of_16_bits(self) -> tuple[int, int]:
         """What `share` is made of: bytes that are stored, and those of a cache at 16 bits."""
-        columns, alone = self.get_seq_length(), account.kept_bytes(self.layers) is not None
-        if alone:
-            columns = min(columns, self.arrival.prompt_tokens or columns)
-        visible, shape = self.arrival.visible, self.profile.shape
-        shown = None if visible is None else visible[:, :columns]
-        tokens = int(row_tokens(shown, self.batch, columns).sum())
+        shape, seen = self.profile.shape, self.get_seq_length()
+        tokens = int(row_tokens(self.arrival.visible, self.batch, seen).sum())
         whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
-        return bytes_at_16_bits(self.layers, kept_alone=alone), tokens * whole
+        return bytes_at_16_bits(self.layers), tokens * whole
 
     @property
     def share_text(self) -> str:
@@ -269,8 +275,8 @@ class BudgetCache(Cache, hooks.HookedCache):
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer keeps.
 
-        While a prompt arrives in chunks, of all that has come of it; where the budget is kept
-        while decoding, also of the tokens that followed up to the latest eviction.
+        While a prompt arrives in chunks, of all that has come of it; later also of the tokens that
+        followed up to the latest eviction.
 
         Parameters
         ----------
@@ -358,23 +364,12 @@ class BudgetCache(Cache, hooks.HookedCache):
         mask_function = refusals.check_forward(decoder, arguments, self.batch)
         mask = arguments.get("attention_mask")
         if prompt.given is not None and self.prompt_complete:
-            self.end_prompt()  # drafts are no more of it
             for layer in self.layers:
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
-        seen = self.get_seq_length()
-        taken = self.arrival.took_for_whole(seen)
-        if (taken and self._first_mask is not None) or self.arrival.unannounced(seen):
-            first = self._first_mask if seen else None
-            self._first_mask = refusals.check_not_chunked(first, arguments)
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         step = prompt.begin(arguments, mask)
-        if self.arrival.may_be_in_pieces and not self._warned:
-            taken_tokens = self.arrival.prompt_tokens or 0
-            self._warned = refusals.warn_of_pieces(
-                self.profile, taken_tokens, step, self.kept_tokens
-            )
         # one token is attended to without a copy of what is kept in front of what followed
         observed = step.remember and prompt.plan.policy.observes
         alone = step.new_tokens == 1 and step.budgets is None and not observed
@@ -393,7 +388,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         layer = self.layers[states.layer]
         if not isinstance(layer, BudgetLayer):
             output = compute(states.mask)
-            account.free_slid_out(layer, states)
+            _free_slid_out(layer, states)
             return output
         with self._prompt.checks.noted():  # the host reads once a forward what it has to know
             output = self._attention(layer, states, compute)
@@ -449,8 +444,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         assert layer.entries is not None
         place = self.profile.shape.full_layers.index(states.layer)
         positions, _ = layer.entries.columns
-        prompt = positions[..., : positions.shape[-1] - layer.packed_following]
-        indices = reader.read(states, place=place, positions=prompt)
+        indices = reader.read(states, place=place, positions=positions)
         if indices is None:
             return compute(None)
         return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
@@ -548,8 +542,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         Raises
         ------
         UnsupportedRequestError
-            If the cache is empty and no prompt was announced, or it keeps its budget while
-            decoding, or leaves entries unread at each decoded token.
+            If the cache is empty and no prompt was announced, or it leaves entries unread at each
+            decoded token.
         """
         prompt, seen = self._prompt, self.get_seq_length()
         sliding = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
@@ -557,7 +551,6 @@ class BudgetCache(Cache, hooks.HookedCache):
         refusals.refuse(
             drafts_unannounced=not found,
             drafts_slide_out=any(not hasattr(one, "record_past") for one in sliding),
-            drafts_while_decoding=self.arrival.decode_every is not None,
             drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
         )
         prompt.given = found
@@ -606,3 +599,18 @@ class BudgetCache(Cache, hooks.HookedCache):
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
+
+
+def _free_slid_out(layer: Any, states: AttentionStates) -> None:
+    """Give back the storage of prompt tokens that have left a sliding window.
+
+    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
+    decoded token it has one entry more than the view, and to free that would copy the whole window
+    for each token; it goes with the next one.
+    """
+    if states.queries.shape[2] == 1:
+        return
+    for name in ("keys", "values"):
+        view: Tensor = getattr(layer, name)
+        if view.untyped_storage().nbytes() > view.nbytes:
+            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))

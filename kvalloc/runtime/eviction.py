@@ -15,9 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.runtime.following import Tail
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import LayerEntries, longer
+from kvalloc.runtime.packed import longer
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
@@ -56,6 +57,14 @@ def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
         bias=None if bias is None else bias[:, 0],
         lengths=targets,
     )
+
+
+def _behind(choice: Choice, front: int) -> Choice:
+    """What is chosen behind so many places."""
+    part, positions, own, kept = choice
+    bias = None if own.bias is None else own.bias[..., front:]
+    own = replace(own, keys=own.keys[:, :, front:], values=own.values[:, :, front:], bias=bias)
+    return part, positions[..., front:], own, kept[..., front:]
 
 
 def _one(number: int | None) -> slice:
@@ -108,7 +117,7 @@ class Held:
         What the policy noted for a later chunk, of all entries that are there.
     """
 
-    layer: BudgetLayer
+    layer: BudgetLayer | Tail
     states: AttentionStates
     targets: IntArray
     rankings: Rankings
@@ -139,6 +148,8 @@ class Eviction:
         For layers that are rounded from now on: those of each KV head, (n_kv_heads,).
     following : int
         How many of the latest tokens are no candidates, and stay.
+    idle : frozenset of int
+        Rows of which nothing goes, and which have no queries to choose by.
     chooser : EvictionPolicy, optional
         Who chooses now, where `policy` does so later, for which it notes what it needs.
     hand_out : callable, optional
@@ -157,6 +168,7 @@ class Eviction:
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
     following: int = 0
+    idle: frozenset[int] = frozenset()
     chooser: EvictionPolicy | None = None
     hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
     scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
@@ -167,7 +179,7 @@ class Eviction:
     """Whether the queries are those noted while the prompt arrived."""
 
     @torch.no_grad()
-    def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
+    def observe(self, layer: BudgetLayer | Tail, states: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             if self.policy.observes:
@@ -176,7 +188,7 @@ class Eviction:
 
     def _store(
         self,
-        layer: BudgetLayer,
+        layer: BudgetLayer | Tail,
         states: AttentionStates,
         targets: IntArray,
         after: Unfinished,
@@ -185,15 +197,15 @@ class Eviction:
     ) -> None:
         """Keep what is chosen, or what its group has chosen, and let go of all else."""
         chosen = self._choices(layer, states, targets, after, noted, together)
-        entries, bits = _collected(targets, chosen), self.bits.get(states.layer)
-        if bits is None or (bits == 16).all():
-            stored = LayerEntries.whole(entries, rounds=bits is not None)
-        else:
-            stored = LayerEntries.packed(entries, bits)
-        layer.keep(stored, self.following)
+        if layer.front:
+            chosen = (_behind(choice, layer.front) for choice in chosen)
+        entries = _collected(targets - layer.front, chosen)
+        layer.keep_numbers(entries, self.bits.get(states.layer), self.following)
+        latest, end = layer.unfinished.latest, layer.unfinished.latest_end
         layer.unfinished = after if self.remember else Unfinished()
+        layer.unfinished.latest, layer.unfinished.latest_end = latest, end
 
-    def _grain(self, layer: BudgetLayer) -> int:
+    def _grain(self, layer: BudgetLayer | Tail) -> int:
         if layer.reduced and not layer.even:
             return 2
         return max(layer.unfinished.grain, 0 if self.visible is None else 1)
@@ -207,13 +219,13 @@ class Eviction:
         """How many of them are held back for later."""
         return self._wanted_rows()
 
-    def _sizes(self, layer: BudgetLayer, states: AttentionStates) -> tuple[int, int]:
+    def _sizes(self, layer: BudgetLayer | Tail, states: AttentionStates) -> tuple[int, int]:
         return int(states.keys.shape[0]), int(states.keys.shape[1])
 
     # What there is to choose from
 
     def _candidates(
-        self, layer: BudgetLayer, states: AttentionStates, part: Part
+        self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
     ) -> tuple[AttentionStates, Tensor]:
         """What one piece of a layer chooses from.
 
@@ -245,12 +257,12 @@ class Eviction:
             own = replace(own, mask=mask, gaps=True)
         return own, positions
 
-    def _end(self, layer: BudgetLayer) -> int:
+    def _end(self, layer: BudgetLayer | Tail) -> int:
         """Column behind the last candidate."""
         return layer.seen_tokens - self.following
 
     def _all_candidates(
-        self, layer: BudgetLayer, states: AttentionStates
+        self, layer: BudgetLayer | Tail, states: AttentionStates
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Keys, values, columns and bias of a layer that is not ragged, (batch, n_kv_heads, n)."""
         keys, end = states.keys, self._end(layer)
@@ -266,13 +278,14 @@ class Eviction:
 
     def _segment(
         self,
-        layer: BudgetLayer,
+        layer: BudgetLayer | Tail,
         states: AttentionStates,
         row: int,
         head: int,
         columns: slice | Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Keys, values, columns and bias of one head of a ragged layer and of what followed."""
+        assert isinstance(layer, BudgetLayer)  # a tail is even
         assert layer.entries is not None
         keys, values = states.keys[row, head], states.values[row, head]
         end = self._end(layer)
@@ -293,7 +306,7 @@ class Eviction:
         )
 
     def _gaps(
-        self, layer: BudgetLayer, own: AttentionStates, positions: Tensor, places: Tensor
+        self, layer: BudgetLayer | Tail, own: AttentionStates, positions: Tensor, places: Tensor
     ) -> Tensor | None:
         """What older queries see, where entries of their own tokens were evicted.
 
@@ -311,7 +324,7 @@ class Eviction:
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
 
-    def _asked(self, layer: BudgetLayer, states: AttentionStates, row: int | None) -> Asked:
+    def _asked(self, layer: BudgetLayer | Tail, states: AttentionStates, row: int | None) -> Asked:
         """The new tokens' queries of a row, padding left out, or of all."""
         end, columns = self._end(layer), self._columns(states.queries, row)
         first, device = end - int(states.queries.shape[2]), states.queries.device
@@ -330,7 +343,7 @@ class Eviction:
         return found.to(states.device)
 
     def _part_states(
-        self, layer: BudgetLayer, states: AttentionStates, part: Part
+        self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
     ) -> tuple[AttentionStates, Tensor]:
         """The states of a piece, but for keys and values, and columns of its queries' tokens.
 
@@ -359,7 +372,7 @@ class Eviction:
     # What is chosen
 
     @torch.no_grad()
-    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
+    def evictable_scores(self, layer: BudgetLayer | Tail, states: AttentionStates) -> list[Tensor]:
         """Scores of a layer's entries without sinks, window and padding.
 
         Parameters
@@ -380,6 +393,7 @@ class Eviction:
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             own, _ = self._candidates(layer, states, part)
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
+            end = self.sinks if part[0] in self.idle else end
             scores = own.keys[..., 0]
             if end > self.sinks:  # else there is nothing to choose from, or only padding
                 scores = who.scores(own, sinks=self.sinks)
@@ -392,7 +406,7 @@ class Eviction:
 
     def _choices(
         self,
-        layer: BudgetLayer,
+        layer: BudgetLayer | Tail,
         states: AttentionStates,
         targets: IntArray,
         after: Unfinished,
@@ -479,7 +493,7 @@ class Eviction:
 
     def _note_queries(
         self,
-        layer: BudgetLayer,
+        layer: BudgetLayer | Tail,
         notes: Unfinished,
         part: Part,
         states: AttentionStates,
@@ -497,7 +511,7 @@ class Eviction:
     @torch.no_grad()
     def evict(
         self,
-        layer: BudgetLayer,
+        layer: BudgetLayer | Tail,
         states: AttentionStates,
         targets: IntArray,
         group: tuple[int, ...] | None,
@@ -531,7 +545,9 @@ class Eviction:
         if states.layer == group[-1]:
             self._evict_together(held)
 
-    def _ranked(self, layer: BudgetLayer, states: AttentionStates, targets: IntArray) -> Held:
+    def _ranked(
+        self, layer: BudgetLayer | Tail, states: AttentionStates, targets: IntArray
+    ) -> Held:
         """Rank the entries of a layer, whose group chooses when its last layer has been ranked."""
         assert isinstance(self.policy, RankedPolicy), "a profile of groups has been checked for it"
         # some of a group may be packed, and then all are looked at in the same pieces
@@ -574,7 +590,7 @@ class Eviction:
             self._store(held.layer, held.states, held.targets, after, held.notes, kept)
 
     def _rows_that_evict(
-        self, layer: BudgetLayer, states: AttentionStates, targets: IntArray
+        self, layer: BudgetLayer | Tail, states: AttentionStates, targets: IntArray
     ) -> BoolArray:
         """Whether any head of a row gives up an entry that is no padding, (batch,)."""
         columns = np.full(targets.shape[0], int(states.keys.shape[2]), dtype=np.int64)

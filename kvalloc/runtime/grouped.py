@@ -117,14 +117,14 @@ class GroupedCache(BudgetCache):
             yield
 
     @override
-    def end_prompt(self) -> None:
-        for cache in self._caches:
-            cache.end_prompt()
-
-    @override
     def evict(self) -> None:
         for cache in self._caches:
             cache.evict()
+
+    @override
+    def end_turn(self) -> None:
+        for cache in self._caches:
+            cache.end_turn()
 
     @override
     def decide(self, inputs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.eviction import Eviction, rows_of
+from kvalloc.runtime.following import Tail
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.unfinished import Part, parts
 from kvalloc.scorers import Scorer
@@ -63,11 +64,6 @@ class Followers:
         columns, order = _latest(self.columns.masked_fill(gone, -1), self.columns.shape[1])
         return Followers(columns=columns, counts=self.counts - gone.sum(dim=1)), order
 
-    def evicted(self, tokens: int) -> tuple[Followers, Tensor]:
-        """After an eviction that the latest `tokens` of each row follow; and their places."""
-        columns, order = _latest(self.columns, tokens)
-        return Followers(columns=columns, counts=torch.zeros_like(self.counts)), order
-
     def rows(self, rows: Tensor) -> Followers:
         """The same for other rows of the batch."""
         rows = rows.cpu()
@@ -116,8 +112,6 @@ class LateEviction(Eviction):
         False marks padding among them.
     followers : Followers, optional
         Which of them vote, the latest ones; None while the prompt arrives.
-    again : bool
-        Whether entries were evicted before, and what was decoded since is like another chunk.
     row_tokens : ndarray of int64, (batch,), optional
         Length of each row's prompt without padding; None while it arrives.
     """
@@ -125,7 +119,6 @@ class LateEviction(Eviction):
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following_visible: Tensor | None = None
     followers: Followers | None = None
-    again: bool = False
     row_tokens: IntArray | None = None
 
     late: ClassVar[bool] = True
@@ -137,13 +130,14 @@ class LateEviction(Eviction):
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             self._note_queries(layer, layer.unfinished, part, states)
 
-    def _grain(self, layer: BudgetLayer) -> int:
+    def _grain(self, layer: BudgetLayer | Tail) -> int:
         padded = self.visible is not None or self.following_visible is not None
         return max(Eviction._grain(self, layer), int(padded))
 
     def _candidates(
-        self, layer: BudgetLayer, states: AttentionStates, part: Part
+        self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
     ) -> tuple[AttentionStates, Tensor]:
+        assert isinstance(layer, BudgetLayer)
         # slots: super() finds no class
         found, positions = Eviction._candidates(self, layer, states, part)
         scorers = self.scorers.get(states.layer, ())
@@ -189,10 +183,8 @@ class LateEviction(Eviction):
         policy, n_tokens = self.policy, self.prompt_tokens
         if row is not None and self.row_tokens is not None:
             n_tokens = int(self.row_tokens[row])  # no more than the row would have alone
-        sums, rows = policy.observes or policy.needs_whole_prompt, policy.query_rows(n_tokens)
-        if not sums:
-            return rows
-        return 0 if self.again else n_tokens  # what earlier ones brought has been noted
+        sums = policy.observes or policy.needs_whole_prompt
+        return n_tokens if sums else policy.query_rows(n_tokens)
 
     def _noted_rows(self) -> int:
         """None, where they have been added up."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,6 @@ from kvalloc.runtime.packed import LayerEntries, longer, unpack
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
-    "LATEST_TOKENS",
     "SPARE",
     "BudgetLayer",
     "cropped_tokens",
@@ -25,11 +26,6 @@ __all__ = [
 
 SPARE = 8
 """Of so many tokens that were decoded, one more has room: they are not copied for each new one."""
-
-LATEST_TOKENS = 64
-"""Latest tokens after a prompt at fewer bits that stay as the model made them: what was said last
-is read most, and a block of keys (64 tokens) is rounded when it is full. As in KIVI, whose residual
-has up to 128."""
 
 
 class Following:
@@ -83,17 +79,14 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     layer, operation for operation, so that a budget of 100% is bit-identical. *Reduced*: what is
     kept stands in `entries`, and ``keys`` and ``values`` hold what followed; where all rows and KV
     heads keep as many entries, `update` can put these in front, and attention is the model's own.
-    *Packed*: the same at fewer bits; of what followed the latest 64 to 127 tokens are in ``keys``
-    and ``values``, older ones have been rounded and added to `entries`.
+    *Packed*: the same at fewer bits.
 
     Attributes
     ----------
     keys, values : Tensor, (batch, n_kv_heads, n_stored, head_dim)
         Dense storage, see above.
     entries : LayerEntries or None
-        What a reduced or packed layer keeps of the prompt.
-    packed_following : int
-        Tokens in a packed layer's `entries` that followed the latest eviction.
+        What a reduced or packed layer keeps of all that had come at the latest eviction.
     joins : bool
         Whether `update` puts kept entries, where they are even, in front of what it returns.
     seen_tokens : int
@@ -103,6 +96,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     is_croppable = False  # evicted entries cannot come back
+    front = 0  # see `kvalloc.runtime.following.Tail`
 
     keys: Any  # transformers calls them optional
     values: Any
@@ -113,7 +107,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def _forget(self) -> None:
         self.entries: LayerEntries | None = None
-        self.packed_following = 0
         self.joins = True
         self.seen_tokens = 0
         self.unfinished = Unfinished()
@@ -135,6 +128,21 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def expect_eviction(self) -> None:
         """`evict` will follow the next update."""
         self._evict_next = True
+
+    def of_rows(self, rows: Tensor) -> BudgetLayer:
+        """Return a copy of these rows, to be reduced apart from the others."""
+        found = BudgetLayer()
+        found.lazy_initialization(self.keys, self.values)
+        found.keys, found.values = (own[rows.to(own.device)] for own in (self.keys, self.values))
+        found.entries = None if self.entries is None else self.entries.rows(rows)
+        found.seen_tokens, found.unfinished = self.seen_tokens, copy(self.unfinished)
+        found.unfinished.select(rows)
+        return found
+
+    def take(self, parts: Sequence[BudgetLayer], order: IntArray) -> None:
+        """Store reduced copies of all rows, where they stand one after the other: `order`."""
+        entries = [part.entries for part in parts if part.entries is not None]
+        self.keep(LayerEntries.joined(entries, order))
 
     def cancel_eviction(self) -> None:
         """The forward that was to end in an eviction failed."""
@@ -163,7 +171,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def following_tokens(self) -> int:
         """Tokens stored after the latest eviction, or all of them if there was none."""
-        return self.dense_tokens + self.packed_following
+        return self.dense_tokens
 
     @property
     def stored(self) -> bool:
@@ -271,13 +279,26 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         first = 0 if tokens is None else int(keys.shape[-2]) - tokens
         return keys[..., first:, :], values[..., first:, :]
 
+    def keep_numbers(self, entries: KeptEntries, bits: IntArray | None, following: int) -> None:
+        """`keep` entries that are rounded to these bits, (n_kv_heads,); None as they are."""
+        if bits is None or (bits == 16).all():
+            stored = LayerEntries.whole(entries, rounds=bits is not None)
+        else:
+            stored = LayerEntries.packed(entries, bits)
+        self.keep(stored, following)
+
+    def add(self, more: KeptEntries) -> None:
+        """Keep these entries, too, behind those that are kept, and free all that followed."""
+        assert self.entries is not None
+        self.keep(self.entries.with_more(more))
+
     def keep(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""
         keys, values = self.latest(following)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._store(keys, values)
-        self._held, self.entries, self.packed_following = None, entries, 0
+        self._held, self.entries = None, entries
 
     def _store(self, keys: Tensor, values: Tensor) -> None:
         """Copies, as dense ones: a slice would keep the storage of what is cut off alive."""
@@ -305,31 +326,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return tail
         (kept,) = self.entries.parts
         return longer(unpack(kept, self.entries.like), tail)
-
-    def pack_following(self, visible: Tensor | None, latest: int = LATEST_TOKENS) -> None:
-        """Round what followed a packed prompt, but for the latest tokens, a block at a time.
-
-        Parameters
-        ----------
-        visible : Tensor of bool, (batch, seen_tokens), or None
-            False marks padding, which is left out.
-        latest : int
-            So many tokens stay as they are at least.
-        """
-        dense = self.dense_tokens
-        count = (dense - latest) // LATEST_TOKENS * LATEST_TOKENS
-        if self.entries is None or not self.entries.is_rounded or count <= 0:
-            return
-        keys, values = self.keys, self.values
-        first = self.seen_tokens - dense
-        columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
-        shown = torch.ones(keys.shape[0], count, dtype=torch.bool)
-        shown = shown if visible is None else visible[:, first : first + count]
-        kept = shown[:, None].expand(-1, keys.shape[1], -1)
-        older = keys[:, :, :count], values[:, :, :count], columns
-        self.entries = self.entries.with_more(KeptEntries.of(*older, kept, kept.sum(dim=2).numpy()))
-        self.packed_following += count
-        self._store(keys[:, :, count:], values[:, :, count:])
 
     def get_seq_length(self) -> int:
         """Tokens seen, so that positions stay true after eviction."""
@@ -365,13 +361,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if remove <= 0:
             return
         self.seen_tokens -= remove
-        packed = remove - self.dense_tokens
-        if packed > 0 and self.entries is not None:
-            self.entries = self.entries.before(self.seen_tokens)
-            self.packed_following -= packed
-            remove = self.dense_tokens
-        if not remove:
-            return
         self._store(self.keys[..., :-remove, :], self.values[..., :-remove, :])
 
     def crop_count(self, tokens_to_remove: int) -> int:

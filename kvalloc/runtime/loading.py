@@ -64,7 +64,7 @@ def filled_cache(
     """`load_cache` of a file that was read, and so checked, already."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
-    options = CacheOptions(allow_other_model=allow_other_model)
+    options = CacheOptions(allow_other_model=allow_other_model, decode_every=header.decode_every)
     cache = build_cache(model, header.profile, options, decide=decide)
     devices = _devices(model, len(cache.layers))
     for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
@@ -81,6 +81,7 @@ def filled_cache(
             layer.cumulative_length = header.seen_tokens
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
+    arrival.settled, arrival.competed = header.seen_tokens, np.array(header.competed_tokens)
     arrival.row_profiles = header.row_profiles
     visible = tensors.get("visible")
     arrival.visible = None if visible is None else _tensor(visible).bool()
@@ -119,9 +120,6 @@ def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, 
     ]
     like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
     layer.entries = LayerEntries(parts=tuple(parts), like=like)
-    if layer.entries.is_rounded:  # of what followed, all but the latest tokens
-        followed = header.seen_tokens - header.prompt_tokens - layer.dense_tokens
-        layer.packed_following = max(followed, 0)
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:

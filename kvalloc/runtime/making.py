@@ -153,4 +153,4 @@ def build_cache(
         policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
     plan = Plan.of(profile, model, options, decide=decide)
-    return BudgetCache(plan, layers, Arrival(profile, prompt_tokens, options.decode_every))
+    return BudgetCache(plan, layers, Arrival(profile, prompt_tokens))

@@ -26,9 +26,8 @@ class CacheOptions:
     policy_options : mapping, optional
         Parameters of the policy or scorer that is named.
     decode_every : int, optional
-        Keep the budget while decoding: whenever so many tokens have followed, the policy goes
-        back to the budgets of the prompt, decoded tokens among the candidates, the latest of them
-        in the window. 1 is a hard cap. By default what follows the prompt is never evicted.
+        Tokens after which what followed the prompt competes for the budget of all tokens seen,
+        beside what is kept; 64 by default. 1 keeps the budget at every token.
     bounded : bool
         For policies that look at what follows the prompt: hold no full cache until then, but keep
         twice the budgets while the prompt is read. By default they hold the whole prompt. Where

@@ -9,8 +9,10 @@ The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,9 @@ __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", 
 
 STEPS = 8
 """In so many steps a layer is rounded, which takes several times the bytes of the numbers."""
+
+NO_COLUMN = torch.iinfo(torch.int32).max
+"""Where a place of no entry stands: behind all tokens, so that none sees it."""
 
 
 def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray]:
@@ -112,6 +117,28 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
         values=behind(entries.values, _packed_values(more.values, entries.bits)),
         key_scales=_interleaved(scales, torch.split(key_scales, tail.blocks.tolist())),
     )
+
+
+def joined(several: Sequence[KeptEntries]) -> KeptEntries:
+    """Return the rows of several one behind the other, stored as they are."""
+    found: dict[str, Any] = {}
+    for name in ("keys", "values", "positions", "bias", "key_scales"):
+        own = [getattr(one, name) for one in several]
+        if name == "bias" and any(one is not None for one in own):
+            pairs = zip(own, several, strict=True)
+            own = [
+                one.keys.new_zeros(len(one.keys), dtype=torch.float32) if bias is None else bias
+                for bias, one in pairs
+            ]
+        found[name] = None if own[0] is None else torch.cat(_of_a_type(own))
+    lengths = np.concatenate([one.lengths for one in several])
+    return replace(several[0], **found, lengths=lengths)
+
+
+def _of_a_type(several: Sequence[Tensor]) -> list[Tensor]:
+    """Return halves in bfloat16, where any of them is."""
+    other = any(own.dtype != several[0].dtype for own in several)
+    return [own.bfloat16() if other else own for own in several]
 
 
 def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
@@ -299,8 +326,9 @@ class LayerEntries:
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values of even ones, (batch, n_kv_heads, n, ...), as views."""
         (part,) = self.parts
-        shape = (*self.lengths.shape, int(self.lengths[0, 0]), -1)
-        return part.keys.view(shape), part.values.view(shape)
+        shape = (*self.lengths.shape, int(self.lengths[0, 0]))
+        keys, values = (own.view(*shape, own.shape[-1]) for own in (part.keys, part.values))
+        return keys, values
 
     @property
     def columns(self) -> tuple[Tensor, Tensor | None]:
@@ -360,6 +388,15 @@ class LayerEntries:
             self, parts=tuple(part.segments(part.segment_numbers[numbers]) for part in self.parts)
         )
 
+    @classmethod
+    def joined(cls, several: Sequence[LayerEntries], order: IntArray) -> LayerEntries:
+        """Return the rows of several one behind the other, in this order."""
+        parts = [joined(own) for own in zip(*(one.parts for one in several), strict=True)]
+        return cls(
+            parts=tuple(part.segments(part.segment_numbers[order]) for part in parts),
+            like=several[0].like,
+        )
+
     def before(self, column: int) -> LayerEntries:
         """A copy without the entries from this column on."""
         parts = []
@@ -369,6 +406,42 @@ class LayerEntries:
             counts = upto[part.spans.ends] - upto[part.spans.starts]
             parts.append(part.segments(part.segment_numbers, counts))
         return replace(self, parts=tuple(parts))
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return keys, values, columns and biases with as many places in all rows and heads.
+
+        Returns
+        -------
+        keys, values : Tensor, (batch, n_kv_heads, most, head_dim)
+            Of the model's type; 0 at places of no entry, which are the last ones.
+        positions : Tensor of int32, (batch, n_kv_heads, most)
+            Beyond all columns at these.
+        bias : Tensor of float32, (batch, n_kv_heads, most), or None
+        """
+        n_rows, n_heads = self.lengths.shape
+        places, most = n_rows * n_heads, int(self.lengths.max())
+        keys, values = (own.new_zeros(places * most, own.shape[-1]) for own in self.like)
+        device = keys.device
+        positions = torch.full((places * most,), NO_COLUMN, dtype=torch.int32, device=device)
+        biased = any(part.bias is not None for part in self.parts)
+        bias = positions.new_zeros(places * most, dtype=torch.float32) if biased else None
+        for part in self.parts:
+            heads = np.array(part.heads or range(n_heads))
+            firsts = (np.arange(n_rows)[:, None] * n_heads + heads).ravel() * most
+            numbers, lengths = unpack(part, self.like), part.spans.lengths
+            index = np.repeat(firsts - part.spans.starts, lengths) + np.arange(lengths.sum())
+            at = on_device(index, device)
+            keys[at], values[at] = numbers.keys, numbers.values
+            positions[at] = numbers.positions
+            if bias is not None and numbers.bias is not None:
+                bias[at] = numbers.bias
+        shape = (n_rows, n_heads, most)
+        return (
+            keys.view(*shape, keys.shape[-1]),
+            values.view(*shape, values.shape[-1]),
+            positions.view(shape),
+            None if bias is None else bias.view(shape),
+        )
 
     @torch.no_grad()
     def with_more(self, more: KeptEntries) -> LayerEntries:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,19 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvalloc.accounting import IntArray
+from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates
+from kvalloc.models.attention import AttentionStates, rotates_halves
 from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import Decide, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
+from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
-from kvalloc.runtime.layer import LATEST_TOKENS, BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import rounded_layers
 from kvalloc.runtime.policies import EvictionPolicy, policies_of
@@ -45,7 +45,10 @@ from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["Plan", "Prompt", "State"]
+__all__ = ["EVERY", "Plan", "Prompt", "State"]
+
+EVERY = 64
+"""Tokens after which a conversation is brought back within its budget: a full block of keys."""
 
 BOUNDED_BUDGETS = 2
 """In bounded memory so many times the budgets are kept until enough has followed a prompt."""
@@ -107,6 +110,11 @@ class Plan:
         Who chooses what that is.
     by_layer : bool
         Whether the heads of a layer share what they may keep then, and each prompt hands it out.
+    every : int or None
+        Tokens after which what followed a prompt competes with what is kept of it; None where
+        nothing is reduced.
+    after : EvictionPolicy
+        Who chooses then.
     """
 
     profile: BudgetProfile
@@ -124,6 +132,8 @@ class Plan:
     bounded: bool
     early: EvictionPolicy | None
     by_layer: bool
+    every: int | None
+    after: EvictionPolicy
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self
@@ -142,27 +152,21 @@ class Plan:
         Raises
         ------
         UnsupportedRequestError
-            If the policy cannot keep the budget while decoding, or bound the memory.
+            If the policy cannot bound the memory.
         """
-        policy, decode_every = policies_of(profile), options.decode_every
+        policy, every = policies_of(profile), options.decode_every
+        refusals.refuse(
+            no_decode_every=every is not None and not refusals.at_least_1(every) and (every,)
+        )
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
         holds = bool(wanted) or profile.by_prompt
         # a group evicts after its last layer, when the queries of its others have gone
-        holds |= policy.holds and (decode_every is not None or bool(profile.share_groups))
+        holds |= policy.holds and bool(profile.share_groups)
         holds_chunks = holds or policy.holds
         more = holds or options.bounded or policy.combines
         refusals.refuse(beyond_memory=profile.fits_a_peak and more and policy.name)
         scorers = [scorer for each in wanted.values() for scorer in each]
-        if decode_every is not None:
-            refusals.refuse(
-                no_decode_every=not refusals.at_least_1(decode_every) and (decode_every,)
-            )
-            repeating = [scorer.name for scorer in scorers if repetitions([scorer])]
-            refusals.refuse(
-                repeats_while_decoding=repeating and repeating[0],
-                adds_up_while_decoding=policy.needs_whole_prompt,
-            )
         early, by_layer = None, False
         bounded = options.bounded
         refusals.refuse(on_or_off=bounded not in (True, False) and (bounded,))
@@ -192,6 +196,8 @@ class Plan:
             bounded=bounded,
             early=early,
             by_layer=by_layer,
+            every=(every or EVERY) if profile.reduces else None,
+            after=policy.again(rotates=rotates_halves(model)),
         )
 
     @property
@@ -214,7 +220,9 @@ class Prompt:
 
     Without a policy that looks beyond it, entries go while the prompt arrives, layer by layer.
     Otherwise it is held whole until it is complete and, where the policy looks at what follows,
-    until so many tokens have followed; then all layers evict at once.
+    until so many tokens have followed; then all layers evict at once. What follows, turns and
+    answers, is settled every so many tokens and at the end of a turn: it competes with what is
+    kept for the budgets of all tokens seen.
 
     Parameters
     ----------
@@ -257,8 +265,7 @@ class Prompt:
         self._targets: dict[int, IntArray] = {}
         self._members: list[Held] = []  # of a group, those that have been ranked
         self.checks = Checks()  # of the forward or the eviction that runs now
-        self._followers: Followers | None = None  # of a prompt that waits for some, or goes on
-        self._again = False  # evicted late, and the budget is kept while decoding
+        self._followers: Followers | None = None  # of a prompt that waits for some
         self.given: int | None = None  # columns behind which drafts may stand; None without any
         self._in_chunks = True  # unless the first forward is known to be the whole prompt
         self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
@@ -290,14 +297,14 @@ class Prompt:
             return State.INTERRUPTED
         if not self.arrival.complete:
             return State.ARRIVING
-        if self._followers is not None and not self._again:
+        if self._followers is not None:
             return State.HELD
         return State.FOLLOWING if self._n_following else State.EVICTED
 
     @property
     def awaited_tokens(self) -> int:
         """Tokens that still have to follow before anything is evicted; 0 where none is awaited."""
-        if self._followers is None or self._again:
+        if self._followers is None:
             return 0
         return max(self.plan.awaited - int(self._followers.counts.min()), 1)
 
@@ -341,9 +348,8 @@ class Prompt:
         arrival.complete = arrival.prompt_tokens is not None and not failed
         if self._evicts_late and arrival.complete:
             self._complete_held()
-        elif arrival.decode_every is None:
-            for layer in self._budget_layers:
-                layer.unfinished = Unfinished()
+        elif arrival.complete:
+            self._settle()
         for index, bits in self.plan.bits.items() if arrival.complete else ():
             if self._followers is None:
                 self._layers[index].pack(bits)
@@ -375,36 +381,34 @@ class Prompt:
         arriving = bool(self._n_seen) and not self.arrival.complete
         into = self._followers is not None and remove > self._n_following
         refusals.refuse(
-            crop_while_decoding=self.arrival.decode_every is not None,
             crop_amid_prompt=arriving,
             crop_into_held=into and self.arrival.prompt_tokens,
         )
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
 
-    @property
-    def _latest(self) -> int:
-        """Of what followed a prompt at fewer bits, how many tokens at least are not rounded."""
-        return max(LATEST_TOKENS, self.plan.awaited)
-
     def cuts(self, end: int) -> list[int]:
         """Columns at which a forward up to `end` is cut, if what is not given may be taken back.
 
-        Behind what is given, and wherever something is then evicted or rounded: each token sees
-        what it would see if it had come alone.
+        Behind what is given, and wherever something is then evicted: each token sees what it would
+        see if it had come alone.
         """
         given = self.given or 0
         prompt = self.arrival.prompt_tokens if self.arrival.complete else given
         assert prompt is not None
         found = {given, prompt + self.plan.awaited}
-        if self.plan.bits:
-            found.update(range(prompt + self._latest + LATEST_TOKENS, end, LATEST_TOKENS))
+        if (every := self.plan.every) is not None:
+            settled = self.arrival.settled if self.arrival.complete else given
+            first = given if given - settled >= every else settled
+            found.update(range(first + every, end, every))
         return sorted(one for one in found if max(self._n_seen + 1, given) <= one < end)
 
     def crop(self) -> None:
         """The layers have been cropped."""
         end = self._n_seen
         self.arrival.crop(end)
+        for layer in self._budget_layers:
+            layer.unfinished.crop(end)
         if self._followers is not None:
             self._followers, order = self._followers.before(end)
             for layer in self._budget_layers:
@@ -422,22 +426,20 @@ class Prompt:
             self._in_chunks = not step.completes
             late = self._in_chunks and self.plan.bits
             refusals.refuse(rounded_beyond_memory=late and self.plan.profile.fits_a_peak)
-        if step.follows and self._evicts_late:  # all layers evict at once, after a forward
-            step = replace(step, budgets=None, remember=False)
         holds = self._holds(step)
         if step.budgets is not None and self.plan.bounded:
             step = replace(step, budgets=BOUNDED_BUDGETS * step.budgets, remember=True)
         if not step.follows and self._evicts_late:
             self._begin_held(arguments, step)
         if not holds:
-            whole = step.follows or (step.seen == 0 and step.completes)
+            whole = step.seen == 0 and step.completes
             policy, some = self.plan.policy, step.budgets is not None and not whole
             refusals.refuse(
                 merges_chunks=some and policy.combines and not self.plan.early and policy.name,
                 adds_up_chunks=step.remember and policy.needs_whole_prompt,
             )
         if self._followers is not None:
-            self._following = self._followers.after(step, self._noted_tokens)
+            self._following = self._followers.after(step, self.plan.awaited)
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
                 packs = step.completes and not self.plan.bounded
@@ -470,11 +472,13 @@ class Prompt:
             return
         if self._following is not None:
             note_queries(layer, self._following[1], states.queries)
-            if self._again:
-                followers = self._following[0].columns.shape[1]
-                layer.unfinished.keep_queries(self._noted_tokens - followers)
+            self._note_following(layer, states, step)
             return
-        if not layer.awaits_eviction and not step.remember:
+        if step.follows:
+            self._note_following(layer, states, step)
+            return
+        remember = step.remember or self._goes_on_observing
+        if not layer.awaits_eviction and not remember:
             layer.unfinished = Unfinished()
             return
         policy = self.profile.policy
@@ -484,12 +488,12 @@ class Prompt:
             window=policy.window,
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
-            remember=step.remember,
-            bits=self.plan.bits if step.settles and not self.plan.bounded else self.plan.halves,
+            remember=remember,
+            bits=self.plan.bits if step.completes and not self.plan.bounded else self.plan.halves,
             chooser=self.plan.early,
             hand_out=self._handed_out if self.plan.by_layer else None,
         )
-        if not step.follows and self.plan.bounded:
+        if self.plan.bounded:
             self._note_seen(states)
         if not layer.awaits_eviction:
             eviction.observe(layer, states)
@@ -512,10 +516,12 @@ class Prompt:
             with self._half_way():
                 pass  # what was noted in its layers
             self.arrival.commit(step)
-            if not step.follows and self._evicts_late:
-                self._end_held(step)
-            elif following is not None:
+            if following is not None:
                 self._followers = following[0]
+            elif not step.follows and self._evicts_late:
+                self._end_held(step)
+            elif step.completes:
+                self._settle()
             if self.given is None:
                 self.catch_up()
             return
@@ -588,21 +594,21 @@ class Prompt:
         """Note what of a layer's states is the same for the whole prompt."""
         self._seen[states.layer] = replace(
             states,
-            queries=states.queries[:1, :, :0].clone(),  # a view would keep them all alive
-            keys=states.keys[:, :, :0].clone(),
-            values=states.values[:, :, :0].clone(),
+            queries=states.queries[:1, :, :0].detach().clone(),  # a view keeps them all alive
+            keys=states.keys[:, :, :0].detach().clone(),
+            values=states.values[:, :, :0].detach().clone(),
             mask=None,
         )
 
     def _late(self, prompt_tokens: int, visible: Tensor | None, **more: Any) -> LateEviction:
-        policy, who = self.profile.policy, self.plan.policy
+        policy = self.profile.policy
         return LateEviction(
-            policy=who.again if self._again else who,
+            policy=self.plan.policy,
             sinks=policy.sinks,
             window=policy.window,
             prompt_tokens=prompt_tokens,
             visible=visible,
-            remember=self.arrival.decode_every is not None,
+            remember=self._goes_on_observing,
             bits=self.plan.bits,
             scorers=self.plan.wanted,
             **more,
@@ -653,18 +659,12 @@ class Prompt:
             self.evict()
 
     def catch_up(self) -> None:
-        """Round what followed, and evict late, where enough has followed the prompt."""
-        for index in self.plan.bits:
-            self._layers[index].pack_following(self.arrival.visible, self._latest)
-        followers, every = self._followers, self.arrival.decode_every
-        if followers is None:
-            return
-        followed = int(followers.counts.min())
-        if not self._again and followed >= max(self.plan.awaited, 1):
+        """Evict late, or settle what followed, where enough has followed."""
+        followers, every = self._followers, self.plan.every
+        if followers is not None and int(followers.counts.min()) >= max(self.plan.awaited, 1):
             self.evict()
-        more = self._n_following > self.plan.awaited  # than those that vote
-        if self._again and every is not None and followed >= every and more:
-            self._evict_again()
+        if every is not None and self._n_seen - self.arrival.settled >= every:
+            self.settle_following()
 
     def _held(self, decoder: nn.Module) -> HeldPrompt:
         """The complete prompt, as the model can read on from it."""
@@ -689,7 +689,7 @@ class Prompt:
         Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
         to go on.
         """
-        if self._followers is None or self._again:
+        if self._followers is None:
             return
         columns = self.arrival.prompt_tokens
         assert columns is not None
@@ -708,66 +708,198 @@ class Prompt:
             following_visible=following_visible,
             followers=self._followers,
         )
+        targets = self._final_targets()
         with self._half_way():
-            self._evict_layers(eviction, self._final_targets())
+            self._evict_layers(dict.fromkeys(targets, eviction), targets)
         self._settle()
 
-    def _evict_layers(self, eviction: LateEviction, targets: dict[int, IntArray]) -> None:
+    def _evict_layers(
+        self,
+        evictions: Mapping[int, Eviction],
+        targets: dict[int, IntArray],
+        *,
+        layers: Mapping[int, BudgetLayer | Tail] | None = None,
+        kept: Mapping[int, IntArray] | None = None,
+    ) -> None:
+        """Evict in these layers, each in its own way; all together, where heads of all compete.
+
+        Parameters
+        ----------
+        evictions, targets
+            For each layer.
+        layers : mapping of int to BudgetLayer or Tail, optional
+            In which; the cache's own by default.
+        kept : mapping of int to ndarray of int64, (batch, n_kv_heads), optional
+            Entries that stay beside the targets; none by default.
+        """
+        among = dict(enumerate(self._layers)) if layers is None else layers
         self._check_read(targets)
         if self.profile.by_prompt:
-            targets = self._by_prompt(eviction, targets)
+            targets = self._by_prompt(evictions, targets, among, kept)
         for index, own in targets.items():
-            states, group = self._layer_states(index, eviction), self.plan.groups.get(index)
-            eviction.evict(self._layers[index], states, own, group, self._members)
+            eviction, group = evictions[index], self.plan.groups.get(index)
+            layer = among[index]
+            states = self._layer_states(index, layer, eviction)
+            eviction.evict(layer, states, own + layer.front, group, self._members)
             del states  # its keys are the layer's old ones
         if self.reader is not None:
             self.reader.forget()
 
-    def _settle(self) -> None:
-        """Nothing more of the prompt goes, unless the budget is kept while decoding."""
-        if self.arrival.decode_every is not None:
-            self._again, self._ids = True, None
-            return
-        for layer in self._budget_layers:
-            layer.unfinished = Unfinished()
-        self._followers = None
-        self._forget_held()
-
     @property
-    def _noted_tokens(self) -> int:
-        """Of so many tokens after a prompt the queries are noted: the latest ones."""
-        policy, every = self.plan.policy.again, self.arrival.decode_every
-        if every is None:
-            return self.plan.awaited
-        if policy.observes:
-            return sys.maxsize  # all since the latest eviction
-        return self.plan.awaited + policy.query_rows(self.plan.profile.context_tokens)
+    def _goes_on_observing(self) -> bool:
+        """Whether what the policy notes of a prompt is added to by what follows."""
+        return self.plan.every is not None and self.plan.after.observes
+
+    def _settle(self) -> None:
+        """Nothing more of the prompt alone goes."""
+        for layer in self._budget_layers:
+            own = layer.unfinished
+            layer.unfinished = Unfinished(latest=own.latest, latest_end=own.latest_end)
+            if self._goes_on_observing:
+                layer.unfinished.grain, layer.unfinished.observed = own.grain, own.observed
+        self.arrival.settled = columns = self.arrival.prompt_tokens or 0
+        shown = self.arrival.visible
+        shown = None if shown is None else shown[:, :columns]
+        self.arrival.competed = row_tokens(shown, self._layers[0].keys.shape[0], columns)
+        self._followers, seen = None, self._seen
+        self._forget_held()
+        self._seen = seen  # of queries that have been noted since
+
+    # What follows a prompt
+
+    def _note_following(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
+        """Note the latest queries, and whatever settling needs of a layer."""
+        if self.plan.every is None:
+            return
+        if states.layer not in self._seen:
+            self._note_seen(states)
+        who, end = self.plan.after, step.seen + step.new_tokens
+        every = who.observes or self.given is not None  # drafts may be taken back
+        every |= step.new_visible is not None  # rows end in different columns
+        rows = end if every else who.query_rows(step.seen)
+        layer.unfinished.note_latest(states.queries.detach(), end, rows)
 
     @torch.no_grad()
-    def _evict_again(self) -> None:
-        """Go back to the budgets: what was decoded is like another chunk of the prompt.
-
-        As many of the latest tokens as are waited for vote, and stay: the budgets count them.
-        """
-        assert self._followers is not None
-        latest = min(self.plan.awaited, self._n_following)
-        eviction = self._late(
-            self.plan.profile.context_tokens,  # whatever the length of a row
-            None,
-            following=latest,
-            followers=self._followers,
-            again=True,
+    def settle_following(self) -> None:
+        """Go back to the budgets of all tokens seen: what followed competes with what is kept."""
+        if self.plan.every is None or self._followers is not None or not self.arrival.complete:
+            return
+        seen, policy = self._n_seen, self.profile.policy
+        noted = all(layer.unfinished.latest for layer in self._budget_layers)
+        if seen == self.arrival.settled or not noted:
+            return
+        batch = self._layers[0].keys.shape[0]
+        tokens = row_tokens(self.arrival.visible, batch, seen)
+        budgets = np.maximum(self.arrival.budgets(tokens), policy.protected_tokens)
+        followed = {
+            index: self._followed(self._layers[index], budgets[:, index], tokens)
+            for index in self.profile.shape.full_layers
+        }
+        who, competed = self.plan.after, self.arrival.competed
+        always = who.observes or who.combines or bool(self.plan.groups)
+        settling = Settling.of(
+            followed,
+            shared=self.profile.by_prompt,
+            all_compete=np.full(batch, True)
+            if always
+            else (tokens >= COMPETE_AGAIN * competed) | ~self._fits_behind(followed.values()),
+            window=policy.window,
+            protected=policy.protected_tokens,
         )
-        least = self.profile.policy.protected_tokens
-        targets = {}
-        for index, own in self._final_targets().items():
-            there = self._layers[index].stored_counts() - latest
-            targets[index] = np.minimum(np.maximum(own - latest, least), there)
+        every = {alone: np.flatnonzero(settling.new_alone == alone) for alone in (False, True)}
         with self._half_way():
-            self._evict_layers(eviction, targets)
-        self._followers, order = self._followers.evicted(latest)
+            self._settle_rows(followed, settling, [own for own in every.items() if len(own[1])])
         for layer in self._budget_layers:
-            note_queries(layer, order)
+            layer.unfinished.latest.clear()
+        self.arrival.settled = seen
+        self.arrival.competed = np.where(settling.new_alone, competed, tokens)
+
+    def _settle_rows(
+        self,
+        followed: Mapping[int, Followed],
+        settling: Settling,
+        groups: Sequence[tuple[bool, IntArray]],
+    ) -> None:
+        """Settle rows of which all competes, and those of which only what is new does."""
+        goes = {
+            index
+            for index, own in settling.targets.items()
+            if self.profile.by_prompt
+            or self.plan.rounds(index)
+            or (own < np.where(settling.new_alone[:, None], 0, followed[index].there)).any()
+            or (settling.new_alone.any() and self._layers[index].reduced)
+        }
+        policy, seen = self.profile.policy, self._n_seen
+        parts = []
+        for new_alone, rows in groups:
+            layers: dict[int, BudgetLayer | Tail] = {}
+            evictions, own_rows = {}, torch.from_numpy(rows)
+            idle = np.flatnonzero(next(iter(followed.values())).idle[rows])
+            eviction = Eviction(
+                policy=self.plan.after,
+                sinks=policy.sinks,
+                window=policy.window,
+                prompt_tokens=seen,
+                visible=None,
+                remember=self._goes_on_observing,
+                bits=self.plan.bits,
+                idle=frozenset(idle.tolist()),
+            )
+            own = {i: self._layers[i] for i in goes}
+            if len(groups) > 1:
+                own = {i: layer.of_rows(own_rows) for i, layer in own.items()}
+            parts.append((rows, own))
+            for index, layer in own.items():
+                visible = self._visible_tail(layer, own_rows)
+                tail = new_alone and layer.reduced
+                layers[index] = Tail(layer) if tail else layer
+                sinks = layers[index].front or policy.sinks
+                evictions[index] = replace(eviction, visible=visible, sinks=sinks)
+            self._evict_layers(
+                evictions,
+                {i: settling.targets[i][rows] for i in layers},
+                layers=layers,
+                kept={i: followed[i].kept[rows] * new_alone for i in layers},
+            )
+        if len(groups) > 1:
+            order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+            for index in goes:
+                self._layers[index].take([own[index] for _, own in parts], order)
+
+    def _fits_behind(self, layers: Iterable[Followed]) -> BoolArray:
+        """Whether a row's newest tokens fit behind what is kept, (batch,); scales included."""
+        width, shape, window = self._width, self.profile.shape, self.profile.policy.window
+        room: IntArray | int = 0
+        for own in layers:
+            least = own.kept + np.minimum(own.new, window)[:, None]
+            taken = stored_bytes(least, width, shape).sum(axis=1)
+            room = room + stored_bytes(own.budgets, width, shape).sum(axis=1) - taken
+        return np.asarray(room) >= 0
+
+    @property
+    def _width(self) -> int:
+        """The most bits that any entry is stored at."""
+        shape, bits = self.profile.shape, self.profile.bits
+        return 16 if bits is None else int(bits[list(shape.full_layers)].max())
+
+    def _followed(self, layer: BudgetLayer, budgets: IntArray, tokens: IntArray) -> Followed:
+        """What is known of a layer whose latest tokens have followed."""
+        tail = self._visible_tail(layer)
+        new = row_tokens(tail, layer.batch, layer.dense_tokens)
+        since = None if tail is None else tail[:, self.arrival.settled - self._n_seen :]
+        idle = row_tokens(since, layer.batch, 1) == 0
+        kept = np.zeros_like(budgets) if layer.entries is None else layer.entries.lengths
+        return Followed(budgets=budgets, kept=kept, new=new, idle=idle, tokens=tokens)
+
+    def _visible_tail(self, layer: BudgetLayer, rows: Tensor | None = None) -> Tensor | None:
+        """What is no padding of the tokens in a layer's dense storage; None where all is.
+
+        Of all rows by default.
+        """
+        if self.arrival.visible is None:
+            return None
+        tail = self.arrival.visible[:, self._n_seen - layer.dense_tokens :]
+        return none_if_all(tail if rows is None else tail[rows])
 
     def _final_targets(
         self, batch: int | None = None, columns: int | None = None, visible: Tensor | None = None
@@ -784,57 +916,67 @@ class Prompt:
         tokens = row_tokens(visible, batch, columns)
         budgets = self.arrival.budgets(tokens)
         found: dict[int, IntArray] = {}
-        again = self.arrival.decode_every is not None  # where less is there, it will be more
         for index in self.profile.shape.full_layers:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
-            always = self.profile.by_prompt or self.plan.rounds(index) or again
+            always = self.profile.by_prompt or self.plan.rounds(index)
             if always or bool((own < columns).any()):
                 found[index] = own
         whole = all((own == columns).all() for own in found.values())
-        if self.profile.by_prompt and whole and not (self.plan.bits or again):
+        if self.profile.by_prompt and whole and not self.plan.bits:
             return {}
         return found
 
     def _by_prompt(
-        self, eviction: LateEviction, targets: dict[int, IntArray]
+        self,
+        evictions: Mapping[int, Eviction],
+        targets: dict[int, IntArray],
+        layers: Mapping[int, BudgetLayer | Tail],
+        kept: Mapping[int, IntArray] | None,
     ) -> dict[int, IntArray]:
         """As many entries in all, handed out by each row's own scores."""
         by_row: list[list[Tensor]] = []
         for index in targets:
-            states = self._layer_states(index, eviction)
-            by_row.append(eviction.evictable_scores(self._layers[index], states))
+            states = self._layer_states(index, layers[index], evictions[index])
+            by_row.append(evictions[index].evictable_scores(layers[index], states))
         found = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
             if not scores[0].shape[-1]:
                 continue  # a row of nothing but sinks and window
             granted = np.stack([own[row] for own in targets.values()])
-            budgets = self._handed_out(scores, granted)
+            beside = None if kept is None else np.stack([own[row] for own in kept.values()])
+            budgets = self._handed_out(scores, granted, beside)
             for index, own in zip(found, budgets, strict=True):
                 found[index][row] = own
         return found
 
-    def _handed_out(self, scores: Sequence[Tensor], granted: IntArray) -> IntArray:
+    def _handed_out(
+        self, scores: Sequence[Tensor], granted: IntArray, kept: IntArray | None = None
+    ) -> IntArray:
         """By the scores of a row, in no more bytes than budgets (n_layers, n_kv_heads) of it take.
 
-        At fewer bits, heads of different length need more scales than those of one length.
+        At fewer bits, heads of different length need more scales than those of one length. Behind
+        entries that are kept, budgets and bytes are those of all, and sinks are among these.
         """
-        shape, bits = self.profile.shape, self.profile.bits
-        width = 16 if bits is None else int(bits[list(shape.full_layers)].max())
-        total, most = int(granted.sum()), stored_bytes(granted, width, shape).sum()
+        policy = self.profile.policy
+        beside = np.zeros_like(granted) if kept is None else kept
+        protected = policy.window if beside.any() else policy.protected_tokens
+        width, shape = self._width, self.profile.shape
+        total, most = int(granted.sum()), stored_bytes(granted + beside, width, shape).sum()
         while True:
-            protected = self.profile.policy.protected_tokens
             found = handed_out(scores, total, protected=protected)
-            over = int(stored_bytes(found, width, shape).sum() - most)
+            over = int(stored_bytes(found + beside, width, shape).sum() - most)
             if over <= 0:
                 return found
             total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
 
-    def _layer_states(self, index: int, eviction: LateEviction) -> AttentionStates:
-        """What a layer has to choose from; of the queries those that were decoded since."""
-        layer, seen = self._layers[index], self._seen[index]
+    def _layer_states(
+        self, index: int, layer: BudgetLayer | Tail, eviction: Eviction
+    ) -> AttentionStates:
+        """What a layer has to choose from, and the latest queries where it has noted them."""
+        seen = self._seen[index]
         queries = seen.queries.expand(layer.batch, -1, -1, -1)
-        if eviction.again and (noted := layer.unfinished.following) is not None:
-            queries = noted[:, :, : max(int(noted.shape[2]) - eviction.following, 0)]
+        if layer.unfinished.latest and not eviction.late:
+            queries = torch.cat(layer.unfinished.latest, dim=2)
         keys, values = layer.all_but(eviction.following)
         return replace(seen, queries=queries, keys=keys, values=values)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvalloc.accounting import IntArray
 from kvalloc.errors import (
     InputError,
     KVAllocError,
@@ -23,7 +22,6 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.models.structure import is_compiled
-from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
@@ -37,14 +35,12 @@ __all__ = [
     "check_generate",
     "check_kept",
     "check_model",
-    "check_not_chunked",
     "check_profile",
     "is_assisted",
     "new_tokens_shape",
     "refuse",
     "setting",
     "shared_layers",
-    "warn_of_pieces",
     "warn_of_plain",
 ]
 
@@ -56,10 +52,6 @@ BROKEN_OFF = (
     "prefill() was left by an error after {:,} tokens, so this cache lacks the rest of the prompt; "
     "call cache.reset() and start with the prompt again"
 )
-LONG_CHUNK = 32
-"""Tokens right after a prompt, and at least half as many as it has, that look like more of it."""
-
-
 REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
     UnsupportedRequestError: {
         # What a profile asks for
@@ -72,19 +64,12 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "on its own; take one that ranks, such as score, or solve again without "
         "{option[share_groups]}",
         # How a cache is made
-        "repeats_while_decoding": "the scorer {0} lets the model repeat the prompt, which says "
-        "nothing of what is decoded later; leave out {option[decode_every]}, or choose another "
-        "scorer",
-        "adds_up_while_decoding": "heads have different policies, of which one adds up the "
-        "attention of all tokens, and it is not noted for each what chunks and decoded tokens add; "
-        "leave out {option[decode_every]}, or choose another scorer",
         "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
         "followed the prompt, and this profile waits for none; leave it out",
         "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
         "beyond_memory": "these budgets were decided for {option[memory]} at its peak, and here "
         "the policy {0} takes more than what is kept and one layer in full while the prompt is "
-        "read; choose another policy, leave out {option[bounded]} and {option[decode_every]}, or "
-        "decide by {option[budget]}",
+        "read; choose another policy, leave out {option[bounded]}, or decide by {option[budget]}",
         # What the model is set to, and what a call asks for
         "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
         "them out, or take prompt_lookup_num_tokens or assistant_model",
@@ -93,8 +78,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "prompt_tokens=...), or use kvalloc.apply, which does so",
         "drafts_slide_out": "this version of transformers takes back no drafts from sliding-window "
         "layers; install a newer one, or call generate() without assistance",
-        "drafts_while_decoding": "assisted generation takes back drafts, which a cache that keeps "
-        "its budget while decoding cannot; leave out assistance or {option[decode_every]}",
         "drafts_read_all": "the policy {0} leaves entries unread at each decoded token, but drafts "
         "come several at a time and read all; call generate() without assistance, or choose "
         "another policy",
@@ -105,9 +88,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "model.generation_config.cache_implementation to None",
         "compiled": "a compiled model sees fixed cache sizes, but here layers differ and grow; use "
         "the model without torch.compile",
-        "chunk_size": "the model prefills in chunks of {0} tokens, and a second chunk cannot be "
-        "told from a follow-up; say how long the prompt is: "
-        "kvalloc.make_cache(model, profile, prompt_tokens=...)",
         "unused": "use_cache=False asks for no cache, so there is nothing to reduce; leave it out",
         "weights": "output_attentions=True is not supported: layers keep different entries, so the "
         "weights' columns would not mean the same tokens",
@@ -119,9 +99,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         'load the model with attn_implementation="sdpa"',
         "other_batch": "the cache holds a batch of {0[0]}, but this input has one of {0[1]}; make "
         "a cache for each batch, or repeat the rows with cache.batch_repeat_interleave(n)",
-        "unannounced_chunk": "this generate() prefills in chunks, which a cache cannot tell "
-        "from follow-ups; say how long the prompt is: kvalloc.make_cache(model, profile, "
-        "prompt_tokens={0}), or use kvalloc.apply, which does so",
         "rounded_beyond_memory": "these budgets were decided for {option[memory]} at its peak, and "
         "of a prompt in chunks nothing is rounded before the last one; send it in one piece, or "
         "solve again without {option[bits]}",
@@ -134,8 +111,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "the same number of entries in all rows and heads of a layer; use a profile of layer level "
         "and prompts of equal length, or another policy",
         # What is asked of a cache
-        "crop_while_decoding": "cannot crop a cache that keeps its budget while decoding: what "
-        "scores were made of cannot be taken back; make one without {option[decode_every]}",
         "crop_amid_prompt": "cannot crop before the prompt is complete; reset the cache and start "
         "again",
         "crop_into_held": "cannot crop into a prompt of {0} tokens that is held until others "
@@ -156,9 +131,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "saved_held": "this cache holds its whole prompt until {0} more tokens have followed it, "
         "and the file would be that of a full cache; call cache.evict() before cache.save(), or "
         "ask it something first",
-        "saved_while_decoding": "a cache that keeps its budget while decoding cannot be saved: the "
-        "file has no place for what its policy has noted so far; make one without "
-        "{option[decode_every]}",
         "saved_without_model": "the model of this cache is gone, so the file could not say whose "
         "memory it holds; save the cache while its model is loaded",
         "decided_in_file": "the budgets of this cache were decided from the prompt that it was "
@@ -264,19 +236,16 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For a compiled model, or one whose generation config asks for compilation, for another
-        cache, or for a prefill in chunks of unannounced length.
+        For a compiled model, or one whose generation config asks for compilation or for another
+        cache.
     InputError
         For a prompt length that is not positive.
     """
-    chunk, cache = (
-        setting(model, {}, name) for name in ("prefill_chunk_size", "cache_implementation")
-    )
+    cache = setting(model, {}, "cache_implementation")
     refuse(
         no_prompt_tokens=prompt_tokens is not None and prompt_tokens < 1 and (prompt_tokens,),
         compiled=is_compiled(model) or setting(model, {}, "compile_config") is not None,
         other_cache=cache not in (None, "dynamic") and cache,
-        chunk_size=prompt_tokens is None and chunk,
     )
 
 
@@ -355,44 +324,6 @@ def check_forward(
     return masks
 
 
-def check_not_chunked(first: Tensor | None, arguments: Mapping[str, Any]) -> Tensor | None:
-    """Refuse a prompt that ``generate()`` cuts into chunks without a word to the cache.
-
-    Only the call itself knows: its chunk size may come as a keyword. But it passes copies of the
-    chunks' token ids, while their positions and the front of the mask are views of the prompt's
-    own: rows begin further apart than they are long. Where the mask alone is one (transformers
-    5.2), it could be the user's, until the next forward's begins at the same place.
-
-    Parameters
-    ----------
-    first : Tensor or None
-        What this returned of the forward before; None in the first one.
-    arguments : mapping
-        Arguments of the decoder's forward by name.
-
-    Returns
-    -------
-    Tensor or None
-        A mask that is such a view.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If so; says how long the prompt is.
-    """
-    named = {name: arguments.get(name) for name in ("input_ids", "position_ids", "attention_mask")}
-    found = {n: one for n, one in named.items() if isinstance(one, Tensor) and one.ndim == 2}
-    cut = {name: one.stride(0) for name, one in found.items() if one.stride(0) > one.shape[1]}
-    if "input_ids" in cut or "input_ids" not in found:
-        return None
-    mask, whole = found.get("attention_mask"), cut.get("position_ids", 0)
-    if first is not None:
-        again = mask is not None and mask.data_ptr() == first.data_ptr()
-        whole = first.stride(0) if again else 0
-    refuse(unannounced_chunk=whole)
-    return mask if "attention_mask" in cut else None
-
-
 def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
     """Refuse what a policy of another package kept, where it does not meet the budgets.
 
@@ -434,44 +365,6 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
     given: Any = next((one for one in among if isinstance(one, Tensor)), None)
     refuse(no_tokens=given is None)
     return int(given.shape[0]), int(given.shape[1])
-
-
-def warn_of_pieces(profile: BudgetProfile, first: int, step: Step, kept: IntArray) -> bool:
-    """Warn where forwards right after a prompt look like more of it.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-        The cache's.
-    first : int
-        Tokens of the first forward, which was taken for the whole prompt.
-    step : Step
-        The forward that begins.
-    kept : ndarray of int64, (n_layers, n_kv_heads)
-        Entries stored before it.
-
-    Returns
-    -------
-    bool
-        Whether a warning was given.
-    """
-    total, full = step.seen + step.new_tokens, list(profile.shape.full_layers)
-    if total - first < max(LONG_CHUNK, first / 2):
-        return False
-    stored = int((kept[full] + step.new_tokens).sum())
-    granted = int(profile.budgets_for(total)[full].sum())
-    if stored <= granted:
-        return False
-    warnings.warn(
-        f"the first {first:,} tokens were taken for the whole prompt, and all of the "
-        f"{total - first:,} that followed in one or more forwards are kept: {stored:,} entries, "
-        f"where the budgets of a prompt of {total:,} tokens are {granted:,}. If they belong to the "
-        f"prompt, announce its length: kvalloc.make_cache(model, profile, "
-        f"prompt_tokens={total}); or run all of its chunks inside `with cache.prefill():`; if they "
-        "do not, say so with cache.end_prompt()",
-        stacklevel=2,
-    )
-    return True
 
 
 def warn_of_plain(why: object) -> None:

@@ -45,9 +45,9 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
     refuse(
         saved_incomplete=not cache.prompt_complete,
         saved_held=cache.awaited_tokens,
-        saved_while_decoding=cache.arrival.decode_every is not None,
         saved_without_model=model is None,
     )
+    cache.end_turn()  # the queries of tokens that are not settled are not in the file
     tensors, rows = _tensors_of(cache), cache.arrival.row_profiles
     raw = {name: stored(tensor) for name, tensor in tensors.items()}
     header = SavedCacheHeader(
@@ -59,6 +59,8 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         batch=cache.batch,
         seen_tokens=cache.get_seq_length(),
         prompt_tokens=cache.arrival.prompt_tokens,
+        competed_tokens=tuple(cache.arrival.competed.tolist()),
+        decode_every=cache.decode_every,
         tensor_digest=tensor_digest(raw),
         versions={"torch": str(torch.__version__)},
         notes=dict(notes or {}),

@@ -70,6 +70,10 @@ class Unfinished:
         The last queries of all rows (key None) or of each row.
     following : Tensor or None, (batch, n_query_heads, n, head_dim)
         Queries of tokens that followed a held prompt; which ones, `Followers` says.
+    latest : list of Tensor, each (batch, n_query_heads, n_new_tokens, head_dim)
+        Queries of tokens since anything was evicted, the latest ones; one piece a forward.
+    latest_end : int
+        Column behind the last of them.
     later : dict of Observed
         What scorers noted while the prompt was repeated, by their `later_key`: of all rows, and
         with all columns of the prompt, padding included.
@@ -79,13 +83,27 @@ class Unfinished:
     observed: dict[Part, Observed] = field(default_factory=dict)
     asked: dict[int | None, Asked] = field(default_factory=dict)
     following: Tensor | None = None
+    latest: list[Tensor] = field(default_factory=list)
+    latest_end: int = 0
     later: dict[Hashable, Observed] = field(default_factory=dict)
 
-    def keep_queries(self, tokens: int) -> None:
-        """Hold back no more than so many of the last queries."""
-        for row, held in self.asked.items():
-            if held.places.shape[0] > tokens:
-                self.asked[row] = held.last(tokens)
+    def note_latest(self, queries: Tensor, end: int, rows: int) -> None:
+        """Note the queries of new tokens, which end before a column, and so many of the latest."""
+        first = max(int(queries.shape[2]) - rows, 0)
+        self.latest.append(queries[:, :, first:].clone() if first else queries)
+        self.latest_end = end
+        while sum(int(own.shape[2]) for own in self.latest[1:]) >= rows and len(self.latest) > 1:
+            del self.latest[0]
+
+    def crop(self, end: int) -> None:
+        """Forget the queries of tokens from a column on."""
+        while self.latest and self.latest_end > end:
+            last, gone = self.latest.pop(), self.latest_end - end
+            if (left := int(last.shape[2]) - gone) > 0:
+                self.latest.append(last[:, :, :left])
+                self.latest_end = end
+            else:
+                self.latest_end -= int(last.shape[2])
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
@@ -111,6 +129,7 @@ class Unfinished:
         }
         if self.following is not None:
             self.following = self.following[rows.to(self.following.device)]
+        self.latest = [own[rows.to(own.device)] for own in self.latest]
         self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
 
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:

@@ -149,6 +149,15 @@ class Scorer(Parameterized, ABC):
         return self
 
     @property
+    def again(self) -> Scorer | None:
+        """The one that ranks what is kept of a prompt beside what followed it.
+
+        This by default; None for one that looks beyond the prompt, which gives way to the votes of
+        the latest queries.
+        """
+        return self if self.later is None else None
+
+    @property
     def later_key(self) -> Hashable:
         """What `observe_later` depends on: scorers of equal keys share what one of them noted."""
         return (self.name, *sorted(self.parameters().items()))

@@ -16,6 +16,11 @@ from kvalloc.scorers.pooled import PooledScorer, Reduction
 if TYPE_CHECKING:
     from torch import Tensor
 
+LATEST_VOTES, AHEAD_TOKENS = 128, 8
+"""Latest tokens whose queries vote among what is kept and what followed, and how far behind the
+end they are put: in their own places they look at their neighbours, and at 5 bits in 20% of the
+bytes lose four times as much (SmolLM2-135M: KL .0230 and .0057)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(PooledScorer):
@@ -142,3 +147,24 @@ class Lookahead(PooledScorer):
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of voting queries."""
         return self.votes
+
+
+def latest_votes(*, window: int, rotates: bool) -> Lookahead:
+    """Return the votes of the latest queries, by which what followed a prompt is chosen.
+
+    Parameters
+    ----------
+    window : int
+        Last tokens that are never evicted.
+    rotates : bool
+        Whether the model's queries can be put behind the end.
+    """
+    return Lookahead(
+        tokens=0,
+        window=window,
+        votes=LATEST_VOTES,
+        ahead=AHEAD_TOKENS if rotates else 0,
+        pool=1,
+        row_reduce="max",
+        group_reduce="max",
+    )

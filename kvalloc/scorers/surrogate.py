@@ -12,7 +12,7 @@ from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import known_frequencies, rotate
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.lookahead import Lookahead
+from kvalloc.scorers.lookahead import LATEST_VOTES, Lookahead, latest_votes
 from kvalloc.scorers.parameters import Above0, Count, Positive
 from kvalloc.shape import ModelShape
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _LEAST_NORM = 1e-6
 _BLOCK_TOKENS = 2048
-_AHEAD_TOKENS = 8
 _LOG_RANGE = (-40.0, 40.0)
 """Of what is predicted; its exponential is a float32."""
 
@@ -98,6 +97,11 @@ class Surrogate(Scorer):
             made_by=self.fitted.MADE_BY,
         )
 
+    @property
+    def again(self) -> Surrogate:
+        """The same beside the votes of the latest queries."""
+        return replace(self, votes=LATEST_VOTES)
+
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.
 
@@ -136,15 +140,7 @@ class Surrogate(Scorer):
     @property
     def _voting(self) -> Lookahead:
         """Who computes the largest attention."""
-        return Lookahead(
-            tokens=0,
-            window=self.window,
-            votes=self.votes,
-            ahead=_AHEAD_TOKENS,
-            pool=1,
-            row_reduce="max",
-            group_reduce="max",
-        )
+        return replace(latest_votes(window=self.window, rotates=True), votes=self.votes)
 
     def query_rows(self, n_tokens: int) -> int:
         """Return the number of voting queries."""

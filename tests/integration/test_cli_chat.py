@@ -139,10 +139,10 @@ def test_a_conversation_begins_without_a_document(folder, monkeypatch):
 def test_a_conversation_goes_on_from_a_saved_answer(folder, monkeypatch):
     way = (folder / "chatty", "--max-new-tokens", 4)
     saved = ("--prompt", prose(80), "--save-cache", folder / "said.kv")
-    ran = run("generate", *way, "--budget", "50%", *saved)
+    ran = run("generate", *way, "--budget", "100%", *saved)
     assert f"saved as {folder / 'said.kv'}" in ran.err
     answers = []
-    for begun, typed in ((("--cache", folder / "said.kv"), ""), (("--budget", "50%"), prose(80))):
+    for begun, typed in ((("--cache", folder / "said.kv"), ""), (("--budget", "100%"), prose(80))):
         monkeypatch.setattr(sys, "stdin", Stdin(f"{typed}\n{QUESTIONS[2]}\n"))
         answers.append(
             [row["answer"] for row in run("chat", *way, *begun, "--json").json["answers"]]
@@ -168,6 +168,7 @@ def test_a_terminal_is_asked_until_an_empty_line(folder, monkeypatch):
     assert ran.out == expected
     assert prompts == ["> "] * 4
     assert "empty line or Ctrl-D" in ran.err
+    assert ran.err.count("\ncache: asked for 50.0%") == 2  # what each turn leaves
     assert "no room" in ran.err  # for the long one, and the conversation goes on
 
 
@@ -184,9 +185,9 @@ def test_ctrl_c_ends_one_answer_and_the_conversation_goes_on(folder, monkeypatch
 
     written, calls = answering._written, []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **more):
         calls.append(1)
-        for token in written(*arguments):
+        for token in written(*arguments, **more):
             if len(calls) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             yield token
@@ -211,7 +212,6 @@ def test_ctrl_c_ends_one_answer_and_the_conversation_goes_on(folder, monkeypatch
         ("--question w1 --chat", ["no chat form"]),
         ("--question w1 --max-new-tokens 400", ["tokens to read leave no room", "512"]),
         ("--save-cache none/x.kv", ["none"]),
-        ("--save-cache x.kv --decode-every 4", ["--save-cache", "--decode-every"]),
     ],
 )
 def test_a_document_is_refused(folder, words, said):

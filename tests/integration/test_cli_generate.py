@@ -10,7 +10,7 @@ import pytest
 from cli_tools import Stdin, generate_arguments, prose, refused, refused_with, run
 
 import kvalloc
-from kvalloc.runtime.layer import SPARE
+from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.runtime.policies import policy_names
 
 
@@ -27,7 +27,6 @@ def test_generate_keeps_what_was_granted(models, profiles, folder, name):
     full = run(*arguments[:2], "--budget", "100%", *arguments[4:], "--json").json
     assert full["profile"] is None
     assert full["full_bytes"] == found["full_bytes"] < full["retained_bytes"]  # in float32
-    assert full["prompt_full_bytes"] == found["prompt_full_bytes"]
 
 
 @pytest.mark.parametrize("name", ["tiny", "gemma"])
@@ -37,7 +36,6 @@ def test_both_figures_of_bytes_are_of_the_same_moment(models, name, words, new):
     """With all entries kept it is the plain cache, in float32 larger than one at 16 bits."""
     prompt = ("--prompt", prose(words), "--max-new-tokens", new)
     kept = run("generate", models / name, "--budget", "100%", *prompt, "--json").json
-    assert kept["prompt_retained_bytes"] > kept["prompt_full_bytes"]
     assert kept["retained_bytes"] > kept["full_bytes"]
 
 
@@ -61,10 +59,10 @@ def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way
     told = run(*words).err
     assert f"by default, nothing measured: {way}" in told
     found = run(*words, "--json").json
-    assert f"prompt: asked for 25.0%, {found['share']:.1%} of a cache at 16 bits, " in told
+    assert f"answer: asked for 25.0%, {found['share']:.1%} of a cache at 16 bits, " in told
     assert 0.2 < found["share"] <= 0.25
-    assert found["prompt_retained_bytes"] <= found["granted_bytes"] < found["prompt_full_bytes"]
-    assert found["prompt_retained_bytes"] <= 0.25 * found["prompt_full_bytes"]
+    assert found["granted_bytes"] < found["full_bytes"]
+    assert found["retained_bytes"] <= 0.25 * found["full_bytes"]
 
 
 def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
@@ -75,12 +73,17 @@ def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
     prompts.write_text(json.dumps({"prompt": text, "answer": "w7"}))
     rows = run("eval", models / "tiny", "--budget", "25%", "--prompts", prompts, "--json").json
     loaded = kvalloc.load_model(models / "tiny")
+    caches = []
     with kvalloc.apply(loaded.model, budget="25%") as applied:
-        loaded.model.generate(**loaded.tokenizer(text, return_tensors="pt"), max_new_tokens=20)
-    assert applied.last_cache.share == rows[1]["share_of_16_bits"] == found["share"]
-    share = f"{found['share']:.1%} of a cache at 16 bits"
-    assert share in applied.last_cache.profile.detail
-    assert f"tokens=119, asked for 25.0%, {share}, " in repr(applied.last_cache)
+        for new in (1, 20):
+            loaded.model.generate(**loaded.tokenizer(text, return_tensors="pt"), max_new_tokens=new)
+            caches.append(applied.last_cache)
+    prompt, both = caches
+    assert prompt.share == rows[1]["share_of_16_bits"]
+    assert both.share == found["share"]
+    assert f"{prompt.share:.1%} of a cache at 16 bits" in both.profile.detail
+    share = f"{both.share:.1%} of a cache at 16 bits"
+    assert f"tokens=119, asked for 25.0%, {share}, " in repr(both)
 
 
 @pytest.mark.parametrize(
@@ -92,20 +95,18 @@ def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
         (("--target-retention", "70%"), "retention 0.7 (retention 0.7"),
     ],
 )
-def test_what_is_kept_of_the_prompt_stands_beside_what_was_asked(models, folder, asked, said):
+def test_what_is_kept_stands_beside_what_was_asked(models, folder, asked, said):
     words = ("generate", models / "tiny", *asked, "--prompt-file", folder / "prompt.txt",
              "--max-new-tokens", 6)  # fmt: skip
     found = run(*words, "--json").json
-    assert found["prompt_retained_bytes"] <= found["granted_bytes"] < found["prompt_full_bytes"]
-    assert found["retained_bytes"] > found["prompt_retained_bytes"]  # the answer's entries
+    assert found["retained_bytes"] <= found["granted_bytes"] < found["full_bytes"]
     assert found["requested"]["target"] == asked[0][2:].replace("-", "_").removeprefix("target_")
     assert found["retention"] >= (0.7 if "70%" in asked else 0)
     assert found["decision_seconds"] > 0
     _, kept = run(*words).err.splitlines()
-    assert kept.startswith(f"[cache of the prompt: asked for {said}")
+    assert kept.startswith(f"[cache of prompt and answer: asked for {said}")
     assert f" reached), {found['share']:.1%} of a cache at 16 bits, " in kept
-    stored = found["prompt_retained_bytes"] / found["prompt_full_bytes"]
-    assert found["share"] == pytest.approx(stored)
+    assert found["share"] == pytest.approx(found["retained_bytes"] / found["full_bytes"])
 
 
 def test_a_profile_tells_its_own_share_where_the_prompts_length_gives_another(
@@ -114,7 +115,7 @@ def test_a_profile_tells_its_own_share_where_the_prompts_length_gives_another(
     words = generate_arguments(models, profiles, folder)
     found = run(*words, "--json").json
     assert (found["requested"], found["decision_seconds"]) == (None, None)
-    assert found["prompt_retained_bytes"] == found["granted_bytes"]
+    assert found["retained_bytes"] == found["granted_bytes"]
     assert "tokens, " in run(*words).err.splitlines()[1].partition(" at ")[2]
 
 
@@ -219,27 +220,28 @@ def generate(models, profiles, folder):
 
 
 @pytest.mark.parametrize("name", ["nacl", "merge", "attention_matching", "snapkv", "lookahead"])
-def test_generate_picks_entries_by_the_name_of_a_policy_or_scorer(generate, name):
+def test_generate_picks_entries_by_the_name_of_a_policy_or_scorer(generate, profiles, name):
     longer = ("--max-new-tokens", 20)  # than any of them waits for
     ran = run(*generate("--policy", name, *longer))
     assert ran.code == 0, ran.err
-    plain = run(*generate(*longer))
-    kept = ran.json["prompt_retained_bytes"]
-    assert kept == ran.json["granted_bytes"]
+    seen = ran.json["prompt_tokens"] + ran.json["new_tokens"] - 1
+    entries = int(load_profile(profiles / "tiny.json").budgets_for(seen).sum())
     biases = 4 if name == "attention_matching" else 0  # beside 32 bytes of numbers, 4 of a position
-    assert kept * 36 == plain.json["prompt_retained_bytes"] * (36 + biases)
-    followed = 2 * (ran.json["full_bytes"] - ran.json["prompt_full_bytes"])  # in float32
-    room = ran.json["retained_bytes"] - kept - followed
-    assert 0 <= room <= followed // SPARE
+    assert ran.json["retained_bytes"] == ran.json["granted_bytes"] == entries * (36 + biases)
     is_policy = name in policy_names()
     assert ran.json["policy"] == (name if is_policy else "score")
     assert ran.json["scorer"] == ("xkv" if is_policy else name)
 
 
-def test_an_answer_that_ends_before_the_eviction_says_so(generate):
+def test_an_answer_that_is_shorter_than_what_is_waited_for_ends_within_the_budget(generate):
     ran = run(*generate("--policy", "lookahead", "--max-new-tokens", 5))  # 4 of them are fed
-    assert ran.json["retained_bytes"] == 2 * ran.json["full_bytes"]  # in float32
-    assert "note: nothing is evicted yet: these budgets wait until 4 more tokens have" in ran.err
+    assert (ran.json["retained_bytes"], ran.err) == (ran.json["granted_bytes"], "")
+
+
+def test_a_document_that_waits_for_a_question_says_so(models, profiles, folder):
+    words = generate_arguments(models, profiles, folder)[1:]
+    ran = run("chat", *words, "--policy", "lookahead", "--question", "w3")
+    assert "note: nothing is evicted yet: these budgets wait until 8 more tokens have" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,6 @@ def test_an_answer_that_ends_before_the_eviction_says_so(generate):
         ("--policy nothing", "no policy or scorer 'nothing'; choose from: "),
         ("--policy SnapKV", "no policy or scorer 'SnapKV'; the nearest is 'snapkv'"),
         ("--policy nacl:sed=1", "no option 'sed'; the nearest is 'seed'"),
-        ("--policy reconstruction --decode-every 4", "leave out --decode-every"),
         ("--policy nacl:seed=x", "policy nacl: seed is 'x', expected a valid integer"),
         ("--policy nacl:scorer=xkv", "no option 'scorer'"),
         ("--policy critical:alpha=7", "alpha is 7.0"),

@@ -169,8 +169,8 @@ def prepare(folder: Path, demo: Any) -> dict[str, Any]:
 
 
 def check_readme(names: dict[str, Any], _: str) -> None:
-    cache, tokens = names["applied"].last_cache, names["inputs"]["input_ids"].shape[1]
-    assert cache.share == pytest.approx(cache.profile.share_at(tokens))
+    cache = names["applied"].last_cache
+    assert cache.share == pytest.approx(cache.profile.share_at(cache.get_seq_length()))
     assert 0.19 < cache.share <= 0.2  # with positions and biases
 
 

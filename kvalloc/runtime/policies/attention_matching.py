@@ -122,10 +122,9 @@ class AttentionMatching(Score):
     def _waits(self) -> tuple[FollowingQueries, ...]:
         return (FollowingQueries(tokens=self.following),) if self.following else ()
 
-    @property
-    def again(self) -> AttentionMatching:
-        """Matches the latest tokens' queries alone: of older ones the values have been fitted."""
-        return replace(self, rows=0) if self.following else self
+    def again(self, *, rotates: bool) -> Score:
+        """Return the best scores: fitted to other queries, values that were fitted lose."""
+        return Score(scorer=self._scorer_again(rotates=rotates))
 
     @property
     def holds(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers import Scorer
+from kvalloc.scorers.lookahead import latest_votes
 from kvalloc.scorers.parameters import Parameterized
 
 Rankings: TypeAlias = tuple[Tensor, ...]
@@ -206,10 +207,20 @@ class EvictionPolicy(Parameterized, ABC):
         """Who chooses while the prompt is read, where memory is bounded: see `Scorer.early`."""
         return replace(self, scorer=self.scorer.early)
 
-    @property
-    def again(self) -> EvictionPolicy:
-        """Who goes back to the budgets while tokens are decoded, where it evicts late: itself."""
-        return self
+    def again(self, *, rotates: bool) -> EvictionPolicy:
+        """Return who chooses among what is kept and what followed.
+
+        Parameters
+        ----------
+        rotates : bool
+            Whether the model's queries can be put elsewhere.
+        """
+        return replace(self, scorer=self._scorer_again(rotates=rotates))
+
+    def _scorer_again(self, *, rotates: bool) -> Scorer:
+        """Return `Scorer.again`, or the votes of the latest queries."""
+        own = self.scorer.again
+        return latest_votes(window=self.scorer.window, rotates=rotates) if own is None else own
 
     def reader(self, *, sinks: int, window: int) -> Reader | None:
         """A filter for one cache that leaves entries unread while tokens are decoded.

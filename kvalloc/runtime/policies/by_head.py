@@ -83,6 +83,11 @@ class ByHead(EvictionPolicy):
         early = tuple(policy.early for policy in self.policies)
         return replace(self, scorer=early[0].scorer, policies=early)
 
+    def again(self, *, rotates: bool) -> ByHead:
+        """Return each head's own; see `EvictionPolicy.again`."""
+        again = tuple(policy.again(rotates=rotates) for policy in self.policies)
+        return replace(self, scorer=again[0].scorer, policies=again)
+
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """Those of the policies that some head of the layer has."""
         found: list[Scorer] = []

@@ -103,7 +103,7 @@ def assert_rows_as_alone(
         ({"budget": "20%"}, 3),
         ({"budget": "14%"}, 3),
         ({"budget": "50%"}, 3),
-        ({"budget": "20%", "decode_every": 8}, 2),
+        ({"budget": "20%", "decode_every": 8}, 3),
         ({"budget": "20%", "bounded": True}, 2),
         ({"budget": "20%", "memory": "least"}, 2),
         ({"budget": "100%"}, 1),

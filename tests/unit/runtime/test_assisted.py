@@ -79,7 +79,7 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch, answer: torch.Tensor) -> list[int
 def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, family: str, share: float, bits: int
 ) -> None:
-    """Over a block that is rounded, of drafts that stay and drafts that go."""
+    """Over settlings and what they round, of drafts that stay and drafts that go."""
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     with kvalloc.apply(model, profile_of(tiny, model, share, bits)) as applied:
         expected = generate(model, ids)
@@ -125,8 +125,12 @@ def test_drafts_never_vote(
 def test_assisted_generation_in_the_ways_of_the_default(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, budget: str, memory: str | None
 ) -> None:
-    """And over two turns, of which the second goes on with the first's cache."""
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    """And over two turns, of which the second goes on with the first's cache.
+
+    At 64 bits: two orders of summing then hardly ever round a number the other way, of which each
+    eviction after it would make more.
+    """
+    model, ids = tiny.tiny_model().double(), tiny.prompt(CONTEXT)
     question, turns = tiny.prompt(30, seed=5), []
     with kvalloc.apply(model, budget=budget, memory=memory):
         for options in ({}, LOOKUP):
@@ -137,9 +141,8 @@ def test_assisted_generation_in_the_ways_of_the_default(
             cache = first.past_key_values
             turns += [first, generate(model, longer, past_key_values=cache, **options)]
             turns.append(cache.kept_tokens)
-    bits = 16 if budget == "100%" else 5
-    same(turns[3], turns[0], bits)
-    same(turns[4], turns[1], bits)
+    same(turns[3], turns[0])
+    same(turns[4], turns[1])
     assert (turns[5] == turns[2]).all()
 
 

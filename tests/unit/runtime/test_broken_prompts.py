@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,62 +136,6 @@ def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> Non
             run(model, chunk, new)
     assert torch.equal(run(model, question, cache), run(model, question, new))
     assert cache.retained_bytes == new.retained_bytes < new.full_bytes
-
-
-def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: ModuleType) -> None:
-    """Half of the first chunk is kept and all of the second, where half of both was granted."""
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    half = CONTEXT // 2
-    profile = tiny.make_profile(model, CONTEXT, 0.5)
-    cache = make_cache(model, profile)
-    run(model, ids[:, :half], cache)
-    with pytest.warns(UserWarning, match=rf"prompt_tokens={CONTEXT}\).*cache\.prefill\(\)"):
-        run(model, ids[:, half:], cache)
-    assert cache.retained_bytes >= 1.4 * profile.retained_bytes
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cache.reset()
-        for chunk in ids.split(half, dim=1):  # once for each cache
-            run(model, chunk, cache)
-        question, short = make_cache(model, profile), tiny.prompt(5, seed=1)
-        run(model, ids, question)
-        run(model, short, question)  # a question is not warned of
-        announced = make_cache(model, profile, prompt_tokens=half)
-        run(model, ids[:, :half], announced)
-        run(model, ids[:, half:], announced)
-        opened = make_cache(model, profile)
-        with opened.prefill():
-            run(model, ids[:, :half], opened)
-        run(model, ids[:, half:], opened)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "warned"),
-    [
-        ((10, 40, 40), 1),  # the first is within the budgets: nothing was evicted yet
-        ((45, 20, 20, 5), 2),  # none of those that follow is half the first
-        ((45, 15, 1, 14, 15), None),  # a token was decoded between them
-        ((10, 30), None),  # no more than a prompt of all of them may keep
-    ],
-)
-def test_pieces_that_are_all_kept_are_warned_of_where_they_pass_the_budgets(
-    tiny: ModuleType, pieces: tuple[int, ...], warned: int | None
-) -> None:
-    model, rest = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    cache = make_cache(model, tiny.make_profile(model, CONTEXT, 0.5).replace(length_rule="fixed"))
-    found = []
-    for tokens in pieces:
-        piece, rest = rest[:, :tokens], rest[:, tokens:]
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            run(model, piece, cache)
-        found.append([str(one.message) for one in said])
-    assert [place for place, said in enumerate(found) if said] == [warned] * (warned is not None)
-    if warned is not None:
-        (line,) = found[warned]
-        assert line.startswith(f"the first {pieces[0]} tokens were taken for the whole prompt")
-        granted = cache.profile.budgets_for(sum(pieces[: warned + 1])).sum()
-        assert f"are {granted:,}. If they belong" in line
 
 
 @pytest.mark.parametrize("scores", ["not finite", "too few"])

@@ -14,6 +14,7 @@ import torch
 from prompt_runs import NEW, generate
 
 import kvalloc
+from kvalloc.accounting.stored import bytes_at_16_bits
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
 
 TURN, SHARE = 60, "20%"
@@ -111,3 +112,54 @@ def test_a_turn_of_another_thread_is_refused_until_the_answer_is_written(
     handle.remove()
     assert torch.equal(talk(tiny, model, range(2, 3), text, cache)[0], expected)
     assert text.shape[1] == 2 * (TURN + NEW)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_the_share_holds_at_the_end_of_every_turn(
+    tiny: ModuleType, model: Any, share: float
+) -> None:
+    text, cache, sizes = tiny.prompt(0), None, (60, 7, 150, 1, 40)
+    with kvalloc.apply(model, budget=share):
+        for seed, size in enumerate(sizes):
+            text = torch.cat([text, tiny.prompt(size, seed=seed)], dim=1)
+            out = generate(model, text, past_key_values=cache, return_dict_in_generate=True)
+            text, cache = out.sequences, out.past_key_values
+            shape = cache.profile.shape
+            entry = 2 * shape.head_dim * 2 * shape.n_kv_heads * len(shape.full_layers)
+            stored = bytes_at_16_bits(cache.layers)
+            assert stored <= share * entry * cache.get_seq_length()
+            assert cache.share == stored / (entry * cache.get_seq_length())
+
+
+def test_a_long_answer_stays_within_the_share(tiny: ModuleType, model: Any) -> None:
+    shares: list[float] = []
+    with kvalloc.apply(model, budget=0.3) as applied:
+        hook = model.register_forward_hook(lambda *_: shares.append(applied.last_cache.share))
+        generate(model, tiny.prompt(60), max_new_tokens=700)
+        hook.remove()
+    assert max(shares[400:]) <= 0.3 * 1.5
+    assert applied.last_cache.share <= 0.3 * 1.5
+
+
+def test_memory_is_never_exceeded(tiny: ModuleType, model: Any) -> None:
+    """Read from the storages after every layer of every forward."""
+    limit, text, cache, largest = 160 * 1024, tiny.prompt(0), None, 0
+
+    def read(*_: Any) -> None:
+        nonlocal largest
+        largest = max(largest, applied.last_cache.retained_bytes)
+
+    with kvalloc.apply(model, memory=limit) as applied:
+        for layer in model.model.layers:
+            layer.register_forward_hook(read)
+        for turn in range(12):
+            out = generate(
+                model,
+                said(tiny, text, turn),
+                past_key_values=cache,
+                return_dict_in_generate=True,
+            )
+            text, cache = out.sequences, out.past_key_values
+            assert largest <= limit, turn
+    assert largest > limit / 2
+    assert cache is applied.last_cache

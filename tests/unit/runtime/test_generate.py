@@ -116,7 +116,8 @@ def test_apply_reads_a_generation_config_that_comes_by_its_place(tiny: ModuleTyp
     with kvalloc.apply(model, profile) as applied:
         model.generate(ids, chunked)
         assert applied.last_cache is not None
-        assert (applied.last_cache.kept_tokens == profile.budgets + NEW - 1).all()
+        expected = profile.budgets_for(CONTEXT + NEW - 1)
+        assert (applied.last_cache.kept_tokens == expected).all()
         with pytest.raises(UnsupportedRequestError, match="cannot be offloaded"):
             model.generate(ids, GenerationConfig(cache_implementation="offloaded"))
 

@@ -162,7 +162,7 @@ OLDER = ("0.keys", "0.values")
         (
             "ragged",
             numbers("lengths", set_at(..., 50_000_000)),
-            "0.bits_16.lengths is from 50000000 to 50000000, expected from 0 to 300",
+            "0.bits_16.lengths is from 50000000 to 50000000, expected from 0 to 303",
         ),
         ("ragged", cut(KEPT, np.s_[:0]), "0.bits_16.kept_keys is float16 of 0 x 16"),
         ("ragged", cut(KEPT, np.s_[:1]), "0.bits_16.kept_keys is float16 of 1 x 16"),
@@ -175,10 +175,10 @@ OLDER = ("0.keys", "0.values")
         (
             "ragged",
             cut((KEPT[0], OLDER[0]), np.s_[..., :-1, :]),
-            "0.keys is float32 of 1 x 2 x 3 x 15",
+            "0.keys is float32 of 1 x 2 x 0 x 15",
         ),
         ("even", numbers("kept_positions", twice), "0.bits_16.kept_positions"),
-        ("whole", many_rows, "batch is 1099511627776, expected an entry for each row and head"),
+        ("whole", many_rows, "competed_tokens is 1, expected one for each of 1099511627776 rows"),
         ("packed", cut((B4 + "key_scales",), np.s_[:1]), "0.bits_4.key_scales is float16 of 1 x 2"),
         ("whole", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 302 tokens, expected all 303"),
         ("whole", more_seen, "0.keys is of 303 tokens, expected all 304"),

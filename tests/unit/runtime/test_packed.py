@@ -17,9 +17,10 @@ from runtime_oracle import rounded
 
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
+from kvalloc.runtime.following import Tail
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.quantization import rotated
 
 BATCH, HEADS = 2, 3
@@ -152,6 +153,7 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
         stored_bytes = head_bytes(one.lengths, widths[None], shape, biased=biased)
         assert stored_in(one) == int(stored_bytes.sum())
     padded, half = more.padded_positions(), dtype == torch.float32
+    *in_places, biases = more.padded()
     for row, head in np.ndindex(*table.shape):
         new, width = kept[row, head].nonzero()[:, 0], bits[head]
         own_keys, own_values, bias = stored[row, head]
@@ -179,6 +181,12 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
             for ours, theirs in zip(found, loop, strict=True):
                 assert np.array_equal(ours, theirs)
         assert padded[row, head].tolist() == [*places, *[-1] * (padded.shape[2] - len(places))]
+        piece, own = more.piece(row, head), [each[row, head] for each in in_places]
+        for found, expected in zip(own, (piece.keys, piece.values, piece.positions), strict=True):
+            assert torch.equal(found[: len(places)], expected)
+        assert (own[2][len(places) :] == NO_COLUMN).all()
+        assert (biases is None) == (bias is None)
+        assert bias is None or torch.equal(biases[row, head, : len(places)], piece.bias)
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 60), (5, 75), (4, 65), (3, 90)])
@@ -188,15 +196,24 @@ def test_what_followed_is_packed_in_few_launches_and_no_wait(
 ) -> None:
     """However many rows and heads there are; a wait for the fake device raises.
 
-    Views launch nothing. At 5 and 3 bits codes are regrouped, at 3 values are turned.
+    Views launch nothing. At 5 and 3 bits codes are regrouped, at 3 values are turned. What is kept
+    is read back in front of what competes behind it.
     """
     counts = np.random.default_rng(0).integers(100, 300, (size, size))
     stored = stored_of(counts, (64, 64), torch.bfloat16, biased=False, device="meta")
     layer, launches = BudgetLayer(), Launches()
+    new = torch.empty(2, size, size, 64, 64, dtype=torch.bfloat16, device="meta")
+    columns = torch.arange(300, 364, dtype=torch.int32, device="meta")
+    every = torch.ones(size, size, 64, dtype=torch.bool)
     with launches:
-        layer.update(*torch.empty(2, size, size, 128, 64, dtype=torch.bfloat16, device="meta"))
-        layer.keep(packed_of(stored, counts, [bits] * size), 128)
+        layer.update(*new)
+        layer.keep(packed_of(stored, counts, [bits] * size), 64)
         launches.counts.clear()
-        layer.pack_following(torch.ones(size, 128, dtype=torch.bool))
-    assert layer.packed_following == 64
+        tail = Tail(layer)
+        assert tail.all_but(0)[0].shape[2] == counts.max() + 64
+        assert launches.counts.total() <= most
+        launches.counts.clear()
+        tail.layer.add(KeptEntries.of(*new, columns, every, counts * 0 + 64))
+    assert (layer.entries.lengths == counts + 64).all()
+    assert layer.dense_tokens == 0
     assert launches.counts.total() <= most

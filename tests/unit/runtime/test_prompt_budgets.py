@@ -49,6 +49,7 @@ def test_a_target_is_what_profile_and_solve_give_the_prompt(
     expected = kvalloc.solve(scores_of(model, ids[0]), target_retention=0.7, level=level)
     by_hand = make_cache(model, expected)
     answer = generate(model, ids, past_key_values=by_hand)
+    by_hand.end_turn()
     with kvalloc.apply(model, target_retention=0.7, level=level, **TARGET) as applying:
         assert torch.equal(generate(model, ids), answer)
     cache = applying.last_cache

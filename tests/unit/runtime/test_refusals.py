@@ -70,48 +70,42 @@ def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
 
 @pytest.mark.parametrize("how", ["keyword", "config", "the model's config"])
 @pytest.mark.parametrize("mask", [None, torch.arange(CONTEXT)[None] > 3])
-def test_chunks_of_a_generate_that_has_not_announced_them_are_refused(
+def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen(
     tiny: ModuleType, model: Any, mask: Any, how: str
 ) -> None:
-    """With padding, too: then it is a view of the mask that tells, with transformers 5.2 always."""
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    """They are turns; where the cache knows the prompt's length, chunks of it are one prompt."""
+    profile, seen = tiny.make_profile(model, CONTEXT, 0.3), []
     ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "do_sample": False}
-    cache, chunks = make_cache(model, profile), {"prefill_chunk_size": 25}
+    chunks = {"prefill_chunk_size": 25}
     settings |= {"attention_mask": None if mask is None else mask.long()}
     if how == "config":
         chunks = {"generation_config": GenerationConfig(**chunks)}
     elif how == "the model's config":
         model.generation_config.prefill_chunk_size = chunks.pop("prefill_chunk_size")
-    with pytest.raises(UnsupportedRequestError, match=f"in chunks.*prompt_tokens={CONTEXT}"):
+
+    def granted(columns: int) -> Any:
+        hidden = 0 if mask is None else int((~mask).sum())
+        least = profile.policy.protected_tokens
+        return np.maximum(profile.budgets_for(columns - hidden), least)
+
+    cache = make_cache(model, profile, decode_every=25)
+    with model.register_forward_pre_hook(lambda *_: seen.append(cache.kept_tokens)):
         model.generate(ids, past_key_values=cache, **chunks, **settings)
-    assert cache.get_seq_length() in (0, 25)
+    # chunks of 25, 25 and 10 tokens, and one that was decoded
+    expected = [0, granted(25), granted(50), granted(50) + 10]
+    assert all((own == most).all() for own, most in zip(seen, expected, strict=True))
+    cache.end_turn()
+    assert (cache.kept_tokens == granted(CONTEXT + 1)).all()
     announced = make_cache(model, profile, prompt_tokens=CONTEXT)
     model.generate(ids, past_key_values=announced, **chunks, **settings)
+    assert (announced.kept_tokens == granted(CONTEXT) + 1).all()
     with kvalloc.apply(model, profile) as applied:
         model.generate(ids, **chunks, **settings)
-    assert applied.last_cache is not None
-    expected = profile.budgets_for(CONTEXT if mask is None else int(mask.sum())) + 1
-    assert (announced.kept_tokens == expected).all()
-    assert (applied.last_cache.kept_tokens == expected).all()
-
-
-def test_prompts_in_one_piece_and_slices_of_a_text_are_no_chunks(
-    tiny: ModuleType, model: Any
-) -> None:
-    profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT + 9)
-    mask, chunk = torch.ones_like(ids), {"prefill_chunk_size": CONTEXT}
-    part, more = ids[:, :CONTEXT], ids[:, CONTEXT:]
-    for options in ({}, chunk):
-        cache = make_cache(model, profile)
-        own = {"attention_mask": mask[:, :CONTEXT], "past_key_values": cache, **options}
-        model.generate(part, max_new_tokens=1, **own)
-        with torch.no_grad():
-            model(more, attention_mask=mask, past_key_values=cache)
-        assert (cache.kept_tokens == profile.budgets + 9).all()
+    assert (applied.last_cache.kept_tokens == granted(CONTEXT + 1)).all()
     inside = make_cache(model, profile)
     with inside.prefill():
-        model.generate(part, past_key_values=inside, max_new_tokens=1, prefill_chunk_size=25)
-    assert (inside.kept_tokens == profile.budgets).all()
+        model.generate(ids, past_key_values=inside, **chunks, **settings | {"max_new_tokens": 1})
+    assert (inside.kept_tokens == granted(CONTEXT)).all()
 
 
 # The table, row by row
@@ -191,16 +185,6 @@ def compiled_later(at: At) -> None:
     finally:
         forward(at, cache)
         assert cache.reduced
-
-
-def padded_while_decoding(at: At, scorer: str) -> None:
-    """Where the prompt is held it is evicted at once, by no vote of what follows."""
-    cache = read(at, 2, scorer=scorer, decode_every=4)
-    cache.evict()
-    assert (cache.kept_tokens == cache.profile.budgets).all()
-    mask = torch.ones(2, CONTEXT + 3, dtype=torch.long)
-    mask[0, CONTEXT] = 0
-    forward(at, cache, input_ids=at.tiny.prompt(3, 2), attention_mask=mask)
 
 
 def beside(at: At, other: Any, scorer: str = "xkv", **options: Any) -> None:
@@ -393,14 +377,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "layers 2-3 keep the same entries, but heads have different policies",
     ),
     "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
-    "repeats_while_decoding": (
-        partial(of_scorer, scorer="reconstruction", decode_every=4),
-        "the scorer reconstruction lets the model repeat.*leave out decode_every",
-    ),
-    "adds_up_while_decoding": (
-        lambda at: made(at, of_heads(at), decode_every=4),
-        "heads have different policies, of which one adds up",
-    ),
     "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
     "bounded_shared": (
         lambda at: make_cache(at.model, shared(at), bounded=True),
@@ -423,10 +399,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "say how long the prompt is.*prompt_tokens",
     ),
     "drafts_slide_out": (of_the_oldest, "takes back no drafts from sliding-window layers"),
-    "drafts_while_decoding": (
-        lambda at: read(at, decode_every=4).activate_past_recording(),
-        "leave out assistance or decode_every",
-    ),
     "drafts_read_all": (
         lambda at: read(at, policy="mpcache").activate_past_recording(),
         "the policy mpcache leaves entries unread",
@@ -434,13 +406,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "offloaded": (lambda at: read(at).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
     "compiled": (partial(configured, compile_config=CompileConfig()), r"without torch\.compile"),
-    "chunk_size": (
-        lambda at: (
-            setattr(at.model.generation_config, "prefill_chunk_size", 16),
-            made(at),
-        ),
-        "in chunks of 16 tokens.*prompt_tokens=",
-    ),
     "unused": (partial(forward, use_cache=False), "use_cache=False"),
     "weights": (partial(forward, output_attentions=True), "output_attentions=True"),
     "no_tokens": (partial(forward, input_ids=None), "neither input_ids nor inputs_embeds"),
@@ -449,12 +414,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "other_batch": (
         lambda at: forward(at, read(at, 2), input_ids=at.tiny.prompt(1, 3)),
         "a batch of 2, but this input has one of 3",
-    ),
-    "unannounced_chunk": (
-        lambda at: at.model.generate(
-            at.tiny.prompt(CONTEXT), past_key_values=made(at), prefill_chunk_size=25
-        ),
-        f"prompt_tokens={CONTEXT}",
     ),
     "merges_chunks": (
         lambda at: forward(
@@ -466,10 +425,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "adds_up_chunks": (adding_up, "prompts in one piece only"),
     "reads_unevenly": (uneven, "policy mpcache leaves entries unread"),
-    "crop_while_decoding": (
-        lambda at: read(at, decode_every=4).crop(-1),
-        "keeps its budget while decoding",
-    ),
     "crop_amid_prompt": (crop_a_part, "before the prompt is complete"),
     "crop_into_held": (
         lambda at: read(at, scorer="lookahead").crop(-1),
@@ -490,10 +445,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "saved_in_groups": (
         lambda at: GroupedCache([((0,), made(at))]).save("c.kv"),
         "kept in 1 different ways",
-    ),
-    "saved_while_decoding": (
-        lambda at: read(at, decode_every=4).save("c.kv"),
-        "make one without decode_every",
     ),
     "saved_without_model": (without_its_model, "while its model is loaded"),
     "decided_in_file": (lambda at: loading._decided_before(at.model, []), "not in the file"),
@@ -573,10 +524,6 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
     *(
         ("no_decode_every", partial(made, decode_every=wrong), "decode_every")
         for wrong in (-1, True, 2.5)
-    ),
-    *(
-        (UnsupportedRequestError, partial(padded_while_decoding, scorer=scorer), "padding")
-        for scorer in ("xkv", "lookahead")
     ),
     (
         UnsupportedRequestError,

@@ -50,8 +50,29 @@ def test_a_loaded_cache_answers_as_the_saved_one(
         question = tiny.prompt(tokens, 2, seed=tokens)
         assert torch.equal(run(model, question, loaded), run(model, question, cache))
     if family == "llama":
-        loaded.crop(-9)
-        assert loaded.get_seq_length() == CONTEXT
+        loaded.crop(-6)
+        assert loaded.get_seq_length() == CONTEXT + 3
+
+
+@pytest.mark.parametrize("every", [None, 20])
+@pytest.mark.parametrize("scorer", ["xkv", "lookahead"])
+def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(
+    tiny: ModuleType, tmp_path: Path, scorer: str, every: int | None
+) -> None:
+    """Saved between two turns of which the later ones let all that is kept compete again."""
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.5, scorer=scorer)
+    cache = kvalloc.make_cache(model, profile, decode_every=every)
+    for tokens in (CONTEXT, 30):
+        run(model, tiny.prompt(tokens, 2), cache)
+    cache.evict()
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    for turn, tokens in enumerate((30, 10, 15, 70)):
+        question = tiny.prompt(tokens, 2, seed=turn)
+        assert torch.equal(run(model, question, loaded), run(model, question, cache))
+        assert tiny.same_kept(loaded, cache)
+        assert (loaded.kept_tokens == cache.kept_tokens).all()
 
 
 def test_one_file_serves_several_questions(tiny: ModuleType, tmp_path: Path) -> None:
@@ -91,6 +112,7 @@ EDITS: list[tuple[Any, str]] = [
     (lambda header, tensors: header.pop("versions"), "versions is missing"),
     (lambda header, tensors: header.update(schema_version=99), "schema_version is 99"),
     (lambda header, tensors: header.update(seen_tokens=151), "digest of the content"),
+    (lambda header, tensors: header.update(decode_every=0), "decode_every is 0"),
     (lambda header, tensors: header.update(batch="1"), "batch is 1, expected a valid integer"),
     (lambda header, tensors: header.update(row_profiles=[]), "expected one for each of 1 rows"),
     (lambda header, tensors: header.update(notes=[]), "notes"),

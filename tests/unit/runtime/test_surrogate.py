@@ -64,9 +64,9 @@ def test_an_entry_scores_the_same_at_any_time(
         return compute(states.mask)
 
     def score(self: Surrogate, states: AttentionStates, *, sinks: int) -> torch.Tensor:
-        found = OWN_SCORE(self, states, sinks=sinks)
-        looks.extend([(states, found)] if states.layer == 0 else [])
-        return found
+        if states.layer == 0:  # what is predicted, without votes
+            looks.append((states, OWN_SCORE(replace(self, votes=0), states, sinks=sinks)))
+        return OWN_SCORE(self, states, sinks=sinks)
 
     with torch.no_grad(), intercept_attention(model, watch):
         model(ids, attention_mask=mask, position_ids=places, use_cache=False)
