@@ -201,9 +201,8 @@ class Eviction:
             chosen = (_behind(choice, layer.front) for choice in chosen)
         entries = _collected(targets - layer.front, chosen)
         layer.keep_numbers(entries, self.bits.get(states.layer), self.following)
-        latest, end = layer.unfinished.latest, layer.unfinished.latest_end
-        layer.unfinished = after if self.remember else Unfinished()
-        layer.unfinished.latest, layer.unfinished.latest_end = latest, end
+        latest, layer.unfinished = layer.unfinished.latest, after if self.remember else Unfinished()
+        layer.unfinished.latest = latest
 
     def _grain(self, layer: BudgetLayer | Tail) -> int:
         if layer.reduced and not layer.even:

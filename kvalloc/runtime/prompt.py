@@ -39,7 +39,7 @@ from kvalloc.runtime.repetition import (
     repeat_prompt,
 )
 from kvalloc.runtime.selection import handed_out
-from kvalloc.runtime.unfinished import Unfinished
+from kvalloc.runtime.unfinished import Latest, Unfinished
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
@@ -408,7 +408,7 @@ class Prompt:
         end = self._n_seen
         self.arrival.crop(end)
         for layer in self._budget_layers:
-            layer.unfinished.crop(end)
+            layer.unfinished.latest.crop(end)
         if self._followers is not None:
             self._followers, order = self._followers.before(end)
             for layer in self._budget_layers:
@@ -754,7 +754,7 @@ class Prompt:
         """Nothing more of the prompt alone goes."""
         for layer in self._budget_layers:
             own = layer.unfinished
-            layer.unfinished = Unfinished(latest=own.latest, latest_end=own.latest_end)
+            layer.unfinished = Unfinished(latest=own.latest)
             if self._goes_on_observing:
                 layer.unfinished.grain, layer.unfinished.observed = own.grain, own.observed
         self.arrival.settled = columns = self.arrival.prompt_tokens or 0
@@ -777,7 +777,7 @@ class Prompt:
         every = who.observes or self.given is not None  # drafts may be taken back
         every |= step.new_visible is not None  # rows end in different columns
         rows = end if every else who.query_rows(step.seen)
-        layer.unfinished.note_latest(states.queries.detach(), end, rows)
+        layer.unfinished.latest.add(states.queries.detach(), end, rows)
 
     @torch.no_grad()
     def settle_following(self) -> None:
@@ -785,7 +785,7 @@ class Prompt:
         if self.plan.every is None or self._followers is not None or not self.arrival.complete:
             return
         seen, policy = self._n_seen, self.profile.policy
-        noted = all(layer.unfinished.latest for layer in self._budget_layers)
+        noted = all(layer.unfinished.latest.pieces for layer in self._budget_layers)
         if seen == self.arrival.settled or not noted:
             return
         batch = self._layers[0].keys.shape[0]
@@ -810,7 +810,7 @@ class Prompt:
         with self._half_way():
             self._settle_rows(followed, settling, [own for own in every.items() if len(own[1])])
         for layer in self._budget_layers:
-            layer.unfinished.latest.clear()
+            layer.unfinished.latest = Latest()
         self.arrival.settled = seen
         self.arrival.competed = np.where(settling.new_alone, competed, tokens)
 
@@ -975,8 +975,8 @@ class Prompt:
         """What a layer has to choose from, and the latest queries where it has noted them."""
         seen = self._seen[index]
         queries = seen.queries.expand(layer.batch, -1, -1, -1)
-        if layer.unfinished.latest and not eviction.late:
-            queries = torch.cat(layer.unfinished.latest, dim=2)
+        if layer.unfinished.latest.pieces and not eviction.late:
+            queries = layer.unfinished.latest.queries
         keys, values = layer.all_but(eviction.following)
         return replace(seen, queries=queries, keys=keys, values=values)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalloc.models.attention import Observed
 
-__all__ = ["Asked", "Part", "Unfinished", "part_of", "parts"]
+__all__ = ["Asked", "Latest", "Part", "Unfinished", "part_of", "parts"]
 
 #: A row and a KV head of a layer; None stands for all of them.
 Part: TypeAlias = tuple[int | None, int | None]
@@ -57,6 +57,51 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True)
+class Latest:
+    """The latest queries of tokens that came one forward after the other.
+
+    Attributes
+    ----------
+    pieces : list of Tensor, each (batch, n_query_heads, n_new_tokens, head_dim)
+        One a forward.
+    tokens : int
+        How many these are.
+    end : int
+        Column behind the last of them.
+    """
+
+    pieces: list[Tensor] = field(default_factory=list)
+    tokens: int = 0
+    end: int = 0
+
+    def add(self, queries: Tensor, end: int, most: int) -> None:
+        """Add queries that end before a column, and forget what is not among so many."""
+        first = max(int(queries.shape[2]) - most, 0)
+        self.pieces.append(queries[:, :, first:].clone() if first else queries)
+        self.tokens, self.end = self.tokens + int(queries.shape[2]) - first, end
+        while (left := self.tokens - int(self.pieces[0].shape[2])) >= most and len(self.pieces) > 1:
+            del self.pieces[0]
+            self.tokens = left
+
+    def crop(self, end: int) -> None:
+        """Forget those from a column on."""
+        gone, self.end = max(self.end - end, 0), min(self.end, end)
+        left = max(self.tokens - gone, 0)
+        if left < self.tokens:
+            self.pieces, self.tokens = [self.queries[:, :, :left]], left
+
+    def rows(self, rows: Tensor) -> Latest:
+        """Return those of these rows."""
+        pieces = [own[rows.to(own.device)] for own in self.pieces]
+        return Latest(pieces, self.tokens, self.end)
+
+    @property
+    def queries(self) -> Tensor:
+        """All of them, (batch, n_query_heads, tokens, head_dim)."""
+        return torch.cat(self.pieces, dim=2)
+
+
+@dataclass(slots=True)
 class Unfinished:
     """Notes of one layer about the chunks of a prompt so far.
 
@@ -70,10 +115,8 @@ class Unfinished:
         The last queries of all rows (key None) or of each row.
     following : Tensor or None, (batch, n_query_heads, n, head_dim)
         Queries of tokens that followed a held prompt; which ones, `Followers` says.
-    latest : list of Tensor, each (batch, n_query_heads, n_new_tokens, head_dim)
-        Queries of tokens since anything was evicted, the latest ones; one piece a forward.
-    latest_end : int
-        Column behind the last of them.
+    latest : Latest
+        Queries of tokens since anything was evicted.
     later : dict of Observed
         What scorers noted while the prompt was repeated, by their `later_key`: of all rows, and
         with all columns of the prompt, padding included.
@@ -83,27 +126,8 @@ class Unfinished:
     observed: dict[Part, Observed] = field(default_factory=dict)
     asked: dict[int | None, Asked] = field(default_factory=dict)
     following: Tensor | None = None
-    latest: list[Tensor] = field(default_factory=list)
-    latest_end: int = 0
+    latest: Latest = field(default_factory=Latest)
     later: dict[Hashable, Observed] = field(default_factory=dict)
-
-    def note_latest(self, queries: Tensor, end: int, rows: int) -> None:
-        """Note the queries of new tokens, which end before a column, and so many of the latest."""
-        first = max(int(queries.shape[2]) - rows, 0)
-        self.latest.append(queries[:, :, first:].clone() if first else queries)
-        self.latest_end = end
-        while sum(int(own.shape[2]) for own in self.latest[1:]) >= rows and len(self.latest) > 1:
-            del self.latest[0]
-
-    def crop(self, end: int) -> None:
-        """Forget the queries of tokens from a column on."""
-        while self.latest and self.latest_end > end:
-            last, gone = self.latest.pop(), self.latest_end - end
-            if (left := int(last.shape[2]) - gone) > 0:
-                self.latest.append(last[:, :, :left])
-                self.latest_end = end
-            else:
-                self.latest_end -= int(last.shape[2])
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
@@ -129,7 +153,7 @@ class Unfinished:
         }
         if self.following is not None:
             self.following = self.following[rows.to(self.following.device)]
-        self.latest = [own[rows.to(own.device)] for own in self.latest]
+        self.latest = self.latest.rows(rows)
         self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
 
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:

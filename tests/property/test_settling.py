@@ -47,7 +47,7 @@ def test_targets_are_within_the_room_and_the_newest_window_stays(data: st.DataOb
         return Settling.of(
             layers,
             shared=shared,
-            all_compete=all_compete, 
+            all_compete=all_compete,
             window=window,
             protected=SINKS + window,
         )
