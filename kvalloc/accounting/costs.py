@@ -5,6 +5,7 @@ That is bytes stored, bytes read for each generated token, or bytes communicated
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -208,6 +209,50 @@ def entries_in_share(
     most = bytes_in_share(share, tokens * shape.bytes_per_entry * int(heads.sum()))
     entries = int(np.searchsorted(needed, most, side="right")) - 1
     return tokens if entries < min(least, tokens) else entries
+
+
+def within_bytes(
+    budgets: IntArray,
+    most: int,
+    bits: npt.ArrayLike,
+    shape: ModelShape,
+    *,
+    least: int,
+    biased: bool = False,
+) -> IntArray:
+    """Return budgets of KV heads, all made smaller by one factor until they fit in so many bytes.
+
+    Parameters
+    ----------
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+    most : int
+        Bytes that they may take, as `head_bytes` counts.
+    bits : array_like of int
+        Width of each KV head; broadcast against ``budgets``.
+    shape : ModelShape
+    least : int
+        Sinks and window, which no head goes below, whatever they take.
+    biased : bool
+        Whether entries have a logit bias.
+
+    Examples
+    --------
+    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
+    ...                    dtype_bytes=2, layer_types=("full",))
+    >>> within_bytes(np.array([[100, 300]]), 52_000, 16, shape, least=12).tolist()
+    [[50, 150]]
+    """
+    floor = np.minimum(budgets, least)
+
+    def scaled(part: int) -> IntArray:
+        return np.maximum(budgets * part // whole, floor)
+
+    def fits(part: int) -> bool:
+        return int(head_bytes(scaled(part), bits, shape, biased=biased).sum()) <= most
+
+    whole = max(int(budgets.max(initial=1)), 1)
+    part = bisect.bisect_left(range(whole), True, key=lambda part: not fits(part + 1))
+    return scaled(part)
 
 
 def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:

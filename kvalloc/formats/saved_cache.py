@@ -133,6 +133,9 @@ class SavedCacheHeader(FileRecord):
     decode_every: int | None = Field(default=None, ge=1)
     """Tokens after which what followed competes; None for the default."""
 
+    memory: int | None = Field(default=None, ge=1)
+    """Bytes that the cache never exceeds, however long a conversation grows; None for any."""
+
     tensor_digest: str
     """Digest of all tensors."""
 

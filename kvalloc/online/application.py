@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequest
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import decoder_of
+from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
@@ -26,8 +27,8 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.refusals import check_generate, is_assisted, setting, warn_of_plain
-from kvalloc.units import keywords_of
+from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, setting, warn_of_plain
+from kvalloc.units import keywords_of, parse_bytes
 
 __all__ = ["Applied", "apply"]
 
@@ -130,6 +131,8 @@ def cache_maker(
     KVAllocError
         If the profile cannot be read, or the target is none.
     """
+    if (memory := keywords.get("memory")) is not None:
+        options = replace(options, memory=parse_bytes(memory))
     if profile is None:
         if Default.is_asked(policy=options.policy, **keywords):
             return Default.parse(options=options, **keywords).cache
@@ -293,15 +296,42 @@ def _reduced(
                 name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
                 cache.decide({name: ids, "attention_mask": mask})
             kwargs["past_key_values"] = applied.last_cache = cache
-        if isinstance(cache, BudgetCache) and ids is not None and is_assisted(model, arguments):
-            cache.activate_past_recording(int(ids.shape[1]))
+        if isinstance(cache, BudgetCache) and ids is not None:
+            _check_turn(cache, model, ids)
+            if is_assisted(model, arguments):
+                cache.activate_past_recording(int(ids.shape[1]))
         output = generate(*args, **kwargs)
         if isinstance(cache, BudgetCache):
             cache.end_turn()
+            cache.read_ids = getattr(output, "sequences", output)
         return output
 
     setattr(reduced_generate, _APPLIED, applied)
     return reduced_generate
+
+
+def _check_turn(cache: BudgetCache, model: Any, ids: Tensor) -> None:
+    """Refuse a turn whose tokens do not go on from those that the cache has seen.
+
+    Parameters
+    ----------
+    cache : BudgetCache
+    model : transformers.PreTrainedModel
+    ids : Tensor
+        The whole text so far, (rows, tokens), or its embeddings, which are not compared.
+    """
+    seen, tokens, limit = cache.get_seq_length(), int(ids.shape[1]), context_limit(model)
+    if not seen or ids.ndim > 2:
+        return
+    before = cache.read_ids
+    if before is not None and before.shape[0] == ids.shape[0]:
+        shared = min(seen, tokens, before.shape[1])
+        differs = (before[:, :shared] != ids[:, :shared].to(before.device)).any(dim=0).nonzero()
+        refuse(other_tokens=len(differs) and (int(differs[0]), seen))
+    refuse(
+        turn_of_nothing=tokens <= seen and (tokens, seen),
+        turn_beyond=limit is not None and tokens > limit and (seen, tokens - seen, limit),
+    )
 
 
 def _named(

@@ -19,6 +19,7 @@ from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.models.structure import context_limit
 from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.attention.backends import attend
@@ -58,12 +59,13 @@ class BudgetCache(Cache, hooks.HookedCache):
     """
 
     layers: list[Any]  # each with keys: `make_layers` refuses others
+    _ahead = False  # while pieces of a forward run, all but the last
+    read_ids: Tensor | None = None  # what `generate` read and wrote, where that is known
 
     def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
         super().__init__(layers=layers)
         self._prompt = Prompt(plan, self.layers, arrival)
         self.decoder = plan.decoder
-        self._ahead = False  # while pieces of a forward run, all but the last
         self._before: list[BudgetCache] = []  # copies from before what drafts made due
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self._mask_function: MaskFunction | None = None
@@ -101,6 +103,11 @@ class BudgetCache(Cache, hooks.HookedCache):
     def decode_every(self) -> int | None:
         """Tokens after which what followed competes; None where nothing is reduced."""
         return self._prompt.plan.every
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that it never exceeds, however long a conversation grows; None for any."""
+        return self._prompt.plan.memory
 
     @property
     def arrival(self) -> Arrival:
@@ -307,7 +314,9 @@ class BudgetCache(Cache, hooks.HookedCache):
     def ahead(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> tuple[list[Any], Mapping[str, Any]]:
-        """Run the pieces of a forward with drafts, all but the last.
+        """Run the pieces of a forward, all but the last.
+
+        It is cut where it has drafts, and where the memory does not take it whole.
 
         Returns
         -------
@@ -317,18 +326,23 @@ class BudgetCache(Cache, hooks.HookedCache):
             Arguments of the last piece.
         """
         prompt, outputs = self._prompt, list[Any]()
-        if prompt.given is None or self._ahead:
+        if self._ahead:
             return outputs, arguments
         seen, (_, new_tokens) = self.get_seq_length(), refusals.new_tokens_shape(arguments)
-        arguments = unread(arguments, seen, new_tokens)
-        end = seen + refusals.new_tokens_shape(arguments)[1]
-        self._take()
+        if prompt.given is None:
+            cuts = self._cuts_for_memory(seen + new_tokens)
+        else:
+            arguments = unread(arguments, seen, new_tokens)
+            self._take()
+            cuts = prompt.cuts(seen + refusals.new_tokens_shape(arguments)[1])
         self._ahead = True
         try:
-            for column in prompt.cuts(end):
+            for column in cuts:
                 new = column - self.get_seq_length()
                 outputs.append(decoder(**part(arguments, slice(new), column)))
                 arguments = part(arguments, slice(new, None))
+                if prompt.given is None:
+                    continue
                 if column > prompt.given:
                     shared = {id(tensor): tensor for tensor in self._tensors()}
                     self._before.append(copy.deepcopy(self, {**shared, id(self._before): []}))
@@ -336,6 +350,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         finally:
             self._ahead = False
         return outputs, arguments
+
+    def _cuts_for_memory(self, end: int) -> list[int]:
+        return self._prompt.cuts_for_memory(end)
 
     def _take(self) -> None:
         """Nothing that is there is taken back any more: let go of what was kept for that."""
@@ -362,6 +379,13 @@ class BudgetCache(Cache, hooks.HookedCache):
         if prompt.interrupted is not None:
             raise UnsupportedRequestError(prompt.interrupted)
         mask_function = refusals.check_forward(decoder, arguments, self.batch)
+        seen, limit = self.get_seq_length(), context_limit(decoder)
+        _, new = refusals.new_tokens_shape(arguments)
+        beyond = seen and new > 1 and limit is not None and seen + new > limit
+        refusals.refuse(
+            turn_of_nothing=not new and (seen, seen),
+            turn_beyond=beyond and (seen, new, limit),
+        )
         mask = arguments.get("attention_mask")
         if prompt.given is not None and self.prompt_complete:
             for layer in self.layers:

@@ -187,6 +187,10 @@ class GroupedCache(BudgetCache):
         every = [shown.new_ones(len(own), shown.shape[1]) if m is None else m for m, own in each]
         return {"attention_mask": self._joined(every)}
 
+    @override
+    def _cuts_for_memory(self, end: int) -> list[int]:
+        return sorted({cut for cache in self._caches for cut in cache._cuts_for_memory(end)})
+
     def _of(self, arguments: Mapping[str, Any], place: slice | Tensor) -> dict[str, Any]:
         """Arguments of a forward for the rows of one group."""
         own, batch = dict(arguments), len(self._order)

@@ -64,7 +64,11 @@ def filled_cache(
     """`load_cache` of a file that was read, and so checked, already."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
-    options = CacheOptions(allow_other_model=allow_other_model, decode_every=header.decode_every)
+    options = CacheOptions(
+        allow_other_model=allow_other_model,
+        decode_every=header.decode_every,
+        memory=header.memory,
+    )
     cache = build_cache(model, header.profile, options, decide=decide)
     devices = _devices(model, len(cache.layers))
     for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):

@@ -35,6 +35,8 @@ class CacheOptions:
         as it is read, not those of all layers.
     allow_other_model : bool
         Accept a profile of a model of another name with the same sizes, e.g. of a fine-tune.
+    memory : int, optional
+        Bytes that the cache never exceeds, however long a conversation grows.
     surrogate : str or Path, optional
         For the default: what ``kvalloc fit-scorer`` wrote for the model.
     """
@@ -44,6 +46,7 @@ class CacheOptions:
     decode_every: int | None = None
     bounded: bool = False
     allow_other_model: bool = False
+    memory: int | None = None
     surrogate: str | Path | None = None
 
     def __post_init__(self) -> None:

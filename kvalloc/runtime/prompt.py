@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
+from kvalloc.accounting.costs import packed_row_bytes, stored_bytes, within_bytes
+from kvalloc.accounting.stored import layer_tensors
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, rotates_halves
@@ -27,7 +28,7 @@ from kvalloc.runtime.deciding import Decide, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
-from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.layer import SPARE, BudgetLayer
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import rounded_layers
 from kvalloc.runtime.policies import EvictionPolicy, policies_of
@@ -113,6 +114,8 @@ class Plan:
     every : int or None
         Tokens after which what followed a prompt competes with what is kept of it; None where
         nothing is reduced.
+    memory : int or None
+        Bytes that all entries and what followed never exceed.
     after : EvictionPolicy
         Who chooses then.
     """
@@ -133,6 +136,7 @@ class Plan:
     early: EvictionPolicy | None
     by_layer: bool
     every: int | None
+    memory: int | None
     after: EvictionPolicy
 
     def __deepcopy__(self, memo: object) -> Plan:
@@ -197,6 +201,7 @@ class Plan:
             early=early,
             by_layer=by_layer,
             every=(every or EVERY) if profile.reduces else None,
+            memory=options.memory,
             after=policy.again(rotates=rotates_halves(model)),
         )
 
@@ -397,7 +402,7 @@ class Prompt:
         prompt = self.arrival.prompt_tokens if self.arrival.complete else given
         assert prompt is not None
         found = {given, prompt + self.plan.awaited}
-        if (every := self.plan.every) is not None:
+        if (every := self.every) is not None:
             settled = self.arrival.settled if self.arrival.complete else given
             first = given if given - settled >= every else settled
             found.update(range(first + every, end, every))
@@ -654,13 +659,13 @@ class Prompt:
                 notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
             for index, found in notes.items():
                 self._layers[index].unfinished.later |= found
-        self._followers = Followers.none(self._layers[0].keys.shape[0])
+        self._followers = Followers.none(self._batch)
         if not awaited_tokens(scorer for each in looks.values() for scorer in each):
             self.evict()
 
     def catch_up(self) -> None:
         """Evict late, or settle what followed, where enough has followed."""
-        followers, every = self._followers, self.plan.every
+        followers, every = self._followers, self.every
         if followers is not None and int(followers.counts.min()) >= max(self.plan.awaited, 1):
             self.evict()
         if every is not None and self._n_seen - self.arrival.settled >= every:
@@ -697,7 +702,7 @@ class Prompt:
         if visible is not None:
             following_visible = none_if_all(visible[:, columns:])
             visible = none_if_all(visible[:, :columns])
-        tokens = row_tokens(visible, self._layers[0].keys.shape[0], columns)
+        tokens = row_tokens(visible, self._batch, columns)
         if self.plan.bounded:  # the padding of the prompt has gone
             visible = None
         eviction = self._late(
@@ -760,12 +765,64 @@ class Prompt:
         self.arrival.settled = columns = self.arrival.prompt_tokens or 0
         shown = self.arrival.visible
         shown = None if shown is None else shown[:, :columns]
-        self.arrival.competed = row_tokens(shown, self._layers[0].keys.shape[0], columns)
+        self.arrival.competed = row_tokens(shown, self._batch, columns)
         self._followers, seen = None, self._seen
         self._forget_held()
         self._seen = seen  # of queries that have been noted since
 
     # What follows a prompt
+
+    @property
+    def every(self) -> int | None:
+        """Tokens after which what followed competes; they take at most a quarter of the memory."""
+        if self.plan.every is None or self.plan.memory is None:
+            return self.plan.every
+        return max(min(self.plan.every, self.plan.memory // (4 * self._token_bytes)), 1)
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of a token of each row, as the model makes it."""
+        shape = self.profile.shape
+        entry = shape.n_kv_heads * shape.plain_bytes_per_entry
+        return max(self._batch, 1) * len(shape.full_layers) * entry
+
+    @property
+    def _batch(self) -> int:
+        return int(self._layers[0].keys.shape[0]) if self._n_seen else 0
+
+    def cuts_for_memory(self, end: int) -> list[int]:
+        """Columns at which a forward up to `end` is cut, since the memory does not take it whole.
+
+        At each of them what followed competes.
+        """
+        if self.plan.memory is None or not self.arrival.complete or self.every is None:
+            return []
+        tensors = (own for layer in self._layers for own in layer_tensors(layer))
+        taken = sum(own.nbytes for own in tensors) + (end - self._n_seen) * self._token_bytes
+        if taken <= self.plan.memory:
+            return []
+        first = max(self.arrival.settled + self.every, self._n_seen + 1)
+        return [*range(first, end, self.every)]
+
+    def _within_memory(self, budgets: IntArray) -> IntArray:
+        """Budgets (batch, n_layers, n_kv_heads) that leave room for what follows until the next."""
+        if self.plan.memory is None or self.every is None:
+            return budgets
+        profile, found = self.profile, budgets.copy()
+        full, every = list(profile.shape.full_layers), self.every
+        slid = [layer for layer in self._layers if not isinstance(layer, BudgetLayer)]
+        taken = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
+        taken += (every + every // SPARE) * self._token_bytes
+        for row, own in enumerate(budgets):
+            found[row, full] = within_bytes(
+                own[full],
+                (self.plan.memory - taken) // len(budgets),
+                16 if profile.bits is None else profile.bits[full],
+                profile.shape,
+                least=profile.policy.protected_tokens,
+                biased=profile.policy.biased,
+            )
+        return found
 
     def _note_following(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
         """Note the latest queries, and whatever settling needs of a layer."""
@@ -788,9 +845,10 @@ class Prompt:
         noted = all(layer.unfinished.latest.pieces for layer in self._budget_layers)
         if seen == self.arrival.settled or not noted:
             return
-        batch = self._layers[0].keys.shape[0]
+        batch = self._batch
         tokens = row_tokens(self.arrival.visible, batch, seen)
         budgets = np.maximum(self.arrival.budgets(tokens), policy.protected_tokens)
+        budgets = self._within_memory(budgets)
         followed = {
             index: self._followed(self._layers[index], budgets[:, index], tokens)
             for index in self.profile.shape.full_layers
@@ -909,7 +967,7 @@ class Prompt:
         Of the prompt that is there, unless told of which.
         """
         if batch is None or columns is None:
-            batch, columns = self._layers[0].keys.shape[0], self.arrival.prompt_tokens
+            batch, columns = self._batch, self.arrival.prompt_tokens
             visible = self.arrival.visible
             assert columns is not None
             visible = None if visible is None else visible[:, :columns]

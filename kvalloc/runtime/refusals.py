@@ -154,6 +154,13 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "answers_nothing": "an answer of {0[0]} tokens says nothing; allow at least 1",
         "asked_of_rows": "the cache holds {0} rows, and a question is about one; take one of them "
         "with cache.batch_select_indices",
+        "other_tokens": "token {0[0]} of these is not the one that the cache has read there: its "
+        "{0[1]} tokens are another text, such as one whose chat template rewrote earlier turns; "
+        "begin with a new cache, or pass the text as it was read",
+        "turn_of_nothing": "a turn of no tokens: these are {0[0]}, and the cache has seen {0[1]} "
+        "already; pass the whole text so far and what is said next",
+        "turn_beyond": "{0[0]} tokens in the cache and {0[1]} that follow are beyond the {0[2]} "
+        "tokens that the model was made for; shorten the turn or begin a new conversation",
         "asked_beyond": "{0[0]} tokens in the cache, a question of {0[1]} and an answer of up to "
         "{0[2]} are beyond the {0[3]} tokens that the model was made for; shorten the question or "
         "the answer",

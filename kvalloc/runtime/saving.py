@@ -61,6 +61,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         prompt_tokens=cache.arrival.prompt_tokens,
         competed_tokens=tuple(cache.arrival.competed.tolist()),
         decode_every=cache.decode_every,
+        memory=cache.memory,
         tensor_digest=tensor_digest(raw),
         versions={"torch": str(torch.__version__)},
         notes=dict(notes or {}),

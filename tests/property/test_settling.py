@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+from factories import make_shape
+
+from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
 from kvalloc.runtime.following import Followed, Settling
 
 SINKS, HEADS = 2, 2
@@ -83,3 +86,26 @@ def test_targets_are_within_the_room_and_the_newest_window_stays(data: st.DataOb
         assert (target <= there).all()
         least = np.where(alone, window, SINKS + window)[:, None]
         assert (target >= np.minimum(there, least)).all()
+
+
+@given(
+    budgets=st.lists(st.integers(0, 500), min_size=4, max_size=4),
+    bits=st.lists(st.sampled_from(BIT_WIDTHS), min_size=2, max_size=2),
+    most=st.integers(0, 2**18),
+    least=st.integers(0, 20),
+    biased=st.booleans(),
+)
+def test_budgets_within_bytes_are_the_largest_of_one_factor(
+    budgets: list[int], bits: list[int], most: int, least: int, biased: bool
+) -> None:
+    shape = make_shape(n_layers=2, n_kv_heads=2)
+    table, widths = np.array(budgets).reshape(2, 2), np.array(bits)[:, None]
+    found = within_bytes(table, most, widths, shape, least=least, biased=biased)
+
+    def taken(numbers: np.ndarray) -> int:
+        return int(head_bytes(numbers, widths, shape, biased=biased).sum())
+
+    floor, whole = np.minimum(table, least), max(*budgets, 1)
+    every = [np.maximum(table * part // whole, floor) for part in range(whole + 1)]
+    fit = [own for own in every if taken(own) <= most]
+    assert (found == (fit[-1] if fit else floor)).all()

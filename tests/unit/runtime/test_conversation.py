@@ -15,7 +15,7 @@ from prompt_runs import NEW, generate
 
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
-from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
+from kvalloc.errors import KVAllocError, ModelMismatchError, UnsupportedRequestError
 
 TURN, SHARE = 60, "20%"
 
@@ -114,6 +114,48 @@ def test_a_turn_of_another_thread_is_refused_until_the_answer_is_written(
     assert text.shape[1] == 2 * (TURN + NEW)
 
 
+@pytest.mark.parametrize("place", [0, TURN - 1, TURN + 2])
+def test_other_tokens_than_it_has_seen_are_refused(
+    tiny: ModuleType, model: Any, begun: Any, place: int
+) -> None:
+    """At the beginning, at the end of the first turn, in its answer."""
+    text, cache = begun
+    expected, _ = talk(tiny, model, range(1, 2), text, copy.deepcopy(cache))
+    other = text.clone()
+    other[:, place] = text[:, place] % 90 + 2
+    with pytest.raises(KVAllocError, match="token"):
+        talk(tiny, model, range(1, 2), other, cache)
+    assert torch.equal(talk(tiny, model, range(1, 2), text, cache)[0], expected)
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_a_turn_of_no_tokens_is_refused(
+    tiny: ModuleType, model: Any, begun: Any, missing: int
+) -> None:
+    """The cache has seen all but the last token of an answer."""
+    text, cache = begun
+    expected, _ = talk(tiny, model, range(1, 2), text, copy.deepcopy(cache))
+    with kvalloc.apply(model, budget=SHARE), pytest.raises(KVAllocError, match="no tokens"):
+        generate(model, text[:, :-missing], past_key_values=cache)
+    with pytest.raises(KVAllocError, match="no tokens"), torch.no_grad():
+        model(text[:, :0], past_key_values=cache)
+    assert torch.equal(talk(tiny, model, range(1, 2), text, cache)[0], expected)
+
+
+def test_a_conversation_beyond_the_models_context_is_refused_before_it_is_read(
+    tiny: ModuleType,
+) -> None:
+    model = tiny.tiny_model(max_position_embeddings=3 * (TURN + NEW))
+    text, cache = talk(tiny, model, range(2), tiny.prompt(0))
+    expected, _ = talk(tiny, model, range(2, 3), text, copy.deepcopy(cache))
+    beyond = torch.cat([text, tiny.prompt(2 * TURN)], dim=1)
+    with pytest.raises(KVAllocError, match=f"{3 * (TURN + NEW)}"):
+        talk(tiny, model, range(5, 6), beyond, cache)
+    with pytest.raises(KVAllocError, match=f"{3 * (TURN + NEW)}"), torch.no_grad():
+        model(tiny.prompt(2 * TURN), past_key_values=cache)
+    assert torch.equal(talk(tiny, model, range(2, 3), text, cache)[0], expected)
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_the_share_holds_at_the_end_of_every_turn(
     tiny: ModuleType, model: Any, share: float
@@ -141,25 +183,49 @@ def test_a_long_answer_stays_within_the_share(tiny: ModuleType, model: Any) -> N
     assert applied.last_cache.share <= 0.3 * 1.5
 
 
-def test_memory_is_never_exceeded(tiny: ModuleType, model: Any) -> None:
-    """Read from the storages after every layer of every forward."""
-    limit, text, cache, largest = 160 * 1024, tiny.prompt(0), None, 0
+@pytest.mark.parametrize("asked", [{}, {"budget": "60%"}, {"budget": "60%", "rows": 3}])
+def test_memory_is_never_exceeded(
+    tiny: ModuleType, model: Any, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """Read from the storages after every layer of every forward; a turn may be larger than it."""
+    rows = asked.pop("rows", 1)
+    limit, text, cache, largest = rows * 120 * 1024, tiny.prompt(0, rows), None, 0
+    sizes = (60, 60, 200, 5, 60, 60, 60, 60)
 
     def read(*_: Any) -> None:
         nonlocal largest
         largest = max(largest, applied.last_cache.retained_bytes)
 
-    with kvalloc.apply(model, memory=limit) as applied:
-        for layer in model.model.layers:
-            layer.register_forward_hook(read)
-        for turn in range(12):
-            out = generate(
-                model,
-                said(tiny, text, turn),
-                past_key_values=cache,
-                return_dict_in_generate=True,
-            )
-            text, cache = out.sequences, out.past_key_values
+    hooks = [layer.register_forward_hook(read) for layer in model.model.layers]
+    with kvalloc.apply(model, memory=limit, **asked) as applied:
+        for turn, size in enumerate(sizes):
+            text = torch.cat([text, tiny.prompt(size, rows, seed=turn)], dim=1)
+            text = generate(model, text, past_key_values=cache, max_new_tokens=20)
+            cache = cache or applied.last_cache
             assert largest <= limit, turn
+            assert cache.get_seq_length() == text.shape[1] - 1
     assert largest > limit / 2
-    assert cache is applied.last_cache
+    assert cache.share < 0.5
+    if not asked:
+        cache.save(tmp_path / "c.safetensors")
+        assert kvalloc.load_cache(tmp_path / "c.safetensors", model).memory == limit
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(
+    tiny: ModuleType, model: Any
+) -> None:
+    """The logits of all of its tokens come back, each as if its piece had come alone."""
+    first, turn = tiny.prompt(60), tiny.prompt(300, seed=3)
+    with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():
+        model(first)
+        cache = applied.last_cache
+        cuts = cache._cuts_for_memory(360)
+        assert cuts
+        alone = copy.deepcopy(cache)
+        found = model(turn, past_key_values=cache).logits
+        pieces = torch.tensor_split(turn, [cut - 60 for cut in cuts], dim=1)
+        expected = [model(piece, past_key_values=alone).logits for piece in pieces]
+    assert torch.equal(found, torch.cat(expected, dim=1))
+    assert cache.retained_bytes == alone.retained_bytes

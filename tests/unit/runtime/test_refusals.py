@@ -360,6 +360,16 @@ def given_to_other(at: At) -> None:
     del own
 
 
+def other_tokens(at: At) -> None:
+    """What `generate` is given begins with other tokens than it read before."""
+    ids = at.tiny.prompt(CONTEXT)
+    with kvalloc.apply(at.model, at.profile()) as applied:
+        at.model.generate(ids, max_new_tokens=1, do_sample=False)
+        ids[0, 3] += 1
+        more = torch.cat([ids, ids], dim=1)
+        at.model.generate(more, past_key_values=applied.last_cache, max_new_tokens=1)
+
+
 def asked(at: At, ids: Any, rows: int = 1, **options: Any) -> None:
     """Refused before anything runs."""
     cache, ran = read(at, rows), list[int]()
@@ -469,6 +479,15 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "asked_beyond": (
         partial(asked, ids=[1, 2], max_new_tokens=2000),
         f"{CONTEXT} tokens in the cache, a question of 2 .* 2000 are beyond the 1024 tokens",
+    ),
+    "other_tokens": (other_tokens, f"token 3 of these .* its {CONTEXT} tokens are another text"),
+    "turn_of_nothing": (
+        lambda at: forward(at, read(at), input_ids=at.tiny.prompt(0)),
+        f"no tokens: .* has seen {CONTEXT} already",
+    ),
+    "turn_beyond": (
+        lambda at: forward(at, read(at), input_ids=at.tiny.prompt(1000)),
+        f"{CONTEXT} tokens in the cache and 1000 that follow are beyond the 1024 tokens",
     ),
     "given_to_other": (given_to_other, "another LlamaForCausalLM object than the LlamaModel"),
     "outside_forward": (
