@@ -222,7 +222,7 @@ class Default:
             _LOG.info(said)
             requested = {**profile.requested, "value": self.share}
             profile = profile.replace(requested=requested, detail=said)
-            memory = self.memory and self.memory * len(group.rows) // len(lengths)
+            memory = self.options.memory and self.options.memory * len(group.rows) // len(lengths)
             options = replace(self.options, bounded=bounded, memory=memory)
             cache = build_cache(model, profile, options, prompt_tokens=size.announced)
             caches.append((group.rows, cache))
