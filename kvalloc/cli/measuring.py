@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 PROMPTS = "On which text or prompts"
 DEFAULT_CONTEXT = 1024
-DEFAULT_KINDS = ("needle", "pairs", "kl", "code")
-"""`kvalloc.prompts.calibration.KINDS`, which is not imported without need."""
 
 
 class PromptOptions(TypedDict, total=False):
@@ -65,7 +63,7 @@ def measure(
     given: Mapping[str, Any],
     *,
     each: int,
-    kinds: Sequence[str] = DEFAULT_KINDS,
+    by_tasks: bool = True,
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """Measure a model on the texts or prompts that the user names.
 
@@ -81,8 +79,8 @@ def measure(
         and ``resume`` included.
     each : int
         Prompts of every kind and form that are made by default.
-    kinds : sequence of str
-        Tasks that make prompts where the user names no text; texts that ship without any.
+    by_tasks : bool
+        Make prompts by tasks where the user names no text; otherwise take texts that ship.
 
     Returns
     -------
@@ -100,7 +98,7 @@ def measure(
     output, resume = given["output"], given["resume"]
     check_output(output, resume=resume)
     wanted: Any = from_typed(options, given)
-    prompts, made = read_prompt_options(given, each=each, default=kinds)
+    prompts, made = read_prompt_options(given, each=each, by_tasks=by_tasks)
     start = time.perf_counter()
     with running(model, given) as loaded:
         texts = prompts(loaded.tokenizer)
@@ -130,7 +128,7 @@ def measure(
 
 
 def read_prompt_options(
-    given: Mapping[str, Any], *, each: int, default: Sequence[str] = ()
+    given: Mapping[str, Any], *, each: int, by_tasks: bool
 ) -> tuple[Prompts, bool]:
     """Return the texts and prompts that the user names, or how to make some.
 
@@ -140,8 +138,8 @@ def read_prompt_options(
         What was typed of `PromptOptions`, and ``samples``, how many prompts to make.
     each : int
         So many of every kind and form by default.
-    default : sequence of str
-        Tasks where the user gives nothing at all.
+    by_tasks : bool
+        Make prompts by tasks where the user gives nothing at all.
 
     Returns
     -------
@@ -157,15 +155,15 @@ def read_prompt_options(
     has_texts, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
     if tasks is not None and has_texts:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
-    if tasks is None and (has_texts or not default):
+    if tasks is None and (has_texts or not by_tasks):
         if about := [name for name in ("question", "lengths") if name in given]:
             raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
         texts = _read(given)
         return lambda tokenizer: texts, False
-    from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
+    from kvalloc.prompts.calibration import KINDS, STANDINGS, calibration_prompts
     from kvalloc.prompts.tasks import find_tasks
 
-    names = default if tasks is None else [name.strip() for name in tasks.split(",")]
+    names = KINDS if tasks is None else [name.strip() for name in tasks.split(",")]
     kinds = tuple(task.name for task in find_tasks(names))
     question, context = given.get("question", "inside"), given.get("context", DEFAULT_CONTEXT)
     lengths = _lengths(given.get("lengths"), context)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvalloc.cli.inspect import score_facts
-from kvalloc.cli.measuring import DEFAULT_KINDS, PromptOptions, measure
+from kvalloc.cli.measuring import PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, from_typed, takes
 from kvalloc.cli.output import print_result
 from kvalloc.measure.profiling import ProfileOptions, read_options
@@ -52,9 +52,8 @@ def profile(
     require_run_packages()
     read_options(from_typed(ProfileOptions, given))
     given |= {"output": output, "resume": resume}
-    kinds = DEFAULT_KINDS if "loss" in given else ()
     measured, facts, shown = measure(
-        measured_profile, ProfileOptions, model, given, each=EACH_TASK, kinds=kinds
+        measured_profile, ProfileOptions, model, given, each=EACH_TASK, by_tasks="loss" in given
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from tiny_models import WordTokenizer
 
-from kvalloc.cli.profile import DEFAULT_KINDS, EACH_TASK
 from kvalloc.errors import InputError
 from kvalloc.prompts.calibration import KINDS, MEASURED_TOKENS, calibration_prompts
 from kvalloc.prompts.tasks import TASKS
@@ -28,10 +27,8 @@ def test_the_kinds_take_turns():
     ]
 
 
-def test_the_command_makes_the_same_by_default_with_every_kind_twice():
-    assert DEFAULT_KINDS == KINDS
+def test_every_kind_is_a_task():
     assert set(KINDS) <= set(TASKS)
-    assert EACH_TASK == 2
 
 
 @pytest.mark.parametrize("question", ["inside", "after"])
