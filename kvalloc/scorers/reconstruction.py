@@ -7,11 +7,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
-from kvalloc.scorers.parameters import Count, OddWidth, Positive, Range
+from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class Reconstruction(PooledScorer):
     follows = False
     holds_queries = False
 
-    chunk: Annotated[int, Range(SMALLEST_CHUNK)] = 2048
+    chunk: Annotated[int, Field(ge=SMALLEST_CHUNK)] = 2048
     nearby: Count | None = None
     window: Positive = 8
     pool: OddWidth = 1

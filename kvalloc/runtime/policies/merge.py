@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import evictable, free_counts, gathered
-from kvalloc.scorers.parameters import Range
+from kvalloc.scorers.parameters import Share
 
 _BLOCK_ENTRIES = 1024
 
@@ -62,7 +62,7 @@ class Merge(Score):
     summary = "evicted entries are merged into the most similar kept one"
     reference = "D2O (Wan et al., 2024); kernel of KVMerger (Wang et al., 2024)"
 
-    threshold: Annotated[float | None, Range(0, 1)] = None
+    threshold: Share | None = None
     weights: Literal["exponential", "gaussian"] = "exponential"
 
     def combine(

@@ -26,6 +26,7 @@ from kvalloc.scorers.keydiff import KeyDiff
 from kvalloc.scorers.knorm import KNorm
 from kvalloc.scorers.lookahead import Lookahead
 from kvalloc.scorers.projected_values import projected_value_norms
+from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.streaming import Streaming
 from kvalloc.scorers.tova import TOVA
@@ -338,18 +339,20 @@ def test_without_a_readable_projection_there_are_no_norms(weight):
 @pytest.mark.parametrize(
     ("scorer", "options", "said"),
     [
-        (XKV, {"window": 0}, "scorer xkv: window is 0, expected a number >= 1"),
+        (XKV, {"window": 0}, "scorer xkv: window is 0, expected greater than or equal to 1"),
         (XKV, {"window": 8.0}, "window is 8.0"),
-        (XKV, {"pool": 4}, "pool is 4, expected an odd number >= 1"),
-        (XKV, {"group_reduce": "sum"}, "choose from: mean, max"),
-        (SnapKV, {"pooling": "min"}, "choose from: avg, max"),
-        (A2SF, {"forgetting": 0.0}, "forgetting is 0.0, expected a number above 0 and at most 1"),
+        (XKV, {"pool": 4}, "pool is 4, expected an odd number"),
+        (XKV, {"group_reduce": "sum"}, "expected 'mean' or 'max'"),
+        (SnapKV, {"pooling": "min"}, "expected 'avg' or 'max'"),
+        (A2SF, {"forgetting": 0.0}, "forgetting is 0.0, expected greater than 0"),
         (CAKE, {"gamma": -1.0}, "gamma is -1.0"),
         (ExpectedAttention, {"future": 0}, "future is 0"),
-        (Lookahead, {"ahead": -1}, "ahead is -1, expected a number >= 0"),
+        (Lookahead, {"ahead": -1}, "ahead is -1, expected greater than or equal to 0"),
         (ExpectedAttention, {"epsilon": float("nan")}, "epsilon is nan"),
-        (ExpectedAttention, {"covariance": "no"}, "covariance is 'no', expected true or false"),
+        (ExpectedAttention, {"covariance": "no"}, "covariance is 'no', expected a valid boolean"),
         (CriticalKV, {"epsilon": -1.0}, "epsilon is -1.0"),
+        (CriticalKV, {"epsilon": float("inf")}, "epsilon is inf, expected a finite number"),
+        (Reconstruction, {"nearby": -1}, "nearby is -1"),
     ],
 )
 def test_parameters_out_of_range(scorer, options, said):
