@@ -92,6 +92,7 @@ def test_a_killed_profile_is_resumed(models, folder, monkeypatch):
         ({"--context": 513}, ["513", "beyond the 512"]),
         ({"--scorer": "oracle"}, ["no scorer 'oracle'", "xkv"]),
         ({"--scorer": "streaming:pool=3"}, ["streaming has no option 'pool'"]),
+        ({"--scorer": "lookahead"}, ["lookahead looks at tokens that come after the prompt"]),
         ({"--sinks": -1}, ["sinks"]),
         ({"--device": "abacus"}, ["abacus"]),
         ({"-o": "no/folder/s.safetensors"}, ["cannot write", "does not exist"]),
@@ -145,9 +146,3 @@ def test_losses_of_policies_and_widths_are_measured(models, folder, loss, facts,
     assert ran.code == 0, ran.err
     assert facts.items() <= ran.json.items()
     assert shown in " ".join(run("inspect", folder / "s.safetensors").out.split())
-
-
-def test_a_scorer_that_needs_what_follows_is_refused(models, folder):
-    measuring = (*profile_arguments(models, folder), "--scorer", "lookahead")
-    said = "the scorer lookahead looks at tokens that come after the prompt"
-    refused(folder, *measuring, words=[said])

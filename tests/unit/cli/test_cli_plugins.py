@@ -17,43 +17,6 @@ from kvalloc.errors import InputError
 from kvalloc.problem import registry
 
 
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("pyramid:beta=10", {"beta": 10.0}),
-        ("adaptive_head:safeguard=floor:alpha=0", {"safeguard": "floor", "alpha": 0.0}),
-        ("ilp: workers = 2", {"workers": 2}),
-        ("head_classes:sink-tokens=2", {"sink_tokens": 2}),
-        ("greedy", {}),
-    ],
-)
-def test_options_get_the_type_that_the_solver_takes(text, options):
-    found = registry.options_of(registry.get_solver(text))
-    assert found == options
-    assert {key: type(value) for key, value in found.items()} == {
-        key: type(value) for key, value in options.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("pyramid:beta", "no solver 'pyramid:beta'; the nearest is 'pyramid'"),
-        ("pyramid:=3", "'pyramid:=3' is not NAME or NAME:KEY=VALUE"),
-        ("pyramid:beta=", "'pyramid:beta=' is not NAME or NAME:KEY=VALUE"),
-        ("pyramid:gamma=3", "no option 'gamma'; choose from: beta"),
-        ("greedy:beta=3", "it has none"),
-        ("pyramid:beta=steep", "beta is 'steep', expected a valid number"),
-        ("ilp:workers=1.5", "workers is '1.5', expected a valid integer"),
-        ("pyramid:beta=3:beta=4", "'pyramid:beta=3:beta=4' gives beta twice"),
-        ("nobody", "there is no solver 'nobody'"),
-    ],
-)
-def test_wrong_options_are_refused(text, words):
-    with pytest.raises(InputError, match=words):
-        registry.get_solver(text)
-
-
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_a_time_limit_is_a_positive_number(seconds):
     with pytest.raises(InputError, match="--time-limit"):

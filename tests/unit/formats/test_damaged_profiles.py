@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, KVAllocError
 from kvalloc.files import atomic_write, check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.score_profile import ScoreProfile
 
 COUNTS = ("page_tokens", "batch", "context_tokens")
 
@@ -121,19 +119,6 @@ def test_an_edited_budget_profile(
         assert re.search(words, str(refused(path, BudgetProfile.load)))
 
 
-@pytest.mark.parametrize("load", [BudgetProfile.load, ScoreProfile.load])
-def test_no_file_and_a_folder(tmp_path: Path, load: Callable[[Path], object]) -> None:
-    assert refused(tmp_path / "none.json", load).found == "missing"
-    assert refused(tmp_path, load).found == "a folder"
-
-
-def test_one_kind_given_for_the_other(tmp_path: Path) -> None:
-    make_scores().save(tmp_path / "s.safetensors")
-    make_budget_profile([[20, 20]]).save(tmp_path / "b.json")
-    assert "budget profile" in refused(tmp_path / "s.safetensors", BudgetProfile.load).expected
-    assert "score profile" in refused(tmp_path / "b.json", ScoreProfile.load).expected
-
-
 # --- a profile as a value ----------------------------------------------------------------------
 
 
@@ -161,9 +146,3 @@ def test_a_changed_copy_is_checked() -> None:
         profile.replace(other_policies=({**profile.policy.record(), "sinks": -1},))
     with pytest.raises(InputError, match=r"holds what JSON cannot hold"):
         profile.replace(requested={"value": float("nan")}).save("never.json")
-
-
-def test_text_that_looks_like_a_table_comes_back(tmp_path: Path) -> None:
-    profile = make_budget_profile([[20, 20]], detail="ROWS OF budgets", solver="ROWS OF ranks")
-    profile.save(tmp_path / "p.json")
-    assert BudgetProfile.load(tmp_path / "p.json").detail == "ROWS OF budgets"

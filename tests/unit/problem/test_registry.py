@@ -36,8 +36,31 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("pyramid:beta=10", {"beta": 10.0}),
+        ("adaptive_head:safeguard=floor:alpha=0", {"safeguard": "floor", "alpha": 0.0}),
+        ("ilp: workers = 2", {"workers": 2}),
+        ("head_classes:sink-tokens=2", {"sink_tokens": 2}),
+        ("greedy", {}),
+    ],
+)
+def test_options_get_the_type_that_the_solver_takes(text: str, options: dict[str, Any]) -> None:
+    found = registry.options_of(registry.get_solver(text))
+    assert found == options
+    assert {name: type(value) for name, value in found.items()} == {
+        name: type(value) for name, value in options.items()
+    }
+
+
+@pytest.mark.parametrize(
     ("name", "options", "words"),
     [
+        ("pyramid:beta", {}, "no solver 'pyramid:beta'; the nearest is 'pyramid'"),
+        ("pyramid:=3", {}, "'pyramid:=3' is not NAME or NAME:KEY=VALUE"),
+        ("pyramid:beta=", {}, "'pyramid:beta=' is not NAME or NAME:KEY=VALUE"),
+        ("pyramid:beta=3:beta=4", {}, "'pyramid:beta=3:beta=4' gives beta twice"),
+        ("ilp:workers=1.5", {}, "workers is '1.5', expected a valid integer"),
         ("pyramid", {"gamma": 1}, "solver pyramid has no option 'gamma'; choose from: beta"),
         ("greedy", {"beta": 1}, "solver greedy has no option 'beta'; choose from: it has none"),
         ("pyramid", {"beta": "steep"}, "beta is 'steep', expected a valid number"),
