@@ -28,8 +28,8 @@ def layer_tensors(layer: Any) -> list[Any]:
     """Return all tensors of a layer of any kind; a reduced one may store entries elsewhere, too."""
     if hasattr(layer, "stored_tensors"):
         return list(layer.stored_tensors())
-    own = (getattr(layer, name, None) for name in ("keys", "values"))
-    return [tensor for tensor in own if tensor is not None]
+    tensors = (getattr(layer, name, None) for name in ("keys", "values"))
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def bytes_at_16_bits(layers: Iterable[Any]) -> int:

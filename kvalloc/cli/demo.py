@@ -55,7 +55,7 @@ def demo(
     samples : int
         Prompts of each task; 2 by default, 1 with --quick.
     seed : int
-        Of the prompts.
+        Seed of the prompts.
     quick : bool
         One short sample and prompt, to try it out.
 

@@ -40,25 +40,25 @@ class EvalOptions(TypedDict, total=False):
         With `budget`: keep the entries that score best by this scorer, and decide the budgets from
         each prompt's scores.
     solver : str
-        With `budget`: who decides them; auto by default, uniform for the same in every layer.
+        With `budget`: the solver; auto by default, uniform for equal budgets in all layers.
     level : {"layer", "head"}
-        With `budget`: what gets a budget of its own; layer by default.
+        With `budget`: whether layers or heads get budgets; layer by default.
     plain_bits : str
         Also everything kept at fewer bits: 8, 5, 4, 3 or several with commas.
     peer : sequence of str
-        A press of kvpress on the same prompts, at the profiles' share of entries or at one of its
-        own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, and rounded by kvalloc's way
-        of storing: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
+        A press of kvpress on the same prompts, at the profiles' share of entries or at a named one:
+        kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, also rounded as kvalloc stores
+        entries: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
     allow_other_model : bool
         Accept profiles of a model of the same sizes.
     tasks : str, default needle,kl
         Several with commas: needle, needle-keys, facts, pairs, tracking, common-words,
         labels, qa, own, code, kl.
     prompts : Path
-        Your own prompts as a task of its own: LongBench's fields, or 'prompt' with 'answer' or
+        A file of prompts, as one more task: LongBench's fields, or 'prompt' with 'answer' or
         'answers'.
     metric : str
-        Of `prompts`, instead of the dataset's own: contains, all, exact, f1, rouge-l,
+        Metric of `prompts`; the dataset's by default: contains, all, exact, f1, rouge-l,
         classification, edit, retrieval, count.
     question : {"inside", "after", "second-turn"}, default "inside"
         Whether the question is part of what is compressed, comes after, or only when another one
@@ -68,13 +68,13 @@ class EvalOptions(TypedDict, total=False):
     answer_tokens : int, default 128
         Longest answer in the model's own words, and tokens of running text that follow a prompt.
     split : {"development", "held-out"}, default "development"
-        Whose texts and words; held-out ones are for the final word only.
+        Which texts and words; held-out ones are for final results only.
     samples : int, default 6
         Prompts of each task.
     context : int
         Longest prompt, tokens; 1024 by default, and `prompts` as long as they are.
     seed : int, default 0
-        Of the prompts.
+        Seed of the prompts.
     into_profile : bool
         Also write each budget profile's rows into its own file.
     output : Path
@@ -331,7 +331,7 @@ PAIRED = (
 
 
 def print_evaluation(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of an evaluation, and methods against each other; what is unknown is a dash."""
+    """Print rows of an evaluation, then methods against each other; a dash is unknown."""
     shown = [{**row, **row.get("kl_by_position", {})} for row in rows]
     _print(COLUMNS, shown)
     paired = []

@@ -35,15 +35,15 @@ def export(
     profile : str
         A budget profile, or a shipped one's name; for csv and parquet a score profile, too.
     to : str
-        Who it is for.
+        The engine or tool.
     output : Path
         Where to write it.
     accept : str
         What may be lost, such as heads-to-layers,engine-policy.
     context : int
-        For targets with a fixed number of entries: the prompt's length.
+        Length of the prompt, for targets with a fixed number of entries.
     restricted : Path
-        Also write what is left of it as a budget profile, for 'kvalloc eval'.
+        Also write what remains as a budget profile, for 'kvalloc eval'.
 
     Examples
     --------

@@ -40,7 +40,7 @@ class PromptOptions(TypedDict, total=False):
     context : int, default 1024
         Reference context, tokens.
     seed : int, default 0
-        Of the choice of samples or prompts.
+        Seed of the choice of samples or prompts.
     """
 
     text: Annotated[Sequence[str] | None, Option("FILE|DIR", PROMPTS)]

@@ -62,19 +62,19 @@ class Common(TypedDict):
     profile : str
         A budget profile, or a shipped one's name.
     solver : str
-        Who decides; see 'kvalloc list solvers'. Its options after colons, such as ilp:gap=0.001.
+        Solver, with its options after colons, such as ilp:gap=0.001; see 'kvalloc list solvers'.
     average : str
         Solve once on the mean curves, or solve every sample and average the budgets.
     time_limit : float
-        Stop a solver after so long with the best it has.
+        Time limit of a solver; its best choice so far counts.
     resume : bool
-        Go on where a killed command stood.
+        Resume the unfinished work of a killed command.
     json : bool
         Print JSON on stdout; progress stays on stderr.
     quiet : bool
-        Print only what was asked for, and errors.
+        Print only results and errors.
     verbose : bool
-        Print more: on stderr, what is done by which code, and when.
+        Print each step on stderr, with its time.
     """
 
     model: Annotated[str, Option()]

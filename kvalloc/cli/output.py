@@ -29,7 +29,7 @@ def printing(*, json: bool = False, quiet: bool = False, verbose: bool = False) 
     Raises
     ------
     InputError
-        If both of the last two are asked for.
+        If the last two are given together.
     """
     if quiet and verbose:
         raise InputError("--quiet and --verbose contradict each other; give one of them")
@@ -89,7 +89,7 @@ def print_result(
     shown : mapping of str to str, or callable
         Names and texts for people, see `print_fields`; or what prints them.
     always : bool
-        Whether it is what was asked for, which ``--quiet`` shows, too.
+        Whether ``--quiet`` shows it, too.
     """
     if wants_json():
         print_json(facts)

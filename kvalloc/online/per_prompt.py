@@ -36,7 +36,7 @@ NOT_OF_A_PROMPT = RequestOptions.__annotations__.keys() - {
     *("target_retention", "budget", "budget_tokens", "memory"),
     *("level", "min_tokens", "max_tokens", "page"),
 }
-"""What of a request cannot be asked of each prompt: one has no loss curves, for example."""
+"""Options of a request that have no meaning for one prompt, which has no loss curves."""
 
 
 class PromptOptions(RequestOptions, total=False):
@@ -48,12 +48,12 @@ class PromptOptions(RequestOptions, total=False):
     Parameters
     ----------
     level : {"layer", "head"}
-        What gets a budget of its own, where budgets are decided from each prompt; a layer by
+        Whether layers or heads get budgets, where these are decided from each prompt; layers by
         default.
     page : int
         Budgets are whole pages of N tokens.
     solver : str
-        Who decides, also with options such as ``"adaptive_head:safeguard=floor"``; ``"auto"`` by
+        Solver, also with options such as ``"adaptive_head:safeguard=floor"``; ``"auto"`` by
         default.
     scorer : str
         Whose scores are measured, and rank the entries unless another policy is named, also with
@@ -80,7 +80,7 @@ class PromptTarget:
     sinks : int
         First tokens, never evicted.
     solver : str
-        Who decides, by name.
+        Name of the solver.
     options : CacheOptions
         How the cache keeps its budgets.
 
@@ -174,7 +174,7 @@ class PromptTarget:
     def _decided_rows(
         self, undecided: BudgetProfile, known: int, decoder: nn.Module, rows: Sequence[IntArray]
     ) -> list[BudgetProfile]:
-        """Return the budgets of each row of at least so many columns; those of beams are equal."""
+        """Return the budgets of each row of at least ``known`` columns; beams have equal ones."""
         request = replace(self.request, batch=len(rows))
         columns = max(known, *(row.size for row in rows))
         different = {row.tobytes(): row for row in rows}
@@ -192,7 +192,7 @@ class PromptTarget:
         row: IntArray,
         columns: int,
     ) -> BudgetProfile:
-        """Return the budgets of one row, in a batch whose longest has so many columns."""
+        """Return the budgets of one row, in a batch whose longest row has ``columns`` columns."""
         shape, target = undecided.shape, request.target
         whole = undecided.replace(
             detail="keeps the prompt whole, which is too short to leave any out"

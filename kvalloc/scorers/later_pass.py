@@ -18,7 +18,7 @@ CARRIED_TOKENS = 8
 """Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
 
 SMALLEST_CHUNK = 16
-"""A prompt is repeated in pieces of at least so many tokens."""
+"""Smallest number of tokens of a repeated piece."""
 
 
 SHOWN_FIRST = 4
