@@ -23,6 +23,7 @@ def test_something_ships() -> None:
 def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     profile = kvalloc.load_profile(name)
     assert 0 < profile.retained_bytes < profile.full_bytes
+    assert profile.retained_bytes <= profile.requested.get("bytes", profile.full_bytes)
     assert profile.bound is not None
     assert profile.score_digest
     assert profile.problem_digest
