@@ -68,7 +68,10 @@ def measure_losses(samples: int, context: int) -> ScoreProfile:
 
 
 def decide_share(scores: ScoreProfile, share: float, policy: Policy) -> BudgetProfile:
-    """Return the budgets and widths that lose least within a share, all that is stored counted."""
+    """Return the budgets and widths with the least loss within a share.
+
+    The bytes of logit biases count where the policy has them.
+    """
     request = Request.parse(budget=share, level="head", objective="loss", bits=WIDTHS)
     posed = pose(scores, request, biased=policy.biased)
     return decide(posed, get_solver("auto")).with_policy(policy)
