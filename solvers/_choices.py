@@ -241,6 +241,12 @@ class Choices:
         """Return the option of every unit for a pick of one column per row, ``(n_units,)``."""
         return self.option_of[self.problem.units, picked[self.row_of]]
 
+    def picked(self, choice: IntArray) -> IntArray:
+        """Return the column of each row for options of all units, ``(n_rows,)``."""
+        first = np.unique(self.row_of, return_index=True)[1]
+        picked: IntArray = np.argmax(self.option_of[first] == choice[first, None], axis=1)
+        return picked
+
     def restricted(self, allowed: BoolArray) -> Choices:
         """Return the same rows with only the allowed options.
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import SolverError
+from kvalloc.problem import Aggregate
 from kvalloc.solvers._choices import Choices
 
 VALUE_RANGE = 2**50
@@ -183,11 +184,11 @@ class Encoding:
 def encode(
     choices: Choices,
     kept: BoolArray,
-    *,
     limit: int | None,
     hint: IntArray | None,
+    aggregate: Aggregate,
+    *,
     tight_target: bool = False,
-    tail: bool = False,
 ) -> Encoding:
     """Write the choices left as an integer program.
 
@@ -200,11 +201,12 @@ def encode(
         Most different budgets.
     hint : ndarray of int64, (n_rows,), or None
         A pick to start from.
+    aggregate : Aggregate
+        What is worth: the sum; the tail of the problem's scenarios; or the worst row, worths being
+        whole numbers from 0 up.
     tight_target : bool
         Ask for the target plus rounding, so that every answer meets it; else less rounding, so
         that nothing feasible is lost.
-    tail : bool
-        The worth is that of the tail of the problem's scenarios.
     """
     rows, columns = np.nonzero(kept)
     program = Program(maximise=not choices.minimise)
@@ -224,7 +226,8 @@ def encode(
         program.add(where, costs, upper=cap.capacity_bytes)
     if limit is not None:
         _add_levels(program, choices.tokens[rows, columns], limit)
-    goal, base, step, rounded = (_tail_goal if tail else _sum_goal)(program, choices, rows, columns)
+    goals = {Aggregate.TAIL: _tail_goal, Aggregate.WORST: _worst_goal, Aggregate.SUM: _sum_goal}
+    goal, base, step, rounded = goals[aggregate](program, choices, rows, columns)
     if choices.target is not None:
         wanted = (choices.target - base) / step
         lower = math.ceil(wanted) if tight_target else math.floor(wanted) - rounded
@@ -297,6 +300,18 @@ def _tail_goal(
     return goal, base, step / parts, choices.n_rows * parts
 
 
+def _worst_goal(
+    program: Program, choices: Choices, rows: IntArray, columns: IntArray
+) -> tuple[Row, float, float, int]:
+    """Return the same for the worst row; add its variable, which no row's worth is below."""
+    worth = choices.worth[rows, columns].astype(np.int64)
+    worst = program.new(1, upper=int(worth.max()))
+    for row in range(choices.n_rows):
+        picks = np.flatnonzero(rows == row)
+        program.add(np.append(picks, worst), np.append(worth[picks], -1), lower=0)
+    return Row(variables=worst), 0.0, 1.0, 0
+
+
 def _add_levels(program: Program, tokens: IntArray, limit: int) -> None:
     """Add one variable for each budget in use, and a limit on their number."""
     levels, level_of = np.unique(tokens, return_inverse=True)
@@ -310,7 +325,7 @@ def _add_levels(program: Program, tokens: IntArray, limit: int) -> None:
 
 
 def by_cp_sat(program: Program, limits: Limits) -> Answer:
-    """Solve with OR-Tools CP-SAT, exactly in whole numbers; 0/1 variables only."""
+    """Solve with OR-Tools CP-SAT, exactly in whole numbers."""
     from ortools.sat.python import cp_model
 
     def total(row: Row) -> Any:
@@ -320,7 +335,7 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
         return cp_model.LinearExpr.weighted_sum(terms, row.coefficients.tolist())
 
     model = cp_model.CpModel()
-    variables = [model.new_bool_var("") for _ in program.upper]
+    variables = [model.new_int_var(0, upper, "") for upper in program.upper]
     for row in program.rows:
         if row.coefficients is None and row.lower == row.upper == 1:
             model.add_exactly_one([variables[v] for v in row.variables.tolist()])

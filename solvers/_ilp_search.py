@@ -11,9 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, is_closed, tail_bound
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    Sense,
+    dual_bound,
+    is_closed,
+    tail_bound,
+)
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import (
@@ -24,7 +31,10 @@ from kvalloc.solvers._ilp_program import (
 )
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import Prices, best_prices, tail_prices
-from kvalloc.solvers._repair import best_known
+from kvalloc.solvers._repair import best_known, equal_budgets
+
+SHORT_SECONDS = 0.5
+"""A search by many small programs becomes one program after this long."""
 
 REPAIR_SECONDS = 5.0
 """Longest search for a choice to start from."""
@@ -144,27 +154,50 @@ class Search:
     # The worst unit: whether a level can be reached is a problem of least cost.
 
     def _highest_worst(self) -> Outcome:
-        """Return the highest level that every row can reach within the capacity, by bisection."""
-        worth = self.choices.worth
+        """Return the highest level that every row can reach within the capacity, by bisection.
+
+        What is not decided in a short while is left to one program.
+        """
+        worth, within = self.choices.worth, dual_bound(self.problem)
         levels = np.unique(worth[self.choices.exists])
         # Each row can reach its own best, so the worst cannot be above the least of those.
-        high = int(np.searchsorted(levels, worth.max(axis=1).min(), side="right")) - 1
+        most = min(float(worth.max(axis=1).min()), within.bound)
+        high = int(np.searchsorted(levels, most, side="right")) - 1
         low, best = -1, Outcome(picked=None, bound=0.0)
-        capacity = self.problem.capacity_bytes or 0
+        if (equal := equal_budgets(self.choices)) is not None:
+            low, best = self._reached(levels, equal), Outcome(picked=equal, bound=0.0)
+        capacity, deadline = self.problem.capacity_bytes or 0, self.deadline
+        self.deadline = min(deadline, time.monotonic() + SHORT_SECONDS)
         while low < high:
             middle = (low + high + 1) // 2
             result = self._cheapest_with(worth >= levels[middle])
             if result.picked is not None and self.choices.cost(result.picked) <= capacity:
-                best = result
-                reached = float(worth[self.choices.index, result.picked].min())
-                low = int(np.searchsorted(levels, reached))
+                low, best = self._reached(levels, result.picked), result
             elif result.infeasible or result.bound > capacity:
                 high = middle - 1
             else:
                 break  # time is up
+        self.deadline = deadline
+        if low < high and self.seconds_left > 0:
+            ranks = np.minimum(np.searchsorted(levels, worth), high)
+            result = self._program(
+                dataclasses.replace(
+                    self.choices, worth=np.where(self.choices.exists, ranks, -np.inf)
+                ),
+                self.choices.exists & (ranks > low),
+                None,
+                self.limit,
+            )
+            high = low if result.infeasible else min(high, math.floor(result.bound + 1e-6))
+            if result.picked is not None:
+                low, best = self._reached(levels, result.picked), result
         if best.picked is None:
             return dataclasses.replace(best, infeasible=low >= high)
         return dataclasses.replace(best, bound=float(levels[high]))
+
+    def _reached(self, levels: FloatArray, picked: IntArray) -> int:
+        """Return the place of the level that every row reaches."""
+        return int(np.searchsorted(levels, self.choices.worth[self.choices.index, picked].min()))
 
     def _cheapest_with(self, allowed: BoolArray) -> Outcome:
         free = dataclasses.replace(
@@ -187,11 +220,9 @@ class Search:
         if choices is self.choices:
             self.prices = (prices.per_byte, *prices.per_cap)
         if known.picked is None:
-            known = Outcome(picked=best_known(choices, prices, self.repair_until), bound=0.0)
+            known = self._start(choices, prices)
         if self.limit is None:
             return self._core(choices, prices, known, None)
-        if known.picked is not None and choices.n_levels(known.picked) > self.limit:
-            known = NOTHING
         levels = np.unique(choices.tokens[choices.exists])
         if levels.size <= MOST_LEVELS:
             return self._best_levels(choices, LevelSets.of(choices, prices, self.limit), known)
@@ -201,23 +232,38 @@ class Search:
                 known = self._free(choices.restricted(np.isin(choices.tokens, some)))
         return self._core(choices, prices, known, self.limit)
 
+    def _start(self, choices: Choices, prices: Prices) -> Outcome:
+        """Return the best pick of simple rules: equal budgets, or what is repaired from prices."""
+        equal = equal_budgets(choices)
+        if equal is not None and not choices.satisfies(equal):  # some options are left out
+            equal = None
+        picked = best_known(choices, prices, self.repair_until, equal)
+        if picked is not None and self.limit and choices.n_levels(picked) > self.limit:
+            picked = equal
+        return NOTHING if picked is None else Outcome(picked=picked, bound=0.0)
+
     def _best_levels(self, choices: Choices, sets: LevelSets, best: Outcome) -> Outcome:
         """Return the best pick over all sets of levels that could beat the known one."""
         prices = sets.prices
-        if best.picked is None:
-            best = self._with_levels(choices, sets, sets.best())
+        if self._room(choices, prices, best) >= 0:
+            likely = self._with_levels(choices, sets, sets.best(), best.picked)
+            best = likely if best.picked is None else self._better(choices, best, likely)
         listed = None
         if best.picked is not None:
             listed = sets.within(self._room(choices, prices, best))
         if listed is None or best.picked is None:  # too many sets: one program for all
             return self._core(choices, prices, best, self.limit)
         loose: list[float] = []  # bounds of what was not decided
+        short = time.monotonic() + SHORT_SECONDS
         for lost, places in listed:
             if lost > self._room(choices, prices, best):
                 break
-            if self.seconds_left <= 0:
-                loose.append(prices.beyond(choices, lost))
-                break
+            if time.monotonic() > min(short, self.deadline):
+                one = self._core(choices, prices, best, self.limit)
+                assert one.picked is not None  # the best one at least
+                loose += [choices.objective(one.picked), prices.beyond(choices, lost)]
+                bound = choices.tighter(one.bound, choices.looser(*loose))
+                return dataclasses.replace(one, bound=bound)
             result = self._with_levels(choices, sets, places, best.picked)
             if not result.infeasible:
                 loose.append(result.bound)
@@ -313,7 +359,7 @@ class Search:
         self, choices: Choices, kept: BoolArray, best: IntArray | None, limit: int | None
     ) -> Outcome:
         """Encode, solve and read; twice where rounding lets the target be missed."""
-        answer = self._program(choices, kept, best, limit, tight_target=False)
+        answer = self._program(choices, kept, best, limit)
         if answer.picked is None or choices.satisfies(answer.picked):
             return answer
         tight = self._program(choices, kept, best, limit, tight_target=True)
@@ -327,15 +373,15 @@ class Search:
         best: IntArray | None,
         limit: int | None,
         *,
-        tight_target: bool,
+        tight_target: bool = False,
     ) -> Outcome:
         """Return what a back end answers to one program."""
-        tail = self.problem.aggregate is Aggregate.TAIL
-        encoding = encode(
-            choices, kept, limit=limit, hint=best, tight_target=tight_target, tail=tail
-        )
+        aggregate = self.problem.aggregate
+        if aggregate is Aggregate.WORST and choices.minimise:  # whether a level fits
+            aggregate = Aggregate.SUM
+        encoding = encode(choices, kept, limit, best, aggregate, tight_target=tight_target)
         gap = 0.0
-        if best is not None and not tail:
+        if best is not None and aggregate is Aggregate.SUM:
             gap = self.options.gap * abs(choices.objective(best)) / encoding.step
         limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
         answer = self.options.backend(encoding.program, limits)
@@ -357,9 +403,4 @@ class Search:
         known, and the program holds the others.
         """
         prices = tail_prices(self.problem, tail_bound(self.problem))
-        known = best_known(self.choices, prices, self.repair_until)
-        if known is not None and self.limit and self.choices.n_levels(known) > self.limit:
-            known = None
-        return self._core(
-            self.choices, prices, Outcome(picked=known, bound=prices.bound), self.limit
-        )
+        return self._core(self.choices, prices, self._start(self.choices, prices), self.limit)

@@ -19,7 +19,7 @@ from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices
 
 MOST_SETS = 50_000
-"""Above, sets are not listed one by one."""
+"""With more beginnings of sets, these are not listed one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,9 @@ class LevelSets:
         begun = np.flatnonzero(self.first + self.rest[-1] <= room).tolist()
         stack: list[tuple[float, tuple[int, ...]]]
         stack = [(float(self.first[level]), (level,)) for level in begun]
-        while stack:
+        for _ in range(MOST_SETS):
+            if not stack:
+                return sorted(sets)
             lost, chosen = stack.pop()
             if len(chosen) < len(self.rest):
                 following = lost + self.between[chosen[-1]]
@@ -117,9 +119,7 @@ class LevelSets:
                     stack.append((float(following[level]), (*chosen, level)))
             elif (lost := float(self.loss[:, chosen].min(axis=1).sum())) <= room:
                 sets.append((lost, chosen))  # by the losses themselves, not what is below them
-            if len(sets) + len(stack) > MOST_SETS:
-                return None
-        return sorted(sets)
+        return None
 
 
 def _valley(loss: FloatArray) -> FloatArray:

@@ -5,14 +5,17 @@ Of several workloads each change is judged by what it does to the worst share it
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import tail_places
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices
+from kvalloc.solvers.uniform import Uniform
 
 ROUNDS = 2000
 """Limit on the improvements of one pick; a safety net, dozens are common."""
@@ -30,7 +33,18 @@ MARGIN = 1e-13
 """Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
 
 
-def best_known(choices: Choices, prices: Prices, deadline: float) -> IntArray | None:
+def equal_budgets(choices: Choices) -> IntArray | None:
+    """Return the best pick of equal budgets for all units; None where none satisfies everything."""
+    problem, rule = choices.problem, Uniform()
+    if rule.can_solve(problem) is True:
+        with contextlib.suppress(InfeasibleError, SolverError):
+            return choices.picked(rule.solve(problem).choice)
+    return None
+
+
+def best_known(
+    choices: Choices, prices: Prices, deadline: float, *others: IntArray | None
+) -> IntArray | None:
     """Return the best pick that repair reaches within capacity, target and caps.
 
     Parameters
@@ -40,6 +54,8 @@ def best_known(choices: Choices, prices: Prices, deadline: float) -> IntArray | 
         Each of its starts is repaired.
     deadline : float
         ``time.monotonic()`` at which to stop improving.
+    *others : ndarray of int64, (n_rows,), or None
+        Other picks that are known.
 
     Returns
     -------
@@ -47,7 +63,7 @@ def best_known(choices: Choices, prices: Prices, deadline: float) -> IntArray | 
         None when no pick meets the target within the caps.
     """
     repaired = (_repaired(choices, prices, start, deadline) for start in prices.starts)
-    known = [picked for picked in repaired if picked is not None]
+    known = [picked for picked in (*repaired, *others) if picked is not None]
     return max(known, key=lambda picked: _merit(choices, picked), default=None)
 
 

@@ -9,7 +9,7 @@ from kvalloc.problem import Aggregate, AllocationProblem, Solution, Solver, dead
 from kvalloc.problem.bounds import tail_bound
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import tail_prices
-from kvalloc.solvers._repair import best_known
+from kvalloc.solvers._repair import best_known, equal_budgets
 
 
 class CVaR(Solver):
@@ -63,7 +63,7 @@ class CVaR(Solver):
         bound = tail_bound(problem)
         choices = Choices.of(problem)
         prices = tail_prices(problem, bound)
-        picked = best_known(choices, prices, deadline)
+        picked = best_known(choices, prices, deadline, equal_budgets(choices))
         if picked is None:
             raise SolverError(
                 "cvar found no choice that meets the target in the worst workloads, and cannot "

@@ -9,7 +9,7 @@ from kvalloc.problem import AllocationProblem, SideConstraint, Solution, Solver,
 from kvalloc.problem.constraints import GroupCap, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import best_prices
-from kvalloc.solvers._repair import best_known
+from kvalloc.solvers._repair import best_known, equal_budgets
 
 
 class Lagrangian(Solver):
@@ -54,7 +54,7 @@ class Lagrangian(Solver):
         deadline = deadline_after(time_limit_seconds)
         choices = Choices.of(problem)
         prices = best_prices(choices)
-        picked = best_known(choices, prices, deadline)
+        picked = best_known(choices, prices, deadline, equal_budgets(choices))
         if picked is None:
             raise SolverError(
                 "lagrangian found no choice that meets the target within the caps, and cannot say "

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import AllocationProblem, SideConstraint
+from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.solvers._rules import Rule, SharingRule
 
@@ -30,6 +30,7 @@ class Uniform(SharingRule):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, MaxDistinct, SameBudget}
     )
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
         """Return the common budgets by their tokens."""

@@ -246,7 +246,7 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
         ),
         *(
             (name, SEVERAL, "use cvar or ilp")
-            for name in ("greedy", "dp", "lagrangian", "hull", "flow", "uniform", "max_min")
+            for name in ("greedy", "dp", "lagrangian", "hull", "flow", "max_min")
         ),
         ("greedy", DENTED, "greedy needs concave curves, .* and these are not; use ilp"),
         *((name, UNEVEN, "use ilp") for name in ("greedy", "pyramid", "proportional")),

@@ -16,7 +16,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import AllocationProblem, SideConstraint, Termination
+from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_clean
@@ -120,7 +120,7 @@ def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
     problem = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
     choices = Choices.of(problem)
-    whole = encode(choices, choices.exists, limit=3, hint=None)
+    whole = encode(choices, choices.exists, 3, None, Aggregate.SUM)
     limits = Limits(deadline=time.monotonic(), absolute_gap=0.0, workers=1)
     answer = BACKENDS[backend](whole.program, limits)
     best = solve_problem(problem, ILP()).objective

@@ -1,0 +1,115 @@
+"""Searches start from equal budgets at least, and become one program after a short while."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    Sense,
+    Termination,
+)
+from kvalloc.problem.registry import get_solver
+from kvalloc.solvers import _ilp_search
+from kvalloc.testing import brute_force, tiny_problems
+from kvalloc.testing.problems import SIDES, larger_problem
+
+LIMITED = [side for side in SIDES if side != "plain"]
+
+
+def answer_of(name: str, problem: AllocationProblem, seconds: float) -> CheckedSolution | None:
+    solver = get_solver(name)
+    if solver.can_solve(problem) is not True:
+        return None
+    try:
+        return solve_problem(problem, solver, time_limit_seconds=seconds)
+    except (InfeasibleError, SolverError):
+        return None
+
+
+@pytest.mark.parametrize("name", ["auto", "ilp", "dp", "lagrangian", "cvar"])
+def test_no_search_is_worse_than_equal_budgets(name: str) -> None:
+    """Also with hardly any time, under each limit, for the sum, the worst unit and a tail."""
+    kinds = [
+        *(
+            f"{scope}{curves}+{side}"
+            for side in LIMITED
+            for scope in ("", "worst:", "tail:")
+            for curves in ("losses", "unequal_options")
+        ),
+        *("losses", "unequal_costs", "tail:losses", "worst:non_concave"),
+    ]
+    compared = 0
+    for seconds in (1e-3, 2.0):
+        for case, problem in tiny_problems(2 * len(kinds), kinds=kinds, seed=70):
+            equal = answer_of("uniform", problem, 5.0)
+            if equal is None or get_solver(name).can_solve(problem) is not True:
+                continue
+            answer = answer_of(name, problem, seconds)
+            assert answer is not None, case
+            assert not problem.is_better(equal.objective, answer.objective, 1e-9), case
+            compared += 1
+    assert compared >= 4
+
+
+def crossing(
+    problem: AllocationProblem, shares: tuple[float, float], most: int
+) -> AllocationProblem:
+    """The problem with two caps that share units, and few budgets."""
+    n, caps = problem.n_units, []
+    for name, units, share in (
+        ("a", range(3 * n // 4), shares[0]),
+        ("b", range(n // 4, n), shares[1]),
+    ):
+        low, high = (int(problem.costs[list(units), at].sum()) for at in (0, -1))
+        size = int(low + share * (high - low))
+        caps.append(GroupCap(name=name, units=tuple(units), capacity_bytes=size))
+    capped = problem.replace(constraints=(*caps, MaxDistinct(most=most)))
+    room = problem.max_cost_bytes - problem.min_cost_bytes
+    return capped.with_capacity(int(problem.min_cost_bytes + 0.45 * room))
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_sets_of_budgets_under_caps_are_proven(seed: int) -> None:
+    """Set after set took 20 s for nothing here; one program takes a moment."""
+    base = larger_problem("losses", seed=seed, n_layers=1, n_heads=4, n_options=46)
+    problem = crossing(base, (0.4, 0.45), most=3)
+    answer = answer_of("ilp", problem, 60.0)
+    assert answer is not None
+    assert answer.termination is Termination.OPTIMAL
+
+
+@pytest.mark.parametrize("back_end", ["highs", "cp_sat"])
+@pytest.mark.parametrize("kind", ["worst:concave", "worst:losses", "worst:unequal_costs"])
+def test_one_program_for_the_worst_unit_is_exact(
+    kind: str, back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ilp_search, "SHORT_SECONDS", 0.0)
+    kinds = [kind, *(f"{kind}+{side}" for side in LIMITED)]
+    for case, problem in tiny_problems(2 * len(kinds), kinds=kinds, seed=40):
+        if problem.sense is not Sense.MAX_VALUE:
+            continue
+        best, answer = brute_force(problem), answer_of(f"ilp:backend={back_end}", problem, 30.0)
+        assert (best is None) == (answer is None), case
+        if best is not None and answer is not None:
+            assert answer.objective == pytest.approx(best.objective, abs=1e-12), case
+            assert answer.termination is Termination.OPTIMAL, case
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 0.5, 20.0])
+def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(seconds: float) -> None:
+    """Five layers of three heads, pages of 2: a level that bisection cannot decide ends nothing."""
+    base = larger_problem("concave", seed=5, n_layers=5, n_heads=3, n_options=24)
+    values = np.floor(22 * base.values) / 22
+    flat = base.replace(values=values, weights=np.ones(15), aggregate=Aggregate.WORST)
+    problem = crossing(flat, (0.45, 0.5), most=2)
+    equal, answer = answer_of("uniform", problem, 5.0), answer_of("ilp", problem, seconds)
+    assert equal is not None
+    assert answer is not None
+    assert answer.objective >= equal.objective
