@@ -804,8 +804,12 @@ class Prompt:
         first = max(self.arrival.settled + self.every, self._n_seen + 1)
         return [*range(first, end, self.every)]
 
-    def _within_memory(self, budgets: IntArray) -> IntArray:
-        """Budgets (batch, n_layers, n_kv_heads) that leave room for what follows until the next."""
+    def _within_memory(self, budgets: IntArray, tokens: IntArray) -> IntArray:
+        """Budgets (batch, n_layers, n_kv_heads) that leave room for what follows until the next.
+
+        Where the memory is all that is asked, they take as much of it as rows of so many tokens
+        can, in the proportions that were decided.
+        """
         if self.plan.memory is None or self.every is None:
             return budgets
         profile, found = self.profile, budgets.copy()
@@ -813,9 +817,11 @@ class Prompt:
         slid = [layer for layer in self._layers if not isinstance(layer, BudgetLayer)]
         taken = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
         taken += (every + every // SPARE) * self._token_bytes
-        for row, own in enumerate(budgets):
+        for row, own in enumerate(budgets[:, full]):
+            if profile.fits_a_peak:
+                own = np.minimum(own * tokens[row] // max(own.min(), 1), tokens[row])
             found[row, full] = within_bytes(
-                own[full],
+                own,
                 (self.plan.memory - taken) // len(budgets),
                 16 if profile.bits is None else profile.bits[full],
                 profile.shape,
@@ -848,7 +854,7 @@ class Prompt:
         batch = self._batch
         tokens = row_tokens(self.arrival.visible, batch, seen)
         budgets = np.maximum(self.arrival.budgets(tokens), policy.protected_tokens)
-        budgets = self._within_memory(budgets)
+        budgets = self._within_memory(budgets, tokens)
         followed = {
             index: self._followed(self._layers[index], budgets[:, index], tokens)
             for index in self.profile.shape.full_layers
