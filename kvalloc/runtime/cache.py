@@ -101,7 +101,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def decode_every(self) -> int | None:
-        """Tokens after which what followed competes; None where nothing is reduced."""
+        """Tokens after which what followed competes; None where they grow with the tokens seen."""
         return self._prompt.plan.every
 
     @property
@@ -530,8 +530,11 @@ class BudgetCache(Cache, hooks.HookedCache):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
-        end = self.get_seq_length() - max(self.check_crop(tokens_to_remove), 0)
+        seen = self.get_seq_length()
+        end = seen - max(cropped_tokens(tokens_to_remove, seen), 0)
         before = next((one for one in self._before if one.get_seq_length() > end), None)
+        checked = self if before is None else before
+        checked.check_crop(end - checked.get_seq_length())
         if before is not None:
             self.__dict__.update(before.__dict__, _ahead=False)
         if remove := self.get_seq_length() - end:

@@ -27,7 +27,8 @@ class CacheOptions:
         Parameters of the policy or scorer that is named.
     decode_every : int, optional
         Tokens after which what followed the prompt competes for the budget of all tokens seen,
-        beside what is kept; 64 by default. 1 keeps the budget at every token.
+        beside what is kept; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at
+        every token.
     bounded : bool
         For policies that look at what follows the prompt: hold no full cache until then, but keep
         twice the budgets while the prompt is read. By default they hold the whole prompt. Where

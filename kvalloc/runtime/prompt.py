@@ -48,8 +48,9 @@ from kvalloc.shape import HALF_BYTES
 
 __all__ = ["EVERY", "Plan", "Prompt", "State"]
 
-EVERY = 64
-"""Tokens after which a conversation is brought back within its budget: a full block of keys."""
+EVERY, OF_SEEN = 64, 16
+"""Tokens after which a conversation is brought back within its budget: a full block of keys, and
+where more of this share of the tokens seen, so that to do so takes the same part of the time."""
 
 BOUNDED_BUDGETS = 2
 """In bounded memory so many times the budgets are kept until enough has followed a prompt."""
@@ -111,9 +112,10 @@ class Plan:
         Who chooses what that is.
     by_layer : bool
         Whether the heads of a layer share what they may keep then, and each prompt hands it out.
+    reduces : bool
+        Whether anything is, and so what follows a prompt competes with what is kept of it.
     every : int or None
-        Tokens after which what followed a prompt competes with what is kept of it; None where
-        nothing is reduced.
+        Tokens after which it does; None where these grow with the tokens seen.
     memory : int or None
         Bytes that all entries and what followed never exceed.
     after : EvictionPolicy
@@ -135,6 +137,7 @@ class Plan:
     bounded: bool
     early: EvictionPolicy | None
     by_layer: bool
+    reduces: bool
     every: int | None
     memory: int | None
     after: EvictionPolicy
@@ -200,7 +203,8 @@ class Plan:
             bounded=bounded,
             early=early,
             by_layer=by_layer,
-            every=(every or EVERY) if profile.reduces else None,
+            reduces=profile.reduces,
+            every=every,
             memory=options.memory,
             after=policy.again(rotates=rotates_halves(model)),
         )
@@ -402,10 +406,10 @@ class Prompt:
         prompt = self.arrival.prompt_tokens if self.arrival.complete else given
         assert prompt is not None
         found = {given, prompt + self.plan.awaited}
-        if (every := self.every) is not None:
-            settled = self.arrival.settled if self.arrival.complete else given
-            first = given if given - settled >= every else settled
-            found.update(range(first + every, end, every))
+        settled = self.arrival.settled if self.arrival.complete else given
+        if given - settled >= self.every_from(settled):
+            settled = given
+        found.update(self._due(settled, end))
         return sorted(one for one in found if max(self._n_seen + 1, given) <= one < end)
 
     def crop(self) -> None:
@@ -665,10 +669,11 @@ class Prompt:
 
     def catch_up(self) -> None:
         """Evict late, or settle what followed, where enough has followed."""
-        followers, every = self._followers, self.every
+        followers = self._followers
         if followers is not None and int(followers.counts.min()) >= max(self.plan.awaited, 1):
             self.evict()
-        if every is not None and self._n_seen - self.arrival.settled >= every:
+        settled = self.arrival.settled
+        if self.plan.reduces and self._n_seen - settled >= self.every_from(settled):
             self.settle_following()
 
     def _held(self, decoder: nn.Module) -> HeldPrompt:
@@ -753,7 +758,7 @@ class Prompt:
     @property
     def _goes_on_observing(self) -> bool:
         """Whether what the policy notes of a prompt is added to by what follows."""
-        return self.plan.every is not None and self.plan.after.observes
+        return self.plan.reduces and self.plan.after.observes
 
     def _settle(self) -> None:
         """Nothing more of the prompt alone goes."""
@@ -772,12 +777,17 @@ class Prompt:
 
     # What follows a prompt
 
-    @property
-    def every(self) -> int | None:
-        """Tokens after which what followed competes; they take at most a quarter of the memory."""
-        if self.plan.every is None or self.plan.memory is None:
-            return self.plan.every
-        return max(min(self.plan.every, self.plan.memory // (4 * self._token_bytes)), 1)
+    def every_from(self, settled: int) -> int:
+        """Tokens after which what follows so many competes; a quarter of the memory takes them."""
+        every = self.plan.every or max(EVERY, settled // OF_SEEN)
+        if self.plan.memory is None:
+            return every
+        return max(min(every, self.plan.memory // (4 * self._token_bytes)), 1)
+
+    def _due(self, settled: int, end: int) -> Iterator[int]:
+        """Columns before `end` at which what follows so many competes, one time after the other."""
+        while self.plan.reduces and (settled := settled + self.every_from(settled)) < end:
+            yield settled
 
     @property
     def _token_bytes(self) -> int:
@@ -795,14 +805,13 @@ class Prompt:
 
         At each of them what followed competes.
         """
-        if self.plan.memory is None or not self.arrival.complete or self.every is None:
+        if self.plan.memory is None or not self.arrival.complete:
             return []
         tensors = (own for layer in self._layers for own in layer_tensors(layer))
         taken = sum(own.nbytes for own in tensors) + (end - self._n_seen) * self._token_bytes
         if taken <= self.plan.memory:
             return []
-        first = max(self.arrival.settled + self.every, self._n_seen + 1)
-        return [*range(first, end, self.every)]
+        return [one for one in self._due(self.arrival.settled, end) if one > self._n_seen]
 
     def _within_memory(self, budgets: IntArray, tokens: IntArray) -> IntArray:
         """Budgets (batch, n_layers, n_kv_heads) that leave room for what follows until the next.
@@ -810,10 +819,10 @@ class Prompt:
         Where the memory is all that is asked, they take as much of it as rows of so many tokens
         can, in the proportions that were decided.
         """
-        if self.plan.memory is None or self.every is None:
+        if self.plan.memory is None:
             return budgets
-        profile, found = self.profile, budgets.copy()
-        full, every = list(profile.shape.full_layers), self.every
+        profile, found, every = self.profile, budgets.copy(), self.every_from(self._n_seen)
+        full = list(profile.shape.full_layers)
         slid = [layer for layer in self._layers if not isinstance(layer, BudgetLayer)]
         taken = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
         taken += (every + every // SPARE) * self._token_bytes
@@ -832,7 +841,7 @@ class Prompt:
 
     def _note_following(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
         """Note the latest queries, and whatever settling needs of a layer."""
-        if self.plan.every is None:
+        if not self.plan.reduces:
             return
         if states.layer not in self._seen:
             self._note_seen(states)
@@ -845,7 +854,7 @@ class Prompt:
     @torch.no_grad()
     def settle_following(self) -> None:
         """Go back to the budgets of all tokens seen: what followed competes with what is kept."""
-        if self.plan.every is None or self._followers is not None or not self.arrival.complete:
+        if not self.plan.reduces or self._followers is not None or not self.arrival.complete:
             return
         seen, policy = self._n_seen, self.profile.policy
         noted = all(layer.unfinished.latest.pieces for layer in self._budget_layers)

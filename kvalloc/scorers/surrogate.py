@@ -117,8 +117,8 @@ class Surrogate(Scorer):
         keys, places = states.keys, states.positions
         if places is None:
             places = torch.arange(keys.shape[2], device=keys.device)
-        scores = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        for begin in range(0, keys.shape[2], _BLOCK_TOKENS):
+        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        for begin in range(sinks, keys.shape[2], _BLOCK_TOKENS):
             block = slice(begin, begin + _BLOCK_TOKENS)
             features = entry_features(
                 replace(
