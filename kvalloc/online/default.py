@@ -36,7 +36,7 @@ from kvalloc.runtime.prompt import BOUNDED_BUDGETS
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.shape import ModelShape
-from kvalloc.units import parse_bytes, parse_share, share_text, size
+from kvalloc.units import bytes_text, parse_share, share_text, size
 
 __all__ = ["Default"]
 
@@ -71,27 +71,24 @@ measured losses; a surrogate, a second read, or the prompt's last tokens with th
 of the whole prompt or of twice the budgets; or, layer by layer, the surrogate or the prompt's last
 tokens alone. Or all are kept."""
 
-COSTS: dict[Way, float] = {
-    "decided": 1.15,
-    "surrogate": 1.15,
-    "twice": 2.5,
-    "late": 1.1,
-    "bounded": 1.1,
-    "early": 1.1,
-    "whole": 1.0,
+WAYS: dict[Way, tuple[float, str]] = {
+    "decided": (1.15, "evicts while the prompt is read, as {}, which ships, says"),
+    "surrogate": (
+        1.15,
+        "holds the full cache while the prompt is read, and evicts by the surrogate {}",
+    ),
+    "twice": (2.5, "reads the prompt twice and holds the full cache meanwhile"),
+    "late": (1.1, f"holds the full cache until {AWAITED} tokens have followed the prompt"),
+    "bounded": (
+        1.1,
+        f"keeps {BOUNDED_BUDGETS} times the budget until {AWAITED} tokens have followed the prompt",
+    ),
+    "early": (1.1, "evicts while the prompt is read"),
+    "whole": (1.0, "evicts nothing"),
 }
-"""Time of a prompt of 2,048 tokens against a plain prefill (SmolLM2-135M, two threads)."""
+"""Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads), and a text
+with a place for the name of what ships."""
 
-SAID: dict[Way, str] = {
-    "decided": "evicts while the prompt is read, as {}, which ships, says",
-    "surrogate": "holds the full cache while the prompt is read, and evicts by the surrogate {}",
-    "twice": "reads the prompt twice and holds the full cache meanwhile",
-    "late": f"holds the full cache until {AWAITED} tokens have followed the prompt",
-    "bounded": f"keeps {BOUNDED_BUDGETS} times the budget until {AWAITED} tokens have followed the "
-    "prompt",
-    "early": "evicts while the prompt is read",
-    "whole": "evicts nothing",
-}
 IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}, which ships, says"
 """Of the way ``decided``: new values are fitted to the prompt's last queries."""
 
@@ -114,45 +111,20 @@ class _Served(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Rows of a batch that are served alike.
-
-    Attributes
-    ----------
-    rows : tuple of int
-        Their places in the batch.
-    lengths : tuple of int
-        Tokens of each, without padding.
-    way, name
-        See `_Served`.
-    """
-
-    rows: tuple[int, ...]
-    lengths: tuple[int, ...]
-    way: Way
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Default:
-    """What is asked of every prompt: a share of the bytes, and the memory while it is read.
+    """The request of every prompt: a share of the bytes, within the memory of the options.
 
     Parameters
     ----------
     share : float
         Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
-    memory : int or None
-        Bytes that the cache may take at its peak; None where the full cache fits.
-    memory_typed : object
-        What the user wrote, which messages repeat.
     options : CacheOptions
-        How the cache keeps the share. Its surrogate is by default the one that ships for the model,
-        if there is one; a policy is not taken.
+        How the cache keeps the share, and the memory at its peak; the full cache fits where none
+        is given. Its surrogate is by default the one that ships for the model, if there is one; a
+        policy is not taken.
     """
 
     share: float
-    memory: int | None = None
-    memory_typed: object = None
     options: CacheOptions = CacheOptions()
 
     @staticmethod
@@ -162,26 +134,15 @@ class Default:
         return "budget" in named and named <= {"budget", "memory", "surrogate"}
 
     @classmethod
-    def parse(
-        cls,
-        budget: Any,
-        memory: Any = None,
-        options: CacheOptions | None = None,
-        **unset: Any,
-    ) -> Default:
-        """Read what the user wrote; all else is left out, see `is_asked`.
+    def parse(cls, budget: Any, options: CacheOptions | None = None, **others: Any) -> Default:
+        """Read the share that the user wrote; ``others`` are unset, or in the options.
 
         Raises
         ------
         InputError
-            If it is no share, or no size.
+            If it is no share.
         """
-        return cls(
-            share=parse_share(budget),
-            memory=None if memory is None else parse_bytes(memory),
-            memory_typed=memory,
-            options=options or CacheOptions(),
-        )
+        return cls(share=parse_share(budget), options=options or CacheOptions())
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
         """Make a cache for one prompt, each of whose rows is served by what it is itself.
@@ -210,22 +171,23 @@ class Default:
         served = [self._served(model, shape, own, size.embedded) for own in lengths]
         groups = self._that_fit(shape, tokens, lengths, served, chunked=chunked)
         caches = []
-        for group in groups:
-            if group.way == "decided":
-                profile = shipped_decisions(shape)[group.name]
+        for how, rows in groups.items():
+            own = [lengths[row] for row in rows]
+            if how.way == "decided":
+                profile = shipped_decisions(shape)[how.name]
             else:
-                profile = self.profile(shape, max(group.lengths), group.way, fitted=fitted)
-            said = self._said(profile, group, tokens, chunked=chunked)
-            bounded = {"early": True, "whole": False}.get(group.way, self.options.bounded)
+                profile = self.profile(shape, max(own), how.way, fitted=fitted)
+            text = self._text(profile, how, own, tokens, chunked=chunked)
+            bounded = {"early": True, "whole": False}.get(how.way, self.options.bounded)
             if len(groups) > 1:
-                said = f"row{'s' * (len(group.rows) > 1)} {', '.join(map(str, group.rows))}: {said}"
-            _LOG.info(said)
+                text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
+            _LOG.info(text)
             requested = {**profile.requested, "value": self.share}
-            profile = profile.replace(requested=requested, detail=said)
-            memory = self.options.memory and self.options.memory * len(group.rows) // len(lengths)
+            profile = profile.replace(requested=requested, detail=text)
+            memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, bounded=bounded, memory=memory)
             cache = build_cache(model, profile, options, prompt_tokens=size.announced)
-            caches.append((group.rows, cache))
+            caches.append((rows, cache))
         return caches[0][1] if len(caches) == 1 else GroupedCache(caches)
 
     def _served(self, model: Any, shape: ModelShape, tokens: int | None, embedded: bool) -> _Served:
@@ -358,32 +320,30 @@ class Default:
         served: Sequence[_Served],
         *,
         chunked: bool,
-    ) -> list[_Rows]:
-        """Put rows that are served alike together; all early where the memory asks for it."""
-        groups = _alike(lengths, served)
-        if self.memory is None:
+    ) -> dict[_Served, tuple[int, ...]]:
+        """Return the rows that are served alike; all early where the memory asks for it."""
+        groups, memory = _alike(lengths, served), self.options.memory
+        if memory is None:
             return groups
         early = _alike(lengths, [one if one.way == "whole" else _Served("early") for one in served])
-        needs = [
-            sum(
-                self.peak_bytes(
-                    shape, max(own.lengths), len(own.rows), own.way, chunked=chunked, columns=tokens
+        needs = [0, 0]
+        for place, each in enumerate((groups, early)):
+            for how, rows in each.items():
+                longest = max(lengths[row] for row in rows)
+                needs[place] += self.peak_bytes(
+                    shape, longest, len(rows), how.way, chunked=chunked, columns=tokens
                 )
-                for own in each
-            )
-            for each in (groups, early)
-        ]
-        if min(needs) > self.memory:
-            rows = len(lengths)
-            in_rows = f" in {rows} rows" if rows > 1 else ""
-            full = max(needs[0], shape.plain_bytes(tokens, rows))
+        if min(needs) > memory:
+            n_rows = len(lengths)
+            in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
+            full = max(needs[0], shape.plain_bytes(tokens, n_rows))
             raise InputError(
-                f"{option('memory', self.memory_typed)} is {size(self.memory)}, but a prompt of "
+                f"{option('memory', bytes_text(memory))} is {size(memory)}, but a prompt of "
                 f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
                 f"{size(min(needs))} where it is evicted while it is read (the budget, and one "
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
-        return groups if needs[0] <= self.memory else early
+        return groups if needs[0] <= memory else early
 
     def peak_bytes(
         self,
@@ -419,21 +379,29 @@ class Default:
             peak += shape.plain_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
         return peak
 
-    def _said(self, profile: BudgetProfile, group: _Rows, columns: int, *, chunked: bool) -> str:
-        """One line: which way, how much is kept, its peak and its cost."""
-        shape, way, lengths = profile.shape, group.way, group.lengths
-        full = list(shape.full_layers)
+    def _text(
+        self,
+        profile: BudgetProfile,
+        served: _Served,
+        lengths: Sequence[int],
+        columns: int,
+        *,
+        chunked: bool,
+    ) -> str:
+        """Return one line on rows of these lengths: their way, what is kept, peak and cost."""
+        shape, way = profile.shape, served.way
+        full, longest, rows = list(shape.full_layers), max(lengths), len(lengths)
         kept = sum(profile.budgets_for(own)[full].mean() for own in lengths) / sum(lengths)
         stored = sum(map(profile.retained_bytes_at, lengths))
         reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
-        how = IN_CHUNKS if chunked and way == "decided" else SAID[way]
-        said, cost = how.format(group.name or self.surrogate_of(shape)), COSTS[way]
-        longest, rows = max(lengths), len(lengths)
+        cost, text = WAYS[way]
+        text = IN_CHUNKS if chunked and way == "decided" else text
+        text = text.format(served.name or self.surrogate_of(shape))
         peak = self.peak_bytes(shape, longest, rows, way, chunked=chunked, columns=columns)
         if kept == 1:
-            said, cost, peak = SAID["whole"], COSTS["whole"], shape.plain_bytes(columns, rows)
+            (cost, text), peak = WAYS["whole"], shape.plain_bytes(columns, rows)
             if reached > self.share < 1:
-                said = f"keeps the prompt whole, which is too short for {self.share:.1%}"
+                text = f"keeps the prompt whole, which is too short for {self.share:.1%}"
         width = "at 16 bits"
         if not profile.reduces:
             width, stored = "as they are", sum(map(shape.plain_bytes, lengths))
@@ -442,18 +410,16 @@ class Default:
             width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
         measured = "" if way == "decided" else ", nothing measured"
         return (
-            f"by default{measured}: {said}; {kept:.0%} of the entries {width}, "
+            f"by default{measured}: {text}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {share_text(reached)}; about {size(peak)} while it is read, and "
             f"{cost} times a plain prefill"
         )
 
 
-def _alike(lengths: Sequence[int], served: Sequence[_Served]) -> list[_Rows]:
-    """Return the rows that are served alike together, those of the longest row first."""
+def _alike(lengths: Sequence[int], served: Sequence[_Served]) -> dict[_Served, tuple[int, ...]]:
+    """Return the rows that are served alike, those of the longest row first."""
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    groups = []
-    for how in dict.fromkeys(served[row] for row in longest_first):
-        rows = tuple(row for row, own in enumerate(served) if own == how)
-        own = tuple(lengths[row] for row in rows)
-        groups.append(_Rows(rows=rows, lengths=own, way=how.way, name=how.name))
-    return groups
+    return {
+        how: tuple(row for row, other in enumerate(served) if other == how)
+        for how in dict.fromkeys(served[row] for row in longest_first)
+    }

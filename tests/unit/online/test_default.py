@@ -20,7 +20,7 @@ from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, stored_by
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
-from kvalloc.online.default import AWAITED, COSTS, Default
+from kvalloc.online.default import AWAITED, WAYS, Default
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime import CacheOptions, load_cache
 from kvalloc.runtime.prompt import Prompt
@@ -121,8 +121,8 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(
     assert "reads the prompt twice and holds the full cache meanwhile; 45%" in said[0]
     assert "evicts while the prompt is read; 45%" in said[1]
     for one, stored, reached, cost in (
-        (said[0], "14.81", "19.8", COSTS["twice"]),
-        (said[1], "14.81", "19.8", COSTS["early"]),
+        (said[0], "14.81", "19.8", WAYS["twice"][0]),
+        (said[1], "14.81", "19.8", WAYS["early"][0]),
     ):
         told = f"at 5 bits, {stored} KiB, {reached}% of a cache at 16 bits; about"
         assert f"% of the entries {told}" in one
@@ -241,7 +241,7 @@ def test_memory_that_is_bounded_is_said_and_kept(
         generate(model, ids, max_new_tokens=AWAITED)
     detail, shape = applied.last_cache.profile.detail, shape_of(model)
     assert f"keeps 2 times the budget until {AWAITED} tokens have followed the prompt" in detail
-    default = Default.parse("15%", None, CacheOptions(bounded=True))
+    default = Default.parse("15%", CacheOptions(bounded=True))
     peak = default.peak_bytes(shape, TOKENS, 1, "bounded")
     assert f"about {size(peak)} while it is read" in detail
     assert max(stored) <= peak < default.peak_bytes(shape, TOKENS, 1, "late")
@@ -299,15 +299,14 @@ def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_pa
     assert share_of(cache) <= 0.2
     assert ways_of(model, budget="10%", surrogate=file) == "surrogate"  # where it is asked for
     options = CacheOptions(surrogate=file)
-    early = Default.parse("20%", "60KiB", options).cache(model, PromptSize(tokens=TOKENS))
+    little = Default.parse("20%", replace(options, memory=60 * 2**10))
+    early = little.cache(model, PromptSize(tokens=TOKENS))
     assert early.profile.policy.scorer == "surrogate"
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
         with pytest.raises(InputError, match="surrogate goes with budget and nothing else"):
             kvalloc.apply(model, surrogate=file, **other)
     with pytest.raises(kvalloc.KVAllocError, match="is for tiny with head_dim 16"):
-        Default.parse("20%", None, options).cache(
-            tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS)
-        )
+        Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
 
 
 def test_a_profile_that_ships_is_taken_near_its_share(
@@ -337,7 +336,8 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     assert "holds the full cache until the prompt is complete" in chunked.profile.detail
     full = default.peak_bytes(shape, TOKENS, 1, "decided", chunked=True)
     assert full > shape.plain_bytes(TOKENS)
-    short = replace(default, memory=full - 1).cache(model, PromptSize(tokens=TOKENS, chunked=True))
+    within = replace(default, options=CacheOptions(memory=full - 1))
+    short = within.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert len(np.unique(short.profile.bits)) == 1
     others: list[dict[str, Any]] = [
         {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": True},

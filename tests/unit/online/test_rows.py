@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.grouped import GroupedCache
+from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.prompt import State
 
 NEW = AWAITED + 6
@@ -49,10 +51,17 @@ def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, A
         return PromptTarget.parse(**options).cache(model)
     names = ("surrogate", "decode_every", "bounded")
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
-    default, shape = Default.parse(options["budget"], None, kept), shape_of(model)
+    default, shape = Default.parse(options["budget"], kept), shape_of(model)
     if options.get("memory") == "least":
-        default = replace(default, memory=default.peak_bytes(shape, columns, len(lengths), "early"))
-    return default.cache(model, PromptSize(tokens=columns, lengths=tuple(lengths)))
+        least = default.peak_bytes(shape, columns, len(lengths), "early")
+        default = replace(default, options=replace(kept, memory=least))
+    with patch("kvalloc.online.default.build_cache", of_the_prompt_alone):
+        return default.cache(model, PromptSize(tokens=columns, lengths=tuple(lengths)))
+
+
+def of_the_prompt_alone(model: Any, profile: Any, options: CacheOptions, **more: Any) -> Any:
+    """A cache whose memory bounds its prompt: what follows is bounded by that of all rows."""
+    return build_cache(model, profile, replace(options, memory=None), **more)
 
 
 def answer(
