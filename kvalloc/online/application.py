@@ -42,7 +42,6 @@ def apply(
     *,
     allow_other_model: bool = False,
     policy: str | Policy | None = None,
-    policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
     bounded: bool = False,
     surrogate: str | Path | None = None,
@@ -77,7 +76,7 @@ def apply(
         one target is given.
     allow_other_model : bool
         With a profile: accept that of a model of another name with the same sizes.
-    policy, policy_options, decode_every, bounded : optional
+    policy, decode_every, bounded : optional
         As for `kvalloc.make_cache`.
     surrogate : str or Path, optional
         With a budget alone: what ``kvalloc fit-scorer`` wrote for this model. It says what a
@@ -98,7 +97,6 @@ def apply(
     """
     options = CacheOptions(
         policy=policy,
-        policy_options=policy_options,
         decode_every=decode_every,
         bounded=bounded,
         allow_other_model=allow_other_model,

@@ -149,7 +149,7 @@ class PromptTarget:
         XKV, Section IV-A.
         """
         undecided = self.options.with_policy(self._undecided(shape_of(model)))
-        options = replace(self.options, policy=None, policy_options=None)  # it is the profile's now
+        options = replace(self.options, policy=None)  # it is the profile's now
         decide = partial(self._decided_rows, undecided, size.tokens or 0)
         return build_cache(model, undecided, options, prompt_tokens=size.announced, decide=decide)
 

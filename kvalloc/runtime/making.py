@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -72,7 +71,6 @@ def make_cache(
     allow_other_model: bool = False,
     prompt_tokens: int | None = None,
     policy: str | Policy | None = None,
-    policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
     bounded: bool = False,
 ) -> BudgetCache:
@@ -90,7 +88,7 @@ def make_cache(
         Length, padding included, of a prompt that arrives in several forwards: its budgets hold
         from the first one on. By default the first forward is the whole prompt, since a second
         chunk could not be told from a follow-up question; see also `BudgetCache.prefill`.
-    policy, policy_options, decode_every, bounded : optional
+    policy, decode_every, bounded : optional
         How the cache keeps its budgets, see `kvalloc.runtime.CacheOptions`.
 
     Returns
@@ -117,7 +115,6 @@ def make_cache(
         )
     options = CacheOptions(
         policy=policy,
-        policy_options=policy_options,
         decode_every=decode_every,
         bounded=bounded,
         allow_other_model=allow_other_model,

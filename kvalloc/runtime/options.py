@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime import refusals
@@ -21,10 +19,9 @@ class CacheOptions:
     Attributes
     ----------
     policy : str or Policy, optional
-        How the entries are picked, instead of the profile's own policy; a name stands for a
-        policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
-    policy_options : mapping, optional
-        Parameters of the policy or scorer that is named.
+        How the entries are picked, instead of the profile's own policy; a name, also with
+        parameters such as ``"nacl:seed=1"``, stands for a policy or a scorer, see
+        `kvalloc.runtime.policies.changed_policy`.
     decode_every : int, optional
         Tokens after which what followed the prompt competes for the budget of all tokens seen,
         beside what is kept; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at
@@ -43,21 +40,17 @@ class CacheOptions:
     """
 
     policy: str | Policy | None = None
-    policy_options: Mapping[str, Any] | None = None
     decode_every: int | None = None
     bounded: bool = False
     allow_other_model: bool = False
     memory: int | None = None
     surrogate: str | Path | None = None
 
-    def __post_init__(self) -> None:
-        refusals.refuse(options_alone=self.policy_options and self.policy is None)
-
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
         """Return the profile with the policy that is named, if one is."""
         policy = self.policy
         if isinstance(policy, str):
-            return profile.with_policy(changed_policy(profile.policy, policy, self.policy_options))
+            return profile.with_policy(changed_policy(profile.policy, policy))
         other = policy is not None and not isinstance(policy, Policy)
         refusals.refuse(no_policy=other and (policy,))
         return profile if policy is None else profile.with_policy(policy)

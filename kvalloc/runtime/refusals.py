@@ -143,8 +143,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "no_decode_every": "{option[decode_every]} is {0[0]!r}, expected a number of tokens >= 1",
         "on_or_off": "{option[bounded]} is {0[0]!r}, expected True or False",
         "no_prompt_tokens": "prompt_tokens is {0[0]}, expected >= 1",
-        "options_alone": "{option[policy_options]} belongs to a policy; name it with "
-        "{option[policy]}",
         "no_policy": "policy is {0[0]!r}; name a policy or a scorer, or give a Policy, as of a "
         "profile",
         "kept_by_sliding": "layer {0[0]} is a sliding-window layer: it keeps the last tokens",

@@ -14,7 +14,7 @@ from kvalloc.scorers import get_scorer
 
 CONTEXT, SINKS, NEW = 70, 2, 6
 WINDOW = {"window": 4}
-AT_ONCE: dict[str, Any] = {"policy": "attention_matching", "policy_options": {"following": 0}}
+AT_ONCE: dict[str, Any] = {"policy": "attention_matching:following=0"}
 """Fits values and biases while the prompt is read."""
 TARGET: dict[str, Any] = {"sinks": SINKS, "scorer": "xkv:window=4"}
 

@@ -187,11 +187,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
         **{f"{n} bits": {"profile": head.replace(bits=bits)} for n, bits in packed.items()},
         **{f"policy {name}": {"profile": layer, "policy": name} for name in policy_names()},
         **{f"scorer {name}": {"profile": head, "policy": name} for name in SCORERS},
-        "scorer surrogate": {
-            "profile": head,
-            "policy": "surrogate",
-            "policy_options": {"file": str(surrogate)},
-        },
+        "scorer surrogate": {"profile": head, "policy": f"surrogate:file={surrogate}"},
         "bounded": {**late, "bounded": True},
         "every 3": {"profile": head, "decode_every": 3},
         "every 3, late": {**late, "decode_every": 3},

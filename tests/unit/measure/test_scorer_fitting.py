@@ -227,7 +227,7 @@ def test_arrays_that_cannot_be_are_refused(fitted):
 def test_another_model_is_refused_before_it_runs(fitted, file):
     model = tiny_model()
     profile = tiny_budgets(model)
-    options = {"policy": "surrogate", "policy_options": {"file": str(file)}}
+    options = {"policy": f"surrogate:file={file}"}
     assert make_cache(model, profile, **options) is not None
     twin, deeper = tiny_model(seed=1), tiny_model(num_hidden_layers=4)
     said = f"surrogate {file} is for the weights of tests/tiny.*'kvalloc fit-scorer'"

@@ -34,7 +34,7 @@ def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
     [
         {"policy": "h2o"},
         {"policy": "expected_attention"},
-        {"policy": "nacl", "policy_options": {"proxy_share": 0.5, "random_share": 0.0}},
+        {"policy": "nacl:proxy_share=0.5:random_share=0"},
     ],
 )
 def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(

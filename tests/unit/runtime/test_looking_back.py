@@ -10,7 +10,7 @@ import torch
 
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.policies import mpcache, nacl
+from kvalloc.runtime.policies import changed_policy, mpcache, nacl
 
 CONTEXT = 60
 FILES = {"mpcache": (mpcache, {"rows_share": 0.5}), "nacl": (nacl, {"proxy_share": 0.5})}
@@ -60,9 +60,8 @@ def test_each_query_sees_what_is_left_before_it(
     if level == "head":
         profile = tiny.by_head(profile, spread=4)
     module, parameters = FILES[policy]
-    cache = make_cache(
-        model, profile, prompt_tokens=CONTEXT, policy=policy, policy_options=parameters
-    )
+    changed = changed_policy(profile.policy, policy, parameters)
+    cache = make_cache(model, profile, prompt_tokens=CONTEXT, policy=changed)
     ids = tiny.prompt(CONTEXT)
     seen: list[tuple[AttentionStates, torch.Tensor]] = []
     summed = module.weighted_rows

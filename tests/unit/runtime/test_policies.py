@@ -275,7 +275,7 @@ def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None
     ids = tiny.prompt(CONTEXT)
     caches = [
         make_cache(model, loaded),
-        make_cache(model, profile, policy="nacl", policy_options={"seed": 5}),
+        make_cache(model, profile, policy="nacl:seed=5"),
     ]
     for cache in caches:
         run(model, ids, cache)
@@ -290,21 +290,18 @@ def test_parameters_build_the_policy_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "said"),
     [
-        ("nothing", None, "no policy or scorer 'nothing'.*nacl.*tova"),
-        ("score", {"alpha": 1}, "no option 'alpha'"),
-        ("tova", {"pool": 3}, "no option 'pool'"),
-        ("critical", {"alpha": 2.0}, "alpha is 2.0"),
-        ("snapkv", {"window": 60}, "they must agree"),
-        (None, {"seed": 1}, "name it"),
+        ("nothing", "no policy or scorer 'nothing'.*nacl.*tova"),
+        ("score:alpha=1", "no option 'alpha'"),
+        ("tova:pool=3", "no option 'pool'"),
+        ("critical:alpha=2", "alpha is 2.0"),
+        ("snapkv:window=60", "they must agree"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_with_the_choices(
-    tiny: ModuleType, name: str | None, options: Any, said: str
+    tiny: ModuleType, name: str, said: str
 ) -> None:
     model = tiny.tiny_model()
     with pytest.raises(InputError, match=said):
-        make_cache(
-            model, tiny.make_profile(model, CONTEXT, 0.3), policy=name, policy_options=options
-        )
+        make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy=name)

@@ -81,7 +81,7 @@ def test_a_share_holds_the_biases_of_the_policy_that_is_applied(
     tiny: ModuleType, model: Any
 ) -> None:
     """Budgets are decided from the prompt for that policy: a bias takes 4 bytes an entry."""
-    how = {"policy": "attention_matching", "policy_options": {"rows": 16}}
+    how = {"policy": "attention_matching:rows=16"}
     cache = applied(model, tiny.prompt(CONTEXT), budget="30%", **TARGET, **how)
     decided = cache.profile
     assert decided.policy.biased

@@ -462,10 +462,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
     "on_or_off": (partial(made, bounded=0.5), "bounded is 0.5, expected"),
     "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
-    "options_alone": (
-        partial(made, policy_options={"rows": 1}),
-        "policy_options belongs to a policy",
-    ),
     "no_policy": (partial(made, policy=3), "policy is 3"),
     "kept_by_sliding": (
         lambda at: read(at.of("gemma3")).kept_indices(0),

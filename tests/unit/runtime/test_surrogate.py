@@ -71,8 +71,8 @@ def test_an_entry_scores_the_same_at_any_time(
     with torch.no_grad(), intercept_attention(model, watch):
         model(ids, attention_mask=mask, position_ids=places, use_cache=False)
     monkeypatch.setattr(Surrogate, "score", score)
-    options: dict[str, Any] = {"policy": "surrogate", "policy_options": {"file": file}}
-    cache = make_cache(model, profile, prompt_tokens=CONTEXT, decode_every=every, **options)
+    options: dict[str, Any] = {"prompt_tokens": CONTEXT, "decode_every": every}
+    cache = make_cache(model, profile, policy=f"surrogate:file={file}", **options)
     begin = 0
     for size in [30, 7, CONTEXT - 37, *[1] * (0 if every is None else 12)]:
         here = slice(begin, begin + size)
@@ -104,8 +104,8 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, fi
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     options = {"file": file, "window": tiny.WINDOW}
-    early = make_cache(model, profile, policy="surrogate", policy_options=options)
     own = profile.policy.replace(scorer="surrogate", scorer_parameters=options)
+    early = make_cache(model, profile, policy=own)
     late = make_cache(model, profile.with_policy(own), policy="attention_matching")
     scores: list[torch.Tensor] = []
 
@@ -162,7 +162,7 @@ def test_half_precision_is_scored_in_float32(
 ) -> None:
     model = tiny.tiny_model(dtype=dtype, initializer_range=0.08)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = make_cache(model, profile, policy="surrogate", policy_options={"file": file})
+    cache = make_cache(model, profile, policy=f"surrogate:file={file}")
     with torch.no_grad():
         out = model(tiny.prompt(CONTEXT), past_key_values=cache)
     assert cache.reduced
