@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.cli.output import note, wants_json
 from kvalloc.cli.progress import slow
-from kvalloc.cli.reduction import Reduction, cache_facts, kept_text, note_way
+from kvalloc.cli.reduction import Reduction, note_way
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.models.structure import context_limit, input_device
@@ -146,6 +146,12 @@ class Answer:
         steps = len(self.tokens) - 1
         return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
 
+    @property
+    def speed_text(self) -> str:
+        """Return the same, behind the time of the first token; empty where there is one token."""
+        speed = self.tokens_per_second
+        return "" if speed is None else f", then {speed:.1f} tokens/s"
+
 
 @dataclass(kw_only=True)
 class Conversation:
@@ -264,7 +270,6 @@ class Conversation:
         text: str,
         *,
         keep: bool = True,
-        at_first: Callable[[], object] = lambda: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
         """Answer a turn, on stdout as the answer comes unless JSON is wanted.
@@ -275,8 +280,6 @@ class Conversation:
             The turn.
         keep : bool
             Leave turn and answer in the cache; otherwise it stays as it was.
-        at_first : callable
-            Called with the first token, before it is read.
         stopped : callable
             Whether the answer is to end with the token that has come.
 
@@ -313,9 +316,7 @@ class Conversation:
                 for token in tokens:
                     written.times.append(time.perf_counter())
                     written.tokens.append(token)
-                    if len(written.tokens) == 1:
-                        until_first.close()
-                        at_first()
+                    until_first.close()
                     if not wants_json():
                         streamer.put(torch.tensor([token]))
                     if stopped():
@@ -341,19 +342,3 @@ class Conversation:
         notes = {"chat": self.in_chat, **{name: getattr(self, name) for name in noted}}
         save_cache(self.cache, path, notes=notes)
         note(f"saved as {path}, {size(path.stat().st_size)}")
-
-    def cache_facts(self, n_tokens: int | None = None) -> dict[str, Any]:
-        """Return what the cache stores; see `cache_facts`.
-
-        Parameters
-        ----------
-        n_tokens : int, optional
-            Length of the prompt that budgets are stated for; all that was read by default.
-        """
-        return cache_facts(self.cache, n_tokens or self.seen_tokens)
-
-    def kept_text(self) -> str:
-        """Return what is kept of all that was read, in words."""
-        facts = self.cache_facts()
-        stored, full = facts["retained_bytes"], facts["full_bytes"]
-        return kept_text(self.cache, facts["share"], stored, full)

@@ -15,7 +15,14 @@ from kvalloc.cli.answers import Conversation, PromptOptions, check_text
 from kvalloc.cli.options import ModelFlags, from_typed, takes
 from kvalloc.cli.output import duration, is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
-from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, note_whole
+from kvalloc.cli.reduction import (
+    OF_A_PROMPT,
+    Reduction,
+    cache_facts,
+    deciding_text,
+    kept_text,
+    note_whole,
+)
 from kvalloc.errors import InputError, plain
 from kvalloc.prompts.chat import wants_chat
 from kvalloc.units import Option
@@ -114,9 +121,7 @@ def _with_document(
         seconds = time.perf_counter() - start
     note_whole(conversation.cache, len(ids))
     conversation.document, conversation.read_seconds = name, seconds
-    deciding = conversation.cache_facts()["decision_seconds"]
-    how = "" if deciding is None else f", {duration(deciding)} of it to decide the budgets"
-    _note_document(conversation, f"read in {duration(seconds)}{how}")
+    _note_document(conversation, f"read in {duration(seconds)}{deciding_text(conversation.cache)}")
     return conversation
 
 
@@ -166,7 +171,7 @@ def _with_saved(
 def _note_document(conversation: Conversation, how: str) -> None:
     """Say what was read or loaded and what it takes, on one line."""
     read = f"{conversation.document}: {conversation.seen_tokens:,} tokens {how}"
-    note(f"{read}; cache: {conversation.kept_text()}")
+    note(f"{read}; cache: {kept_text(conversation.cache)}")
 
 
 def _facts(conversation: Conversation) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def _facts(conversation: Conversation) -> dict[str, Any]:
     return {
         "document": conversation.document or None,
         "document_tokens": conversation.seen_tokens,
-        **conversation.cache_facts(),
+        **cache_facts(conversation.cache),
         "read_seconds": conversation.read_seconds,
         "load_seconds": conversation.load_seconds,
     }
@@ -226,20 +231,19 @@ def _answer(
         _say("")
         _say(f"> {question.strip()}", "bold")
     written = conversation.answer(question, keep=keep, stopped=stopped)
-    count, speed = len(written.tokens), written.tokens_per_second
+    count = len(written.tokens)
     if not quiet:
-        then = "" if speed is None else f", then {speed:.1f} tokens/s"
-        took = f"the first after {duration(written.first_seconds)}{then}"
+        took = f"the first after {duration(written.first_seconds)}{written.speed_text}"
         _say(f"{count:,} token{'s' * (count > 1)}; {took}", "dim")
         if keep:
-            _say(f"cache: {conversation.kept_text()}", "dim")
+            _say(f"cache: {kept_text(conversation.cache)}", "dim")
     return {
         "question": question.strip(),
         "answer": written.text,
         "question_tokens": n_tokens,
         "new_tokens": count,
         "first_token_seconds": written.first_seconds,
-        "decode_tokens_per_second": speed,
+        "decode_tokens_per_second": written.tokens_per_second,
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.allocation.request import TARGETS
 from kvalloc.cli.options import MODEL, from_typed
-from kvalloc.cli.output import is_verbose, note
+from kvalloc.cli.output import duration, is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 from kvalloc.online.conflicts import TARGET, check_conflicts
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 BUDGETS, KEPT = "Budgets", "Which entries stay"
 """Headings in the help."""
+
+_TARGET = ("target", "value")
+"""What a request states of its target."""
 
 OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_loss"), "level")
 """What of a request can be decided from one prompt: it has no loss curves."""
@@ -142,67 +145,60 @@ def note_whole(cache: Any, n_tokens: int) -> None:
     )
 
 
-def cache_facts(cache: Any, prompt_tokens: int) -> dict[str, Any]:
+def cache_facts(cache: Any) -> dict[str, Any]:
     """Return what a cache stores, and the target that it was decided for, for ``--json``.
 
     Parameters
     ----------
     cache : BudgetCache
         After the prompt.
-    prompt_tokens : int
 
     Returns
     -------
     dict
         ``policy``, ``scorer``, ``other_policies``: who picks the entries; ``requested``: the
         target of budgets that were decided for this prompt, ``retention``: what they reach of it,
-        ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow a prompt
-        of this length; ``share``: what is stored of it, of a cache at 16 bits; ``retained_bytes``,
-        ``full_bytes``: what is stored now, and what a full cache would store. None where there is
-        none.
+        ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow of all
+        that was read, or the memory where that is the target; ``share``: what is stored of it, of a
+        cache at 16 bits; ``retained_bytes``, ``full_bytes``: what is stored now, and what a full
+        cache would store. None where there is none.
     """
     from kvalloc.evaluate.caches import stored_bytes
 
     profile: BudgetProfile = cache.profile
-    decided = _decided_profile(cache)
-    requested = {} if decided is None else decided.requested
-    known = {name: requested[name] for name in ("target", "value") if name in requested}
+    is_decided = cache.decision_seconds is not None
+    known = {name: value for name, value in profile.requested.items() if name in _TARGET}
+    granted = profile.retained_bytes_at(cache.get_seq_length())
     return {
         "policy": profile.policy.name,
         "scorer": profile.policy.scorer,
         "other_policies": [policy.title for policy in profile.other_policies],
-        "requested": None if decided is None else known,
-        "retention": None if decided is None else decided.retention,
+        "requested": known if is_decided else None,
+        "retention": profile.retention if is_decided else None,
         "decision_seconds": cache.decision_seconds,
-        "granted_bytes": profile.retained_bytes_at(prompt_tokens),
+        "granted_bytes": known["value"] if is_decided and profile.fits_a_peak else granted,
         "share": cache.share,
         "retained_bytes": stored_bytes(cache),
         "full_bytes": cache.full_bytes,
     }
 
 
-def kept_text(cache: Any, share: float, retained_bytes: int, full_bytes: int) -> str:
-    """Return the target, what is kept of a prompt, and its bytes, in words.
+def kept_text(cache: Any) -> str:
+    """Return the target, what is kept of all that was read, and its bytes, in words."""
+    from kvalloc.evaluate.caches import stored_bytes
 
-    Parameters
-    ----------
-    cache : BudgetCache
-        After the prompt.
-    share : float
-        Of a cache at 16 bits; see `kvalloc.runtime.cache.BudgetCache.share`.
-    retained_bytes, full_bytes : int
-        Of the prompt alone, stored and by a full cache.
-    """
     profile: BudgetProfile = cache.profile
-    target, decided = profile.target_text, _decided_profile(cache)
-    if decided is not None and decided.retention is not None:
-        target = f"{target} (retention {decided.retention:.4f} reached)"
-    elif target and profile.share_of_16_bits is None and decided is None:
+    target, is_decided = profile.target_text, cache.decision_seconds is not None
+    if is_decided and profile.retention is not None:
+        target = f"{target} (retention {profile.retention:.4f} reached)"
+    elif target and profile.share_of_16_bits is None and not is_decided:
         # decided at one length: sinks and window weigh more in a shorter prompt
         target += f" at {profile.context_tokens:,} tokens"
-    return f"{share_text(share, target)}, {size(retained_bytes)} instead of {size(full_bytes)}"
+    share = share_text(cache.share, target)
+    return f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
 
 
-def _decided_profile(cache: Any) -> BudgetProfile | None:
-    """Return budgets that were decided for this prompt; None of stored ones."""
-    return None if cache.decision_seconds is None else cache.profile
+def deciding_text(cache: Any) -> str:
+    """Return how much of the reading went into deciding budgets; empty for stored ones."""
+    seconds = cache.decision_seconds
+    return "" if seconds is None else f", {duration(seconds)} of it to decide the budgets"
