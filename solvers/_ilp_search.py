@@ -216,7 +216,7 @@ class Search:
 
     def _free(self, choices: Choices, known: Outcome = NOTHING) -> Outcome:
         """Return the best pick for the sum."""
-        prices = best_prices(choices)
+        prices = best_prices(choices, self.deadline)
         if choices is self.choices:
             self.prices = (prices.per_byte, *prices.per_cap)
         if known.picked is None:
@@ -285,7 +285,7 @@ class Search:
         """Return the best pick with the levels of one set, if it could beat the known one."""
         try:
             few = choices.restricted(np.isin(choices.tokens, sets.levels[list(places)]))
-            prices = best_prices(few)
+            prices = best_prices(few, self.deadline)
         except InfeasibleError:
             return NOTHING
         if known is not None and not choices.better(prices.bound, choices.objective(known)):

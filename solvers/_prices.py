@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +91,7 @@ class Prices:
         return kept
 
 
-def best_prices(choices: Choices) -> Prices:
+def best_prices(choices: Choices, deadline: float = math.inf) -> Prices:
     """Return the prices of the tightest Lagrangian bound.
 
     Parameters
@@ -98,6 +99,8 @@ def best_prices(choices: Choices) -> Prices:
     choices : Choices
         With or without caps; few distinct budgets are left out, so the bound holds with
         and without them.
+    deadline : float
+        ``time.monotonic()`` after which caps have no price.
 
     Returns
     -------
@@ -115,7 +118,7 @@ def best_prices(choices: Choices) -> Prices:
         if choices.satisfies(free):
             return prices_at(choices, 0.0, np.zeros(0), free)
     if choices.caps:
-        return _by_linear_program(choices, upper_hull(choices))
+        return _by_linear_program(choices, upper_hull(choices), deadline)
     price, under, over = _secant(choices)
     return prices_at(choices, price, np.zeros(0), over if choices.minimise else under)
 
@@ -224,7 +227,7 @@ def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: Int
     )
 
 
-def _by_linear_program(choices: Choices, among: BoolArray) -> Prices:
+def _by_linear_program(choices: Choices, among: BoolArray, deadline: float) -> Prices:
     """Return prices of the linear relaxation over some options; its solution is rounded down."""
     from scipy import sparse
     from scipy.optimize import linprog
@@ -255,10 +258,14 @@ def _by_linear_program(choices: Choices, among: BoolArray) -> Prices:
         A_eq=one,
         b_eq=np.ones(choices.n_rows),
         method="highs-ds",
+        options={"time_limit": min(1e9, max(0.01, deadline - time.monotonic()))},
     )
+    if answer.status == 1:  # time is up: any prices give a bound
+        price = _secant(choices)[0]
+        return prices_at(choices, price, np.zeros(len(choices.caps)), choices.floors)
     if answer.status == 2 and not np.array_equal(among, choices.exists):
         # Too few options to meet the target; with all of them it may be met.
-        return _by_linear_program(choices, choices.exists)
+        return _by_linear_program(choices, choices.exists, deadline)
     if answer.status == 2:
         raise _beyond_caps(choices)
     if answer.status != 0:

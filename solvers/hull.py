@@ -9,12 +9,13 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.problem import AllocationProblem, SameBudget, SideConstraint, Solution, Solver
+from kvalloc.problem import AllocationProblem, SameBudget, SideConstraint, Solution
 from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._prices import best_prices, upper_hull
 
 
-class Hull(Solver):
+class Hull(ByParts):
     """Upper convex hull of each unit's curve, then the steepest hull segment first.
 
     Segments are taken whole, by falling gain per byte over all units, while the capacity lasts or
@@ -36,17 +37,10 @@ class Hull(Solver):
     takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """Return the hull greedy's choice and the bound of the relaxation, in milliseconds.
-
-        Raises
-        ------
-        InfeasibleError
-            If units that share a budget leave no choice.
-        """
+    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
+        """Return the hull greedy's choice and the bound of the relaxation; see the base class."""
         choices = Choices.of(problem)
+        prices = best_prices(choices)
         segments = _segments(choices)
         picked = (
             _least_cost(choices, segments) if choices.minimise else _most_value(choices, segments)
@@ -54,7 +48,8 @@ class Hull(Solver):
         return Solution.of(
             problem,
             choices.expand(picked),
-            bound=best_prices(choices).bound,
+            bound=prices.bound,
+            prices=(prices.per_byte,),
             detail=f"{segments.rows.size:,} hull segments",
         )
 

@@ -10,15 +10,17 @@ from typing import ClassVar
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
-from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after
+from kvalloc.problem.solver import Solution, Termination
+from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._ilp_program import BACKENDS
 from kvalloc.solvers._ilp_search import Options, Search
+from kvalloc.solvers.lagrangian import Lagrangian
 
 REACH_SECONDS = 5.0
 """Longest search for the largest target that several workloads can meet together."""
 
 
-class ILP(Solver):
+class ILP(ByParts):
     """Multiple-choice integer program, solved to proven optimality.
 
     One 0/1 variable for each option, one option for each unit, one row for the capacity (or the
@@ -111,19 +113,37 @@ class ILP(Solver):
         SolverError
             If the back end fails, or time runs out before any choice is found.
         """
-        deadline = deadline_after(time_limit_seconds)
+        solution = super().solve(problem, time_limit_seconds=time_limit_seconds)
+        assert solution.bound is not None  # its own
+        missing, slack = (
+            abs(solution.bound - solution.objective),
+            self.gap * abs(solution.objective),
+        )
+        proven = solution.termination is Termination.OPTIMAL
+        if self.gap and not proven and missing <= slack * (1 + 1e-9):
+            return dataclasses.replace(solution, termination=Termination.GAP_LIMIT)
+        return solution
+
+    def rough(self, problem: AllocationProblem) -> ByParts:
+        """Return `lagrangian` where it can, which needs no program."""
+        prices = Lagrangian()
+        return prices if prices.can_solve(problem) is True else self
+
+    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
+        """Return the outcome of the search over all options; see the base class."""
+        seconds = deadline - time.monotonic()
         search = Search(self._options(problem), problem, deadline)
         result = search.run()
         if result.infeasible:
-            raise self._infeasible(problem)
+            raise self._infeasible(problem, deadline)
         if result.picked is None:
             raise SolverError(
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
                 "has not shown that there is none; give it more time"
             )
         # Back ends stop a little before they have to.
-        early = deadline if math.isinf(deadline) else deadline - 0.1 * (time_limit_seconds or 0.0)
-        solution = Solution.of(
+        early = deadline if math.isinf(deadline) else deadline - 0.1 * seconds
+        return Solution.of(
             problem,
             search.choices.expand(result.picked),
             bound=result.bound,
@@ -132,13 +152,8 @@ class ILP(Solver):
             f"{int(problem.option_counts.sum()):,} options",
             deadline=early,
         )
-        missing, slack = abs(result.bound - solution.objective), self.gap * abs(solution.objective)
-        proven = solution.termination is Termination.OPTIMAL
-        if self.gap and not proven and missing <= slack * (1 + 1e-9):
-            return dataclasses.replace(solution, termination=Termination.GAP_LIMIT)
-        return solution
 
-    def _infeasible(self, problem: AllocationProblem) -> InfeasibleError:
+    def _infeasible(self, problem: AllocationProblem, deadline: float) -> InfeasibleError:
         """Return the error that names what is too much together.
 
         `kvalloc.allocation.infeasibility` finds out which part of it.
@@ -155,18 +170,19 @@ class ILP(Solver):
                 f"no choice can work: {goal} with {', '.join(sides[:3])}{more}; relax one of them"
             )
         # What each of several workloads can reach, they may not reach together.
-        nearest, way_out = self._most_reachable(problem), "ask for less"
+        nearest, way_out = self._most_reachable(problem, deadline), "ask for less"
         if nearest is not None:
             way_out = f"the most is {nearest:.9g}, ask for at most that"
         return InfeasibleError(
             f"{goal} cannot be met in the worst workloads; {way_out}", nearest=nearest
         )
 
-    def _most_reachable(self, problem: AllocationProblem) -> float | None:
+    def _most_reachable(self, problem: AllocationProblem, deadline: float) -> float | None:
         """Return the largest value that any choice has, None where it is not known in time."""
         free = problem.with_capacity(problem.max_cost_bytes)
         try:
-            search = Search(self._options(problem), free, time.monotonic() + REACH_SECONDS)
+            soon = min(deadline, time.monotonic() + REACH_SECONDS)
+            search = Search(self._options(problem), free, soon)
             picked = search.run().picked
         except InfeasibleError:
             return None

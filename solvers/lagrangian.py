@@ -1,18 +1,19 @@
-"""Lagrangian relaxation with repair: near-optimal in milliseconds, with a bound to show for it."""
+"""Lagrangian relaxation with repair: near-optimal, with a bound to show for it."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import AllocationProblem, SideConstraint, Solution, Solver, deadline_after
+from kvalloc.problem import AllocationProblem, SideConstraint, Solution
 from kvalloc.problem.constraints import GroupCap, SameBudget
 from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers._repair import best_known, equal_budgets
 
 
-class Lagrangian(Solver):
+class Lagrangian(ByParts):
     """Multiple-choice knapsack by its Lagrangian dual, then repair.
 
     With a price on every byte each unit chooses on its own, ``argmax_k v_uk - price * c_uk``; the
@@ -39,21 +40,10 @@ class Lagrangian(Solver):
     takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap, SameBudget})
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """Return a near-optimal choice and the dual bound.
-
-        Raises
-        ------
-        InfeasibleError
-            If the side constraints leave no choice.
-        SolverError
-            If repair finds no choice that meets the target within the caps.
-        """
-        deadline = deadline_after(time_limit_seconds)
+    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
+        """Return a near-optimal choice and the dual bound; see the base class."""
         choices = Choices.of(problem)
-        prices = best_prices(choices)
+        prices = best_prices(choices, deadline)
         picked = best_known(choices, prices, deadline, equal_budgets(choices))
         if picked is None:
             raise SolverError(

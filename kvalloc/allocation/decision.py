@@ -89,7 +89,7 @@ def solve(
     >>> profile = solve("s.safetensors", target_retention=0.9)  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    chosen = solver_of(solver)
+    start, chosen = time.monotonic(), solver_of(solver)
     if not isinstance(scores, ScoreProfile):
         scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
@@ -98,7 +98,10 @@ def solve(
         posed = pose(scores, request, problem)
         decided = decide(posed, chosen, time_limit=time_limit, average=average)
     except InfeasibleError as error:
-        raise advise(scores, request, error, time_limit_seconds=time_limit) from None
+        left = None
+        if time_limit is not None:
+            left = max(time_limit - (time.monotonic() - start), 0.1 * time_limit)
+        raise advise(scores, request, error, time_limit_seconds=left) from None
     if note:
         notify(note)
     return decided

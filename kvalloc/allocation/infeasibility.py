@@ -217,7 +217,7 @@ def advise(
         costs = RequestCurves(scores=scores, request=request).costs
         nearest, target = request.target.nearest(possible, costs)
         text += f"; {request.target.limit} {target}"
-        text += "" if is_exact else f" as far as {limit:g} s of search can tell"
+        text += "" if is_exact else f" as far as {limit:.3g} s of search can tell"
     elif is_exact:
         text += ", and neither is any other target"
     text += f"; or use {', or '.join(ways.values())}" if ways else ""

@@ -530,7 +530,9 @@ def _price_by_solving(
     else:
         assert problem.target is not None  # a problem has one of both
         changed, source = problem.with_target(problem.target + WORST_STEP), f"{WORST_STEP:g}"
-    limit = 10 * AGAIN_SECONDS if time_limit_seconds is None else time_limit_seconds
+    limit = 10 * AGAIN_SECONDS
+    if time_limit_seconds is not None:  # both within it
+        limit = max(time_limit_seconds - answer.seconds, 0.1 * time_limit_seconds)
     try:
         then = solve_problem(changed, solver, time_limit_seconds=limit)
     except InfeasibleError:
@@ -538,6 +540,6 @@ def _price_by_solving(
     except SolverError as error:
         return _unpriced(str(error))
     if then.termination is not Termination.OPTIMAL:
-        return _unpriced(f"solving again ended at {limit:g} s")
+        return _unpriced(f"solving again ended at {limit:.3g} s")
     more_bytes = step if problem.target is None else then.cost_bytes - answer.cost_bytes
     return ShadowPrice.of(then.value - answer.value, more_bytes, f"solved again with {source} more")

@@ -1,0 +1,154 @@
+"""Problems of too many options: some of them first, then finer ones near the answer.
+
+Each unit begins with options that are spread evenly. What is chosen there says where to look next:
+between the neighbours of the choice, as many options as before, until they are all there are. The
+bound is the dual of the whole problem at the prices of the last answer, so what is lost by leaving
+options out is inside the gap.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+
+import numpy as np
+
+from kvalloc.accounting import IntArray
+from kvalloc.errors import InfeasibleError, SolverError, option
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    Solution,
+    Solver,
+    bound_at,
+    deadline_after,
+    dual_bound,
+)
+
+MOST_OPTIONS = 2**17
+"""A problem with more options in all is solved by parts."""
+
+MOST_LIMITED = 2**16
+"""The same under side constraints, whose linear programs take longer."""
+
+PART_OPTIONS = 2**15
+"""Options that are solved at once then."""
+
+PART_CAPPED = 2**13
+"""The same under caps: their linear program takes .2 s, and 5 s for four times as many."""
+
+
+class ByParts(Solver):
+    """A solver that looks at some options at a time where there are too many."""
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """Return the choice of `solve_whole`, or where there are too many options that by parts.
+
+        Raises
+        ------
+        InfeasibleError
+            If the side constraints leave no choice.
+        SolverError
+            If no choice is found.
+        """
+        deadline = deadline_after(time_limit_seconds)
+        most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
+        n_options = int(problem.option_counts.sum())
+        if n_options > most and problem.aggregate is not Aggregate.TAIL:
+            return _by_parts(self, problem, deadline)
+        return self.solve_whole(problem, deadline)
+
+    @abstractmethod
+    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
+        """Return the choice among all options, with prices, until ``time.monotonic()`` is then."""
+
+    def rough(self, problem: AllocationProblem) -> ByParts:
+        """Return the solver for all parts but the last."""
+        return self
+
+
+def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> Solution:
+    """Return what a solver chooses of coarse options, then of finer ones around its choice."""
+    choice, spacing = problem.last_options // 2, int(problem.last_options.max() + 1) // 2
+    answer: Solution | None = None
+    bounds: list[tuple[float, tuple[float, ...]]] = []
+    tighter = min if problem.target is None else max
+    while answer is None or (spacing > 1 and time.monotonic() < deadline):
+        steps = _steps(problem, choice, spacing)
+        columns, counts = _columns(problem, choice, steps)
+        finer = -(-2 * spacing // (steps.size - 1))
+        known, now = answer, time.monotonic()
+        able, until = solver.rough(problem), now + (deadline - now) / 3
+        if finer <= 1:
+            able, until = solver, deadline
+        try:
+            answer = able.solve_whole(_part(problem, columns, counts), until)
+        except (InfeasibleError, SolverError) as error:
+            if answer is not None:
+                break
+            raise SolverError(
+                f"{solver.name} looks at {int(counts.sum()):,} of "
+                f"{int(problem.option_counts.sum()):,} options first, and finds no choice among "
+                f"them: {error}; give larger pages with {option('page')}"
+            ) from None
+        before, choice = choice, columns[problem.units, answer.choice]
+        # At the end of what it could choose from, a unit looks on from there, as coarsely.
+        ends = np.abs(choice - before) == np.abs(steps).max()
+        improved = known is not None and problem.is_better(answer.objective, known.objective)
+        if not (improved and ends.any()):
+            spacing = finer
+        has_prices = problem.aggregate is Aggregate.SUM and answer.prices
+        bound = bound_at(problem, *answer.prices) if has_prices else dual_bound(problem).bound
+        bounds.append((bound, answer.prices))
+    bound, prices = tighter(bounds)
+    return Solution.of(
+        problem,
+        choice,
+        bound=bound,
+        prices=prices,
+        detail=f"{answer.detail}; of {int(problem.option_counts.sum()):,}, some at a time",
+        deadline=deadline,
+    )
+
+
+def _has_few(problem: AllocationProblem) -> bool:
+    return any(isinstance(one, MaxDistinct) for one in problem.constraints)
+
+
+def _steps(problem: AllocationProblem, choice: IntArray, spacing: int) -> IntArray:
+    """Return distances of options from a choice, 0 among them, at most ``spacing``."""
+    around = np.unique(choice).size if _has_few(problem) else 1
+    capped = any(isinstance(one, GroupCap) for one in problem.constraints)
+    part = PART_CAPPED if capped else PART_OPTIONS
+    half = max(3, part // (2 * around * problem.n_units))
+    steps: IntArray = np.rint(np.linspace(-spacing, spacing, 2 * half - 1)).astype(np.int64)
+    return steps
+
+
+def _columns(
+    problem: AllocationProblem, choice: IntArray, steps: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Return options of each unit around its choice, rising, and how many they are.
+
+    Where few budgets are allowed they are those around the choices of all units.
+    """
+    around = np.unique(choice)[None, :] if _has_few(problem) else choice[:, None]
+    spread = (around[:, :, None] + steps).reshape(len(around), -1)
+    columns = np.clip(spread, 0, problem.last_options[:, None])
+    columns.sort(axis=1)
+    fresh = np.diff(columns, axis=1, prepend=-1) > 0
+    order, counts = np.argsort(~fresh, axis=1, kind="stable"), fresh.sum(axis=1)
+    return np.take_along_axis(columns, order, axis=1)[:, : int(counts.max())], counts
+
+
+def _part(problem: AllocationProblem, columns: IntArray, counts: IntArray) -> AllocationProblem:
+    """Return the problem with some options of each unit."""
+    names = ("tokens", "values", "costs", "bits", "policies")
+    arrays = {name: getattr(problem, name) for name in names}
+    at = (problem.units[:, None], columns)
+    some = {name: array[at] for name, array in arrays.items() if array is not None}
+    return problem.replace(**some, option_counts=counts)
