@@ -10,12 +10,10 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, note, print_result, print_table
 from kvalloc.cli.solve import decision_facts
 from kvalloc.report import wording
-from kvalloc.report.terminal import number_text
-from kvalloc.units import gap_text, size
+from kvalloc.units import size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt
-    from kvalloc.formats.budget_profile import BudgetProfile
 
 
 @takes(RequestOptions)
@@ -73,7 +71,7 @@ def _show(attempts: list[Attempt]) -> None:
     if (granted := wording.requested_bytes(first)) is not None:
         print(f"granted {size(granted)} of {size(first.full_bytes)}")
     print()
-    columns = [_cells(one, profile) for one, profile in decided]
+    columns = [wording.decision_cells(profile, one.seconds) for one, profile in decided]
     if all(column["loss"] == "?" for column in columns):
         for column in columns:
             del column["loss"]
@@ -87,33 +85,3 @@ def _show(attempts: list[Attempt]) -> None:
     note(f"note: {wording.RETENTION_NOTE}")
     if any(profile.predicted_loss is not None for _, profile in decided):
         note(f"note: {wording.LOSS_NOTE}")
-
-
-def _cells(attempt: Attempt, decided: BudgetProfile) -> dict[str, str]:
-    """Return the cells of a solver, by column."""
-    value_name = wording.value_heading(Request.stated(decided))
-    return {
-        "solver": wording.solver_text(decided),
-        "retention": number_text(decided.retention, ".4f", "?"),
-        **(
-            {value_name: f"{abs(decided.objective):.4f}"}
-            if value_name and decided.sense == "max_value"
-            else {}
-        ),
-        "loss": number_text(decided.predicted_loss, ".4f", "?"),
-        "bytes": size(decided.retained_bytes),
-        "share": f"{decided.share:.1%}",
-        "bound": _bound(decided),
-        "gap": gap_text(decided.gap),
-        "seconds": f"{attempt.seconds:.3f}",
-        "ended": wording.ended_text(decided),
-    }
-
-
-def _bound(decided: BudgetProfile) -> str:
-    if decided.bound is None:
-        return "unknown"
-    if decided.sense == "min_cost":
-        return size(decided.bound)
-    is_loss = decided.requested.get("objective") == "loss"
-    return f"{abs(decided.bound) if is_loss else decided.bound:.4f}"

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_fields, print_result
-from kvalloc.report.terminal import number_text
+from kvalloc.report.terminal import difference_picture, number_text
 from kvalloc.units import size
 
 if TYPE_CHECKING:
-    from kvalloc.accounting import IntArray
     from kvalloc.allocation.comparison import ProfileDifference
 
 
@@ -47,18 +46,4 @@ def _show(comparison: ProfileDifference) -> None:
         }
     )
     if comparison.difference.any():
-        _print_picture(comparison.difference.sum(axis=1))
-
-
-def _print_picture(layers: IntArray) -> None:
-    """Print a line a layer: entries gained or lost over its heads, as a bar to one side."""
-    from kvalloc.report.terminal import can_print_bars, terminal_width
-
-    block = "█" if can_print_bars() else "#"
-    half = (terminal_width() - 18) // 2
-    largest = int(abs(layers).max())
-    print(f"layer  {'entries':>9}  fewer{'more':>{half + 1}}")
-    for layer, change in enumerate(layers.tolist()):
-        drawn = block * round(abs(change) / largest * half)
-        side = f"{drawn:>{half}}|" if change < 0 else f"{'':>{half}}|{drawn}"
-        print(f"{layer:>5}  {change:>+9,}  {side}".rstrip())
+        print("\n".join(difference_picture(comparison.difference.sum(axis=1))))

@@ -12,8 +12,8 @@ from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts
-from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
-from kvalloc.report.terminal import number_text
+from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
+from kvalloc.report.wording import evaluation_tables
 from kvalloc.units import Option, parse_bits, share_text, size
 
 if TYPE_CHECKING:
@@ -313,45 +313,7 @@ def _note_slid_out(full: Mapping[str, Any]) -> None:
         )
 
 
-COLUMNS = (
-    *(("task", "task", ""), ("cache", "name", ""), ("bytes", "retained_bytes", "bytes")),
-    *(("of 16 bits", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
-    *(("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
-    *((name, name, ".4f") for name in POSITIONS),
-    *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
-    *(("ppl", "perplexity", ".2f"), ("n", "n", "d")),
-)
-PAIRED = (
-    *(("task", "task", ""), ("cache", "name", ""), ("against", "against", "")),
-    *(("KL by KL", "kl_ratio", ".3f"), ("95%", "kl_ratio_ci95", ".3f")),
-    *(("KL - KL", "kl_difference", "+.4f"), ("95%", "kl_difference_ci95", "+.4f")),
-    *(("score", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
-)
-"""Columns of the two tables: heading, what stands there, and how a number is shown."""
-
-
 def print_evaluation(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows of an evaluation, then methods against each other; a dash is unknown."""
-    shown = [{**row, **row.get("kl_by_position", {})} for row in rows]
-    _print(COLUMNS, shown)
-    paired = []
-    for row in shown:
-        for one in row.get("paired", ()):
-            if one["kl_ratio"] is not None or one["score_difference"] is not None:
-                paired.append({**row, **one})
-    if paired:
-        _print(PAIRED, paired)
-
-
-def _print(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> None:
-    stated = [column for column in columns if any(column[1] in row for row in rows)]
-    cells = [[_cell(row.get(key), form) for _, key, form in stated] for row in rows]
-    print_table([heading for heading, _, _ in stated], cells, keys=2)
-
-
-def _cell(value: Any, form: str) -> str:
-    if form == "bytes":
-        return size(value) if isinstance(value, int) else "-"
-    if isinstance(value, list):
-        return "..".join(number_text(end, form, "-") for end in value) or "-"
-    return str(value) if isinstance(value, str) else number_text(value, form, "-")
+    for headings, cells in evaluation_tables(rows):
+        print_table(headings, cells, keys=2)

@@ -11,6 +11,7 @@ from kvalloc.cli.output import print_result
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
+from kvalloc.report.wording import surrogate_fields
 from kvalloc.units import Option
 
 EACH_TASK = 4
@@ -51,24 +52,9 @@ def fit_scorer(
     given |= {"output": output, "resume": resume}
     fitted, facts, shown = measure(fitted_scorer, FitOptions, model, given, each=EACH_TASK)
     if isinstance(fitted, SurrogatePart):
-        part, count = shards_text(fitted.shards), fitted.sample_places.size
-        stated = {"part": part, "samples": count}
-        fields = {"part": part, "measured": f"{count} samples"}
+        stated = {"part": shards_text(fitted.shards), "samples": fitted.sample_places.size}
     else:
         names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
         stated = {name: getattr(fitted, name) for name in names.split()}
         stated["model"] = fitted.shape.model_id
-        explained, ranks = _spread(fitted.r_squared), _spread(fitted.rank_correlation)
-        fields = {
-            "model": fitted.shape.model_id,
-            "fitted": f"to {fitted.target} on {fitted.samples} samples of up to "
-            f"{fitted.context_tokens:,} tokens, ridge {fitted.ridge:g}",
-            "explained": f"{explained} of the variance of the half left out, by layer",
-            "ranks": f"{ranks} rank correlation with it",
-            "text": fitted.text_description,
-        }
-    print_result({**stated, **facts}, {**fields, **shown})
-
-
-def _spread(by_layer: Any) -> str:
-    return f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
+    print_result({**stated, **facts}, {**surrogate_fields(fitted), **shown})

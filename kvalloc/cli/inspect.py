@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from kvalloc.cli.output import (
     wants_json,
 )
 from kvalloc.report import wording
-from kvalloc.report.terminal import bar, bar_scale, sparks, table_lines, terminal_width
+from kvalloc.report.terminal import budget_picture, layer_bars
 from kvalloc.units import size
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def _show_scores(file: str, profile: ScoreProfile) -> None:
     ]
     headings = ("layer", *(f"{level:.0%}" for level in LEVELS))
     drawn = [(count or 0) / profile.context_tokens for count in needed[0.9]]
-    print("\n".join(_with_bars(headings, rows, drawn, profile, "90%, ")))
+    print("\n".join(layer_bars(headings, rows, drawn, profile, "90%, ")))
     note(
         "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and window "
         "included",
@@ -177,43 +176,3 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
         "chosen": wording.policies_text(profile),
         "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
     }
-
-
-def budget_picture(profile: BudgetProfile) -> list[str]:
-    """Return a line a layer: index, tokens per KV head, share of the context, and a bar.
-
-    At head level a line shows the mean over the layer's heads, the smallest and largest, and how
-    high each is. The first line is the heading.
-    """
-    shares, by_head = profile.budgets / profile.context_tokens, profile.level == "head"
-    by_head = by_head and profile.shape.n_kv_heads > 1
-    full_bar = bar_scale(float(shares.max()))
-    rows = []
-    for layer, (budgets, kept) in enumerate(zip(profile.budgets, shares, strict=True)):
-        spread = (
-            f"{int(budgets.min()):,}..{int(budgets.max()):,}",
-            sparks((kept / full_bar).tolist()),
-        )
-        heads = spread if by_head else ()
-        rows.append([str(layer), f"{budgets.mean():,.0f}", *heads, f"{kept.mean():.1%}"])
-    headings = ("layer", "tokens", *(("over heads", "heads") if by_head else ()), "kept")
-    return _with_bars(headings, rows, shares.mean(axis=1).tolist(), profile)
-
-
-def _with_bars(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    shares: Sequence[float],
-    profile: BudgetProfile | ScoreProfile,
-    drawn: str = "",
-) -> list[str]:
-    """Return a table of the layers that ends with a bar each, of a share of the context."""
-    full_bar = bar_scale(max(shares))
-    scale = f"{drawn}line: {full_bar:.0%} of {profile.context_tokens:,} tokens"
-    heading, *lines = table_lines((*headings, scale), [(*row, "") for row in rows], left=(-1,))
-    begin, types = heading.index(scale), profile.shape.layer_types
-    for place, (line, share) in enumerate(zip(lines, shares, strict=True)):
-        remark = "  sliding" if types[place] == "sliding" else ""
-        width = max(10, terminal_width() - begin - len(remark))
-        lines[place] = f"{line:<{begin}}{bar(share / full_bar, width)}{remark}".rstrip()
-    return [heading, *lines]

@@ -43,8 +43,7 @@ class Reduction:
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
         stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
     decode_every : int
-        Tokens after which what followed competes for the budget again; by default 64, or a
-        sixteenth of the tokens seen.
+        What followed competes for the budget every N tokens; by default every 64 or more.
     bounded : bool
         Where the policy looks at what follows the prompt: keep twice the budgets until then instead
         of the whole prompt. Where each prompt hands the budgets out and nothing is waited for, each

@@ -1,4 +1,4 @@
-"""Tables and bars in a terminal."""
+"""Tables, bars and pictures in a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from unicodedata import combining, east_asian_width
 from kvalloc.errors import one_line, plain
 
 if TYPE_CHECKING:
+    from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
 _MAX_WIDTH = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -135,6 +137,59 @@ def sparks(shares: Sequence[float], *, unicode: bool | None = None) -> str:
 def bar_scale(largest: float) -> float:
     """Return the share of a full bar: a round one, not below the largest (0..1)."""
     return next((scale for scale in _SCALES if largest <= scale), 1.0)
+
+
+def budget_picture(profile: BudgetProfile) -> list[str]:
+    """Return a line a layer: index, tokens per KV head, share of the context, and a bar.
+
+    At head level a line shows the mean over the layer's heads, the smallest and largest, and how
+    high each is. The first line is the heading.
+    """
+    shares, by_head = profile.budgets / profile.context_tokens, profile.level == "head"
+    by_head = by_head and profile.shape.n_kv_heads > 1
+    full_bar = bar_scale(float(shares.max()))
+    rows = []
+    for layer, (budgets, kept) in enumerate(zip(profile.budgets, shares, strict=True)):
+        spread = (
+            f"{int(budgets.min()):,}..{int(budgets.max()):,}",
+            sparks((kept / full_bar).tolist()),
+        )
+        heads = spread if by_head else ()
+        rows.append([str(layer), f"{budgets.mean():,.0f}", *heads, f"{kept.mean():.1%}"])
+    headings = ("layer", "tokens", *(("over heads", "heads") if by_head else ()), "kept")
+    return layer_bars(headings, rows, shares.mean(axis=1).tolist(), profile)
+
+
+def layer_bars(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    shares: Sequence[float],
+    profile: BudgetProfile | ScoreProfile,
+    drawn: str = "",
+) -> list[str]:
+    """Return a table of the layers that ends with a bar each, of a share of the context."""
+    full_bar = bar_scale(max(shares))
+    scale = f"{drawn}line: {full_bar:.0%} of {profile.context_tokens:,} tokens"
+    heading, *lines = table_lines((*headings, scale), [(*row, "") for row in rows], left=(-1,))
+    begin, types = heading.index(scale), profile.shape.layer_types
+    for place, (line, share) in enumerate(zip(lines, shares, strict=True)):
+        remark = "  sliding" if types[place] == "sliding" else ""
+        width = max(10, terminal_width() - begin - len(remark))
+        lines[place] = f"{line:<{begin}}{bar(share / full_bar, width)}{remark}".rstrip()
+    return [heading, *lines]
+
+
+def difference_picture(layers: IntArray) -> list[str]:
+    """Return a heading and a line a layer: entries gained or lost over its heads, as a bar."""
+    block = "█" if can_print_bars() else "#"
+    half = (terminal_width() - 18) // 2
+    largest = int(abs(layers).max())
+    lines = [f"layer  {'entries':>9}  fewer{'more':>{half + 1}}"]
+    for layer, change in enumerate(layers.tolist()):
+        drawn = block * round(abs(change) / largest * half)
+        side = f"{drawn:>{half}}|" if change < 0 else f"{'':>{half}}|{drawn}"
+        lines.append(f"{layer:>5}  {change:>+9,}  {side}".rstrip())
+    return lines
 
 
 def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfile]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
+from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.sharing_groups import shared_text
+from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
+from kvalloc.prompts.cases import POSITIONS
+from kvalloc.report.terminal import number_text
 from kvalloc.units import gap_text, size
 
 if TYPE_CHECKING:
@@ -55,6 +60,30 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "bits": bits_text(decided),
         "cost": _cost_text(decided),
         "chosen": policies_text(decided),
+    }
+
+
+def decision_cells(decided: BudgetProfile, seconds: float) -> dict[str, str]:
+    """Return the cells of a decision in a table, by column."""
+    value_name = value_heading(Request.stated(decided))
+    has_value = value_name and decided.sense == "max_value"
+    value = {value_name: f"{abs(decided.objective):.4f}"} if has_value else {}
+    bound = "unknown"
+    if decided.bound is not None:
+        is_loss = decided.requested.get("objective") == "loss"
+        bound = f"{abs(decided.bound) if is_loss else decided.bound:.4f}"
+        bound = size(decided.bound) if decided.sense == "min_cost" else bound
+    return {
+        "solver": solver_text(decided),
+        "retention": number_text(decided.retention, ".4f", "?"),
+        **value,
+        "loss": number_text(decided.predicted_loss, ".4f", "?"),
+        "bytes": size(decided.retained_bytes),
+        "share": f"{decided.share:.1%}",
+        "bound": bound,
+        "gap": gap_text(decided.gap),
+        "seconds": f"{seconds:.3f}",
+        "ended": ended_text(decided),
     }
 
 
@@ -399,6 +428,74 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
         "prompts": f"{len({str(one.get('name')) for one in evaluation.prompts})} caches, "
         f"{len(evaluation.prompts)} answers",
         "made": f"{evaluation.created} with {versions}",
+    }
+
+
+COLUMNS = (
+    *(("task", "task", ""), ("cache", "name", ""), ("bytes", "retained_bytes", "bytes")),
+    *(("of 16 bits", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
+    *(("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
+    *((name, name, ".4f") for name in POSITIONS),
+    *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
+    *(("ppl", "perplexity", ".2f"), ("n", "n", "d")),
+)
+PAIRED = (
+    *(("task", "task", ""), ("cache", "name", ""), ("against", "against", "")),
+    *(("KL by KL", "kl_ratio", ".3f"), ("95%", "kl_ratio_ci95", ".3f")),
+    *(("KL - KL", "kl_difference", "+.4f"), ("95%", "kl_difference_ci95", "+.4f")),
+    *(("score", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
+)
+"""Columns of the two tables: heading, what stands there, and how a number is shown."""
+
+
+def evaluation_tables(
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield headings and cells of an evaluation's rows, then of methods against each other."""
+    shown = [{**row, **row.get("kl_by_position", {})} for row in rows]
+    yield _table(COLUMNS, shown)
+    paired = [
+        {**row, **one}
+        for row in shown
+        for one in row.get("paired", ())
+        if one["kl_ratio"] is not None or one["score_difference"] is not None
+    ]
+    if paired:
+        yield _table(PAIRED, paired)
+
+
+def _table(
+    columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    stated = [column for column in columns if any(column[1] in row for row in rows)]
+    cells = [[_cell(row.get(key), form) for _, key, form in stated] for row in rows]
+    return [heading for heading, _, _ in stated], cells
+
+
+def _cell(value: Any, form: str) -> str:
+    if form == "bytes":
+        return size(value) if isinstance(value, int) else "-"
+    if isinstance(value, list):
+        return "..".join(number_text(end, form, "-") for end in value) or "-"
+    return str(value) if isinstance(value, str) else number_text(value, form, "-")
+
+
+def surrogate_fields(fitted: FittedSurrogate | SurrogatePart) -> dict[str, str]:
+    """Return the fields of a fitted surrogate, or of a part of a fit, for people."""
+    if isinstance(fitted, SurrogatePart):
+        part, count = shards_text(fitted.shards), fitted.sample_places.size
+        return {"part": part, "measured": f"{count} samples"}
+    explained, ranks = (
+        f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
+        for by_layer in (fitted.r_squared, fitted.rank_correlation)
+    )
+    return {
+        "model": fitted.shape.model_id,
+        "fitted": f"to {fitted.target} on {fitted.samples} samples of up to "
+        f"{fitted.context_tokens:,} tokens, ridge {fitted.ridge:g}",
+        "explained": f"{explained} of the variance of the half left out, by layer",
+        "ranks": f"{ranks} rank correlation with it",
+        "text": fitted.text_description,
     }
 
 

@@ -18,8 +18,8 @@ from factories import (
 )
 
 import kvalloc
-from kvalloc.cli import inspect
 from kvalloc.formats.policy import Policy
+from kvalloc.report.terminal import bar_scale, budget_picture
 from kvalloc.report.wording import budget_spread, tokens_for
 
 ROWS = [
@@ -119,7 +119,7 @@ def test_an_evaluation_of_another_form_does_no_harm(tmp_path, evaluation):
 def test_the_picture_has_a_line_a_layer_and_fits(monkeypatch, width, level):
     monkeypatch.setenv("COLUMNS", str(width))
     budgets = [[10, 10], [40, 40], [20, 20]] if level == "layer" else [[10, 30], [40, 6], [5, 5]]
-    lines = inspect.budget_picture(make_budget_profile(budgets, level=level))
+    lines = budget_picture(make_budget_profile(budgets, level=level))
     assert len(lines) == 4
     assert all(len(line) <= width for line in lines[1:])
     if level == "layer":
@@ -132,22 +132,22 @@ def test_the_picture_has_a_line_a_layer_and_fits(monkeypatch, width, level):
 
 def test_heads_are_a_spark_each_blocks_or_digits(monkeypatch):
     budgets = make_budget_profile(np.array([[5, 40], [20, 20]]))
-    assert inspect.budget_picture(budgets)[2].split()[3] == "55"
+    assert budget_picture(budgets)[2].split()[3] == "55"
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert inspect.budget_picture(budgets)[1].split()[3] == "▂█"
+    assert budget_picture(budgets)[1].split()[3] == "▂█"
 
 
 def test_sliding_layers_are_named_and_do_not_count_for_the_spread():
     shape = make_shape(layer_types=("sliding", "full", "sliding"), sliding_window=9)
     profile = make_budget_profile([[8, 8], [20, 20], [8, 8]], shape=shape, level="layer")
-    lines = inspect.budget_picture(profile)
+    lines = budget_picture(profile)
     assert [line.endswith("sliding") for line in lines[1:]] == [True, False, True]
     assert budget_spread(profile) == (20, 20.0, 20)
 
 
 def test_a_whole_bar_is_a_round_share_not_below_the_largest():
     shares = {0.01: 0.05, 0.05: 0.05, 0.051: 0.1, 0.3: 0.5, 0.51: 1.0, 1.0: 1.0}
-    assert [inspect.bar_scale(share) for share in shares] == list(shares.values())
+    assert [bar_scale(share) for share in shares] == list(shares.values())
 
 
 NASTY = "a\x1b[31m\nb\x07"
