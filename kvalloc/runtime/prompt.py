@@ -537,6 +537,12 @@ class Prompt:
         self.checks = Checks()
         for layer in self._budget_layers:
             layer.cancel_eviction()
+            more = layer.get_seq_length() - step.seen
+            if (
+                step.follows and following is None and more > 0
+            ):  # a turn that broke off was not read
+                layer.crop(-more)
+                layer.unfinished.latest.crop(step.seen)
         lengths = {layer.get_seq_length() for layer in self._layers}
         if unseen or lengths != {step.seen}:
             self._broken = refusals.HALF_WAY

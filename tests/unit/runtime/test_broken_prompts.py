@@ -94,6 +94,38 @@ def test_an_error_between_or_within_chunks(
     check_as_new(tiny, model, cache, kind)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("kind", [*KINDS, "whole"])
+def test_a_turn_that_breaks_off_was_not_read(
+    tiny: ModuleType, kind: str, tokens: int, error: type[BaseException]
+) -> None:
+    """The cache goes on from the end of the turn before, without a reset."""
+    model, turns = tiny.tiny_model(), [tiny.prompt(n, seed=n) for n in (CONTEXT, 10, tokens)]
+    if kind == "whole":
+        cache = make_cache(model, tiny.make_profile(model, CONTEXT, 1.0))
+    else:
+        cache = cache_of(tiny, model, kind)
+    for turn in turns[:2]:
+        run(model, turn, cache)
+    before, size = copy.deepcopy(cache), cache.retained_bytes
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(error):
+            run(model, turns[2], cache)
+    handle.remove()
+    run(model, turns[2], None)  # what Ctrl-C left open ends with the next forward of the model
+    assert (cache.interrupted, cache.retained_bytes) == (None, size)
+    assert cache.get_seq_length() == before.get_seq_length()
+    for turn in (turns[2], tiny.prompt(70, seed=9), tiny.prompt(1)):
+        assert torch.equal(run(model, turn, cache), run(model, turn, before))
+    assert (cache.kept_tokens == before.kept_tokens).all()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
