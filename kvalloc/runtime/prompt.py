@@ -907,6 +907,7 @@ class Prompt:
             or self.plan.rounds(index)
             or (own < np.where(settling.new_alone[:, None], 0, followed[index].there)).any()
             or (settling.new_alone.any() and self._layers[index].reduced)
+            or self._visible_tail(self._layers[index]) is not None  # padding goes
         }
         policy, seen = self.profile.policy, self._n_seen
         parts = []

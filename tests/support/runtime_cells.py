@@ -129,16 +129,18 @@ class Setting:
                 columns = cache.kept_indices(layer)[row]
                 assert mask[row, columns[columns >= 0].long().cpu()].all()
 
-    def met_again(self, cache: Any) -> None:
-        """Rows without padding keep the budgets of all tokens seen, to the entry.
+    def met_again(self, cache: Any, lengths: Any = None) -> None:
+        """Rows, all of one length by default, keep the budgets of all tokens seen, to the entry.
 
         Where each prompt hands them out, all together; heads of different length at fewer bits
         need more scales, and as many entries fewer.
         """
         full = list(self.profile.shape.full_layers)
-        budgets = self.profile.budgets_for(cache.get_seq_length())[full]
-        budgets = budgets.clip(self.profile.policy.protected_tokens)
-        for kept in cache.kept_tokens_by_row[:, full]:
+        found = cache.kept_tokens_by_row[:, full]
+        lengths = [cache.get_seq_length()] * len(found) if lengths is None else lengths
+        for kept, tokens in zip(found, lengths, strict=True):
+            budgets = self.profile.budgets_for(tokens)[full]
+            budgets = budgets.clip(min(self.profile.policy.protected_tokens, tokens))
             if self.profile.by_prompt:
                 left = budgets.sum() - kept.sum()
                 assert 0 <= left <= (0 if self.profile.bits is None else kept.size)
@@ -234,9 +236,31 @@ def question_of_100(at: Setting) -> None:
 
 
 def several_turns(at: Setting) -> None:
+    """One, two and five turns: each ends within the budgets of all tokens seen."""
     cache, shadow = at.prompted()
-    for tokens in (5, 1, 1, 7, 1):
+    for tokens in (5, 30, 1, 70, 2):
         at.ask(tokens, cache, shadow)
+        cache.end_turn()
+        at.follow(shadow, cache)
+        at.met_again(cache)
+    at.ask(1, cache, shadow)
+
+
+def padded_turns(at: Setting) -> None:
+    """Rows of different length, and turns of which one row has fewer tokens, or none."""
+    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
+    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), mask)
+    at.follow(shadow, cache)
+    mask = at.settle(cache, shadow, mask)
+    for tokens, fewer in ((7, 7), (40, 9), (1, 1), (12, 12), (70, 30)):
+        shown = (torch.arange(tokens) >= torch.tensor([[0], [fewer]])).long()
+        mask, ids = torch.cat([mask, shown], dim=1), at.tiny.prompt(tokens, BATCH, seed=tokens)
+        at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), shown)
+        cache.end_turn()
+        at.follow(shadow, cache)
+        at.met_again(cache, mask.sum(dim=1).tolist())
+    at.ask(1, cache, shadow, mask)
 
 
 def decoding(at: Setting) -> None:
@@ -460,7 +484,8 @@ ARRIVALS: dict[str, Callable[..., None]] = {
     for function in (
         *(one_prompt, question_of_5, question_of_100, several_turns, decoding),
         *(chunks, unannounced_chunks),
-        *(left_padding, different_lengths, padded_chunks, reorder, beams, sampled),
+        *(left_padding, different_lengths, padded_chunks, padded_turns),
+        *(reorder, beams, sampled),
         *(inputs_embeds, crop, saved, interleaved, streaming, assisted),
     )
 }
@@ -485,7 +510,8 @@ Cell = tuple[str, ...]
 
 def comparable(cell: Cell) -> bool:
     """Flash attention cuts out padding between tokens, and counts sliding windows without it."""
-    return not {"different_lengths", "gemma3", "padding_only"} <= set(cell)
+    between = {"different_lengths", "padded_turns"} & set(cell)
+    return not between or not {"gemma3", "padding_only"} <= set(cell)
 
 
 def scorer_of(cell: Cell) -> str:
@@ -545,7 +571,7 @@ def refusal(cell: Cell) -> str | None:
         return "came as inputs_embeds"
     if policy in COMBINING and "chunks" in arrival and mode == "early" and policy not in HOLDING:
         return "merges entries"
-    uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")
+    uneven = level == "head" or "padd" in arrival or arrival == "different_lengths"
     if arrival == "assisted" and cell[3] == "gemma3" and not RECORDS:
         return "takes back no drafts"
     if policy in READING and (uneven or arrival == "assisted"):

@@ -38,7 +38,8 @@ from kvalloc.runtime.attention import cpu
 
 UNEVEN = set(
     itertools.product(
-        ["mpcache"], ["left_padding", "different_lengths", "padded_chunks", "assisted"]
+        ["mpcache"],
+        ["left_padding", "different_lengths", "padded_chunks", "padded_turns", "assisted"],
     )
 )
 """What is refused in all modes: a policy, and arrivals with rows of different length or drafts."""
