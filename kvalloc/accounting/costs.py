@@ -51,7 +51,7 @@ WIDTHS = {
     3: Width(4, 3, turned=True),
 }
 """By the bits' name; 16 is half precision, also where the model computes in float32. At 5 and 3
-bits keys have one bit more than values: their rounding is what loses most (docs/runtime.md)."""
+bits keys have one bit more than values: their rounding is what loses most (docs/storage.md)."""
 
 BIT_WIDTHS = tuple(WIDTHS)
 

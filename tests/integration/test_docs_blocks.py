@@ -164,6 +164,8 @@ def prepare(folder: Path, demo: Any) -> dict[str, Any]:
         "profile": profile,
         "inputs": {"input_ids": ids, "max_new_tokens": 3},
         "document": {"input_ids": ids},
+        "torch": torch,
+        "question": torch.tensor([[7, 8, 9]]),
         "questions": torch.tensor([[[7, 8, 9]], [[70, 80, 90]]]),
     }
 

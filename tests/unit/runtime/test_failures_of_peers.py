@@ -174,7 +174,7 @@ def test_10_a_budget_of_everything_changes_no_bit(
 
 def test_the_page_names_these_tests_in_their_order() -> None:
     named = re.compile(r"^(?:\| .* \| `|def )(test_\d+_\w+)", re.MULTILINE)
-    page = Path(__file__).resolve().parents[3] / "docs" / "runtime.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "testing.md"
     here, there = (
         named.findall(file.read_text(encoding="utf-8")) for file in (Path(__file__), page)
     )
