@@ -32,7 +32,7 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.prompt import BOUNDED_BUDGETS
+from kvalloc.runtime.plan import BOUNDED_BUDGETS
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.shape import ModelShape

@@ -27,8 +27,9 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
+from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies.base import Reader
-from kvalloc.runtime.prompt import Plan, Prompt, State
+from kvalloc.runtime.prompt import Prompt, State
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.selection import gathered
 from kvalloc.units import share_text, size

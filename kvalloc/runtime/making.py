@@ -22,8 +22,8 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.prompt import Plan
 from kvalloc.shape import ModelShape
 
 __all__ = ["build_cache", "make_cache", "make_layers"]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -15,45 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.accounting.costs import packed_row_bytes, stored_bytes, within_bytes
+from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.accounting.stored import layer_tensors
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates, rotates_halves
-from kvalloc.models.structure import context_limit, decoder_of
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
 from kvalloc.runtime.checks import Checks
-from kvalloc.runtime.deciding import Decide, prompt_rows, row_decisions
-from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
+from kvalloc.runtime.deciding import prompt_rows, row_decisions
+from kvalloc.runtime.eviction import Eviction, Held
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
 from kvalloc.runtime.layer import SPARE, BudgetLayer
-from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.packed import rounded_layers
-from kvalloc.runtime.policies import EvictionPolicy, policies_of
+from kvalloc.runtime.plan import BOUNDED_BUDGETS, Plan
 from kvalloc.runtime.repetition import (
     HeldPrompt,
-    Wanted,
     check_context,
     check_repeat,
     repeat_prompt,
 )
 from kvalloc.runtime.selection import handed_out
 from kvalloc.runtime.unfinished import Latest, Unfinished
-from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
-from kvalloc.shape import HALF_BYTES
 
-__all__ = ["EVERY", "Plan", "Prompt", "State"]
-
-EVERY, OF_SEEN = 64, 16
-"""Tokens after which a conversation is brought back within its budget: a full block of keys, and
-where more of this share of the tokens seen, so that to do so takes the same part of the time."""
-
-BOUNDED_BUDGETS = 2
-"""In bounded memory so many times the budgets are kept until enough has followed a prompt."""
+__all__ = ["Prompt", "State"]
 
 
 class State(Enum):
@@ -73,155 +58,6 @@ class State(Enum):
 
     INTERRUPTED = "interrupted"
     """Something failed half-way, and only a reset helps."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """What holds for all prompts of a cache, and is shared by its copies.
-
-    Attributes
-    ----------
-    profile : BudgetProfile
-        Budgets and policies; decided ones may take their place, prompt by prompt.
-    policy : EvictionPolicy
-        Who chooses.
-    decide : Decide or None
-        Decides budgets before anything of a prompt is stored.
-    decoder : weakref of nn.Module
-        The model without its head.
-    name : str
-        Class of the model.
-    bits : mapping
-        Of layers whose entries are rounded when the prompt is complete, those of each KV head.
-    halves : mapping
-        The same of layers that are rounded to 16 bits before, where anything is evicted.
-    groups : mapping
-        Of layers that share entries, their group.
-    wanted : mapping of int to tuple of Scorer
-        For each layer, the scorers that look beyond the prompt.
-    holds : bool
-        Whether a prompt is held whole until it is complete, or longer where `awaited` is not 0.
-    holds_chunks : bool
-        Whether that is so where it comes in several forwards.
-    limit : int or None
-        Tokens that the model was made for.
-    bounded : bool
-        Whether at most `BOUNDED_BUDGETS` times its budgets is kept while a prompt is read and until
-        enough has followed.
-    early : EvictionPolicy or None
-        Who chooses what that is.
-    by_layer : bool
-        Whether the heads of a layer share what they may keep then, and each prompt hands it out.
-    reduces : bool
-        Whether anything is, and so what follows a prompt competes with what is kept of it.
-    every : int or None
-        Tokens after which it does; None where these grow with the tokens seen.
-    memory : int or None
-        Bytes that all entries and what followed never exceed.
-    after : EvictionPolicy
-        Who chooses then.
-    """
-
-    profile: BudgetProfile
-    policy: EvictionPolicy
-    decide: Decide | None
-    decoder: weakref.ref[nn.Module]
-    name: str
-    bits: Mapping[int, IntArray]
-    halves: Mapping[int, IntArray]
-    groups: Mapping[int, tuple[int, ...]]
-    wanted: Wanted
-    holds: bool
-    holds_chunks: bool
-    limit: int | None
-    bounded: bool
-    early: EvictionPolicy | None
-    by_layer: bool
-    reduces: bool
-    every: int | None
-    memory: int | None
-    after: EvictionPolicy
-
-    def __deepcopy__(self, memo: object) -> Plan:
-        return self
-
-    @classmethod
-    def of(
-        cls,
-        profile: BudgetProfile,
-        model: nn.Module,
-        options: CacheOptions,
-        *,
-        decide: Decide | None,
-    ) -> Plan:
-        """Return the plan of a cache.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the policy cannot bound the memory.
-        """
-        policy, every = policies_of(profile), options.decode_every
-        refusals.refuse(
-            no_decode_every=every is not None and not refusals.at_least_1(every) and (every,)
-        )
-        looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
-        wanted = {layer: each for layer, each in looks.items() if each}
-        holds = bool(wanted) or profile.by_prompt
-        # a group evicts after its last layer, when the queries of its others have gone
-        holds |= policy.holds and bool(profile.share_groups)
-        holds_chunks = holds or policy.holds
-        more = holds or options.bounded or policy.combines
-        refusals.refuse(beyond_memory=profile.fits_a_peak and more and policy.name)
-        scorers = [scorer for each in wanted.values() for scorer in each]
-        early, by_layer = None, False
-        bounded = options.bounded
-        refusals.refuse(on_or_off=bounded not in (True, False) and (bounded,))
-        if bounded:
-            at_once = profile.by_prompt and not scorers
-            refusals.refuse(
-                bounded_awaits_nothing=not (awaited_tokens(scorers) or at_once),
-                bounded_shared=refusals.shared_layers(profile),
-            )
-            early, by_layer, holds, holds_chunks = policy.early, profile.by_prompt, False, False
-            bounded = not at_once  # what a layer chooses is final
-        wide = next(model.parameters()).itemsize > HALF_BYTES
-        bits = rounded_layers(profile, every=wide and profile.reduces)
-        return cls(
-            profile=profile,
-            policy=policy,
-            decide=decide,
-            decoder=weakref.ref(decoder_of(model)),
-            name=type(model).__name__,
-            bits=bits,
-            halves={layer: np.full_like(own, 16) for layer, own in bits.items()} if wide else {},
-            groups=groups_by_layer(profile.share_groups),
-            wanted=wanted,
-            holds=holds,
-            holds_chunks=holds_chunks,
-            limit=context_limit(model),
-            bounded=bounded,
-            early=early,
-            by_layer=by_layer,
-            reduces=profile.reduces,
-            every=every,
-            memory=options.memory,
-            after=policy.again(rotates=rotates_halves(model)),
-        )
-
-    @property
-    def scorers(self) -> list[Scorer]:
-        """All scorers that look beyond the prompt."""
-        return [scorer for scorers in self.wanted.values() for scorer in scorers]
-
-    @property
-    def awaited(self) -> int:
-        """Tokens that have to follow a prompt before anything of it is evicted."""
-        return awaited_tokens(self.scorers)
-
-    def rounds(self, layer: int) -> bool:
-        """Return whether a layer is rounded, or one that it chooses entries with."""
-        return any(one in self.bits for one in self.groups.get(layer, (layer,)))
 
 
 class Prompt:
@@ -407,9 +243,9 @@ class Prompt:
         assert prompt is not None
         found = {given, prompt + self.plan.awaited}
         settled = self.arrival.settled if self.arrival.complete else given
-        if given - settled >= self.every_from(settled):
+        if given - settled >= self.plan.every_from(settled, self._token_bytes):
             settled = given
-        found.update(self._due(settled, end))
+        found.update(self.plan.due(settled, end, self._token_bytes))
         return sorted(one for one in found if max(self._n_seen + 1, given) <= one < end)
 
     def crop(self) -> None:
@@ -679,7 +515,9 @@ class Prompt:
         if followers is not None and int(followers.counts.min()) >= max(self.plan.awaited, 1):
             self.evict()
         settled = self.arrival.settled
-        if self.plan.reduces and self._n_seen - settled >= self.every_from(settled):
+        if self.plan.reduces and self._n_seen - settled >= self.plan.every_from(
+            settled, self._token_bytes
+        ):
             self.settle_following()
 
     def _held(self, decoder: nn.Module) -> HeldPrompt:
@@ -783,18 +621,6 @@ class Prompt:
 
     # What follows a prompt
 
-    def every_from(self, settled: int) -> int:
-        """Tokens after which what follows so many competes; a quarter of the memory takes them."""
-        every = self.plan.every or max(EVERY, settled // OF_SEEN)
-        if self.plan.memory is None:
-            return every
-        return max(min(every, self.plan.memory // (4 * self._token_bytes)), 1)
-
-    def _due(self, settled: int, end: int) -> Iterator[int]:
-        """Columns before `end` at which what follows so many competes, one time after the other."""
-        while self.plan.reduces and (settled := settled + self.every_from(settled)) < end:
-            yield settled
-
     @property
     def _token_bytes(self) -> int:
         """Bytes of a token of each row, as the model makes it."""
@@ -817,7 +643,11 @@ class Prompt:
         taken = sum(own.nbytes for own in tensors) + (end - self._n_seen) * self._token_bytes
         if taken <= self.plan.memory:
             return []
-        return [one for one in self._due(self.arrival.settled, end) if one > self._n_seen]
+        return [
+            one
+            for one in self.plan.due(self.arrival.settled, end, self._token_bytes)
+            if one > self._n_seen
+        ]
 
     def _within_memory(self, budgets: IntArray, tokens: IntArray) -> IntArray:
         """Budgets (batch, n_layers, n_kv_heads) that leave room for what follows until the next.
@@ -827,23 +657,11 @@ class Prompt:
         """
         if self.plan.memory is None:
             return budgets
-        profile, found, every = self.profile, budgets.copy(), self.every_from(self._n_seen)
-        full = list(profile.shape.full_layers)
         slid = [layer for layer in self._layers if not isinstance(layer, BudgetLayer)]
         taken = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
+        every = self.plan.every_from(self._n_seen, self._token_bytes)
         taken += (every + every // SPARE) * self._token_bytes
-        for row, own in enumerate(budgets[:, full]):
-            if profile.fits_a_peak:
-                own = np.minimum(own * tokens[row] // max(own.min(), 1), tokens[row])
-            found[row, full] = within_bytes(
-                own,
-                (self.plan.memory - taken) // len(budgets),
-                16 if profile.bits is None else profile.bits[full],
-                profile.shape,
-                least=profile.policy.protected_tokens,
-                biased=profile.policy.biased,
-            )
-        return found
+        return self.plan.within_memory(self.profile, budgets, tokens, taken)
 
     def _note_following(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
         """Note the latest queries, and whatever settling needs of a layer."""

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
+from kvalloc.accounting.costs import SCALE_BYTES, packed_row_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
 from kvalloc.runtime.policies import (
@@ -132,8 +133,8 @@ class Setting:
     def met_again(self, cache: Any, lengths: Any = None) -> None:
         """Rows, all of one length by default, keep the budgets of all tokens seen, to the entry.
 
-        Where each prompt hands them out, all together; heads of different length at fewer bits
-        need more scales, and as many entries fewer.
+        Where each prompt hands them out, all together; at fewer bits heads of different length
+        may need one block of scales more each, and entries of as many bytes fewer.
         """
         full = list(self.profile.shape.full_layers)
         found = cache.kept_tokens_by_row[:, full]
@@ -143,9 +144,17 @@ class Setting:
             budgets = budgets.clip(min(self.profile.policy.protected_tokens, tokens))
             if self.profile.by_prompt:
                 left = budgets.sum() - kept.sum()
-                assert 0 <= left <= (0 if self.profile.bits is None else kept.size)
+                assert 0 <= left <= kept.size * self.entries_of_scales
             else:
                 assert (kept == budgets).all()
+
+    @property
+    def entries_of_scales(self) -> int:
+        """Entries whose bytes the scales of one more block of keys take, at the profile's bits."""
+        if self.profile.bits is None:
+            return 0
+        dim, bits = self.profile.shape.head_dim, int(self.profile.bits.max())
+        return -(-2 * SCALE_BYTES * dim // sum(packed_row_bytes(bits, dim)))
 
     def as_alone(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor, tokens: int = 0) -> None:
         """Each row of a padded batch keeps what it keeps alone, followed by as many tokens.
