@@ -225,6 +225,24 @@ def size(count_bytes: float) -> str:
     return f"{value:.{digits}f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time for people.
+
+    Examples
+    --------
+    >>> duration(0.0123), duration(12.34), duration(125), duration(7322)
+    ('0.012 s', '12.3 s', '2 min 5 s', '2 h 2 min')
+    """
+    if seconds < 10:
+        return f"{seconds:.3f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def share_text(share: float, asked: str = "") -> str:
     """How much is stored, for people: what was asked for, if that is known, then what it is.
 

@@ -13,19 +13,13 @@ from typing import Annotated, Any, TypedDict
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions, check_text
 from kvalloc.cli.options import ModelFlags, from_typed, takes
-from kvalloc.cli.output import duration, is_quiet, note, print_json, wants_json
+from kvalloc.cli.output import is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
-from kvalloc.cli.reduction import (
-    OF_A_PROMPT,
-    Reduction,
-    cache_facts,
-    deciding_text,
-    kept_text,
-    note_whole,
-)
+from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
 from kvalloc.errors import InputError, plain
 from kvalloc.prompts.chat import wants_chat
-from kvalloc.units import Option
+from kvalloc.report.wording import deciding_text, kept_text
+from kvalloc.units import Option, duration
 
 DOCUMENT = "Questions about a document"
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import hanging, note, print_result, print_table
+from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.cli.solve import decision_facts
 from kvalloc.report import wording
+from kvalloc.report.terminal import hanging
 from kvalloc.units import size
 
 if TYPE_CHECKING:

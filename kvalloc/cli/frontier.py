@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, note, print_result, print_table
+from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
-from kvalloc.units import Option, gap_text, size
+from kvalloc.units import Option, duration, gap_text, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import Frontier, FrontierPoint

@@ -7,15 +7,10 @@ from typing import Any
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
-from kvalloc.cli.output import duration, note, print_json, wants_json
-from kvalloc.cli.reduction import (
-    OF_A_PROMPT,
-    Reduction,
-    cache_facts,
-    deciding_text,
-    kept_text,
-    note_whole,
-)
+from kvalloc.cli.output import note, print_json, wants_json
+from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
+from kvalloc.report.wording import deciding_text, kept_text
+from kvalloc.units import duration
 
 
 @takes(RequestOptions, Reduction, PromptOptions, ModelFlags, only={RequestOptions: OF_A_PROMPT})

@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.eval import print_evaluation
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import (
-    duration,
-    hanging,
-    is_verbose,
-    note,
-    print_fields,
-    print_json,
-    wants_json,
-)
+from kvalloc.cli.output import is_verbose, note, print_fields, print_json, wants_json
 from kvalloc.report import wording
-from kvalloc.report.terminal import budget_picture, layer_bars
-from kvalloc.units import size
+from kvalloc.report.terminal import budget_picture, hanging, layer_bars
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -152,27 +143,4 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
     if wants_json():
         print_json({"file": file, "kind": "kvalloc.cache", **facts})
         return
-    print_fields({"saved cache": file, **_saved_fields(file, facts, profile)})
-
-
-def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
-    """Describe a saved cache for people; what does not apply is left out."""
-    from kvalloc.formats.sharing_groups import shared_text
-
-    followed = facts["seen_tokens"] - facts["prompt_tokens"]
-    after = f", {followed:,} of them after the prompt" if followed else ""
-    rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
-    full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
-    beside = "" if full is None else f"; a full cache takes {size(full)}"
-    return {
-        "model": wording.model_text(profile.shape),
-        "document": str(facts["document"] or ""),
-        "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
-        "reading took": "" if took is None else duration(took),
-        "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
-        "bits": wording.bits_text(profile),
-        "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
-        "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
-        "chosen": wording.policies_text(profile),
-        "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
-    }
+    print_fields({"saved cache": file, **wording.saved_fields(file, facts, profile)})

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.cli.options import from_typed
-from kvalloc.cli.output import duration, note
+from kvalloc.cli.output import note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
-from kvalloc.units import Option, size
+from kvalloc.units import Option, duration, size
 
 if TYPE_CHECKING:
     from kvalloc.measure import Document, Prompt

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, plain
-from kvalloc.report.terminal import table_lines, terminal_width
+from kvalloc.report.terminal import hanging, table_text, terminal_width
 
 _json: ContextVar[bool] = ContextVar("kvalloc_json", default=False)
 _quiet: ContextVar[bool] = ContextVar("kvalloc_quiet", default=False)
@@ -127,53 +127,6 @@ def print_fields(fields: Mapping[str, str]) -> None:
         print(f"{plain(name):<{indent}}{hanging(text, indent)}")
 
 
-def hanging(text: str, indent: int) -> str:
-    """Wrap a text to the terminal's width behind ``indent`` columns; one line in a pipe."""
-    text = plain(text)
-    if not sys.stdout.isatty():
-        return text
-    width = max(20, terminal_width() - indent)
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return f"\n{'':<{indent}}".join(lines)
-
-
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
-    """Print a table: the first columns, which name a row, and the last one flush left.
-
-    In a terminal that is too narrow, columns that do not fit stand below, the rows named again. In
-    a pipe a row is always one line with all columns.
-    """
-    last = len(headings) - 1
-    left = {*range(keys), last}
-
-    def lines(places: Sequence[int]) -> list[str]:
-        cells = [[row[place] for place in places] for row in (headings, *rows)]
-        left_places = [place for place, column in enumerate(places) if column in left]
-        return table_lines(cells[0], cells[1:], left=left_places)
-
-    blocks = [[*range(keys)]]
-    for place in range(keys, last + 1):
-        wider = lines([*blocks[-1], place])
-        fits = not sys.stdout.isatty() or max(map(len, wider)) <= terminal_width()
-        if not (fits or len(blocks[-1]) == keys):
-            blocks.append([*range(keys)])
-        blocks[-1].append(place)
-    print("\n\n".join("\n".join(lines(block)) for block in blocks))
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people.
-
-    Examples
-    --------
-    >>> duration(0.0123), duration(12.34), duration(125), duration(7322)
-    ('0.012 s', '12.3 s', '2 min 5 s', '2 h 2 min')
-    """
-    if seconds < 10:
-        return f"{seconds:.3f} s"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    """Print a table; see `kvalloc.report.terminal.table_text`."""
+    print(table_text(headings, rows, keys=keys))

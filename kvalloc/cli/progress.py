@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.cli.output import duration, is_quiet, is_verbose, note
+from kvalloc.cli.output import is_quiet, is_verbose, note
 from kvalloc.errors import InputError, option
+from kvalloc.units import duration
 
 if TYPE_CHECKING:
     from kvalloc.models.loading import LoadedModel

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, print_result
+from kvalloc.cli.output import print_result
 from kvalloc.cli.steps import say, step
 from kvalloc.cli.values import make_folder
 from kvalloc.report.wording import model_text
+from kvalloc.units import duration
 
 SHIPPED, BUDGET = "smollm2-135m-instruct", "20%"
 SOLVERS = ("uniform", "pyramid", "proportional", "auto")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from kvalloc.allocation.request import TARGETS
 from kvalloc.cli.options import MODEL, from_typed
-from kvalloc.cli.output import duration, is_verbose, note
+from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 from kvalloc.online.conflicts import TARGET, check_conflicts
-from kvalloc.units import Option, share_text, size
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -180,24 +180,3 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         "retained_bytes": stored_bytes(cache),
         "full_bytes": cache.full_bytes,
     }
-
-
-def kept_text(cache: Any) -> str:
-    """Return the target, what is kept of all that was read, and its bytes, in words."""
-    from kvalloc.evaluate.caches import stored_bytes
-
-    profile: BudgetProfile = cache.profile
-    target, is_decided = profile.target_text, cache.decision_seconds is not None
-    if is_decided and profile.retention is not None:
-        target = f"{target} (retention {profile.retention:.4f} reached)"
-    elif target and profile.share_of_16_bits is None and not is_decided:
-        # decided at one length: sinks and window weigh more in a shorter prompt
-        target += f" at {profile.context_tokens:,} tokens"
-    share = share_text(cache.share, target)
-    return f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
-
-
-def deciding_text(cache: Any) -> str:
-    """Return how much of the reading went into deciding budgets; empty for stored ones."""
-    seconds = cache.decision_seconds
-    return "" if seconds is None else f", {duration(seconds)} of it to decide the budgets"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
-from kvalloc.cli.output import duration, note, print_result, wants_json
+from kvalloc.cli.output import note, print_result, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.errors import InputError, option
 from kvalloc.report.wording import LOSS_NOTE, RETENTION_NOTE, decision_fields, requested_bytes
-from kvalloc.units import Option
+from kvalloc.units import Option, duration
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import hanging, print_result
+from kvalloc.cli.output import print_result
 from kvalloc.errors import InputError
+from kvalloc.report.terminal import hanging
 
 if TYPE_CHECKING:
     from kvalloc.allocation.audit import Check

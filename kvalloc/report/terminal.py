@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unicodedata import combining, east_asian_width
@@ -75,6 +76,40 @@ def table_lines(
 def _columns(text: str) -> int:
     """Return the terminal columns of a text: two for wide characters, none for combining ones."""
     return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
+
+
+def table_text(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: int = 1) -> str:
+    """Align a table: the first columns, which name a row, and the last one flush left.
+
+    In a terminal that is too narrow, columns that do not fit stand below, the rows named again. In
+    a pipe a row is always one line with all columns.
+    """
+    last = len(headings) - 1
+    left = {*range(keys), last}
+
+    def lines(places: Sequence[int]) -> list[str]:
+        cells = [[row[place] for place in places] for row in (headings, *rows)]
+        left_places = [place for place, column in enumerate(places) if column in left]
+        return table_lines(cells[0], cells[1:], left=left_places)
+
+    blocks = [[*range(keys)]]
+    for place in range(keys, last + 1):
+        wider = lines([*blocks[-1], place])
+        fits = not sys.stdout.isatty() or max(map(len, wider)) <= terminal_width()
+        if not (fits or len(blocks[-1]) == keys):
+            blocks.append([*range(keys)])
+        blocks[-1].append(place)
+    return "\n\n".join("\n".join(lines(block)) for block in blocks)
+
+
+def hanging(text: str, indent: int) -> str:
+    """Wrap a text to the terminal's width behind ``indent`` columns; one line in a pipe."""
+    text = plain(text)
+    if not sys.stdout.isatty():
+        return text
+    width = max(20, terminal_width() - indent)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':<{indent}}".join(lines)
 
 
 def number_text(value: Any, form: str, unknown: str = "unknown") -> str:

@@ -15,7 +15,7 @@ from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
-from kvalloc.units import gap_text, size
+from kvalloc.units import duration, gap_text, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -497,6 +497,48 @@ def surrogate_fields(fitted: FittedSurrogate | SurrogatePart) -> dict[str, str]:
         "ranks": f"{ranks} rank correlation with it",
         "text": fitted.text_description,
     }
+
+
+def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
+    """Describe a saved cache for people; what does not apply is left out."""
+    followed = facts["seen_tokens"] - facts["prompt_tokens"]
+    after = f", {followed:,} of them after the prompt" if followed else ""
+    rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
+    full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
+    beside = "" if full is None else f"; a full cache takes {size(full)}"
+    return {
+        "model": model_text(profile.shape),
+        "document": str(facts["document"] or ""),
+        "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
+        "reading took": "" if took is None else duration(took),
+        "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
+        "bits": bits_text(profile),
+        "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
+        "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
+        "chosen": policies_text(profile),
+        "ask": f"kvalloc chat MODEL --cache {file} --question TEXT",
+    }
+
+
+def kept_text(cache: Any) -> str:
+    """Return the target, what is kept of all that was read, and its bytes, in words."""
+    from kvalloc.evaluate.caches import stored_bytes
+
+    profile: BudgetProfile = cache.profile
+    target, is_decided = profile.target_text, cache.decision_seconds is not None
+    if is_decided and profile.retention is not None:
+        target = f"{target} (retention {profile.retention:.4f} reached)"
+    elif target and profile.share_of_16_bits is None and not is_decided:
+        # decided at one length: sinks and window weigh more in a shorter prompt
+        target += f" at {profile.context_tokens:,} tokens"
+    share = share_text(cache.share, target)
+    return f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
+
+
+def deciding_text(cache: Any) -> str:
+    """Return how much of the reading went into deciding budgets; empty for stored ones."""
+    seconds = cache.decision_seconds
+    return "" if seconds is None else f", {duration(seconds)} of it to decide the budgets"
 
 
 def proof_text(profile: BudgetProfile) -> str:
