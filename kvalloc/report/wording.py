@@ -11,7 +11,7 @@ import numpy as np
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
 from kvalloc.formats.score_profile import shards_text
-from kvalloc.formats.sharing_groups import shared_text
+from kvalloc.formats.sharing_groups import groups_text, shared_text
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
@@ -83,7 +83,7 @@ def decision_cells(decided: BudgetProfile, seconds: float) -> dict[str, str]:
         "bound": bound,
         "gap": gap_text(decided.gap),
         "seconds": f"{seconds:.3f}",
-        "ended": ended_text(decided),
+        "ended": ended_text(decided, brief=True),
     }
 
 
@@ -118,7 +118,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     return {
         "model": model_text(profile.shape),
         **stated,
-        "sharing": _sharing_text(profile) if profile.share_groups else "",
+        "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "budgets": f"{low:,} to {high:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
         "other lengths": lengths,
         "policy": f"{f'{policy.name} by {policy.scorer}' if brief else _policy_text(policy)}, "
@@ -182,11 +182,26 @@ def solver_text(decided: BudgetProfile) -> str:
     return f"{decided.solver} ({decided.decided_by})"
 
 
-def ended_text(decided: BudgetProfile) -> str:
-    """Return the solver's reason for stopping, for people."""
-    text = decided.termination.replace("_", " ")
-    word = decided.optimal_by_word
-    return f"{text}, not proven again: {word}'s word" if word else text
+def ended_text(decided: BudgetProfile, *, brief: bool = False) -> str:
+    """Return the solver's reason for stopping, for people: of what it is optimal, by whose word."""
+    text, word = decided.termination.replace("_", " "), decided.optimal_by_word
+    if text == "optimal" and not brief:
+        text += _optimal_for(decided)
+    if not word:
+        return text
+    return f"{text}, {word}'s word" if brief else f"{text}, not proven again: {word}'s word"
+
+
+def _optimal_for(decided: BudgetProfile) -> str:
+    """Return of what budgets are optimal, if of less than their objective."""
+    groups = groups_text(decided.share_groups)
+    what = {
+        "the grouping " + groups.replace(",", ", "): groups,
+        "the sum of single losses": "loss"
+        in (decided.requested.get("objective"), decided.requested.get("target")),
+    }
+    named = [name for name, holds in what.items() if holds]
+    return f" for {' and '.join(named)}" if named else ""
 
 
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
@@ -201,11 +216,17 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
 
 
 def _bound_text(decided: BudgetProfile) -> str:
-    """Return the bound, its source and the gap."""
+    """Return the bound, its source and the gap; over all groupings too, where that is known."""
+    from kvalloc.formats.budget_profile import relative_gap
+
     text = objective_text(decided.bound, decided)
     if decided.bound is None:
         return text
-    return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
+    text += f" ({decided.bound_source}), gap {gap_text(decided.gap)}"
+    if (over_all := decided.grouping_bound) is None:
+        return text
+    gap = gap_text(relative_gap(decided.objective, over_all))
+    return f"{text}; bound over all groupings {objective_text(over_all, decided)}, gap {gap}"
 
 
 def _price_text(decided: BudgetProfile) -> str:
@@ -394,15 +415,6 @@ def _policy_text(policy: Policy) -> str:
     return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
 
 
-def _sharing_text(profile: BudgetProfile) -> str:
-    text = shared_text(profile.share_groups)
-    if profile.grouping_bound is None:
-        return text
-    in_bytes = profile.sense == "min_cost"
-    form, unit = (",.0f", " bytes") if in_bytes else (".6f", "")
-    return f"{text}; bound over all groupings {profile.grouping_bound:{form}}{unit}"
-
-
 def _parameters(parameters: dict[str, Any]) -> str:
     listed = ", ".join(f"{key}={value}" for key, value in parameters.items())
     return f" ({listed})" if listed else ""
@@ -558,9 +570,9 @@ def proof_text(profile: BudgetProfile) -> str:
         others = "in these bytes retain more"
         these = f"retain at most {gap_text(gap)} less than the most possible"
     if gap < 1e-9:
-        word = profile.optimal_by_word
-        proven = f"Optimal by {word}'s word, not proven again" if word else "Proven optimal"
-        return f"{proven}: no budgets {others}."
+        word, what = profile.optimal_by_word, _optimal_for(profile)
+        by = f" by {word}'s word, not proven again" if word else ""
+        return f"{'Optimal' if word else 'Proven optimal'}{what}{by}: no budgets {others}."
     if not ratio:
         return f"No budgets {others} than {best}, which says little of these."
     return f"No budgets {others} than {best}; these {these}."

@@ -103,8 +103,8 @@ DECIDED = [
     ("long", "--budget 40% --cost decode-bytes", [READ], [], [READ]),
     ("long", "--budget 40% --cost communication", [READ], [], [READ]),
     ("shared", "--budget 40% --share-groups 2-3,4-5", [], [], ["keep the same entries"]),
-    ("shared", "--budget 40% --share-groups 4", [], [],
-     ["keep the same entries", "bound over all groupings"]),
+    ("shared", "--budget 40% --share-groups 4",
+     ["optimal for the grouping", "bound over all groupings"], [], ["keep the same entries"]),
 ]  # fmt: skip
 
 

@@ -246,8 +246,12 @@ def test_optimal_by_word_reads_so_until_another_back_end_agrees() -> None:
     scores = make_choices(0)
     profile = kvalloc.solve(scores, solver="dp", **ASK_LOSS)
     assert (profile.termination, profile.optimal_by_word) == ("optimal", "dp")
-    assert decision_fields(profile)["solver"] == "dp, optimal, not proven again: dp's word"
-    assert proof_text(profile).startswith("Optimal by dp's word, not proven again: no")
+    assert decision_fields(profile)["solver"] == (
+        "dp, optimal for the sum of single losses, not proven again: dp's word"
+    )
+    assert proof_text(profile).startswith(
+        "Optimal for the sum of single losses by dp's word, not proven again: no"
+    )
     [check] = [check for check in verify(profile, scores) if check.name == "bound"]
     assert (check.passed, check.proven) == (True, False)
     assert check.found.endswith("; not proven again: dp's word")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from factories import make_budget_profile
 
-from kvalloc.report.wording import proof_text
+from kvalloc.report.wording import decision_fields, ended_text, proof_text
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,35 @@ from kvalloc.report.wording import proof_text
 )
 def test_how_good_a_decision_is(stated, said):
     assert said in proof_text(make_budget_profile(np.full((2, 2), 20), **stated))
+
+
+OPTIMAL = {"objective": -0.1, "bound": -0.1, "termination": "optimal", "bound_source": "dual"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({}, "optimal"),
+        ({"requested": {"objective": "loss"}}, "optimal for the sum of single losses"),
+        ({"requested": {"target": "loss"}}, "optimal for the sum of single losses"),
+        ({"share_groups": ((2, 3), (4, 5))}, "optimal for the grouping 2-3, 4-5"),
+        ({"bound_source": "dp"}, "optimal, not proven again: dp's word"),
+        ({"termination": "time_limit", "requested": {"objective": "loss"}}, "time limit"),
+    ],
+)
+def test_of_what_optimal_is_optimal(stated, said):
+    profile = make_budget_profile(np.full((6, 2), 20), **{**OPTIMAL, **stated})
+    assert ended_text(profile) == said
+    if profile.termination == "optimal":
+        assert said.removeprefix("optimal").partition(",")[0] in proof_text(profile)
+
+
+def test_the_bound_over_all_groupings_stands_beside_that_of_the_chosen_one():
+    profile = make_budget_profile(
+        np.full((6, 2), 20),
+        **{**OPTIMAL, "objective": 0.9, "bound": 0.9, "share_groups": ((2, 3),)},
+        grouping_bound=1.0,
+        solver="dp",
+    )
+    said = "0.900000 (dual), gap 0%; bound over all groupings 1.000000, gap 10%"
+    assert decision_fields(profile)["bound"] == said
