@@ -56,7 +56,8 @@ from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
-from kvalloc.formats.score_profile import ScoreProfile, rank_grid
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.measure.curves import rank_grid
 from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names

@@ -31,9 +31,6 @@ from kvalloc.formats.record import (
 )
 from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 
-EXACT_CONTEXT_TOKENS = 4096
-"""Up to this context the curves hold every rank; above it, a grid."""
-
 Shares4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0, high=1)]
 Tokens1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=1)]
 Masses3D = Annotated[FloatArray, ArrayOf(np.float64, 3, low=0)]
@@ -512,31 +509,6 @@ def shards_text(shards: IntArray, held: int = 1) -> str:
     *numbers, last = (str(place + 1) for place in np.flatnonzero(shards == held))
     listed = f"{', '.join(numbers)} and {last}" if numbers else last
     return f"shard{'s' if numbers else ''} {listed} of {shards.size}"
-
-
-def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:
-    """Return the ranks at which curves are stored.
-
-    Parameters
-    ----------
-    evictable_tokens : int
-        Largest rank.
-    context_tokens : int
-        Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored.
-    points : int
-        Upper bound for the size of the grid above that: the first half of the points are the
-        first ranks, where a curve bends most, the rest are spaced geometrically.
-
-    Returns
-    -------
-    ndarray of int64, (n_points,)
-        Strictly rising from 0 to ``evictable_tokens``.
-    """
-    if context_tokens <= EXACT_CONTEXT_TOKENS:
-        return np.arange(evictable_tokens + 1, dtype=np.int64)
-    dense = points // 2
-    tail = np.geomspace(dense, evictable_tokens, points - dense)
-    return np.unique(np.concatenate([np.arange(dense), np.rint(tail)]).astype(np.int64))
 
 
 def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> FloatArray:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
 
 
+EXACT_CONTEXT_TOKENS = 4096
+"""Up to this context the curves hold every rank; above it, a grid."""
+
+
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     """Share of the score mass in the best entries, for every number of entries.
 
@@ -57,6 +61,31 @@ def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     np.divide(curves, masses[..., None], out=curves, where=~empty[..., None])
     curves[empty] = 1.0
     return curves, masses
+
+
+def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:
+    """Return the ranks at which curves are stored.
+
+    Parameters
+    ----------
+    evictable_tokens : int
+        Largest rank.
+    context_tokens : int
+        Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored.
+    points : int
+        Upper bound for the size of the grid above that: the first half of the points are the
+        first ranks, where a curve bends most, the rest are spaced geometrically.
+
+    Returns
+    -------
+    ndarray of int64, (n_points,)
+        Strictly rising from 0 to ``evictable_tokens``.
+    """
+    if context_tokens <= EXACT_CONTEXT_TOKENS:
+        return np.arange(evictable_tokens + 1, dtype=np.int64)
+    dense = points // 2
+    tail = np.geomspace(dense, evictable_tokens, points - dense)
+    return np.unique(np.concatenate([np.arange(dense), np.rint(tail)]).astype(np.int64))
 
 
 def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:

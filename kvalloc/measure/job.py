@@ -13,10 +13,9 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.engine.contract import Advance, Engine, Failed, ModelFacts
 from kvalloc.formats.policy import Policy
-from kvalloc.formats.score_profile import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.measure.curves import FIDELITY_ROWS
+from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, FIDELITY_ROWS, rank_grid
 from kvalloc.measure.loss_plan import LossPlan, main_policy, named_policies
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer

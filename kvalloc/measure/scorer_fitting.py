@@ -22,12 +22,12 @@ from kvalloc.engine.contract import (
 )
 from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
-from kvalloc.formats.exact_sums import from_digits, to_digits
 from kvalloc.formats.merging import Merged, check_fields, check_given, held_shards
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import check_finite
+from kvalloc.measure.exact_sums import from_digits, to_digits
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, Shard, choose_samples
@@ -75,7 +75,7 @@ class NormalEquations:
     ----------
     digits : ndarray of int64, (4, ..., n_features + 2, n_features + 2)
         Sum over the rows of the outer product of ``(x, y, 1)`` with itself, as
-        `kvalloc.formats.exact_sums.to_digits` writes numbers.
+        `kvalloc.measure.exact_sums.to_digits` writes numbers.
     """
 
     digits: IntArray

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
-from kvalloc.formats.score_profile import interpolate_curves, rank_grid
+from kvalloc.formats.score_profile import interpolate_curves
+from kvalloc.measure.curves import rank_grid
 
 
 @settings(max_examples=50)

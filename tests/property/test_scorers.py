@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scorer_oracle import SCORERS, make_states
 
-from kvalloc.formats.score_profile import rank_grid
-from kvalloc.measure.curves import on_grid, retention_curves
+from kvalloc.measure.curves import on_grid, rank_grid, retention_curves
 from kvalloc.scorers import get_scorer, scorer_class
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.pooled import PooledScorer

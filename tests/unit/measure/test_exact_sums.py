@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.errors import InputError
-from kvalloc.formats.exact_sums import from_digits, to_digits
+from kvalloc.measure.exact_sums import from_digits, to_digits
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False, width=64)
 
