@@ -3,11 +3,11 @@
     python benchmarks/bench_runtime.py cache [--quick] [--json]
     python benchmarks/bench_runtime.py cache --device cuda --shape 8b --context 32768
     python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
-    python benchmarks/bench_runtime.py late | launches | long | prompts | half [--help]
+    python benchmarks/bench_runtime.py late | launches | prompts | half [--help]
 
 Other parts are in files of their own: what the default's ways cost (`runtime_late`), launches on a
-CUDA device (`runtime_launches`), long answers (`runtime_long`), and entries at 16 bits beside
-float32 (`runtime_half`). Of ``cache``:
+CUDA device (`runtime_launches`), and entries at 16 bits beside float32 (`runtime_half`). Of
+``cache``:
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
@@ -26,7 +26,7 @@ which every cache goes on by ``--new-tokens`` in each row.
 - bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
   the measured bandwidth.
 - batch, a part of decode: rows that fit into the bytes of K and V that a plain cache of ``--batch``
-  rows takes, both with the prompt and 64 decoded tokens in each row , however many the
+  rows takes, both with the prompt and 63 decoded tokens in each row , however many the
   rounds decode. The reduced cache is brought to that many rows, its storage is measured, and
   it decodes.
 - kernel (CPU): tokens a second with the kernel in C over those of torch's operations, by level and
@@ -81,7 +81,7 @@ FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 SINKS, WINDOW = 4, 8
 PARTS = {"cache": "", "late": "runtime_late", "prompts": "runtime_prompts"}
-PARTS |= {"launches": "runtime_launches", "long": "runtime_long", "half": "runtime_half"}
+PARTS |= {"launches": "runtime_launches", "half": "runtime_half"}
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -169,11 +169,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[0])
 
     @property
-    def following_tokens(self) -> int:
-        """Tokens stored after the latest eviction, or all of them if there was none."""
-        return self.dense_tokens
-
-    @property
     def stored(self) -> bool:
         """Whether there is anything, kept or following."""
         return self.entries is not None or self.dense_tokens > 0
@@ -194,7 +189,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             Increasing; -1 beyond the end of a head that keeps fewer than another.
         """
         prompt_tokens = min(prompt_tokens, self.seen_tokens)  # `crop` may have gone into it
-        latest = self.seen_tokens - self.following_tokens
+        latest = self.seen_tokens - self.dense_tokens
         end = max(prompt_tokens, latest)  # after the prompt, where decoding evicts as well
         new = torch.arange(latest, end, dtype=torch.int32, device=self.keys.device)
         new = new.expand(*self.keys.shape[:2], -1)
@@ -366,9 +361,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def crop_count(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""
         remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
-        if self.reduced and remove > self.following_tokens:
+        if self.reduced and remove > self.dense_tokens:
             raise UnsupportedRequestError(
-                f"cannot crop {remove} tokens: only {self.following_tokens} tokens followed "
+                f"cannot crop {remove} tokens: only {self.dense_tokens} tokens followed "
                 "the compressed prompt, and evicted entries cannot come back; make a new cache"
             )
         return remove

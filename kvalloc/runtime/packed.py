@@ -397,16 +397,6 @@ class LayerEntries:
             like=several[0].like,
         )
 
-    def before(self, column: int) -> LayerEntries:
-        """A copy without the entries from this column on."""
-        parts = []
-        for part in self.parts:
-            below = (part.positions < column).cumsum(0).cpu().numpy()
-            upto = np.concatenate([[0], below])
-            counts = upto[part.spans.ends] - upto[part.spans.starts]
-            parts.append(part.segments(part.segment_numbers, counts))
-        return replace(self, parts=tuple(parts))
-
     def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return keys, values, columns and biases with as many places in all rows and heads.
 

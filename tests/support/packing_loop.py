@@ -90,12 +90,6 @@ def longer_segment(stored: Stored, keys: Tensor, values: Tensor, bits: int) -> S
     )
 
 
-def cut_segment(stored: Stored, count: int) -> Stored:
-    """The first so many entries; a block that loses some keeps its scales."""
-    blocks = -(-count // KEY_BLOCK_TOKENS)
-    return Stored(stored.keys[:count], stored.values[:count], stored.scales[:blocks])
-
-
 def stored_of_part(part: KeptEntries, row: int, place: int) -> Stored:
     """What a part stores of one segment."""
     number = row * part.lengths.shape[1] + place

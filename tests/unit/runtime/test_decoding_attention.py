@@ -59,7 +59,7 @@ def test_what_is_kept_stays_where_it_is_while_decoding(
             room, copies = step + step // SPARE, copies + 1
         added = 2 * room * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.plain_bytes_per_entry
         assert cache.retained_bytes == stored + added
-        assert layer.following_tokens == step
+        assert layer.dense_tokens == step
     assert runs_of(places) == [24]
     assert copies == 14
     for tokens in (3, 1):  # a question sees one tensor of both

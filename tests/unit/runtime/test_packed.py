@@ -125,16 +125,16 @@ def test_five_bits_by_hand() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     biased=st.booleans(),
     n_new=st.integers(1, 130),
-    removed=st.integers(0, 40),
+    order=st.permutations(range(BATCH)),
     seed=st.integers(0, 99),
 )
-def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
+def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_stores(
     counts: Any,
     bits: list[int],
     dtype: torch.dtype,
     biased: bool,
     n_new: int,
-    removed: int,
+    order: list[int],
     seed: int,
 ) -> None:
     """Bit for bit, of each head what it keeps of the new ones; all rows, heads and widths."""
@@ -147,9 +147,10 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
     kept = torch.rand(BATCH, HEADS, n_new) < torch.rand(BATCH, HEADS, 1) * 1.5 - 0.2
     added = KeptEntries.of(keys, values, columns, kept, kept.sum(dim=2).numpy())
     more = entries.with_more(added)
-    cut = more.before(600 + n_new - removed)
+    rows = [more.rows(torch.tensor([row])) for row in order]
+    again = LayerEntries.joined(rows, np.argsort(order))
     shape = make_shape(head_dim=8, dtype_bytes=dtype.itemsize)
-    for one in (more, cut):
+    for one in (more, again):
         stored_bytes = head_bytes(one.lengths, widths[None], shape, biased=biased)
         assert stored_in(one) == int(stored_bytes.sum())
     padded, half = more.padded_positions(), dtype == torch.float32
@@ -158,25 +159,23 @@ def test_more_entries_behind_and_fewer_again_are_what_a_loop_stores(
         new, width = kept[row, head].nonzero()[:, 0], bits[head]
         own_keys, own_values, bias = stored[row, head]
         places = [*range(len(own_keys)), *columns[new].tolist()]
-        n_left = sum(place < 600 + n_new - removed for place in places)
         behind = keys[row, head, new], values[row, head, new]
-        for one, count in ((more, len(places)), (cut, n_left)):
+        for one in (more, again):
             piece = one.piece(row, head)
-            assert piece.positions.tolist() == places[:count]
+            assert piece.positions.tolist() == places
             assert (piece.bias is None) == (bias is None)
             if bias is not None:
-                expected = torch.cat([bias, torch.zeros(len(new))])[:count]
+                expected = torch.cat([bias, torch.zeros(len(new))])
                 assert torch.equal(piece.bias, expected)
             if width == 16:
                 numbers = piece.keys, piece.values
                 for ours, *both in zip(numbers, (own_keys, own_values), behind, strict=True):
-                    expected = torch.cat(both)[:count]
+                    expected = torch.cat(both)
                     assert torch.equal(ours, expected.half().to(dtype) if half else expected)
                 continue
             part = next(part for part in one.parts if part.bits == width)
             loop = packing_loop.pack_segment(own_keys, own_values, width)
             loop = packing_loop.longer_segment(loop, *behind, width)
-            loop = packing_loop.cut_segment(loop, count)
             found = packing_loop.stored_of_part(part, row, part.heads.index(head))
             for ours, theirs in zip(found, loop, strict=True):
                 assert np.array_equal(ours, theirs)
