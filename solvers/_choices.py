@@ -158,16 +158,12 @@ class Choices:
         return self.cost(self.floors)
 
     @cached_property
-    def max_bytes(self) -> int:
-        """Cost of the most expensive pick."""
-        return int(np.where(self.exists, self.costs, 0).max(axis=1).sum())
-
-    @property
     def budget_bytes(self) -> int:
         """The capacity, rounded down to what a pick can really cost."""
         if self.capacity_bytes is None:
             raise ValueError("these choices have a target, not a capacity")
-        room = min(self.capacity_bytes, self.max_bytes) - self.floor_bytes
+        most = int(np.where(self.exists, self.costs, 0).max(axis=1).sum())
+        room = min(self.capacity_bytes, most) - self.floor_bytes
         return self.floor_bytes + room // self.grain * self.grain
 
     @property
@@ -244,8 +240,8 @@ class Choices:
     def picked(self, choice: IntArray) -> IntArray:
         """Return the column of each row for options of all units, ``(n_rows,)``."""
         first = np.unique(self.row_of, return_index=True)[1]
-        picked: IntArray = np.argmax(self.option_of[first] == choice[first, None], axis=1)
-        return picked
+        here = self.option_of[first] == choice[first, None]
+        return np.asarray(np.argmax(here, axis=1), dtype=np.int64)
 
     def restricted(self, allowed: BoolArray) -> Choices:
         """Return the same rows with only the allowed options.

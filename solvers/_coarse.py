@@ -76,7 +76,6 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
     choice, spacing = problem.last_options // 2, int(problem.last_options.max() + 1) // 2
     answer: Solution | None = None
     bounds: list[tuple[float, tuple[float, ...]]] = []
-    tighter = min if problem.target is None else max
     while answer is None or (spacing > 1 and time.monotonic() < deadline):
         steps = _steps(problem, choice, spacing)
         columns, counts = _columns(problem, choice, steps)
@@ -104,7 +103,7 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         has_prices = problem.aggregate is Aggregate.SUM and answer.prices
         bound = bound_at(problem, *answer.prices) if has_prices else dual_bound(problem).bound
         bounds.append((bound, answer.prices))
-    bound, prices = tighter(bounds)
+    bound, prices = (min if problem.target is None else max)(bounds)
     return Solution.of(
         problem,
         choice,
@@ -125,8 +124,7 @@ def _steps(problem: AllocationProblem, choice: IntArray, spacing: int) -> IntArr
     capped = any(isinstance(one, GroupCap) for one in problem.constraints)
     part = PART_CAPPED if capped else PART_OPTIONS
     half = max(3, part // (2 * around * problem.n_units))
-    steps: IntArray = np.rint(np.linspace(-spacing, spacing, 2 * half - 1)).astype(np.int64)
-    return steps
+    return np.rint(np.linspace(-spacing, spacing, 2 * half - 1)).astype(np.int64)
 
 
 def _columns(

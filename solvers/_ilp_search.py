@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -41,9 +40,6 @@ REPAIR_SECONDS = 5.0
 
 MOST_LEVELS = 512
 """With more, the table of neighbouring levels is too large."""
-
-FEWER_LEVELS = 64
-"""Where sets of all levels are too many, a start is sought with about so many of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +222,6 @@ class Search:
         levels = np.unique(choices.tokens[choices.exists])
         if levels.size <= MOST_LEVELS:
             return self._best_levels(choices, LevelSets.of(choices, prices, self.limit), known)
-        if known.picked is None:
-            some = levels[:: -(-levels.size // FEWER_LEVELS)]
-            with contextlib.suppress(InfeasibleError):
-                known = self._free(choices.restricted(np.isin(choices.tokens, some)))
         return self._core(choices, prices, known, self.limit)
 
     def _start(self, choices: Choices, prices: Prices) -> Outcome:

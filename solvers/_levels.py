@@ -83,11 +83,6 @@ class LevelSets:
             rest=np.stack(rest),
         )
 
-    @property
-    def least(self) -> float:
-        """No set loses less."""
-        return float((self.first + self.rest[-1]).min())
-
     def best(self) -> tuple[int, ...]:
         """Return the places of the levels of a best set."""
         chosen = [int(np.argmin(self.first + self.rest[-1]))]

@@ -7,20 +7,18 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem.constraints import EVERY_KIND, GroupCap, SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 EXACT_TAIL_OPTIONS = 1500
 """With more options than this, the exact optimum over several workloads takes too long."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A built-in solver, when it is worth asking, and why it is the one.
 
     Attributes
@@ -52,43 +50,20 @@ def _is_large_tail(problem: AllocationProblem) -> bool:
     return tail and int(problem.option_counts.sum()) > EXACT_TAIL_OPTIONS
 
 
+_GREEDY = "concave curves and one cost per entry: the largest gains first are the optimum"
+_LEVEL = "the worst unit counts: one level is the optimum"
+_TAIL = "the worst of several workloads, too many options to search: a bound and repair"
+_NESTED = "concave curves under nested caps: a minimum-cost flow is the optimum"
+_TABLE = "one capacity and few enough totals: a dynamic program over them is the optimum"
+_PROGRAM = "nothing cheaper is exact here: an integer program is"
+
 CANDIDATES = (
-    Candidate(
-        solver="greedy",
-        kind="Greedy",
-        fits=_is_sum,
-        why="concave curves and one cost per entry: the largest gains first are the optimum",
-    ),
-    Candidate(
-        solver="max_min",
-        kind="MaxMin",
-        fits=lambda problem: problem.aggregate is Aggregate.WORST,
-        why="the worst unit counts: one level is the optimum",
-    ),
-    Candidate(
-        solver="cvar",
-        kind="CVaR",
-        fits=_is_large_tail,
-        why="the worst of several workloads, too many options to search: a bound and repair",
-    ),
-    Candidate(
-        solver="flow",
-        kind="Flow",
-        fits=lambda problem: bool(problem.constraints) and _is_sum(problem, GroupCap),
-        why="concave curves under nested caps: a minimum-cost flow is the optimum",
-    ),
-    Candidate(
-        solver="dp",
-        kind="DP",
-        fits=lambda problem: _is_sum(problem, SameBudget),
-        why="one capacity and few enough totals: a dynamic program over them is the optimum",
-    ),
-    Candidate(
-        solver="ilp",
-        kind="ILP",
-        fits=lambda problem: True,
-        why="nothing cheaper is exact here: an integer program is",
-    ),
+    Candidate("greedy", "Greedy", _is_sum, _GREEDY),
+    Candidate("max_min", "MaxMin", lambda p: p.aggregate is Aggregate.WORST, _LEVEL),
+    Candidate("cvar", "CVaR", _is_large_tail, _TAIL),
+    Candidate("flow", "Flow", lambda p: bool(p.constraints) and _is_sum(p, GroupCap), _NESTED),
+    Candidate("dp", "DP", lambda p: _is_sum(p, SameBudget), _TABLE),
+    Candidate("ilp", "ILP", lambda p: True, _PROGRAM),
 )
 """From cheap to expensive."""
 
@@ -111,9 +86,7 @@ class Auto(Solver):
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "picks the cheapest solver that is exact for the problem"
     takes_bits: ClassVar[bool] = True
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
-        {GroupCap, SameBudget, MaxDistinct}
-    )
+    handles: ClassVar[frozenset[type[SideConstraint]]] = EVERY_KIND
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:

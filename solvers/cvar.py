@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, Solution, Solver, deadline_after
+from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
 from kvalloc.problem.bounds import tail_bound
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import tail_prices
-from kvalloc.solvers._repair import best_known, equal_budgets
+from kvalloc.solvers._prices import Prices, tail_prices
+from kvalloc.solvers.lagrangian import Lagrangian
 
 
-class CVaR(Solver):
+class CVaR(Lagrangian):
     """Most retention in the worst share of the workloads, or the fewest bytes that reach it there.
 
     The mean of the worst share a of S workloads is ``min_p sum_s p_s f_s(x)`` over weights within
@@ -36,6 +35,8 @@ class CVaR(Solver):
     name: ClassVar[str] = "cvar"
     summary: ClassVar[str] = "worst share of several workloads, by cutting planes; with a bound"
     reference: ClassVar[str] = "Rockafellar and Uryasev 2000; Kelley 1960"
+    takes_bits: ClassVar[bool] = False
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset()
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.TAIL})
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
@@ -47,30 +48,11 @@ class CVaR(Solver):
             )
         return super().can_solve(problem)
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """Return a near-optimal choice and the dual bound.
-
-        Raises
-        ------
-        InfeasibleError
-            If no choice meets the target.
-        SolverError
-            If repair finds no choice that meets the target.
-        """
-        deadline = deadline_after(time_limit_seconds)
-        bound = tail_bound(problem)
-        choices = Choices.of(problem)
-        prices = tail_prices(problem, bound)
-        picked = best_known(choices, prices, deadline, equal_budgets(choices))
-        if picked is None:
-            raise SolverError(
-                "cvar found no choice that meets the target in the worst workloads, and cannot "
-                "say that there is none; use ilp"
-            )
-        shares = ", ".join(f"{weight:.3g}" for weight in bound.weights[:8])
-        more = ", ..." if bound.weights.size > 8 else ""
-        detail = f"weights of the workloads {shares}{more}"
-        choice = choices.expand(picked)
-        return Solution.of(problem, choice, bound=bound.bound, detail=detail, deadline=deadline)
+    def prices_of(
+        self, problem: AllocationProblem, choices: Choices, deadline: float
+    ) -> tuple[Prices, float, str]:
+        """Return the prices at the best weights of the workloads, a bound, and those weights."""
+        tail = tail_bound(problem)
+        shares = ", ".join(f"{weight:.3g}" for weight in tail.weights[:8])
+        more = ", ..." if tail.weights.size > 8 else ""
+        return tail_prices(problem, tail), tail.bound, f"weights of the workloads {shares}{more}"

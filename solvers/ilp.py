@@ -9,15 +9,12 @@ from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem.constraints import EVERY_KIND, GroupCap
 from kvalloc.problem.solver import Solution, Termination
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._ilp_program import BACKENDS
 from kvalloc.solvers._ilp_search import Options, Search
 from kvalloc.solvers.lagrangian import Lagrangian
-
-REACH_SECONDS = 5.0
-"""Longest search for the largest target that several workloads can meet together."""
 
 
 class ILP(ByParts):
@@ -67,9 +64,7 @@ class ILP(ByParts):
     summary: ClassVar[str] = "integer program (CP-SAT or HiGHS) after dual reduction; exact"
     reference: ClassVar[str] = "Kellerer et al. 2004, ch. 11; OR-Tools CP-SAT"
     takes_bits: ClassVar[bool] = True
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
-        {GroupCap, MaxDistinct, SameBudget}
-    )
+    handles: ClassVar[frozenset[type[SideConstraint]]] = EVERY_KIND
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def __init__(self, gap: float = 0.0, workers: int = 1, backend: str = "auto") -> None:
@@ -135,7 +130,7 @@ class ILP(ByParts):
         search = Search(self._options(problem), problem, deadline)
         result = search.run()
         if result.infeasible:
-            raise self._infeasible(problem, deadline)
+            raise _infeasible(problem)
         if result.picked is None:
             raise SolverError(
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
@@ -153,37 +148,22 @@ class ILP(ByParts):
             deadline=early,
         )
 
-    def _infeasible(self, problem: AllocationProblem, deadline: float) -> InfeasibleError:
-        """Return the error that names what is too much together.
 
-        `kvalloc.allocation.infeasibility` finds out which part of it.
-        """
-        goal = (
-            f"a capacity of {problem.capacity_bytes:,} bytes"
-            if problem.target is None
-            else f"a target of {problem.target:g}"
-        )
-        sides = [f"{name} ({limit})" for name, limit in (c.stated() for c in problem.constraints)]
-        if sides:
-            more = f" and {len(sides) - 3} more" if len(sides) > 3 else ""
-            return InfeasibleError(
-                f"no choice can work: {goal} with {', '.join(sides[:3])}{more}; relax one of them"
-            )
-        # What each of several workloads can reach, they may not reach together.
-        nearest, way_out = self._most_reachable(problem, deadline), "ask for less"
-        if nearest is not None:
-            way_out = f"the most is {nearest:.9g}, ask for at most that"
+def _infeasible(problem: AllocationProblem) -> InfeasibleError:
+    """Return the error that names what is too much together.
+
+    `kvalloc.allocation.infeasibility` finds out which part of it.
+    """
+    goal = (
+        f"a capacity of {problem.capacity_bytes:,} bytes"
+        if problem.target is None
+        else f"a target of {problem.target:g}"
+    )
+    sides = [f"{name} ({limit})" for name, limit in (c.stated() for c in problem.constraints)]
+    if sides:
+        more = f" and {len(sides) - 3} more" if len(sides) > 3 else ""
         return InfeasibleError(
-            f"{goal} cannot be met in the worst workloads; {way_out}", nearest=nearest
+            f"no choice can work: {goal} with {', '.join(sides[:3])}{more}; relax one of them"
         )
-
-    def _most_reachable(self, problem: AllocationProblem, deadline: float) -> float | None:
-        """Return the largest value that any choice has, None where it is not known in time."""
-        free = problem.with_capacity(problem.max_cost_bytes)
-        try:
-            soon = min(deadline, time.monotonic() + REACH_SECONDS)
-            search = Search(self._options(problem), free, soon)
-            picked = search.run().picked
-        except InfeasibleError:
-            return None
-        return None if picked is None else search.choices.value(picked)
+    # What each of several workloads can reach, they may not reach together.
+    return InfeasibleError(f"{goal} cannot be met in the worst workloads; ask for less")

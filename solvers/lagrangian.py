@@ -9,7 +9,7 @@ from kvalloc.problem import AllocationProblem, SideConstraint, Solution
 from kvalloc.problem.constraints import GroupCap, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts
-from kvalloc.solvers._prices import best_prices
+from kvalloc.solvers._prices import Prices, best_prices
 from kvalloc.solvers._repair import best_known, equal_budgets
 
 
@@ -43,20 +43,25 @@ class Lagrangian(ByParts):
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
         """Return a near-optimal choice and the dual bound; see the base class."""
         choices = Choices.of(problem)
-        prices = best_prices(choices, deadline)
+        prices, bound, detail = self.prices_of(problem, choices, deadline)
         picked = best_known(choices, prices, deadline, equal_budgets(choices))
         if picked is None:
             raise SolverError(
-                "lagrangian found no choice that meets the target within the caps, and cannot say "
-                "that there is none; use ilp"
+                f"{self.name} found no choice that meets the target, and cannot say that there is "
+                "none; use ilp"
             )
-        detail = f"price {prices.per_byte:.6g} of value per byte"
-        choice = choices.expand(picked)
         return Solution.of(
             problem,
-            choice,
-            bound=prices.bound,
+            choices.expand(picked),
+            bound=bound,
             prices=(prices.per_byte, *prices.per_cap),
             detail=detail,
             deadline=deadline,
         )
+
+    def prices_of(
+        self, problem: AllocationProblem, choices: Choices, deadline: float
+    ) -> tuple[Prices, float, str]:
+        """Return the prices to repair from, a bound, and a line on them."""
+        prices = best_prices(choices, deadline)
+        return prices, prices.bound, f"price {prices.per_byte:.6g} of value per byte"

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem.constraints import EVERY_KIND
 from kvalloc.solvers._rules import Rule, SharingRule
 
 
@@ -27,9 +27,7 @@ class Uniform(SharingRule):
     summary: ClassVar[str] = "the same budget for every unit"
     reference: ClassVar[str] = "SnapKV, H2O, StreamingLLM"
     needs_one_step: ClassVar[bool] = False
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
-        {GroupCap, MaxDistinct, SameBudget}
-    )
+    handles: ClassVar[frozenset[type[SideConstraint]]] = EVERY_KIND
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:

@@ -133,3 +133,7 @@ class MaxDistinct(SideConstraint):
         if distinct > self.most:
             return f"{distinct} different budgets, at most {self.most} are allowed"
         return None
+
+
+EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, SameBudget, MaxDistinct})
+"""All kinds of side constraints that kvalloc itself has."""
