@@ -29,16 +29,6 @@ def test_generate_keeps_what_was_granted(models, profiles, folder, name):
     assert full["full_bytes"] == found["full_bytes"] < full["retained_bytes"]  # in float32
 
 
-@pytest.mark.parametrize("name", ["tiny", "gemma"])
-@pytest.mark.parametrize("words", [10, 100])
-@pytest.mark.parametrize("new", [1, 2])
-def test_both_figures_of_bytes_are_of_the_same_moment(models, name, words, new):
-    """With all entries kept it is the plain cache, in float32 larger than one at 16 bits."""
-    prompt = ("--prompt", prose(words), "--max-new-tokens", new)
-    kept = run("generate", models / name, "--budget", "100%", *prompt, "--json").json
-    assert kept["retained_bytes"] > kept["full_bytes"]
-
-
 def test_only_the_answer_goes_to_stdout(models, profiles, folder):
     arguments = generate_arguments(models, profiles, folder)
     answer = run(*arguments, "--json").json["answer"]
