@@ -123,7 +123,7 @@ def note_way(cache: Any, reduction: Reduction) -> None:
     from kvalloc.online.default import Default
 
     reducing = {"profile": reduction.profile, "policy": reduction.policy, **reduction.target}
-    if Default.is_asked(**reducing) and not is_verbose():
+    if Default.applies(**reducing) and not is_verbose():
         note(cache.profile.detail)
 
 

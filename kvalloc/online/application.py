@@ -47,7 +47,7 @@ def apply(
     surrogate: str | Path | None = None,
     **keywords: Unpack[PromptOptions],
 ) -> Applied:
-    """From now on, each ``model.generate()`` and each ``model()`` reduces its prompt.
+    """Reduce the prompt of each ``model.generate()`` and each ``model()`` from now on.
 
     To a share of the bytes in the best way that needs nothing measured, to the budgets of a stored
     profile, or to budgets decided from each prompt itself::
@@ -132,7 +132,7 @@ def cache_maker(
     if (memory := keywords.get("memory")) is not None:
         options = replace(options, memory=parse_bytes(memory))
     if profile is None:
-        if Default.is_asked(policy=options.policy, **keywords):
+        if Default.applies(policy=options.policy, **keywords):
             return Default.parse(options=options, **keywords).cache
         return PromptTarget.parse(options=options, **keywords).cache
     if isinstance(profile, str | Path):
@@ -198,7 +198,7 @@ class Applied:
 
     @property
     def active(self) -> bool:
-        """Whether it is still in effect."""
+        """Return whether it is still in effect."""
         return self._held is not None
 
     def remove(self) -> None:
@@ -261,7 +261,7 @@ def _uncover(attributes: dict[str, Any], ended: Callable[[Applied], bool]) -> No
 
 
 def _without_applied(state: dict[str, Any]) -> None:
-    """What a copy of the model holds: it generates by itself."""
+    """Let a copy of the model generate by itself."""
     _uncover(state, lambda applied: True)
 
 
@@ -271,7 +271,7 @@ def _reduced(
     generate: Callable[..., Any],
     make: Callable[[PromptSize], BudgetCache],
 ) -> Callable[..., Any]:
-    """`generate` with a cache of `make`, while that is in effect."""
+    """Return `generate` with a cache of `make`, while that is in effect."""
 
     @wraps(generate)
     def reduced_generate(*args: Any, **kwargs: Any) -> Any:
@@ -335,7 +335,7 @@ def _check_turn(cache: BudgetCache, model: Any, ids: Tensor) -> None:
 def _named(
     generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by name: a generation config often comes second, by its place."""
+    """Return arguments by name: a generation config often comes second, by its place."""
     try:
         bound = inspect.signature(generate).bind_partial(*args).arguments
     except TypeError:  # more than it takes, which it says better itself
@@ -344,7 +344,7 @@ def _named(
 
 
 def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether prompts are sent in several forwards."""
+    """Return whether prompts come in several forwards."""
     return setting(model, arguments, "prefill_chunk_size") is not None
 
 
@@ -368,7 +368,7 @@ def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
 
 
 def _prompt(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Tensor | None:
-    """The prompt that ``generate()`` was given, if it can be read off."""
+    """Return the prompt of ``generate()``, or None where the arguments do not show it."""
     named = (arguments.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
     for tensor in (*named, *args[:1]):
         if isinstance(tensor, Tensor) and tensor.ndim >= 2:

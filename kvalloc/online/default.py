@@ -54,7 +54,7 @@ PIECE, NEARBY = 256, 0
 to see more takes longer and loses no less."""
 
 MATCHED, MATCHED_BY_FEW, EVERY = 64, 128, 2
-"""Of how many tokens the queries are what values are fitted to, and where few entries stay: there
+"""Number of latest tokens to whose queries values are fitted, and where few entries stay: there
 twice as many, and biases beside the values, take little longer. Where many stay every second of
 them is taken, which loses no more, in half the time."""
 
@@ -66,7 +66,7 @@ NEAR = 0.8
 """A shipped profile is taken that needs at most the share, and at least this much of it."""
 
 Way = Literal["decided", "surrogate", "twice", "late", "bounded", "early", "whole"]
-"""Who chooses the entries: a surrogate with the budgets and bits of each head that were decided by
+"""What chooses the entries: a surrogate with the budgets and bits of each head that were decided by
 measured losses; a surrogate, a second read, or the prompt's last tokens with those that follow it,
 of the whole prompt or of twice the budgets; or, layer by layer, the surrogate or the prompt's last
 tokens alone. Or all are kept."""
@@ -90,7 +90,7 @@ WAYS: dict[Way, tuple[float, str]] = {
 with a place for the name of what ships."""
 
 IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}, which ships, says"
-"""Of the way ``decided``: new values are fitted to the prompt's last queries."""
+"""Text of the way ``decided``, whose new values are fitted to the prompt's last queries."""
 
 
 class _Served(NamedTuple):
@@ -128,8 +128,8 @@ class Default:
     options: CacheOptions = CacheOptions()
 
     @staticmethod
-    def is_asked(**given: object) -> bool:
-        """Whether a budget is all that is asked, with or without memory and surrogate."""
+    def applies(**given: object) -> bool:
+        """Return whether nothing but a budget is given, with or without memory and surrogate."""
         named = {name for name, value in given.items() if value is not None and value is not False}
         return "budget" in named and named <= {"budget", "memory", "surrogate"}
 
@@ -167,17 +167,17 @@ class Default:
             profile = self.profile(shape, None, unread.way, fitted=fitted)
             return build_cache(model, profile, self.options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
-        lengths = [max(own, 1) for own in size.lengths or (tokens,)]
-        served = [self._served(model, shape, own, size.embedded) for own in lengths]
+        lengths = [max(length, 1) for length in size.lengths or (tokens,)]
+        served = [self._served(model, shape, length, size.embedded) for length in lengths]
         groups = self._that_fit(shape, tokens, lengths, served, chunked=chunked)
         caches = []
         for how, rows in groups.items():
-            own = [lengths[row] for row in rows]
+            alike = [lengths[row] for row in rows]
             if how.way == "decided":
                 profile = shipped_decisions(shape)[how.name]
             else:
-                profile = self.profile(shape, max(own), how.way, fitted=fitted)
-            text = self._text(profile, how, own, tokens, chunked=chunked)
+                profile = self.profile(shape, max(alike), how.way, fitted=fitted)
+            text = self._text(profile, how, alike, tokens, chunked=chunked)
             bounded = {"early": True, "whole": False}.get(how.way, self.options.bounded)
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
@@ -227,20 +227,20 @@ class Default:
 
     @property
     def bits(self) -> int:
-        """Width of the entries that are kept."""
+        """Return the width of the entries that are kept."""
         if self.share >= EIGHT_BITS_FROM:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
 
     @property
     def matched(self) -> int:
-        """How many tokens' queries the values are fitted to."""
+        """Return the number of tokens to whose queries the values are fitted."""
         return MATCHED_BY_FEW if self.share < FOUR_BITS_BELOW else MATCHED
 
     def profile(
         self, shape: ModelShape, tokens: int | None, way: Way, *, fitted: bool = True
     ) -> BudgetProfile:
-        """Budgets for a model, whatever is known of the prompt.
+        """Return the budget profile of a way, at a prompt's length where that is known.
 
         Parameters
         ----------
@@ -248,7 +248,7 @@ class Default:
         tokens : int, optional
             For which the budgets are written down; they hold for all lengths.
         way : {"surrogate", "twice", "late", "bounded", "early", "whole"}
-            Who chooses the entries.
+            What chooses the entries.
         fitted : bool
             Fit values and biases where a way does; not every model lets its queries be put behind
             the prompt.
@@ -287,7 +287,7 @@ class Default:
         )
 
     def _entries(self, shape: ModelShape, tokens: int, *, biased: bool = False) -> int:
-        """Entries that each head keeps of a row."""
+        """Return the number of entries that each head keeps of a row."""
         least = SINKS + WINDOW
         return entries_in_share(self.share, tokens, self.bits, shape, least=least, biased=biased)
 
@@ -297,7 +297,7 @@ class Default:
         return self.bits if rounded < tokens * shape.bytes_per_entry else 16
 
     def _scorer(self, shape: ModelShape, way: Way) -> Scorer:
-        """Whose scores choose the entries."""
+        """Return the scorer that chooses the entries of a way."""
         surrogate = self.surrogate_of(shape)
         if way == "twice":
             return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
@@ -355,7 +355,7 @@ class Default:
         chunked: bool = False,
         columns: int | None = None,
     ) -> int:
-        """Bytes of K and V, and of queries that are held, while rows of a prompt are read.
+        """Return the bytes of K, V and stored queries while rows of a prompt are read.
 
         With padding they are of more columns than tokens.
         """
@@ -391,7 +391,7 @@ class Default:
         """Return one line on rows of these lengths: their way, what is kept, peak and cost."""
         shape, way = profile.shape, served.way
         full, longest, rows = list(shape.full_layers), max(lengths), len(lengths)
-        kept = sum(profile.budgets_for(own)[full].mean() for own in lengths) / sum(lengths)
+        kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
         stored = sum(map(profile.retained_bytes_at, lengths))
         reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
         cost, text = WAYS[way]

@@ -30,9 +30,9 @@ class PromptSize:
 
     @property
     def announced(self) -> int | None:
-        """What `kvalloc.make_cache` takes as ``prompt_tokens``."""
+        """Return what `kvalloc.make_cache` takes as ``prompt_tokens``."""
         return (self.tokens or 1) if self.chunked else None
 
 
 UNKNOWN = PromptSize()
-"""Of a prompt that has not come yet."""
+"""Size of a prompt that has not come yet."""

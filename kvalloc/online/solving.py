@@ -35,7 +35,7 @@ PROMPTS, SEED = 16, 1_000
 """Prompts that are made where none are given, four of each kind, and a seed that no measurement of
 loss curves has by default."""
 TRIES, LEAST_STEP, MOST_STEP = 7, 0.1, 0.7
-"""How often is decided at most, and by which factor a missed target is made smaller at once."""
+"""Largest number of decisions, and the factors by which a missed target is made smaller at once."""
 NEAR = 0.5
 """A loss above this share of its target is near enough."""
 
@@ -189,7 +189,7 @@ def _meet(
 def _samples(
     prompts: Iterable[str | Document | Prompt] | None, tokenizer: Any, scores: ScoreProfile
 ) -> SampleSet:
-    """The prompts to measure, as samples."""
+    """Return the prompts to measure, as samples."""
     way_out = f"give others with {option('measure_prompts', keyword='prompts')}"
     if prompts is None:
         try:
@@ -211,7 +211,7 @@ def _samples(
 
 
 def _summary(samples: SampleSet, losses: FloatArray) -> dict[str, Any]:
-    """The mean over tasks of the means over their prompts, and what it is of."""
+    """Return the mean over tasks of the means over their prompts, with its provenance."""
     names = np.array([one.task for one in samples.samples])
     by_task = {task: losses[names == task] for task in sorted({*names.tolist()})}
     means = {task: float(some.mean()) for task, some in by_task.items()}

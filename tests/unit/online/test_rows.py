@@ -47,7 +47,7 @@ def rows_of(tiny: ModuleType, lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, Any]) -> Any:
     """What `kvalloc.apply` makes for a batch."""
-    if not Default.is_asked(**{**options, "decode_every": None, "bounded": False}):
+    if not Default.applies(**{**options, "decode_every": None, "bounded": False}):
         return PromptTarget.parse(**options).cache(model)
     names = ("surrogate", "decode_every", "bounded")
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
