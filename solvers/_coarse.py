@@ -26,6 +26,7 @@ from kvalloc.problem import (
     deadline_after,
     dual_bound,
 )
+from kvalloc.solvers._repair import equal_choice
 
 MOST_OPTIONS = 2**17
 """A problem with more options in all is solved by parts."""
@@ -89,10 +90,15 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         except (InfeasibleError, SolverError) as error:
             if answer is not None:
                 break
+            if isinstance(error, SolverError) or problem.target is None:
+                raise
+            free = problem.with_capacity(problem.max_cost_bytes)
+            if not problem.meets_target(_by_parts(solver, free, deadline).bound or 0.0):
+                raise  # of all options, too
             raise SolverError(
                 f"{solver.name} looks at {int(counts.sum()):,} of "
-                f"{int(problem.option_counts.sum()):,} options first, and finds no choice among "
-                f"them: {error}; give larger pages with {option('page')}"
+                f"{int(problem.option_counts.sum()):,} options first, and these do not meet the "
+                f"target; give larger pages with {option('page')}"
             ) from None
         before, choice = choice, columns[problem.units, answer.choice]
         # At the end of what it could choose from, a unit looks on from there, as coarsely.
@@ -103,6 +109,9 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         has_prices = problem.aggregate is Aggregate.SUM and answer.prices
         bound = bound_at(problem, *answer.prices) if has_prices else dual_bound(problem).bound
         bounds.append((bound, answer.prices))
+    equal = equal_choice(problem)
+    if equal is not None and problem.is_better(problem.objective(equal), problem.objective(choice)):
+        choice = equal
     bound, prices = (min if problem.target is None else max)(bounds)
     return Solution.of(
         problem,

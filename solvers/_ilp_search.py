@@ -227,8 +227,6 @@ class Search:
     def _start(self, choices: Choices, prices: Prices) -> Outcome:
         """Return the best pick of simple rules: equal budgets, or what is repaired from prices."""
         equal = equal_budgets(choices)
-        if equal is not None and not choices.satisfies(equal):  # some options are left out
-            equal = None
         picked = best_known(choices, prices, self.repair_until, equal)
         if picked is not None and self.limit and choices.n_levels(picked) > self.limit:
             picked = equal

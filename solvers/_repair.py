@@ -12,7 +12,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import tail_places
+from kvalloc.problem import AllocationProblem, tail_places
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices
 from kvalloc.solvers.uniform import Uniform
@@ -33,13 +33,20 @@ MARGIN = 1e-13
 """Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
 
 
-def equal_budgets(choices: Choices) -> IntArray | None:
-    """Return the best pick of equal budgets for all units; None where none satisfies everything."""
-    problem, rule = choices.problem, Uniform()
+def equal_choice(problem: AllocationProblem) -> IntArray | None:
+    """Return the best equal budgets of all units; None where none satisfy everything."""
+    rule = Uniform()
     if rule.can_solve(problem) is True:
         with contextlib.suppress(InfeasibleError, SolverError):
-            return choices.picked(rule.solve(problem).choice)
+            return rule.solve(problem).choice
     return None
+
+
+def equal_budgets(choices: Choices) -> IntArray | None:
+    """Return the same as a pick of one column per row; None where these lack its options."""
+    choice = equal_choice(choices.problem)
+    picked = None if choice is None else choices.picked(choice)
+    return None if picked is None or not choices.satisfies(picked) else picked
 
 
 def best_known(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import ClassVar
 
 import numpy as np
@@ -84,12 +85,10 @@ class Flow(Solver):
 
 def _crossing(caps: list[GroupCap]) -> tuple[GroupCap, GroupCap] | None:
     """Return two caps that share some units, none of them inside the other; None where all nest."""
-    members = [set(cap.units) for cap in caps]
-    for at, first in enumerate(members):
-        for after, second in enumerate(members[at + 1 :], start=at + 1):
-            shared = len(first & second)
-            if shared and shared < min(len(first), len(second)):
-                return caps[at], caps[after]
+    for first, second in combinations(caps, 2):
+        shared = len({*first.units} & {*second.units})
+        if 0 < shared < min(len(first.units), len(second.units)):
+            return first, second
     return None
 
 
