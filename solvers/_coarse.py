@@ -93,7 +93,7 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
             if isinstance(error, SolverError) or problem.target is None:
                 raise
             free = problem.with_capacity(problem.max_cost_bytes)
-            if not problem.meets_target(_by_parts(solver, free, deadline).bound or 0.0):
+            if not problem.meets_target(_by_parts(solver.rough(free), free, deadline).bound or 0.0):
                 raise  # of all options, too
             raise SolverError(
                 f"{solver.name} looks at {int(counts.sum()):,} of "

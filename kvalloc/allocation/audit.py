@@ -301,12 +301,8 @@ def _proof_checks(
         is_optimal = ended == Termination.OPTIMAL.value
         price = price_at(problem, choice, is_optimal, proof.multiplier, proof.prices)
         if price is None:
-            source = profile.price_source
-            checks.append(
-                Check(
-                    "price", repr(profile.value_per_mib), f"{source or 'no'} formula", True, False
-                )
-            )
+            found = f"not computed again: {profile.price_source or 'no formula'}"
+            checks.append(Check("price", repr(profile.value_per_mib), found, True, False))
         else:
             checks.append(_close("price", profile.value_per_mib, price.value_per_mib))
     return checks

@@ -47,7 +47,7 @@ def test_no_search_is_worse_than_equal_budgets(name: str) -> None:
     ]
     compared = 0
     for seconds in (1e-3, 2.0):
-        for case, problem in tiny_problems(2 * len(kinds), kinds=kinds, seed=70):
+        for case, problem in tiny_problems(len(kinds), kinds=kinds, seed=70):
             equal = answer_of("uniform", problem, 5.0)
             if equal is None or get_solver(name).can_solve(problem) is not True:
                 continue
@@ -55,7 +55,7 @@ def test_no_search_is_worse_than_equal_budgets(name: str) -> None:
             assert answer is not None, case
             assert not problem.is_better(equal.objective, answer.objective, 1e-9), case
             compared += 1
-    assert compared >= 4
+    assert compared >= 2
 
 
 def crossing(
@@ -75,7 +75,7 @@ def crossing(
     return capped.with_capacity(int(problem.min_cost_bytes + 0.45 * room))
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_sets_of_budgets_under_caps_are_proven(seed: int) -> None:
     """Set after set took 20 s for nothing here; one program takes a moment."""
     base = larger_problem("losses", seed=seed, n_layers=1, n_heads=4, n_options=46)
