@@ -124,7 +124,8 @@ def test_memory_is_a_peak(
     padded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvalloc.online.default.VOTES", 8)  # what scores take is not the cache's
+    for place in ("kvalloc.online.default", "kvalloc.scorers.lookahead"):
+        monkeypatch.setattr(f"{place}.LATEST_VOTES", 8)  # what scores take is not the cache's
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask, shape = torch.ones_like(ids), shape_of(model)
