@@ -463,13 +463,17 @@ PAIRED = (
 def evaluation_tables(
     rows: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield headings and cells of an evaluation's rows, then of methods against each other."""
+    """Yield headings and cells of an evaluation's rows, then of methods against each other.
+
+    The first method is held against the full cache, each other one against the first: against the
+    full cache the rows say it already.
+    """
     shown = [{**row, **row.get("kl_by_position", {})} for row in rows]
     yield _table(COLUMNS, shown)
     paired = [
         {**row, **one}
         for row in shown
-        for one in row.get("paired", ())
+        for one in row.get("paired", ())[-1:]
         if one["kl_ratio"] is not None or one["score_difference"] is not None
     ]
     if paired:
