@@ -18,7 +18,7 @@ from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequest
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import context_limit, decoder_of
+from kvalloc.models.structure import decoder_of
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
@@ -295,7 +295,7 @@ def _reduced(
                 cache.decide({name: ids, "attention_mask": mask})
             kwargs["past_key_values"] = applied.last_cache = cache
         if isinstance(cache, BudgetCache) and ids is not None:
-            _check_turn(cache, model, ids)
+            _check_turn(cache, ids)
             if is_assisted(model, arguments):
                 cache.activate_past_recording(int(ids.shape[1]))
         output = generate(*args, **kwargs)
@@ -308,17 +308,16 @@ def _reduced(
     return reduced_generate
 
 
-def _check_turn(cache: BudgetCache, model: Any, ids: Tensor) -> None:
+def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
     """Refuse a turn whose tokens do not go on from those that the cache has seen.
 
     Parameters
     ----------
     cache : BudgetCache
-    model : transformers.PreTrainedModel
     ids : Tensor
         The whole text so far, (rows, tokens), or its embeddings, which are not compared.
     """
-    seen, tokens, limit = cache.get_seq_length(), int(ids.shape[1]), context_limit(model)
+    seen, tokens = cache.get_seq_length(), int(ids.shape[1])
     if not seen or ids.ndim > 2:
         return
     before = cache.read_ids
@@ -326,10 +325,7 @@ def _check_turn(cache: BudgetCache, model: Any, ids: Tensor) -> None:
         shared = min(seen, tokens, before.shape[1])
         differs = (before[:, :shared] != ids[:, :shared].to(before.device)).any(dim=0).nonzero()
         refuse(other_tokens=len(differs) and (int(differs[0]), seen))
-    refuse(
-        turn_of_nothing=tokens <= seen and (tokens, seen),
-        turn_beyond=limit is not None and tokens > limit and (seen, tokens - seen, limit),
-    )
+    refuse(turn_of_nothing=tokens <= seen and (tokens, seen))
 
 
 def _named(

@@ -374,9 +374,8 @@ class Prompt:
         for layer in self._budget_layers:
             layer.cancel_eviction()
             more = layer.get_seq_length() - step.seen
-            if (
-                step.follows and following is None and more > 0
-            ):  # a turn that broke off was not read
+            # a turn that broke off was not read
+            if step.follows and following is None and more > 0:
                 layer.crop(-more)
                 layer.unfinished.latest.crop(step.seen)
         lengths = {layer.get_seq_length() for layer in self._layers}
@@ -514,10 +513,10 @@ class Prompt:
         followers = self._followers
         if followers is not None and int(followers.counts.min()) >= max(self.plan.awaited, 1):
             self.evict()
+        if not self.plan.reduces:
+            return
         settled = self.arrival.settled
-        if self.plan.reduces and self._n_seen - settled >= self.plan.every_from(
-            settled, self._token_bytes
-        ):
+        if self._n_seen - settled >= self.plan.every_from(settled, self._token_bytes):
             self.settle_following()
 
     def _held(self, decoder: nn.Module) -> HeldPrompt:
@@ -643,17 +642,13 @@ class Prompt:
         taken = sum(own.nbytes for own in tensors) + (end - self._n_seen) * self._token_bytes
         if taken <= self.plan.memory:
             return []
-        return [
-            one
-            for one in self.plan.due(self.arrival.settled, end, self._token_bytes)
-            if one > self._n_seen
-        ]
+        due = self.plan.due(self.arrival.settled, end, self._token_bytes)
+        return [column for column in due if column > self._n_seen]
 
     def _within_memory(self, budgets: IntArray, tokens: IntArray) -> IntArray:
-        """Budgets (batch, n_layers, n_kv_heads) that leave room for what follows until the next.
+        """Return budgets that leave room for what follows before the next time.
 
-        Where the memory is all that is asked, they take as much of it as rows of so many tokens
-        can, in the proportions that were decided.
+        Of rows of so many tokens, see `Plan.within_memory`.
         """
         if self.plan.memory is None:
             return budgets
