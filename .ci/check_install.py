@@ -52,7 +52,7 @@ NEED_AN_EXTRA = {
     "generate demo --budget 20% --prompt hello": "kvalloc[run]",
     "eval demo --budget 20%": "kvalloc[run]",
     "profile demo -o s.safetensors": "kvalloc[run]",
-    "fit-scorer demo -o f.safetensors": "kvalloc[run]",
+    "fit demo -o f.safetensors": "kvalloc[run]",
     "list policies": "kvalloc[run]",
     "demo": "kvalloc[run]",
     "inspect hf://owner/repo/p.json": "kvalloc[hub]",

@@ -154,7 +154,7 @@ def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: 
 class NothingMeasured(Default):
     """The default for a model that no surrogate was fitted to."""
 
-    def surrogate_of(self, shape: ModelShape) -> None:
+    def fitted_file(self, shape: ModelShape) -> None:
         """None."""
 
 

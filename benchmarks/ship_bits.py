@@ -52,7 +52,7 @@ def measure_losses(samples: int, context: int) -> ScoreProfile:
     """Measure the losses of entries and bits together, one head at a time."""
     loaded = load_model("demo")
     prompts = calibration_prompts(loaded.tokenizer, samples, context, kinds=KINDS, question="both")
-    surrogate = Default(share=0.2).surrogate_of(shape_of(loaded.model))
+    surrogate = Default(share=0.2).fitted_file(shape_of(loaded.model))
     return kvalloc.profile(
         loaded.model,
         loaded.tokenizer,

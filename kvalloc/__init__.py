@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvalloc.formats.shipped_profiles import load_scores as load_scores
     from kvalloc.formats.shipped_profiles import shipped_profiles as shipped_profiles
     from kvalloc.measure import profile as profile
-    from kvalloc.measure.scorer_fitting import fit_scorer as fit_scorer
     from kvalloc.models.loading import load_model as load_model
     from kvalloc.online.application import apply as apply
+    from kvalloc.online.fitting import fit as fit
     from kvalloc.online.solving import solve_measured as solve_measured
     from kvalloc.problem import AllocationProblem as AllocationProblem
     from kvalloc.problem import Solution as Solution
@@ -44,9 +44,9 @@ _NAMES = {
     "kvalloc.formats.score_profile": ("ScoreProfile",),
     "kvalloc.formats.shipped_profiles": ("load_profile", "load_scores", "shipped_profiles"),
     "kvalloc.measure": ("profile",),
-    "kvalloc.measure.scorer_fitting": ("fit_scorer",),
     "kvalloc.models.loading": ("load_model",),
     "kvalloc.online.application": ("apply",),
+    "kvalloc.online.fitting": ("fit",),
     "kvalloc.online.solving": ("solve_measured",),
     "kvalloc.problem": ("AllocationProblem", "Solution", "Solver", "Termination"),
     "kvalloc.report.page": ("write_report",),

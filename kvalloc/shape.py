@@ -210,13 +210,17 @@ class ModelShape:
         """Whether both are known to have the same weights; None if that is not clear."""
         if self.weights_digest is not None and self.weights_digest == other.weights_digest:
             return True
+        different = self.other_signs(other)
+        return None if different is None or different <= MAX_OTHER_SIGNS else False
+
+    def other_signs(self, other: ModelShape) -> float | None:
+        """Return the share of the known signs of weights that differ; None if one knows none."""
         mine, theirs = self.weights_signs, other.weights_signs
         if mine is None or theirs is None:
             return None
         if len(mine) != len(theirs):
-            return False
-        different = (int(mine, 16) ^ int(theirs, 16)).bit_count()
-        return None if different <= MAX_OTHER_SIGNS * 4 * len(mine) else False
+            return 1.0
+        return (int(mine, 16) ^ int(theirs, 16)).bit_count() / (4 * len(mine))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a file header."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import collections
 import importlib.util
 import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +74,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="where the tests of gpu/ put their models; cpu tries the tests themselves",
     )
+
+
+@pytest.fixture(autouse=True)
+def fitted_here(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """An empty folder of fitted files: what somebody fitted on this machine is not looked at."""
+    folder = tmp_path_factory.getbasetemp() / "fitted"
+    monkeypatch.setattr("kvalloc.formats.shipped_profiles.fitted_folder", lambda: folder)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -36,6 +36,9 @@ class EvalOptions(TypedDict, total=False):
         A budget profile, or the name of a shipped one.
     budget : str
         Also what ``kvalloc.apply(model, budget=...)`` does at this share of the bytes.
+    fitted : str
+        With `budget` alone: what 'kvalloc fit' wrote for the model, instead of the file that is
+        found for it.
     scorer : str
         With `budget`: keep the entries that score best by this scorer, and decide the budgets from
         each prompt's scores.
@@ -83,6 +86,7 @@ class EvalOptions(TypedDict, total=False):
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
     budget: Annotated[str | None, Option("SHARE", CACHES)]
+    fitted: Annotated[Path | None, Option("FILE", CACHES)]
     scorer: Annotated[str | None, Option("NAME", CACHES)]
     solver: Annotated[str | None, Option("NAME", CACHES)]
     level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
@@ -208,7 +212,7 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
 
 def _applied(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the `kvalloc.apply` that is compared; none where none is."""
-    return {name: options[name] for name in ("budget", *BUDGET_BY) if name in options}
+    return {name: options[name] for name in ("budget", "fitted", *BUDGET_BY) if name in options}
 
 
 def _files(names: Sequence[str]) -> dict[str, Path]:

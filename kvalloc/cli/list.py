@@ -42,7 +42,8 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
     Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
     with kvalloc and those in the hub's local cache, with their share of the bytes of a cache at 16
     bits, and the KL that was measured with exactly these budgets, nats per token: the median of
-    the tasks, and the worst task.
+    the tasks, and the worst task. Below them stand what else ships, and what 'kvalloc fit' made
+    here.
 
     Parameters
     ----------
@@ -69,6 +70,7 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
 def _profiles() -> None:
     from kvalloc.formats.hub import cached_profiles
     from kvalloc.formats.shipped_profiles import (
+        fitted_files,
         load_profile,
         shipped_profiles,
         shipped_scores,
@@ -82,9 +84,11 @@ def _profiles() -> None:
         except KVAllocError as error:  # a damaged one in the cache hides no other
             note(str(error))
     print_result(rows, lambda: _show_profiles(rows))
-    named = {"score profiles": shipped_scores(), "surrogates": shipped_surrogates()}
+    named = {"score profiles": shipped_scores(), "fitted files": shipped_surrogates()}
     shipped = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
     note(f"also shipped, by name: {shipped}", beside_json=False)
+    for file in fitted_files():
+        note(f"fitted here: {file}", beside_json=False)
 
 
 def _profile_row(name: str, profile: BudgetProfile) -> dict[str, Any]:

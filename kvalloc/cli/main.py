@@ -27,8 +27,8 @@ GROUPS = {
     },
     "Measure": {
         "profile": "Measure on text what each layer and KV head can do without.",
-        "merge": "Put the parts together that 'kvalloc profile' or 'fit-scorer' made with --shard.",
-        "fit-scorer": "Fit a scorer that predicts what a second read of a prompt would look up.",
+        "fit": "Measure a model once, so that each prompt is read once and reduced well.",
+        "merge": "Put the parts together that 'profile' or 'fit' made with --shard.",
     },
     "Decide": {
         "solve": "Decide how many entries each layer and KV head keeps.",
@@ -49,7 +49,7 @@ GROUPS = {
     },
     "Share": {
         "export": "Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.",
-        "push": "Upload a budget profile, a score profile or a surrogate to the Hugging Face hub.",
+        "push": "Upload a budget profile, a score profile or a fitted file to the hub.",
     },
     "What there is": {
         "list": "List the installed solvers, scorers or policies, or the budget profiles.",

@@ -1,4 +1,4 @@
-"""What profile and fit-scorer share: the texts that are measured, and the measurement."""
+"""What profile and fit share: the texts that are measured, and the measurement."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def measure(
     Parameters
     ----------
     function : callable
-        `kvalloc.profile` or `kvalloc.fit_scorer`.
+        `kvalloc.profile` or `kvalloc.fit`.
     options : type
         The ``TypedDict`` of its options.
     model : str
     given : mapping
         What was typed of its options, of `PromptOptions` and of where the model runs, ``output``
-        and ``resume`` included.
+        (None for the cache folder) and ``resume`` included.
     each : int
         Prompts of every kind and form that are made by default.
     by_tasks : bool
@@ -93,10 +93,12 @@ def measure(
         If anything cannot be read, written, made or measured. What can be refused without the model
         is refused before it is loaded.
     """
+    from kvalloc.formats.shipped_profiles import fitted_file
     from kvalloc.measure.checkpoint import check_output
 
     output, resume = given["output"], given["resume"]
-    check_output(output, resume=resume)
+    if output is not None:
+        check_output(output, resume=resume)
     wanted: Any = from_typed(options, given)
     prompts, made = read_prompt_options(given, each=each, by_tasks=by_tasks)
     start = time.perf_counter()
@@ -118,6 +120,7 @@ def measure(
             )
     for reason in measured.set_aside.values():
         note(f"set aside, and named in the file: {reason}")
+    output = output or fitted_file(measured.shape)
     seconds, count = time.perf_counter() - start, output.stat().st_size
     facts = {"output": output, "seconds": seconds, "file_bytes": count}
     shown = {

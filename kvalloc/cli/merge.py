@@ -20,7 +20,7 @@ def merge(
     output: Annotated[Path, Option("OUT.safetensors")],
     accept_missing: bool = False,
 ) -> None:
-    """Put the parts together that 'kvalloc profile' or 'fit-scorer' made with --shard.
+    """Put the parts together that 'profile' or 'fit' made with --shard.
 
     The file is the one that the same command without --shard writes, byte for byte, whatever the
     order of the parts.

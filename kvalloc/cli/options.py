@@ -135,7 +135,7 @@ RARE = frozenset(
         *("shard", "share_length"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
-        *("surrogate", "bounded", "allow_other_model", "accept_missing"),
+        *("fitted", "bounded", "allow_other_model", "accept_missing"),
     }
 )
 """Options that few need, by name: only ``--help-all`` shows them."""

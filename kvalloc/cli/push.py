@@ -1,4 +1,4 @@
-"""``kvalloc push``: a profile or surrogate to a repository of the hub."""
+"""``kvalloc push``: a profile or fitted file to a repository of the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvalloc.units import Option
 
 @takes()
 def push(file: Path, repo: str, *, private: Annotated[bool, Option()] = False) -> None:
-    """Upload a budget profile, a score profile or a surrogate to the Hugging Face hub.
+    """Upload a budget profile, a score profile or a fitted file to the hub.
 
     The file is checked first. The token of 'hf auth login' is used.
 

@@ -48,11 +48,11 @@ class Reduction:
         Where the policy looks at what follows the prompt: keep twice the budgets until then instead
         of the whole prompt. Where each prompt hands the budgets out and nothing is waited for, each
         layer hands out its own.
-    surrogate : str
-        With a budget and nothing else: what 'kvalloc fit-scorer' wrote for the model, which spares
-        a second read of the prompt. By default the one that ships for the model, if any.
+    fitted : str
+        With a budget and nothing else: what 'kvalloc fit' wrote for the model, which spares a
+        second read of the prompt. By default the file in the cache folder, or one that ships.
     allow_other_model : bool
-        Accept a profile of a model of the same sizes.
+        Accept a profile or fitted file of a model of the same sizes.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Reduction:
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
     bounded: Annotated[bool, Option("", KEPT)] = False
-    surrogate: Annotated[Path | None, Option("FILE", KEPT)] = None
+    fitted: Annotated[Path | None, Option("FILE", KEPT)] = None
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
 
     @classmethod
@@ -109,7 +109,7 @@ class Reduction:
         from kvalloc.online.prompt_size import UNKNOWN, PromptSize
         from kvalloc.runtime import CacheOptions
 
-        names = ("policy", "decode_every", "bounded", "allow_other_model", "surrogate")
+        names = ("policy", "decode_every", "bounded", "allow_other_model", "fitted")
         options = CacheOptions(**{name: getattr(self, name) for name in names})
         make = cache_maker(self.profile, options, **self.target)
         loaded = load(self.model, self.typed)

@@ -32,7 +32,7 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     **dict.fromkeys(("profile", "first", "second"), partial(_shipped, "profiles")),
     "scores": partial(_shipped, "scores"),
     **dict.fromkeys(("file", "files"), partial(_shipped, "scores", "profiles")),
-    "surrogate": partial(_shipped, "surrogates"),
+    "fitted": partial(_shipped, "surrogates"),
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
     **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),

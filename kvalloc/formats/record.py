@@ -474,7 +474,7 @@ WHAT_TO_DO = {
     "budget profile": "it is decided already: 'kvalloc generate MODEL --profile {0}' uses it, "
     "'kvalloc inspect {0}' shows it",
     "saved cache": "ask about it with 'kvalloc chat MODEL --cache {0}'",
-    "surrogate": "use it with 'kvalloc generate MODEL --budget 20% --surrogate {0}'",
+    "surrogate": "use it with 'kvalloc generate MODEL --budget 20% --fitted {0}'",
     "surrogate part": "put it together with the others: 'kvalloc merge {0} ... -o s.safetensors'",
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",
     "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",

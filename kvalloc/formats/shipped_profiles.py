@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, nearest
-from kvalloc.files import near_file
+from kvalloc.files import cache_folder, near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.hub import local_file, on_hub
@@ -201,8 +203,57 @@ def _foreign(path: Path) -> str:
     return next(known, f"none of kvalloc's ({start[:20]!r}...)")
 
 
+def fitted_folder() -> Path:
+    """Return the folder in which `kvalloc.fit` leaves its files."""
+    return cache_folder() / "fitted"
+
+
+def fitted_file(shape: ModelShape) -> Path:
+    """Return where `kvalloc.fit` leaves the file of a model: under the digest of its weights."""
+    name = re.sub(r"[^\w.-]", "_", shape.model_id.rstrip("/").rsplit("/", 1)[-1])
+    return fitted_folder() / f"{name}-{_weights_key(shape)}.safetensors"
+
+
+def fitted_files() -> list[Path]:
+    """Return the files that `kvalloc.fit` left in the cache folder, sorted."""
+    return sorted(fitted_folder().glob("[!.]*.safetensors"))
+
+
+def find_fitted(shape: ModelShape) -> str | None:
+    """Return the fitted file of a model: that in the cache folder, else the name of a shipped one.
+
+    Raises
+    ------
+    ProfileFileError
+        If the file in the cache folder is not sound.
+    """
+    for file in fitted_folder().glob(f"[!.]*-{_weights_key(shape)}.safetensors"):
+        theirs = fitted_shape(str(file))
+        digests = {theirs.weights_digest, shape.weights_digest} - {None}
+        if len(digests) < 2:  # else a fine-tune so small that it changes no sign
+            with suppress(ModelMismatchError):
+                theirs.require_same_model(shape)
+                return str(file)
+    return _shipped_surrogate(shape)
+
+
+def _weights_key(shape: ModelShape) -> str:
+    """Return what the weights are known by at any floating-point type: their signs."""
+    return hashlib.sha256((shape.weights_signs or "").encode()).hexdigest()[:16]
+
+
+def fitted_shape(source: str) -> ModelShape:
+    """Return the model that a fitted file is of."""
+    return _shape_in(source, os.stat(source).st_mtime_ns if os.path.exists(source) else 0)
+
+
+@lru_cache(maxsize=64)
+def _shape_in(file: str, changed_ns: int) -> ModelShape:
+    return load_surrogate(file).shape
+
+
 @cache
-def shipped_surrogate(shape: ModelShape) -> str | None:
+def _shipped_surrogate(shape: ModelShape) -> str | None:
     """Return the name of the shipped surrogate that was fitted to a model, if any."""
     return next((name for name, _ in _of_model(shape, FittedSurrogate)), None)
 

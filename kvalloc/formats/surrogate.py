@@ -27,7 +27,7 @@ class SurrogateHeader(MeasuredHeader):
     """All of a surrogate but its arrays."""
 
     NAME: ClassVar[str] = "surrogate"
-    MADE_BY: ClassVar[str] = "kvalloc fit-scorer"
+    MADE_BY: ClassVar[str] = "kvalloc fit"
 
     kind: Literal["kvalloc.surrogate"] = "kvalloc.surrogate"
     """What the file is."""
@@ -52,7 +52,7 @@ class SurrogateHeader(MeasuredHeader):
 
 
 class FittedSurrogate(ArrayRecord, SurrogateHeader):
-    """The result of `kvalloc.fit_scorer`, which the scorer ``surrogate`` reads.
+    """The result of `kvalloc.fit`, which the scorer ``surrogate`` reads.
 
     Raises
     ------
@@ -86,7 +86,7 @@ class SurrogatePartHeader(MeasuredHeader):
     """All of a part of a fit but its arrays."""
 
     NAME: ClassVar[str] = "surrogate part"
-    MADE_BY: ClassVar[str] = "kvalloc fit-scorer --shard"
+    MADE_BY: ClassVar[str] = "kvalloc fit --shard"
 
     kind: Literal["kvalloc.surrogate_part"] = "kvalloc.surrogate_part"
     """What the file is."""

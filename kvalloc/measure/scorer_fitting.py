@@ -249,6 +249,7 @@ def fit_scorer(
             "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
             f"give more text, or {option('samples', 16)}"
         )
+    _check_tokens(shape, samples)
     shard = None if (text := options.get("shard")) is None else Shard.read(text)
     fitting = _Fitting(shape=shape, samples=samples, context=context, shard=shard)
     with kept_work(output, partial(fitting.record, facts), resume=resume) as kept:
@@ -258,6 +259,18 @@ def fit_scorer(
             result.save(kept.output)
             kept.finish()
     return result
+
+
+def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
+    """Refuse text whose halves have fewer tokens than a head's map has weights."""
+    n_weights = 2 * shape.head_dim + shape.head_dim // 2 + 3
+    n_tokens = sum(one.token_ids.size - SINKS for one in samples.samples)
+    if n_tokens < 2 * n_weights:
+        raise InputError(
+            f"the samples have {n_tokens:,} tokens, and to fit {n_weights} weights a head on each "
+            f"half of them takes {2 * n_weights:,}; give more text, more samples or a longer "
+            f"{option('context')}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +387,7 @@ class _Fitting:
 def merge_surrogates(
     parts: Sequence[str | Path], output: str | Path, *, accept_missing: bool = False
 ) -> Merged:
-    """Put the parts of a fit together, as ``kvalloc fit-scorer --shard`` made them.
+    """Put the parts of a fit together, as ``kvalloc fit --shard`` made them.
 
     The file is the one that an unbroken fit writes, byte for byte, in whatever order the parts are
     given.

@@ -44,7 +44,7 @@ def apply(
     policy: str | Policy | None = None,
     decode_every: int | None = None,
     bounded: bool = False,
-    surrogate: str | Path | None = None,
+    fitted: str | Path | None = None,
     **keywords: Unpack[PromptOptions],
 ) -> Applied:
     """Reduce the prompt of each ``model.generate()`` and each ``model()`` from now on.
@@ -75,12 +75,13 @@ def apply(
         Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
         one target is given.
     allow_other_model : bool
-        With a profile: accept that of a model of another name with the same sizes.
+        With a profile or a fitted file: accept that of a model of another name with the same sizes.
     policy, decode_every, bounded : optional
         As for `kvalloc.make_cache`.
-    surrogate : str or Path, optional
-        With a budget alone: what ``kvalloc fit-scorer`` wrote for this model. It says what a
-        second read of a prompt would look up, so that one read is enough.
+    fitted : str or Path, optional
+        With a budget alone: what ``kvalloc fit`` wrote for this model, so that one read of a prompt
+        is enough. By default the file that `kvalloc.fit` left in the cache folder for these
+        weights, or the one that ships for them.
     **keywords
         What each prompt is to reach, and how that is measured and decided; see
         `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
@@ -100,7 +101,7 @@ def apply(
         decode_every=decode_every,
         bounded=bounded,
         allow_other_model=allow_other_model,
-        surrogate=surrogate,
+        fitted=fitted,
     )
     given = {"profile": profile, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])

@@ -42,14 +42,14 @@ class Conflict:
     without: tuple[str, ...] = ()
 
 
-_SURROGATE = (
+_FITTED = (
     "{0} goes with {option[budget]} and nothing else; leave it out, or name the scorer 'surrogate' "
     "with its file"
 )
 
 CONFLICTS = (
     Conflict(
-        given=(*TARGET, *DECIDING, "profile", *KEEPING, "surrogate"),
+        given=(*TARGET, *DECIDING, "profile", *KEEPING, "fitted"),
         beside=("cache",),
         message="{0} says how a document is reduced, and the one in {1} was reduced when it was "
         "saved; leave it out",
@@ -81,11 +81,11 @@ CONFLICTS = (
         message="{0} is for {1}; every task has a metric of its own",
     ),
     Conflict(
-        given=("surrogate",),
+        given=("fitted",),
         beside=(*DECIDING, "profile", "policy"),
-        message=_SURROGATE,
+        message=_FITTED,
     ),
-    Conflict(given=("surrogate",), without=("budget",), message=_SURROGATE),
+    Conflict(given=("fitted",), without=("budget",), message=_FITTED),
     Conflict(
         given=(*TARGET, *DECIDING),
         beside=("profile",),
@@ -93,9 +93,9 @@ CONFLICTS = (
     ),
     Conflict(
         given=("allow_other_model",),
-        without=("profile", "cache"),
-        message="{0} accepts the stored profile of another model, and here is none; leave it out, "
-        "or give {1}",
+        without=("profile", "fitted", "cache"),
+        message="{0} accepts what was stored for another model, and nothing stored is named; leave "
+        "it out, or give {1}",
     ),
     Conflict(
         given=DECIDING,

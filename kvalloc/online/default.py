@@ -23,7 +23,7 @@ import numpy as np
 from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_surrogate
+from kvalloc.formats.shipped_profiles import find_fitted, fitted_shape, shipped_decisions
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
@@ -78,7 +78,7 @@ WAYS: dict[Way, tuple[float, str]] = {
     "decided": (1.15, "evicts while the prompt is read, as {}, which ships, says"),
     "surrogate": (
         1.15,
-        "holds the full cache while the prompt is read, and evicts by the surrogate {}",
+        "holds the full cache while the prompt is read, and evicts as {}, fitted to it, says",
     ),
     "twice": (2.5, "reads the prompt twice and holds the full cache meanwhile"),
     "late": (1.1, f"holds the full cache until {AWAITED} tokens have followed the prompt"),
@@ -91,6 +91,9 @@ WAYS: dict[Way, tuple[float, str]] = {
 }
 """Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads), and a text
 with a place for the name of what ships."""
+
+ADVICE = f"; 'kvalloc fit' once, and one read does, {WAYS['surrogate'][0]} times a plain prefill"
+"""What is said where nothing was fitted to the model."""
 
 IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}, which ships, says"
 """Text of the way ``decided``, whose new values are fitted to the prompt's last queries."""
@@ -123,8 +126,8 @@ class Default:
         Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
     options : CacheOptions
         How the cache keeps the share, and the memory at its peak; the full cache fits where none
-        is given. Its surrogate is by default the one that ships for the model, if there is one; a
-        policy is not taken.
+        is given. Its fitted file is by default that of the cache folder, or the one that ships for
+        the model; a policy is not taken.
     """
 
     share: float
@@ -132,9 +135,9 @@ class Default:
 
     @staticmethod
     def applies(**given: object) -> bool:
-        """Return whether nothing but a budget is given, with or without memory and surrogate."""
+        """Return whether nothing but a budget is given, with or without memory and file."""
         named = {name for name, value in given.items() if value is not None and value is not False}
-        return "budget" in named and named <= {"budget", "memory", "surrogate"}
+        return "budget" in named and named <= {"budget", "memory", "fitted"}
 
     @classmethod
     def parse(cls, budget: Any, options: CacheOptions | None = None, **others: Any) -> Default:
@@ -195,9 +198,9 @@ class Default:
 
     def _served(self, model: Any, shape: ModelShape, tokens: int | None, embedded: bool) -> _Served:
         """Return how a row is served where it may hold its full cache."""
-        bounded, surrogate = self.options.bounded, self.options.surrogate
+        bounded, fitted = self.options.bounded, self.options.fitted
         if tokens is not None:
-            name = "" if bounded or surrogate else self.decided(shape, tokens)[0]
+            name = "" if bounded or fitted else self.decided(shape, tokens)[0]
             if name:
                 return _Served("decided", name)
             if self._entries(shape, tokens) == tokens:
@@ -205,8 +208,8 @@ class Default:
         repeatable, limit = tokens is not None and not (embedded or bounded), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
-        predicts = self.surrogate_of(shape) is not None and not bounded
-        if predicts and (not repeatable or surrogate or self.share >= FOUR_BITS_BELOW):
+        predicts = self.fitted_file(shape) is not None and not bounded
+        if predicts and (not repeatable or fitted or self.share >= FOUR_BITS_BELOW):
             return _Served("surrogate")
         return _Served("bounded" if bounded else "twice" if repeatable else "late")
 
@@ -223,10 +226,10 @@ class Default:
                 nearest, chosen = reached, (name, profile)
         return chosen
 
-    def surrogate_of(self, shape: ModelShape) -> str | None:
-        """Return the file of the surrogate that is named, or the name of one that ships."""
-        named = self.options.surrogate
-        return shipped_surrogate(shape) if named is None else str(named)
+    def fitted_file(self, shape: ModelShape) -> str | None:
+        """Return the fitted file that is named, else the one of the model, if there is one."""
+        named = self.options.fitted
+        return find_fitted(shape) if named is None else str(named)
 
     @property
     def bits(self) -> int:
@@ -301,11 +304,11 @@ class Default:
 
     def _scorer(self, shape: ModelShape, way: Way, *, fitted: bool) -> Scorer:
         """Return the scorer that chooses the entries of a way."""
-        surrogate = self.surrogate_of(shape)
+        file = self.fitted_file(shape)
         if way == "twice":
             return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
-        if way == "surrogate" or (way in ("early", "whole") and surrogate is not None):
-            return get_scorer("surrogate", file=surrogate, window=WINDOW)
+        if way == "surrogate" or (way in ("early", "whole") and file is not None):
+            return get_scorer("surrogate", file=file, window=WINDOW)
         votes = latest_votes(window=WINDOW, rotates=fitted)
         return replace(votes, tokens=AWAITED) if way in ("late", "bounded") else votes
 
@@ -391,9 +394,10 @@ class Default:
         kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
         stored = sum(map(profile.retained_bytes_at, lengths))
         reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
+        file = self.fitted_file(shape)
         cost, text = WAYS[way]
         text = IN_CHUNKS if chunked and way == "decided" else text
-        text = text.format(served.name or self.surrogate_of(shape))
+        text = text.format(served.name or file)
         peak = self.peak_bytes(shape, longest, rows, way, chunked=chunked, columns=columns)
         if kept == 1:
             (cost, text), peak = WAYS["whole"], shape.plain_bytes(columns, rows)
@@ -405,11 +409,15 @@ class Default:
         if profile.bits is not None:
             widths = np.unique(profile.bits[full]).tolist()
             width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
-        measured = "" if way == "decided" else ", nothing measured"
+        measured = "" if way in ("decided", "surrogate") else ", nothing measured"
+        twice = way == "twice" and self.share >= FOUR_BITS_BELOW
+        advice = ADVICE if twice and file is None else ""
+        if file is not None and (different := fitted_shape(file).other_signs(shape)):
+            advice = f"; fitted to other weights, {different:.1%} of whose signs differ"
         return (
             f"by default{measured}: {text}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {share_text(reached)}; about {size(peak)} while it is read, and "
-            f"{cost} times a plain prefill"
+            f"{cost} times a plain prefill{advice}"
         )
 
 

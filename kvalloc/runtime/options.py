@@ -35,8 +35,9 @@ class CacheOptions:
         Accept a profile of a model of another name with the same sizes, e.g. of a fine-tune.
     memory : int, optional
         Bytes that the cache never exceeds, however long a conversation grows.
-    surrogate : str or Path, optional
-        For the default: what ``kvalloc fit-scorer`` wrote for the model.
+    fitted : str or Path, optional
+        For the default: what ``kvalloc fit`` wrote for the model, instead of the file in the cache
+        folder.
     """
 
     policy: str | Policy | None = None
@@ -44,7 +45,7 @@ class CacheOptions:
     bounded: bool = False
     allow_other_model: bool = False
     memory: int | None = None
-    surrogate: str | Path | None = None
+    fitted: str | Path | None = None
 
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
         """Return the profile with the policy that is named, if one is."""

@@ -37,7 +37,7 @@ class Surrogate(Scorer):
     Parameters
     ----------
     file : str
-        What ``kvalloc fit-scorer`` wrote for this model, or the name of one that ships.
+        What ``kvalloc fit`` wrote for this model, or the name of one that ships.
     window : int
         Last tokens that are never evicted, tokens.
     votes : int
@@ -78,8 +78,7 @@ class Surrogate(Scorer):
         super().__post_init__()
         if not self.file:
             raise InputError(
-                "scorer surrogate: file is '', expected what 'kvalloc fit-scorer' wrote for this "
-                "model"
+                "scorer surrogate: file is '', expected what 'kvalloc fit' wrote for this model"
             )
         _ = self.fitted
 
@@ -158,7 +157,7 @@ class Surrogate(Scorer):
         if weights is None or weights.shape != (features.shape[1], features.shape[3] + 1):
             raise UnsupportedRequestError(
                 f"the surrogate {self.file} was not fitted to layer {states.layer} of this model "
-                "as it is; make one for it with 'kvalloc fit-scorer'"
+                "as it is; make one for it with 'kvalloc fit'"
             )
         return torch.tensor(weights).to(features)
 

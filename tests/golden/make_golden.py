@@ -357,7 +357,7 @@ def write_file(name: str, path: Path) -> None:
     import runtime_oracle as tiny
     from factories import make_evaluation
 
-    from kvalloc import fit_scorer
+    from kvalloc import fit
     from kvalloc.prompts.texts import Prompt
 
     path.parent.mkdir(exist_ok=True)
@@ -370,7 +370,7 @@ def write_file(name: str, path: Path) -> None:
         make_evaluation().save(path)
     elif name == "surrogate":
         prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
-        fit_scorer(model, None, prompts, output=path, context=60, samples=4)
+        fit(model, None, prompts, output=path, context=60, samples=4)
     else:
         cache = kvalloc.make_cache(model, tiny.make_profile(model, 20, 0.5))
         model(tiny.prompt(20), past_key_values=cache)

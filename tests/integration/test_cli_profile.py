@@ -122,7 +122,7 @@ def test_profile_refuses(models, folder, changes, words):
 
 def test_shards_of_both_commands_are_merged_to_what_one_call_writes(models, folder):
     text = ("--text", folder / "text.txt", "--context", CLI_CONTEXT, "--samples", 4)
-    for command in ("profile", "fit-scorer"):
+    for command in ("profile", "fit"):
         assert run(command, models / "tiny", *text, "-o", folder / "whole").code == 0
         for number in (1, 2):
             shard = ("--shard", f"{number}/2", "-o", folder / f"part{number}")

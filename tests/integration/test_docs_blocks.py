@@ -40,7 +40,7 @@ SIZES = {
     "generate": "--max-new-tokens 8",
     "chat": "--max-new-tokens 8",
     "--lengths": "--lengths 200,300",
-    "fit-scorer": "--samples 2 --context 256",
+    "fit": "--samples 2 --context 256",
 }
 """What is appended to lines with these words: of an option that is given twice, the last counts."""
 
@@ -203,7 +203,7 @@ def test_every_call_that_stands_for_a_press_works(tiny_demo: Path, tmp_path: Pat
     assert len(calls) >= 12
     model = loading.load_model(str(tiny_demo)).model
     ids = torch.arange(1000, 1800)[None]
-    for call in sorted(calls - {'apply(surrogate="s.safetensors")'}):
+    for call in sorted(calls - {'apply(fitted="s.safetensors")'}):
         applied = eval(
             call.replace("=...", '="snapkv"').replace("[...]", str([1.0] * 6)),
             {"apply": partial(kvalloc.apply, model, budget="30%")},

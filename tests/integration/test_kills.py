@@ -13,7 +13,7 @@ RUNS = Path(__file__).parents[1] / "support" / "kill_runs.py"
 
 
 def test_nothing_is_lost_or_left_by_kills(request: pytest.FixtureRequest) -> None:
-    kills, jobs = request.config.getoption("--kills"), "fit-scorer,merge"
+    kills, jobs = request.config.getoption("--kills"), "fit,merge"
     few = ("--jobs", jobs) if kills < 10 else ()
     ran = subprocess.run(
         [sys.executable, RUNS, "--kills", str(kills), *few], capture_output=True, text=True

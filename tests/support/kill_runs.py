@@ -83,9 +83,9 @@ JOBS = {
         inputs=("model", "scores.safetensors", "prompts.jsonl"),
         resumes=True,
     ),
-    "fit-scorer": Job(
+    "fit": Job(
         arguments=(
-            *("fit-scorer", "model", "--text", "text.txt", "--context", "48"),
+            *("fit", "model", "--text", "text.txt", "--context", "48"),
             *("--samples", "5", "-o", "out.safetensors"),
         ),
         inputs=("model", "text.txt"),

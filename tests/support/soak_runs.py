@@ -173,7 +173,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
             Prompt(token_ids=tuple(prompt(model, context, 1, seed)[0].tolist()))
             for seed in range(4)
         ]
-        kvalloc.fit_scorer(model, None, fitted, output=surrogate, context=context, samples=4)
+        kvalloc.fit(model, None, fitted, output=surrogate, context=context, samples=4)
     looking = head.policy.replace(
         scorer="lookahead", scorer_parameters={"window": oracle.WINDOW, "tokens": 4, "votes": 0}
     )
@@ -197,7 +197,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
         "each prompt": {"target_retention": 0.8, "level": "head"},
         "each prompt, a solver": {"budget": "40%", "solver": "uniform", "scorer": "h2o"},
         **{f"default {share}": {"budget": share} for share in ("15%", "20%", "30%", "60%")},
-        "default, surrogate": {"budget": "40%", "surrogate": surrogate},
+        "default, surrogate": {"budget": "40%", "fitted": surrogate},
         "default, every 3": {"budget": "40%", "decode_every": 3},
     }
 

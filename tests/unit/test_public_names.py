@@ -99,7 +99,7 @@ def test_the_keywords_are_those_of_the_options_with_types_and_defaults(
             lambda: kvalloc.profile(None, None, "", sampels=3),
             "nearest is 'samples'; see help.profi",
         ),
-        (lambda: kvalloc.fit_scorer(None, None, "", sede=3), "no option 'sede'; the nearest is 's"),
+        (lambda: kvalloc.fit(None, None, "", sede=3), "no option 'sede'; the nearest is 's"),
         (lambda: kvalloc.apply(None, scores="h2o"), "no option 'scores'; the nearest is 'scorer'"),
         (lambda: kvalloc.compare(make_scores(), size=3), r"no option 'size'; see help\(compare\)"),
     ],

@@ -224,7 +224,7 @@ def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
     """In a process that has not imported their modules yet, which need torch."""
     lines = [
         *("generate demo --budget 20% --prompt hello", "eval demo --budget 20%", "list policies"),
-        *("profile demo -o s.safetensors", "fit-scorer demo -o f.safetensors", "demo"),
+        *("profile demo -o s.safetensors", "fit demo -o f.safetensors", "demo"),
         "solve smollm2-135m-instruct --budget 20% --measure demo -o p.json",
     ]
     done = subprocess.run(

@@ -124,7 +124,7 @@ JOBS = {
     "profile": measured,
     "batch": partial(measured, batch=4),
     "losses": partial(measured, loss="fast", loss_level="head", batch=2),
-    "fit-scorer": fitted,
+    "fit": fitted,
 }
 every_job = pytest.mark.parametrize("job", JOBS)
 
@@ -204,7 +204,7 @@ def stop(done: int, total: int) -> None:
 
 
 @on_ray
-@pytest.mark.parametrize("job", ["profile", "fit-scorer"])
+@pytest.mark.parametrize("job", ["profile", "fit"])
 @pytest.mark.parametrize("first", ["local", "ray"])
 def test_what_one_engine_began_another_finishes(loaded, workers, tmp_path, job, first):
     engines, file = [loaded.model, workers], tmp_path / "s"

@@ -217,7 +217,7 @@ def test_without_the_client(monkeypatch):
 def test_shipped_profiles_are_listed():
     ran = run("list", "profiles")
     assert ran.code == 0
-    assert "score profiles: smollm2-135m-instruct; surrogates: smollm2" in ran.err
+    assert "score profiles: smollm2-135m-instruct; fitted files: smollm2" in ran.err
     measured = load_profile("smollm2-135m-instruct-bits-20").evaluation
     worst = max(measured["rows"], key=lambda row: row["kl"])
     line = next(line for line in ran.out.splitlines() if "instruct-bits-20" in line)

@@ -202,7 +202,7 @@ def test_only_full_layers_are_fitted():
 
 
 def test_missing_and_other_files_are_refused(tmp_path):
-    with pytest.raises(InputError, match="file is '', expected what 'kvalloc fit-scorer' wrote"):
+    with pytest.raises(InputError, match="file is '', expected what 'kvalloc fit' wrote"):
         get_scorer("surrogate")
     with pytest.raises(InputError, match="there is no surrogate .*none: no such file"):
         get_scorer("surrogate", file=str(tmp_path / "none"))
@@ -230,7 +230,7 @@ def test_another_model_is_refused_before_it_runs(fitted, file):
     options = {"policy": f"surrogate:file={file}"}
     assert make_cache(model, profile, **options) is not None
     twin, deeper = tiny_model(seed=1), tiny_model(num_hidden_layers=4)
-    said = f"surrogate {file} is for the weights of tests/tiny.*'kvalloc fit-scorer'"
+    said = f"surrogate {file} is for the weights of tests/tiny.*'kvalloc fit'"
     with pytest.raises(ModelMismatchError, match=said):
         make_cache(twin, tiny_budgets(twin), **options)
     assert make_cache(twin, tiny_budgets(twin), allow_other_model=True, **options) is not None

@@ -254,7 +254,7 @@ def ways_of(
     model: Any, tokens: int | None = TOKENS, *, embedded: bool = False, **asked: Any
 ) -> str:
     """Who chooses the entries, by the scorer's name."""
-    kept = {name: asked.pop(name) for name in [*asked] if name in ("surrogate", "decode_every")}
+    kept = {name: asked.pop(name) for name in [*asked] if name in ("fitted", "decode_every")}
     default = Default.parse(**asked, options=CacheOptions(**kept))
     cache = default.cache(model, PromptSize(tokens=tokens, embedded=embedded))
     return str(cache.profile.policy.scorer)
@@ -289,22 +289,22 @@ def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny: Modul
 
 def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_path: Any) -> None:
     file = tmp_path / "s.safetensors"
-    kvalloc.fit_scorer(
+    kvalloc.fit(
         model, WordTokenizer(), ["some text of some length " * 400], output=file,
         samples=8, context=64,
     )  # fmt: skip
-    cache = run(model, tiny.prompt(TOKENS), budget="20%", surrogate=file)
+    cache = run(model, tiny.prompt(TOKENS), budget="20%", fitted=file)
     assert cache.profile.policy.scorer == "surrogate"
-    assert f"evicts by the surrogate {file}; 45%" in cache.profile.detail
+    assert f"evicts as {file}, fitted to it, says; 45%" in cache.profile.detail
     assert share_of(cache) <= 0.2
-    assert ways_of(model, budget="10%", surrogate=file) == "surrogate"  # where it is asked for
-    options = CacheOptions(surrogate=file)
+    assert ways_of(model, budget="10%", fitted=file) == "surrogate"  # where it is asked for
+    options = CacheOptions(fitted=file)
     little = Default.parse("20%", replace(options, memory=60 * 2**10))
     early = little.cache(model, PromptSize(tokens=TOKENS))
     assert early.profile.policy.scorer == "surrogate"
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
-        with pytest.raises(InputError, match="surrogate goes with budget and nothing else"):
-            kvalloc.apply(model, surrogate=file, **other)
+        with pytest.raises(InputError, match="fitted goes with budget and nothing else"):
+            kvalloc.apply(model, fitted=file, **other)
     with pytest.raises(kvalloc.KVAllocError, match="is for tiny with head_dim 16"):
         Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
 

@@ -151,15 +151,15 @@ def test_a_shipped_profile_and_a_surrogate_serve_rows_of_one_batch(
     share = theirs.share_at(MIDDLE) + 0.01
     monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
     file = tmp_path / "s.safetensors"
-    kvalloc.fit_scorer(
+    kvalloc.fit(
         model, WordTokenizer(), ["some text of some length " * 400], output=file,
         samples=8, context=64,
     )  # fmt: skip
-    monkeypatch.setattr("kvalloc.online.default.shipped_surrogate", lambda shape: str(file))
+    monkeypatch.setattr("kvalloc.online.default.find_fitted", lambda shape: str(file))
     rows = rows_of(tiny, (LONG, MIDDLE, SHORT, MIDDLE - 3))
     cache = assert_rows_as_alone(model, rows, budget=share)
     details = [profile.detail for profile in cache.row_profiles]
-    assert details[0].startswith("row 0: by default, nothing measured: holds the full cache")
+    assert details[0].startswith("row 0: by default: holds the full cache")
     assert details[1] == details[3]
     assert details[1].startswith("rows 1, 3: by default: evicts while the prompt is read, as it, ")
     assert details[2].startswith("row 2: by default, nothing measured: keeps the prompt whole")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvalloc import fit_scorer
+from kvalloc import fit
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
@@ -26,7 +26,7 @@ def file(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
     ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
     prompts = [Prompt(token_ids=each) for each in ids]
-    fit_scorer(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
+    fit(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
     return str(path)
 
 

@@ -1,4 +1,4 @@
-"""``kvalloc fit-scorer``: from a model and text to a surrogate scorer."""
+"""``kvalloc fit``: from a model to what the default needs of it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from kvalloc.measure.scorer_fitting import FitOptions
 from kvalloc.report.wording import surrogate_fields
 from kvalloc.units import Option
 
-EACH_TASK = 4
-"""Prompts of each kind that are made where no text is given."""
-
 
 @takes(FitOptions, PromptOptions, ModelFlags, EngineFlags)
-def fit_scorer(
+def fit(
     model: str,
     *,
-    output: Annotated[Path, Option("OUT.safetensors")],
+    output: Annotated[Path | None, Option("OUT.safetensors")] = None,
     resume: bool = False,
     **given: Any,
 ) -> None:
-    r"""Fit a scorer that predicts what a second read of a prompt would look up.
+    r"""Measure a model once, so that each prompt is read once and reduced well.
 
-    MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The result
-    is for this model alone, and for the scorer 'surrogate'. What was done is kept in
-    OUT.safetensors.partial until it is complete. Without any text or prompts, prompts are made as
-    by --tasks needle,pairs,kl,code.
+    MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
+    goes into kvalloc's cache folder under the digest of the weights, where generate, chat, eval and
+    kvalloc.apply find it for this model by themselves. What was done is kept beside it until it is
+    complete. Without any text or prompts, prompts are made as by --tasks needle,pairs,kl,code.
 
     Parameters
     ----------
     output : Path
-        The file to write.
+        The file to write, for --fitted; in the cache folder by default.
 
     Examples
     --------
-    kvalloc fit-scorer demo -o surrogate.safetensors
-    kvalloc generate demo --profile p.json --policy surrogate:file=surrogate.safetensors \
-        --prompt-file prompt.txt
-    kvalloc profile demo --scorer surrogate:file=surrogate.safetensors -o s.safetensors
+    kvalloc fit demo
+    kvalloc generate demo --budget 20% --prompt-file prompt.txt
+    kvalloc fit ./my-model --text docs/ -o own.safetensors
+    kvalloc generate ./my-model --budget 20% --fitted own.safetensors --prompt-file prompt.txt
     """
-    from kvalloc.measure.scorer_fitting import fit_scorer as fitted_scorer
     from kvalloc.models.loading import require_run_packages
+    from kvalloc.online.fitting import EACH_KIND
+    from kvalloc.online.fitting import fit as fitted_file
 
     require_run_packages()
     given |= {"output": output, "resume": resume}
-    fitted, facts, shown = measure(fitted_scorer, FitOptions, model, given, each=EACH_TASK)
+    fitted, facts, shown = measure(fitted_file, FitOptions, model, given, each=EACH_KIND)
     if isinstance(fitted, SurrogatePart):
         stated = {"part": shards_text(fitted.shards), "samples": fitted.sample_places.size}
     else:

@@ -1,0 +1,57 @@
+"""``kvalloc fit`` on tiny models: from an empty cache folder to prompts that are read once."""
+
+from __future__ import annotations
+
+from cli_tools import generate_arguments, refused, run
+
+
+def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here):
+    """Two commands, the second of which does not name the file."""
+    text = ("--text", folder / "text.txt", "--context", 64, "--samples", 4)
+    ask = ("generate", models / "tiny", "--budget", "40%", "--prompt-file", folder / "prompt.txt")
+    before = run(*ask).err
+    assert "reads the prompt twice" in before
+    assert "'kvalloc fit' once, and one read does, 1.15 times a plain prefill" in before
+    said = run("fit", models / "tiny", *text)
+    (file,) = fitted_here.iterdir()
+    assert str(file) in said.out
+    assert file.name.startswith("tiny-")
+    assert f"evicts as {file}, fitted to it, says" in run(*ask).err
+    assert f"evicts as {file}" in run(*ask, "--dtype", "float16").err
+    assert f"fitted here: {file}" in run("list", "profiles").err
+    assert "fitted" not in run("generate", models / "twin", *ask[2:]).err.replace("fit'", "")
+    part = ("fit", models / "tiny", *text, "--shard", "1/2")
+    assert "--shard makes a part" in refused(folder, *part)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert str(file) in refused(folder, *ask)
+
+
+def test_a_fitted_file_is_named(models, profiles, folder):
+    file, text = folder / "f.safetensors", ("--text", folder / "text.txt")
+    fit = ("fit", models / "tiny", *text, "-o")
+    said = run(*fit, file, "--context", 64, "--samples", 4, "--json").json
+    assert (said["samples"], said["context_tokens"]) == (4, 64)
+    assert len(said["r_squared"]) == len(said["rank_correlation"]) == 3
+    assert said["file_bytes"] == file.stat().st_size
+    picking = ("--policy", f"surrogate:file={file}", "--json")
+    for more in ((), ("--decode-every", 1)):
+        ran = run(*generate_arguments(models, profiles, folder), *picking, *more)
+        assert ran.json["scorer"] == "surrogate"
+        assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
+    named = ("--budget", "40%", "--fitted", file, "--prompt-file", folder / "prompt.txt")
+    assert f"as {file}, fitted to it, says" in run("generate", models / "tiny", *named).err
+    said = refused(folder, "generate", models / "twin", *named)
+    assert "is for the weights of tiny" in said
+    assert "--allow-other-model" in said
+    other = run("generate", models / "twin", *named, "--allow-other-model")
+    assert "fitted to other weights" in other.err
+    assert "% of whose signs differ" in other.err
+    said = refused(
+        folder, "profile", models / "twin", *text, "--context", 64,
+        "--scorer", f"surrogate:file={file}", "-o", folder / "s.safetensors",
+    )  # fmt: skip
+    assert "is for the weights of tiny" in said
+    assert "choose --context 256 or less" in refused(folder, *fit, file, "--context", 400)
+    assert "does not exist" in refused(folder, *fit, folder / "no" / "s.safetensors")
+    said = refused(folder, *fit, folder / "g.safetensors", "--context", 16, "--samples", 2)
+    assert "the samples have 24 tokens, and to fit" in said
