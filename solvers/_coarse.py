@@ -26,7 +26,7 @@ from kvalloc.problem import (
     deadline_after,
     dual_bound,
 )
-from kvalloc.solvers._repair import equal_choice
+from kvalloc.solvers._repair import rule_choices
 
 MOST_OPTIONS = 2**17
 """A problem with more options in all is solved by parts."""
@@ -109,9 +109,13 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         has_prices = problem.aggregate is Aggregate.SUM and answer.prices
         bound = bound_at(problem, *answer.prices) if has_prices else dual_bound(problem).bound
         bounds.append((bound, answer.prices))
-    equal = equal_choice(problem)
-    if equal is not None and problem.is_better(problem.objective(equal), problem.objective(choice)):
-        choice = equal
+    known_choices = rule_choices(problem)
+    if problem.aggregate is Aggregate.WORST:
+        best = dual_bound(problem).choice  # which no limit but few or equal budgets can rule out
+        known_choices += [best] if problem.side_fault(best) is None else []
+    for other in known_choices:
+        if problem.is_better(problem.objective(other), problem.objective(choice)):
+            choice = other
     bound, prices = (min if problem.target is None else max)(bounds)
     return Solution.of(
         problem,

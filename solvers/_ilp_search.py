@@ -30,7 +30,7 @@ from kvalloc.solvers._ilp_program import (
 )
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import Prices, best_prices, tail_prices
-from kvalloc.solvers._repair import best_known, equal_budgets
+from kvalloc.solvers._repair import best_known, best_of, rule_picks
 
 SHORT_SECONDS = 0.5
 """A search by many small programs becomes one program after this long."""
@@ -160,8 +160,9 @@ class Search:
         most = min(float(worth.max(axis=1).min()), within.bound)
         high = int(np.searchsorted(levels, most, side="right")) - 1
         low, best = -1, Outcome(picked=None, bound=0.0)
-        if (equal := equal_budgets(self.choices)) is not None:
-            low, best = self._reached(levels, equal), Outcome(picked=equal, bound=0.0)
+        for picked in rule_picks(self.choices):
+            if (reached := self._reached(levels, picked)) > low:
+                low, best = reached, Outcome(picked=picked, bound=0.0)
         capacity, deadline = self.problem.capacity_bytes or 0, self.deadline
         self.deadline = min(deadline, time.monotonic() + SHORT_SECONDS)
         while low < high:
@@ -226,10 +227,10 @@ class Search:
 
     def _start(self, choices: Choices, prices: Prices) -> Outcome:
         """Return the best pick of simple rules: equal budgets, or what is repaired from prices."""
-        equal = equal_budgets(choices)
-        picked = best_known(choices, prices, self.repair_until, equal)
+        rules = rule_picks(choices)
+        picked = best_known(choices, prices, self.repair_until, *rules)
         if picked is not None and self.limit and choices.n_levels(picked) > self.limit:
-            picked = equal
+            picked = best_of(choices, *rules)
         return NOTHING if picked is None else Outcome(picked=picked, bound=0.0)
 
     def _best_levels(self, choices: Choices, sets: LevelSets, best: Outcome) -> Outcome:

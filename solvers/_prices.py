@@ -20,6 +20,7 @@ from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import AllocationProblem, TailBound
 from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._hulls import upper_hull
 
 ROUNDS = 100
 """Secant steps; about ten are needed for 640 rows of 64 options, and any price gives a bound."""
@@ -296,39 +297,3 @@ def _beyond_caps(choices: Choices) -> InfeasibleError:
         f"{nearest:g} can; raise the caps or ask for that",
         nearest=nearest,
     )
-
-
-def upper_hull(choices: Choices) -> BoolArray:
-    """Return the options on the upper convex hull of each row, from its cheapest to its best.
-
-    All rows at once: an option under the chord of its two neighbours is under the hull, so all
-    such options go in one sweep, until none is left.
-
-    Parameters
-    ----------
-    choices : Choices
-
-    Returns
-    -------
-    ndarray of bool, (n_rows, n_columns)
-    """
-    kept = choices.exists.copy()
-    # Beyond the first best option nothing is worth its cost.
-    best = np.argmax(choices.worth, axis=1)
-    kept &= np.arange(choices.n_columns)[None, :] <= best[:, None]
-    rows, columns = np.nonzero(kept)
-    worth, costs = choices.worth[rows, columns], choices.costs[rows, columns]
-    while True:
-        same = rows[1:] == rows[:-1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            slope = np.diff(worth) / np.diff(costs)
-        inner = np.flatnonzero(same[1:] & same[:-1]) + 1
-        under = inner[slope[inner - 1] <= slope[inner]]
-        if under.size == 0:
-            break
-        stay = np.ones(rows.size, dtype=np.bool_)
-        stay[under] = False
-        rows, columns, worth, costs = rows[stay], columns[stay], worth[stay], costs[stay]
-    hull = np.zeros_like(kept)
-    hull[rows, columns] = True
-    return hull

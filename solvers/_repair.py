@@ -12,9 +12,11 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import AllocationProblem, tail_places
+from kvalloc.problem import AllocationProblem, Solver, tail_places
 from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._hulls import hull_greedy
 from kvalloc.solvers._prices import Prices
+from kvalloc.solvers.proportional import Proportional
 from kvalloc.solvers.uniform import Uniform
 
 ROUNDS = 2000
@@ -33,24 +35,37 @@ MARGIN = 1e-13
 """Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
 
 
-def equal_choice(problem: AllocationProblem) -> IntArray | None:
-    """Return the best equal budgets of all units; None where none satisfy everything."""
-    rule = Uniform()
-    if rule.can_solve(problem) is True:
-        with contextlib.suppress(InfeasibleError, SolverError):
-            return rule.solve(problem).choice
-    return None
+def rule_choices(problem: AllocationProblem, *rules: Solver) -> list[IntArray]:
+    """Return what simple rules choose, where that satisfies everything; equal budgets by default.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    *rules : Solver
+    """
+    choices = []
+    for rule in rules or (Uniform(),):
+        if rule.can_solve(problem) is True:
+            with contextlib.suppress(InfeasibleError, SolverError):
+                choices.append(rule.solve(problem).choice)
+    return choices
 
 
-def equal_budgets(choices: Choices) -> IntArray | None:
-    """Return the same as a pick of one column per row; None where these lack its options."""
-    choice = equal_choice(choices.problem)
-    picked = None if choice is None else choices.picked(choice)
-    return None if picked is None or not choices.satisfies(picked) else picked
+def rule_picks(choices: Choices) -> list[IntArray]:
+    """Return equal and proportional budgets as picks, where they satisfy everything."""
+    known = rule_choices(choices.problem, Uniform(), Proportional())
+    picks = (choices.picked(choice) for choice in known)
+    return [picked for picked in picks if choices.satisfies(picked)]
+
+
+def best_of(choices: Choices, *picks: IntArray) -> IntArray | None:
+    """Return the best of some picks; None where none is within capacity, target and caps."""
+    known = [picked for picked in picks if choices.satisfies(picked)]
+    return max(known, key=lambda picked: _merit(choices, picked), default=None)
 
 
 def best_known(
-    choices: Choices, prices: Prices, deadline: float, *others: IntArray | None
+    choices: Choices, prices: Prices, deadline: float, *others: IntArray
 ) -> IntArray | None:
     """Return the best pick that repair reaches within capacity, target and caps.
 
@@ -58,10 +73,10 @@ def best_known(
     ----------
     choices : Choices
     prices : Prices
-        Each of its starts is repaired.
+        Each of its starts is repaired, and what the hull greedy picks.
     deadline : float
         ``time.monotonic()`` at which to stop improving.
-    *others : ndarray of int64, (n_rows,), or None
+    *others : ndarray of int64, (n_rows,)
         Other picks that are known.
 
     Returns
@@ -69,20 +84,16 @@ def best_known(
     ndarray of int64, (n_rows,), or None
         None when no pick meets the target within the caps.
     """
-    repaired = (_repaired(choices, prices, start, deadline) for start in prices.starts)
-    known = [picked for picked in (*repaired, *others) if picked is not None]
-    return max(known, key=lambda picked: _merit(choices, picked), default=None)
+    starts = (*prices.starts, hull_greedy(choices))
+    repaired = (_repaired(choices, prices, start, deadline) for start in starts)
+    return best_of(choices, *repaired, *others)
 
 
-def _repaired(
-    choices: Choices, prices: Prices, start: IntArray, deadline: float
-) -> IntArray | None:
-    """Return the pick that is reached from one start; None when none meets the target."""
-    picked: IntArray | None = start
-    if not choices.satisfies(start):
-        picked = _reach_target(choices, start) if choices.minimise else choices.floors
+def _repaired(choices: Choices, prices: Prices, start: IntArray, deadline: float) -> IntArray:
+    """Return the pick that is reached from a start, which is better where it satisfies all."""
+    picked = start
     for _ in range(ROUNDS):
-        if picked is None or time.monotonic() > deadline:
+        if time.monotonic() > deadline or not choices.satisfies(picked):
             break
         room = prices.room(choices, choices.objective(picked))
         improved = None if room < 0 else _improved(choices, prices, picked, room)
@@ -169,21 +180,3 @@ def _within_caps(choices: Choices, picked: IntArray) -> BoolArray:
         now = cap.costs[np.arange(cap.rows.size), picked[cap.rows]]
         able[cap.rows] &= cap.costs - now[:, None] <= spare
     return able
-
-
-def _reach_target(choices: Choices, start: IntArray) -> IntArray | None:
-    """Raise rows within the caps, most worth per byte first, until the target is met."""
-    picked = start.copy() if choices.satisfies_caps(start) else choices.floors.copy()
-    for _ in range(choices.n_rows * choices.n_columns):
-        if choices.satisfies(picked):
-            return picked
-        rows, columns = np.nonzero(choices.exists & _within_caps(choices, picked))
-        gained, bytes_ = _differences(choices, picked, rows, columns)
-        gain = _values(choices, picked, gained) - _values(choices, picked, 0.0 * gained)
-        # A gain without a cost is possible where a more expensive option is worth less.
-        rate = np.where(bytes_ > 0, gain / np.maximum(bytes_, 1), np.inf)
-        best = int(np.argmax(np.where(gain > 0, rate, -np.inf)))
-        if not gain[best] > 0:
-            return None
-        picked[rows[best]] = columns[best]
-    return None

@@ -78,7 +78,8 @@ def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
 
 def tokens_per_step(problem: AllocationProblem) -> int:
     """Return the tokens between neighbouring options: 1, or a page."""
-    return int(problem.tokens[0, 1] - problem.tokens[0, 0]) if problem.n_options > 1 else 1
+    widest = problem.tokens[np.argmax(problem.option_counts)]
+    return int(widest[1] - widest[0]) if problem.n_options > 1 else 1
 
 
 def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:

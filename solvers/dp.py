@@ -16,7 +16,7 @@ from kvalloc.problem.constraints import SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices, best_prices
-from kvalloc.solvers._repair import best_known, equal_budgets
+from kvalloc.solvers._repair import best_known, rule_picks
 
 Options = np.ndarray[Any, np.dtype[Any]]
 """Options of states, in the smallest type that holds them."""
@@ -89,8 +89,8 @@ class DP(Solver):
         """Return the optimum; when time runs out, a choice repaired from the dual and its bound."""
         deadline = deadline_after(time_limit_seconds)
         choices = Choices.of(problem)
-        prices = best_prices(choices)
-        known = best_known(choices, prices, deadline, equal_budgets(choices))
+        prices = best_prices(choices, deadline)
+        known = best_known(choices, prices, deadline, *rule_picks(choices))
         if known is None:
             known = np.argmax(choices.worth, axis=1).astype(np.int64)
         room = prices.room(choices, choices.objective(known))

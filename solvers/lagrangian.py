@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import SolverError
 from kvalloc.problem import AllocationProblem, SideConstraint, Solution
 from kvalloc.problem.constraints import GroupCap, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._prices import Prices, best_prices
-from kvalloc.solvers._repair import best_known, equal_budgets
+from kvalloc.solvers._repair import best_known, rule_picks
 
 
 class Lagrangian(ByParts):
@@ -44,7 +45,7 @@ class Lagrangian(ByParts):
         """Return a near-optimal choice and the dual bound; see the base class."""
         choices = Choices.of(problem)
         prices, bound, detail = self.prices_of(problem, choices, deadline)
-        picked = best_known(choices, prices, deadline, equal_budgets(choices))
+        picked = self.pick(choices, prices, deadline, *rule_picks(choices))
         if picked is None:
             raise SolverError(
                 f"{self.name} found no choice that meets the target, and cannot say that there is "
@@ -58,6 +59,12 @@ class Lagrangian(ByParts):
             detail=detail,
             deadline=deadline,
         )
+
+    def pick(
+        self, choices: Choices, prices: Prices, deadline: float, *others: IntArray
+    ) -> IntArray | None:
+        """Return the best pick that is reached, or one of the others; None if there is none."""
+        return best_known(choices, prices, deadline, *others)
 
     def prices_of(
         self, problem: AllocationProblem, choices: Choices, deadline: float

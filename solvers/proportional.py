@@ -12,7 +12,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
 from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, numbers, tokens_per_step
 
 RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
@@ -91,6 +91,8 @@ class Proportional(SharingRule):
     reference: ClassVar[str] = (
         "CAKE, LAVa, ZigZagKV, CompressKV, HeadKV, SqueezeAttention: budget allocation"
     )
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def __init__(
         self,
