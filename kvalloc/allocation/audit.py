@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from kvalloc.units import gap_text
 
 TOLERANCE = 1e-9
 """Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
+
+BOUND = "bound"
 
 BACK_ENDS = {"HiGHS": "ilp:backend=highs", "CP-SAT": "ilp:backend=cp_sat"}
 """Solvers that solve again, by the word in the line of who used the same back end."""
@@ -52,6 +54,11 @@ class Check:
     found: str
     passed: bool
     proven: bool = True
+
+
+def is_proven(checks: Iterable[Check]) -> bool:
+    """Return whether the bound was proven again, by duality or by another solver."""
+    return all(check.proven for check in checks if check.name == BOUND)
 
 
 def verify(
@@ -287,7 +294,7 @@ def _proof_checks(
         by_word = profile.bound_source in {profile.decided_by, profile.solver} - {DUAL}
         passed = not beaten and (proven or (by_word and problem.is_better(proof.bound, stated)))
     checks.append(
-        Check("bound", "none" if stated is None else written(stated), found, passed, proven)
+        Check(BOUND, "none" if stated is None else written(stated), found, passed, proven)
     )
     if resolve:
         checks.append(_solved_again(profile, problem, written, time_limit))

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_result
-from kvalloc.errors import InputError
+from kvalloc.cli.output import note, print_result
+from kvalloc.errors import InputError, option
 from kvalloc.report.terminal import hanging
 
 if TYPE_CHECKING:
     from kvalloc.allocation.audit import Check
 
 NOT_TRUE = 1
+NOT_PROVEN = 3
 
 
 @takes()
@@ -24,8 +25,8 @@ def verify(
 ) -> None:
     """Recompute what a budget profile states.
 
-    Objective, bytes, target, constraints and bound, from the two files alone. A bound that only
-    the solver's word stands for is marked so. Exit code 1 if a statement is not true.
+    Objective, bytes, target, constraints and bound, from the two files alone. Exit code 1 if a
+    statement is not true, 3 if none is false but only a solver's word stands for the bound.
 
     Parameters
     ----------
@@ -40,6 +41,7 @@ def verify(
     kvalloc verify p.json s.safetensors --resolve --time-limit 60
     kvalloc verify p.json s.safetensors --json
     """
+    from kvalloc.allocation.audit import is_proven
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of
 
@@ -47,11 +49,15 @@ def verify(
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores} {profile}")
     checks = recompute(profile, scores, resolve=resolve, time_limit=time_limit)
     passed = all(check.passed for check in checks)
-    proven = passed and all(check.proven for check in checks)
+    proven = passed and is_proven(checks)
     facts = {"passed": passed, "proven": proven, "checks": checks}
     print_result(facts, lambda: _show(checks))
     if not passed:
         raise typer.Exit(NOT_TRUE)
+    if not proven:
+        again = "" if resolve else f"; {option('resolve', True)} lets another solver prove it"
+        note(f"nothing is false, but the bound is not proven again{again}")
+        raise typer.Exit(NOT_PROVEN)
 
 
 def _show(checks: list[Check]) -> None:

@@ -8,7 +8,14 @@ import re
 import numpy as np
 import pytest
 from cli_tools import prose, refused, run, save_tiny_model
-from factories import make_bits, make_loss_bits, make_losses, make_scores, make_shared_scores
+from factories import (
+    make_bits,
+    make_choices,
+    make_loss_bits,
+    make_losses,
+    make_scores,
+    make_shared_scores,
+)
 from tiny_models import tiny_model
 
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -86,6 +93,25 @@ def test_solve_passes_every_option_on(scores):
     assert found["output"] is None
 
 
+def test_a_certificate_on_a_solver_s_word_is_no_pass_for_a_script(tmp_path):
+    """The exit code tells what was proven again from what was not, and both from what is false."""
+    scores, out = tmp_path / "s.safetensors", tmp_path / "p.json"
+    make_choices(0).save(scores)
+    asked = ("--budget", "40%", "--level", "head")
+    run("solve", scores, *asked, "--objective", "loss", "--solver", "dp", "-o", out)
+    ran = run("verify", out, scores)
+    assert (ran.code, "not proven again: dp's word" in ran.out) == (3, True)
+    assert "--resolve lets another solver prove it" in ran.err
+    facts = run("verify", out, scores, "--json")
+    assert (facts.code, facts.json["passed"], facts.json["proven"]) == (3, True, False)
+    assert run("verify", out, scores, "--resolve").code == 0
+    forged = BudgetProfile.load(out)
+    forged.replace(bound=forged.objective, bound_source="dual").save(out)
+    assert run("verify", out, scores).code == 1
+    run("solve", scores, *asked, "--objective", "mean", "-o", out)
+    assert run("verify", out, scores).code == 0
+
+
 READ = "for each generated token"
 DECIDED = [
     # scores, what is asked, words of solve, verify and inspect
@@ -126,7 +152,8 @@ def test_what_is_decided_is_written_verified_and_shown(
         "inspect": run("inspect", out),
     }
     for (name, ran), words in zip(shown.items(), (solved, verified, inspected), strict=True):
-        assert ran.code == 0, (name, ran.out, ran.err)
+        by_word = name == "verify" and "'s word" in ran.out
+        assert ran.code == (3 if by_word else 0), (name, ran.out, ran.err)
         for word in words:
             assert word in " ".join(ran.out.split()), name
     assert "WRONG" not in shown["verify"].out
