@@ -62,6 +62,12 @@ class Step:
         return self._following[key]
 
     @cached_property
+    def columns(self) -> Tensor:
+        """Where its tokens stand, int64, (batch, new_tokens), on the host; -1 for padding."""
+        found = torch.arange(self.seen, self.seen + self.new_tokens).expand(self.batch, -1)
+        return found if self.new_visible is None else found.masked_fill(~self.new_visible, -1)
+
+    @cached_property
     def _following(self) -> dict[tuple[int, str], Tensor | None]:
         return {}
 

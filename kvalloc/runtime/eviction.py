@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best, kept_places
-from kvalloc.runtime.unfinished import Asked, Part, Unfinished, part_of, parts
+from kvalloc.runtime.unfinished import Part, Queries, part_of, parts
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.base import following_notes
 
-__all__ = ["Eviction", "Held", "groups_by_layer", "rows_of"]
+__all__ = ["Eviction", "Member", "groups_by_layer", "rows_of"]
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -98,35 +100,13 @@ Choice: TypeAlias = tuple[Part, Tensor, AttentionStates, Tensor]
 Rankings: TypeAlias = dict[Part, tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A layer of a group that has attended and not yet evicted.
-
-    Attributes
-    ----------
-    layer : BudgetLayer
-        Holds all its entries, old and new.
-    states : AttentionStates
-        What its attention saw, but for the queries: a whole prompt's would be as large as keys
-        and values together.
-    targets : ndarray of int64, (batch, n_kv_heads)
-        Entries to keep, the same for every layer of the group.
-    rankings : Rankings
-        By which the group chooses.
-    notes : Unfinished
-        What the policy noted for a later chunk, of all entries that are there.
-    """
-
-    layer: BudgetLayer | Tail
-    states: AttentionStates
-    targets: IntArray
-    rankings: Rankings
-    notes: Unfinished
+#: A layer, what it chooses from, and how many entries each row and head keeps.
+Member: TypeAlias = tuple[BudgetLayer | Tail, AttentionStates, IntArray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eviction:
-    """How one forward of a prompt ends in each layer.
+    """What goes of layers at one event: while a prompt is read, after it, or of a conversation.
 
     A policy looks at a whole layer where it can. Rows with padding are shown to it one by one
     without their padding, so that a row keeps what it would keep alone; heads that hold different
@@ -140,14 +120,28 @@ class Eviction:
         First and last tokens of each row, which always stay.
     prompt_tokens : int
         Length of the prompt as far as it is known.
-    visible : Tensor of bool, (batch, n_new_tokens), or None
-        False marks padding among the new tokens.
+    visible : Tensor of bool, (batch, n), or None
+        False marks padding among the latest tokens, all that can be candidates.
     remember : bool
         Whether there will be another chunk, for which the policy has to note something.
     bits : mapping
         For layers that are rounded from now on: those of each KV head, (n_kv_heads,).
+    new_from : int
+        Column from which the queries are of tokens that the policy has not observed yet.
+    held : bool
+        Whether the prompt is held whole: its queries are noted, and none is observed.
+    settles : bool
+        Whether what followed chooses, and not the prompt's last tokens.
+    row_tokens : ndarray of int64, (batch,), or None
+        Length of each row's prompt without padding, where it is complete.
+    scorers : mapping of int to sequence of Scorer
+        For each layer, those that look at tokens after the prompt.
     following : int
         How many of the latest tokens are no candidates, and stay.
+    following_visible : Tensor of bool, (batch, following), or None
+        False marks padding among them.
+    voting : int
+        How many of each row's latest tokens among them vote.
     idle : frozenset of int
         Rows of which nothing goes, and which have no queries to choose by.
     chooser : EvictionPolicy, optional
@@ -167,7 +161,14 @@ class Eviction:
     visible: Tensor | None
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
+    new_from: int = 0
+    held: bool = False
+    settles: bool = False
+    row_tokens: IntArray | None = None
+    scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following: int = 0
+    following_visible: Tensor | None = None
+    voting: int = 0
     idle: frozenset[int] = frozenset()
     chooser: EvictionPolicy | None = None
     hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
@@ -175,50 +176,40 @@ class Eviction:
         default_factory=dict
     )
 
-    late: ClassVar[bool] = False
-    """Whether the queries are those noted while the prompt arrived."""
+    @torch.no_grad()
+    def note(self, layer: BudgetLayer, states: AttentionStates, columns: Tensor) -> None:
+        """Note the queries of a forward of the prompt, whose tokens stand in these columns."""
+        wanted = self.wanted_rows()
+        if self.policy.observes and not self.held:
+            wanted = max(wanted, int(columns.shape[1]))
+        layer.unfinished.prompt.add(states.queries.detach(), columns, wanted)
 
     @torch.no_grad()
-    def observe(self, layer: BudgetLayer | Tail, states: AttentionStates) -> None:
+    def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
-        for part in parts(self._grain(layer), *self._sizes(layer, states)):
-            if self.policy.observes:
-                self._note(layer.unfinished, part, self._candidates(layer, states, part)[0])
-            self._note_queries(layer, layer.unfinished, part, states)
+        notes = layer.unfinished
+        for part in parts(self._grain(layer), *self._sizes(states)) if self.policy.observes else ():
+            found = self.policy.observe(self._candidates(layer, states, part)[0], sinks=self.sinks)
+            _keep_note(notes.observed, part, found)
+        notes.prompt.trim(self.wanted_rows())
 
-    def _store(
-        self,
-        layer: BudgetLayer | Tail,
-        states: AttentionStates,
-        targets: IntArray,
-        after: Unfinished,
-        noted: Unfinished | None = None,
-        together: Mapping[Part, Tensor] | None = None,
-    ) -> None:
-        """Keep what is chosen, or what its group has chosen, and let go of all else."""
-        chosen = self._choices(layer, states, targets, after, noted, together)
-        if layer.front:
-            chosen = (_behind(choice, layer.front) for choice in chosen)
-        entries = _collected(targets - layer.front, chosen)
-        layer.keep_numbers(entries, self.bits.get(states.layer), self.following)
-        latest, layer.unfinished = layer.unfinished.latest, after if self.remember else Unfinished()
-        layer.unfinished.latest = latest
+    def wanted_rows(self, row: int | None = None) -> int:
+        """Return how many of a row's latest queries the policy is to see."""
+        n_tokens = self.prompt_tokens
+        if row is not None and self.row_tokens is not None:
+            n_tokens = int(self.row_tokens[row])  # no more than the row would have alone
+        if self.held and (self.policy.observes or self.policy.needs_whole_prompt):
+            return n_tokens
+        return max(one.query_rows(n_tokens) for one in (self.policy, self._who))
 
     def _grain(self, layer: BudgetLayer | Tail) -> int:
         if layer.reduced and not layer.even:
             return 2
-        return max(layer.unfinished.grain, 0 if self.visible is None else 1)
+        padded = self.visible is not None or self.following_visible is not None
+        return max(layer.unfinished.grain, int(padded))
 
-    def _wanted_rows(self, row: int | None = None) -> int:
-        """How many of the prompt's last queries the policy is to see."""
-        who = (self.policy, self.chooser or self.policy)
-        return max(one.query_rows(self.prompt_tokens) for one in who)
-
-    def _noted_rows(self) -> int:
-        """How many of them are held back for later."""
-        return self._wanted_rows()
-
-    def _sizes(self, layer: BudgetLayer | Tail, states: AttentionStates) -> tuple[int, int]:
+    @staticmethod
+    def _sizes(states: AttentionStates) -> tuple[int, int]:
         return int(states.keys.shape[0]), int(states.keys.shape[1])
 
     # What there is to choose from
@@ -254,7 +245,39 @@ class Eviction:
         mask = self._gaps(layer, own, positions, places)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
+        if self.voting and (scorers := self.scorers.get(states.layer, ())):
+            assert isinstance(layer, BudgetLayer)
+            _, notes = self.scored.get((states.layer, part), (None, None))
+            if notes is None:
+                seen, n_prompt = self._with_following(layer, own, part), int(keys.shape[2])
+                notes = following_notes(scorers, seen, n_prompt, sinks=self.sinks)
+            own = replace(own, later={**(own.later or {}), **notes})
         return own, positions
+
+    def _with_following(
+        self, layer: BudgetLayer, states: AttentionStates, part: Part
+    ) -> AttentionStates:
+        """Return the piece with the tokens that followed, whose queries are those that vote."""
+        row, head = part
+        queries, n_kv_heads = states.queries[:, :, :0], int(layer.keys.shape[1])
+        if layer.unfinished.latest.pieces:
+            queries, columns = layer.unfinished.latest.of(row)
+            voting = min(self.voting, int((columns >= self.prompt_tokens).sum()))
+            queries = queries[:, :, int(columns.shape[0]) - voting :]
+            queries = _query_heads(queries, head, n_kv_heads)
+        bias = states.bias
+        bias = None if bias is None else torch.nn.functional.pad(bias, (0, self.following))
+        states = replace(states, queries=queries, bias=bias, mask=None, gaps=False)
+        if row is None and not layer.reduced:
+            keys, values = layer.latest()  # no padding, no copy
+            return replace(states, keys=keys, values=values)
+        latest = [rows_of(own, row, head) for own in layer.latest(self.following)]
+        if row is not None and self.following_visible is not None:
+            shown = self.following_visible[row].nonzero()[:, 0].to(queries.device)
+            latest = [own[:, :, shown] for own in latest]
+        pairs = zip((states.keys, states.values), latest, strict=True)
+        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
+        return replace(states, keys=keys, values=values)
 
     def _end(self, layer: BudgetLayer | Tail) -> int:
         """Column behind the last candidate."""
@@ -317,18 +340,12 @@ class Eviction:
         n_rows = int(own.queries.shape[2])
         if not layer.reduced or not own.older or n_rows <= self.window:
             return None
+        places = places.to(positions.device)
         last = positions[..., -n_rows:]
         if last.shape[-1] == n_rows and bool((last == places).all()):  # the host asks the device
             return None
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
-
-    def _asked(self, layer: BudgetLayer | Tail, states: AttentionStates, row: int | None) -> Asked:
-        """The new tokens' queries of a row, padding left out, or of all."""
-        end, columns = self._end(layer), self._columns(states.queries, row)
-        first, device = end - int(states.queries.shape[2]), states.queries.device
-        places = torch.arange(first, end, dtype=torch.int32, device=device)
-        return Asked(rows_of(states.queries, row, None)[:, :, columns], places[columns])
 
     def _columns(self, states: Tensor, row: int | None) -> slice | Tensor:
         """Columns of keys or queries, new tokens last, of this row without its padding."""
@@ -349,24 +366,23 @@ class Eviction:
         Without padding, plain causal.
         """
         row, head = part
-        asked = new = self._asked(layer, states, row)
-        if states.queries.shape[2] or self.late:  # else those of a layer of a group have gone
-            asked = layer.unfinished.asked_of(row, new, self._wanted_rows(row))
-        n_kv_heads = int(states.keys.shape[1])
+        notes, n_kv_heads = layer.unfinished, int(states.keys.shape[1])
+        queries, places = (notes.latest if self.settles else notes.prompt).of(row)
+        new, wanted = int((places >= self.new_from).sum()), self.wanted_rows(row)
+        first = max(len(places) - max(wanted, new if self.policy.observes else 0), 0)
+        queries, places = _query_heads(queries[:, :, first:], head, n_kv_heads), places[first:]
         own = replace(
             states,
-            queries=asked.queries,
+            queries=queries,
             mask=None,
-            older=int(asked.places.shape[0] - new.places.shape[0]),
-            observed=layer.unfinished.observed_of(part, n_kv_heads),
+            older=max(len(places) - new, 0),
+            observed=notes.observed_of(part, n_kv_heads),
         )
         if head is not None:
-            group = own.queries.shape[1] // n_kv_heads
-            mine = slice(head * group, (head + 1) * group)
-            sinks = None if states.sink_logits is None else states.sink_logits[mine]
-            own = replace(own, queries=own.queries[:, mine], sink_logits=sinks)
-            own = replace(own, first_head=states.first_head + head)
-        return own, asked.places
+            sinks = own.sink_logits
+            sinks = None if sinks is None else _query_heads(sinks[None], head, n_kv_heads)[0]
+            own = replace(own, sink_logits=sinks, first_head=states.first_head + head)
+        return own, places
 
     # What is chosen
 
@@ -389,7 +405,7 @@ class Eviction:
         who = self._who
         assert isinstance(who, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
-        for part in parts(self._grain(layer), *self._sizes(layer, states)):
+        for part in parts(self._grain(layer), *self._sizes(states)):
             own, _ = self._candidates(layer, states, part)
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
             end = self.sinks if part[0] in self.idle else end
@@ -408,12 +424,12 @@ class Eviction:
         layer: BudgetLayer | Tail,
         states: AttentionStates,
         targets: IntArray,
-        after: Unfinished,
-        noted: Unfinished | None,
+        pieces: Sequence[Part],
         together: Mapping[Part, Tensor] | None,
+        observed: dict[Part, Observed],
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
-        for part in parts(after.grain, *targets.shape):
+        for part in pieces:
             own, positions = self._candidates(layer, states, part)
             budgets = _part_budgets(targets, part)
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
@@ -422,11 +438,9 @@ class Eviction:
             elif bool((budgets < kept.shape[2]).any()):
                 kept = self._kept(part, own, budgets)
                 check_kept(self.policy, kept, budgets)
-            if noted is not None:
-                self._keep_note(after, part, noted.observed.get(part), kept, budgets)
-            elif self.remember:
-                self._note(after, part, own, kept, budgets)
-                self._note_queries(layer, after, part, states, layer.unfinished)
+            if self.remember and self.policy.observes:
+                found = self.policy.observe(own, sinks=self.sinks)
+                _keep_note(observed, part, found, kept, budgets)
             yield part, positions, self._stored(own, kept, budgets), kept
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
@@ -459,134 +473,67 @@ class Eviction:
         bias = own.bias if made.logit_bias is None else made.logit_bias
         return replace(own, keys=made.keys, values=made.values, bias=bias)
 
-    def _note(self, notes: Unfinished, part: Part, states: AttentionStates, *kept: Tensor) -> None:
-        """What the policy remembers of this chunk, for the entries that stay."""
-        found = self.policy.observe(states, sinks=self.sinks) if self.policy.observes else None
-        self._keep_note(notes, part, found, *kept)
-
-    @staticmethod
-    def _keep_note(
-        notes: Unfinished,
-        part: Part,
-        observed: Observed | None,
-        kept: Tensor | None = None,
-        budgets: Tensor | None = None,
-    ) -> None:
-        """Write down what was observed of a piece, cut to the entries that stay."""
-        notes.observed.pop(part, None)
-        if observed is None:
-            return
-        if kept is None or budgets is None or observed.columns is None:
-            notes.observed[part] = observed
-            return
-        places = _places(kept, budgets)
-        if bool((budgets == budgets[0, 0]).all()):
-            indices = torch.stack(places).view(*budgets.shape, -1)
-            notes.observed[part] = observed.kept(indices)
-            return
-        # Heads differ from here on, and so will be looked at one by one.
-        for (row, head), indices in zip(np.ndindex(*budgets.shape), places, strict=True):
-            own = part_of(observed, (row, head), budgets.shape[1])
-            key = (row if part[0] is None else part[0], head if part[1] is None else part[1])
-            notes.observed[key] = own.kept(indices[None, None])
-
-    def _note_queries(
-        self,
-        layer: BudgetLayer | Tail,
-        notes: Unfinished,
-        part: Part,
-        states: AttentionStates,
-        before: Unfinished | None = None,
-    ) -> None:
-        """Hold back the last queries, which a later chunk may be too short to bring."""
-        row, head = part
-        wanted = self._noted_rows()
-        if wanted > 0 and head in (None, 0):
-            older, new = notes if before is None else before, self._asked(layer, states, row)
-            notes.asked[row] = older.asked_of(row, new, wanted).last(wanted)
-
-    # Layers that keep the same entries
+    # What is evicted
 
     @torch.no_grad()
-    def evict(
-        self,
-        layer: BudgetLayer | Tail,
-        states: AttentionStates,
-        targets: IntArray,
-        group: tuple[int, ...] | None,
-        held: list[Held],
-    ) -> None:
-        """Keep the best of what a layer holds; in a group, when the last one has been ranked.
+    def evict(self, members: list[Member]) -> None:
+        """Keep the best of what a layer holds, or layers that share entries.
 
         Parameters
         ----------
-        layer : BudgetLayer
-            Holds more than its budget, or padding.
-        states : AttentionStates
-            What its attention saw.
-        targets : ndarray of int64, (batch, n_kv_heads)
-            Entries to keep.
-        group : tuple of int or None
-            The layers that it shares with; None where it is alone.
-        held : list of Held
-            Those of the group before it; empty again after the last one.
+        members : list of Member
+            Emptied, so that what goes of a layer is freed when it is done.
         """
-        if group is None:
-            after = Unfinished(grain=self._grain(layer), following=layer.unfinished.following)
+        # some of a group may be packed, and then all are looked at in the same pieces
+        packed = len(members) > 1 and any((bits != 16).any() for bits in self.bits.values())
+        grains = [2 if layer.reduced and packed else self._grain(layer) for layer, _, _ in members]
+        pieces = parts(max(grains), *members[0][2].shape)
+        together = self._chosen_together(members, pieces) if len(members) > 1 else None
+        while members:
+            layer, states, targets = members.pop(0)
             if self.hand_out is not None:
                 targets = targets.copy()
                 for row, scores in enumerate(self.evictable_scores(layer, states)):
                     if scores.shape[-1]:  # else nothing but sinks and window
                         targets[row] = self.hand_out([scores], targets[row : row + 1])
-            self._store(layer, states, targets, after)
-            return
-        held.append(self._ranked(layer, states, targets))
-        if states.layer == group[-1]:
-            self._evict_together(held)
+            observed, bits = dict[Part, Observed](), self.bits.get(states.layer)
+            chosen = self._choices(layer, states, targets, pieces, together, observed)
+            if layer.front:
+                chosen = (_behind(choice, layer.front) for choice in chosen)
+            entries = _collected(targets - layer.front, chosen)
+            del states
+            layer.keep_numbers(entries, bits, self.following)
+            notes = layer.unfinished
+            notes.grain, notes.observed = max(grains) * self.remember, observed
+            if self.remember and not self.settles:
+                notes.prompt.trim(self.wanted_rows())
+            else:
+                notes.prompt = Queries()
 
-    def _ranked(
-        self, layer: BudgetLayer | Tail, states: AttentionStates, targets: IntArray
-    ) -> Held:
-        """Rank the entries of a layer, whose group chooses when its last layer has been ranked."""
-        assert isinstance(self.policy, RankedPolicy), "a profile of groups has been checked for it"
-        # some of a group may be packed, and then all are looked at in the same pieces
-        packed = any((bits != 16).any() for bits in self.bits.values())
-        grain = 2 if layer.reduced and packed else self._grain(layer)
-        rankings: Rankings = {}
-        notes = Unfinished(grain=grain)
-        evicts = self._rows_that_evict(layer, states, targets)
-        for part in parts(grain, *targets.shape):
-            ranks = bool(evicts[slice(None) if part[0] is None else part[0]].any())
-            if ranks or self.remember:
-                own, _ = self._candidates(layer, states, part)
-                if ranks:
-                    found = self.policy.rankings(own, sinks=self.sinks, window=self.window)
-                    rankings[part] = found
-                if self.remember:
-                    self._note(notes, part, own)
-                    self._note_queries(layer, notes, part, states, layer.unfinished)
-        # of a forward a view would keep all alive; late ones are held anyway
-        queries = states.queries if self.late else states.queries[:, :, :0].clone()
-        return Held(
-            layer=layer,
-            states=replace(states, queries=queries, mask=None),
-            targets=targets,
-            rankings=rankings,
-            notes=notes,
-        )
-
-    def _evict_together(self, group: list[Held]) -> None:
-        """Choose once for the layers of a group, in order, and let each keep what was chosen.
-
-        The list is emptied, so that each is freed when it is done.
-        """
-        members = [held.rankings for held in group]
-        joint = joint_rankings(members, sinks=self.sinks, window=self.window)
-        kept = self._kept_together(group[-1], joint)
-        while group:
-            held = group.pop(0)
-            after = replace(held.notes, observed={}, following=held.layer.unfinished.following)
-            self._store(held.layer, held.states, held.targets, after, held.notes, kept)
+    def _chosen_together(
+        self, members: Sequence[Member], pieces: Sequence[Part]
+    ) -> dict[Part, Tensor]:
+        """Return the choice of a group, piece by piece, by the rankings of all its layers."""
+        policy = self.policy
+        assert isinstance(policy, RankedPolicy), "a profile of groups has been checked for it"
+        limits = Limits(sinks=self.sinks, window=self.window)
+        ranked: list[Rankings] = []
+        for layer, states, targets in members:
+            evicts = self._rows_that_evict(layer, states, targets)
+            ranked.append({})
+            for part in pieces:
+                if evicts[slice(None) if part[0] is None else part[0]].any():
+                    own, _ = self._candidates(layer, states, part)
+                    ranked[-1][part] = policy.rankings(own, **limits)
+        layer, states, targets = members[-1]
+        kept = {}
+        for part, rankings in joint_rankings(ranked, **limits).items():
+            own, _ = self._candidates(layer, states, part)
+            own = replace(own, queries=own.queries[:, :, :0], mask=None, gaps=False)
+            budgets = _part_budgets(targets, part)
+            kept[part] = policy.keep_ranked(rankings, own, budgets, **limits)
+            check_kept(policy, kept[part], budgets)
+        return kept
 
     def _rows_that_evict(
         self, layer: BudgetLayer | Tail, states: AttentionStates, targets: IntArray
@@ -599,18 +546,37 @@ class Eviction:
         there = columns[:, None] + apart
         return np.asarray((targets < there).any(axis=1))
 
-    def _kept_together(self, last: Held, joint: Rankings) -> dict[Part, Tensor]:
-        """The group's choice, piece by piece; of the last layer only sizes and place count."""
-        policy, kept = self.policy, {}
-        assert isinstance(policy, RankedPolicy)
-        for part, rankings in joint.items():
-            own, _ = self._candidates(last.layer, last.states, part)
-            budgets = _part_budgets(last.targets, part)
-            kept[part] = policy.keep_ranked(
-                rankings, own, budgets, sinks=self.sinks, window=self.window
-            )
-            check_kept(policy, kept[part], budgets)
-        return kept
+
+def _keep_note(
+    notes: dict[Part, Observed],
+    part: Part,
+    observed: Observed | None,
+    kept: Tensor | None = None,
+    budgets: Tensor | None = None,
+) -> None:
+    """Write down what was observed of a piece, cut to the entries that stay."""
+    notes.pop(part, None)
+    if observed is None:
+        return
+    if kept is None or budgets is None or observed.columns is None:
+        notes[part] = observed
+        return
+    places = _places(kept, budgets)
+    if bool((budgets == budgets[0, 0]).all()):
+        indices = torch.stack(places).view(*budgets.shape, -1)
+        notes[part] = observed.kept(indices)
+        return
+    # Heads differ from here on, and so will be looked at one by one.
+    for (row, head), indices in zip(np.ndindex(*budgets.shape), places, strict=True):
+        own = part_of(observed, (row, head), budgets.shape[1])
+        key = (row if part[0] is None else part[0], head if part[1] is None else part[1])
+        notes[key] = own.kept(indices[None, None])
+
+
+def _query_heads(states: Tensor, head: int | None, n_kv_heads: int) -> Tensor:
+    """Return those that share a KV head, of all query heads along axis 1, as a view."""
+    group = states.shape[1] // n_kv_heads
+    return states if head is None else states[:, head * group : (head + 1) * group]
 
 
 def _places(kept: Tensor, budgets: Tensor) -> tuple[Tensor, ...]:

@@ -22,9 +22,8 @@ from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
-from kvalloc.runtime.eviction import Eviction, Held
+from kvalloc.runtime.eviction import Eviction, Member
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
-from kvalloc.runtime.late import Followers, LateEviction, note_queries
 from kvalloc.runtime.layer import SPARE, BudgetLayer
 from kvalloc.runtime.plan import BOUNDED_BUDGETS, Plan
 from kvalloc.runtime.repetition import (
@@ -34,7 +33,7 @@ from kvalloc.runtime.repetition import (
     repeat_prompt,
 )
 from kvalloc.runtime.selection import handed_out
-from kvalloc.runtime.unfinished import Latest, Unfinished
+from kvalloc.runtime.unfinished import Queries, Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
 
@@ -108,12 +107,11 @@ class Prompt:
         self.step: Step | None = None
         self._broken: str | None = None
         self._targets: dict[int, IntArray] = {}
-        self._members: list[Held] = []  # of a group, those that have been ranked
+        self._members: list[Member] = []  # of a group, those that have attended
         self.checks = Checks()  # of the forward or the eviction that runs now
-        self._followers: Followers | None = None  # of a prompt that waits for some
+        self._waits = False  # for tokens that follow a held prompt
         self.given: int | None = None  # columns behind which drafts may stand; None without any
         self._in_chunks = True  # unless the first forward is known to be the whole prompt
-        self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
         self._forget_held()
 
     def _forget_held(self) -> None:
@@ -142,16 +140,21 @@ class Prompt:
             return State.INTERRUPTED
         if not self.arrival.complete:
             return State.ARRIVING
-        if self._followers is not None:
+        if self._waits:
             return State.HELD
         return State.FOLLOWING if self._n_following else State.EVICTED
 
     @property
     def awaited_tokens(self) -> int:
         """Tokens that still have to follow before anything is evicted; 0 where none is awaited."""
-        if self._followers is None:
-            return 0
-        return max(self.plan.awaited - int(self._followers.counts.min()), 1)
+        return max(self.plan.awaited - self._n_voting, 1) if self._waits else 0
+
+    @property
+    def _n_voting(self) -> int:
+        """Tokens that have followed the prompt in every row, padding left out."""
+        visible, columns = self.arrival.visible, self._n_following
+        shown = None if visible is None or not columns else visible[:, -columns:]
+        return int(row_tokens(shown, self._batch, columns).min())
 
     @property
     def reduced(self) -> bool:
@@ -196,7 +199,7 @@ class Prompt:
         elif arrival.complete:
             self._settle()
         for index, bits in self.plan.bits.items() if arrival.complete else ():
-            if self._followers is None:
+            if not self._waits:
                 self._layers[index].pack(bits)
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
@@ -216,15 +219,13 @@ class Prompt:
             states: Tensor | None = getattr(self, name)
             if states is not None:
                 setattr(self, name, states[rows.to(states.device)])
-        if self._followers is not None:
-            self._followers = self._followers.rows(rows)
         if self.reader is not None:
             self.reader.forget()
 
     def check_crop(self, remove: int) -> None:
         """Refuse to take so many tokens back where that cannot be right."""
         arriving = bool(self._n_seen) and not self.arrival.complete
-        into = self._followers is not None and remove > self._n_following
+        into = self._waits and remove > self._n_following
         refusals.refuse(
             crop_amid_prompt=arriving,
             crop_into_held=into and self.arrival.prompt_tokens,
@@ -254,10 +255,6 @@ class Prompt:
         self.arrival.crop(end)
         for layer in self._budget_layers:
             layer.unfinished.latest.crop(end)
-        if self._followers is not None:
-            self._followers, order = self._followers.before(end)
-            for layer in self._budget_layers:
-                note_queries(layer, order)
 
     # One forward
 
@@ -283,8 +280,6 @@ class Prompt:
                 merges_chunks=some and policy.combines and not self.plan.early and policy.name,
                 adds_up_chunks=step.remember and policy.needs_whole_prompt,
             )
-        if self._followers is not None:
-            self._following = self._followers.after(step, self.plan.awaited)
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
                 packs = step.completes and not self.plan.bounded
@@ -312,18 +307,12 @@ class Prompt:
         """A layer has attended to all that it holds: note what is needed, evict what has to go."""
         step = self.step
         assert step is not None
-        if self._holds(step):
-            self._note_held(layer, states, step)
-            return
-        if self._following is not None:
-            note_queries(layer, self._following[1], states.queries)
-            self._note_following(layer, states, step)
-            return
         if step.follows:
             self._note_following(layer, states, step)
             return
+        held = self._holds(step)
         remember = step.remember or self._goes_on_observing
-        if not layer.awaits_eviction and not remember:
+        if not (held or layer.awaits_eviction or remember):
             layer.unfinished = Unfinished()
             return
         policy = self.profile.policy
@@ -335,24 +324,30 @@ class Prompt:
             visible=step.new_visible,
             remember=remember,
             bits=self.plan.bits if step.completes and not self.plan.bounded else self.plan.halves,
+            new_from=step.seen,
+            held=held,
             chooser=self.plan.early,
             hand_out=self._handed_out if self.plan.by_layer else None,
         )
-        if self.plan.bounded:
+        eviction.note(layer, states, step.columns)
+        if held or self.plan.bounded:
             self._note_seen(states)
+        if held:
+            return
         if not layer.awaits_eviction:
             eviction.observe(layer, states)
             return
-        group = self.plan.groups.get(states.layer)
-        targets = self._targets[states.layer]
-        eviction.evict(layer, states, targets, group, self._members)
+        states = replace(states, queries=states.queries[:, :, :0].clone(), mask=None)
+        self._members.append((layer, states, self._targets[states.layer]))
+        group = self.plan.groups.get(states.layer, (states.layer,))
+        if states.layer == group[-1]:
+            eviction.evict(self._members)
         if self.reader is not None:
             self.reader.forget()
 
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
         step, self.step = self.step, None
-        following, self._following = self._following, None
         self._members.clear()
         if step is None:  # it was interrupted, and `reset` has tidied up before this
             return
@@ -361,9 +356,7 @@ class Prompt:
             with self._half_way():
                 pass  # what was noted in its layers
             self.arrival.commit(step)
-            if following is not None:
-                self._followers = following[0]
-            elif not step.follows and self._evicts_late:
+            if not step.follows and self._evicts_late:
                 self._end_held(step)
             elif step.completes:
                 self._settle()
@@ -375,7 +368,7 @@ class Prompt:
             layer.cancel_eviction()
             more = layer.get_seq_length() - step.seen
             # a turn that broke off was not read
-            if step.follows and following is None and more > 0:
+            if step.follows and more > 0:
                 layer.crop(-more)
                 layer.unfinished.latest.crop(step.seen)
         lengths = {layer.get_seq_length() for layer in self._layers}
@@ -435,11 +428,6 @@ class Prompt:
             uneven = any((counts != counts[0, 0]).any() for counts in targets.values())
             refusals.refuse(reads_unevenly=uneven and self.plan.policy.name)
 
-    def _note_held(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
-        """Note what evicting later needs."""
-        self._note_seen(states)
-        self._late(step.prompt_tokens, step.new_visible).hold_queries(layer, states)
-
     def _note_seen(self, states: AttentionStates) -> None:
         """Note what of a layer's states is the same for the whole prompt."""
         self._seen[states.layer] = replace(
@@ -448,20 +436,6 @@ class Prompt:
             keys=states.keys[:, :, :0].detach().clone(),
             values=states.values[:, :, :0].detach().clone(),
             mask=None,
-        )
-
-    def _late(self, prompt_tokens: int, visible: Tensor | None, **more: Any) -> LateEviction:
-        policy = self.profile.policy
-        return LateEviction(
-            policy=self.plan.policy,
-            sinks=policy.sinks,
-            window=policy.window,
-            prompt_tokens=prompt_tokens,
-            visible=visible,
-            remember=self._goes_on_observing,
-            bits=self.plan.bits,
-            scorers=self.plan.wanted,
-            **more,
         )
 
     def _end_held(self, step: Step) -> None:
@@ -504,14 +478,13 @@ class Prompt:
                 notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
             for index, found in notes.items():
                 self._layers[index].unfinished.later |= found
-        self._followers = Followers.none(self._batch)
+        self._waits = True
         if not awaited_tokens(scorer for each in looks.values() for scorer in each):
             self.evict()
 
     def catch_up(self) -> None:
         """Evict late, or settle what followed, where enough has followed."""
-        followers = self._followers
-        if followers is not None and int(followers.counts.min()) >= max(self.plan.awaited, 1):
+        if self._waits and self._n_voting >= max(self.plan.awaited, 1):
             self.evict()
         if not self.plan.reduces:
             return
@@ -542,7 +515,7 @@ class Prompt:
         Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
         to go on.
         """
-        if self._followers is None:
+        if not self._waits:
             return
         columns = self.arrival.prompt_tokens
         assert columns is not None
@@ -553,13 +526,22 @@ class Prompt:
         tokens = row_tokens(visible, self._batch, columns)
         if self.plan.bounded:  # the padding of the prompt has gone
             visible = None
-        eviction = self._late(
-            columns,
-            visible,
+        policy = self.profile.policy
+        eviction = Eviction(
+            policy=self.plan.policy,
+            sinks=policy.sinks,
+            window=policy.window,
+            prompt_tokens=columns,
+            visible=visible,
+            remember=self._goes_on_observing,
+            bits=self.plan.bits,
+            new_from=columns,
+            held=True,
             row_tokens=tokens,
+            scorers=self.plan.wanted,
             following=self._n_following,
             following_visible=following_visible,
-            followers=self._followers,
+            voting=self.plan.awaited,
         )
         targets = self._final_targets()
         with self._half_way():
@@ -589,12 +571,17 @@ class Prompt:
         self._check_read(targets)
         if self.profile.by_prompt:
             targets = self._by_prompt(evictions, targets, among, kept)
-        for index, own in targets.items():
-            eviction, group = evictions[index], self.plan.groups.get(index)
-            layer = among[index]
-            states = self._layer_states(index, layer, eviction)
-            eviction.evict(layer, states, own + layer.front, group, self._members)
-            del states  # its keys are the layer's old ones
+        for index in targets:
+            group = self.plan.groups.get(index, (index,))
+            if index != group[-1]:
+                continue
+            members: list[Member] = []
+            for one in group:
+                layer = among[one]
+                states = self._layer_states(one, layer, evictions[one])
+                members.append((layer, states, targets[one] + layer.front))
+                del states  # its keys are the layer's old ones
+            evictions[index].evict(members)
         if self.reader is not None:
             self.reader.forget()
 
@@ -614,7 +601,7 @@ class Prompt:
         shown = self.arrival.visible
         shown = None if shown is None else shown[:, :columns]
         self.arrival.competed = row_tokens(shown, self._batch, columns)
-        self._followers, seen = None, self._seen
+        self._waits, seen = False, self._seen
         self._forget_held()
         self._seen = seen  # of queries that have been noted since
 
@@ -666,14 +653,14 @@ class Prompt:
             self._note_seen(states)
         who, end = self.plan.after, step.seen + step.new_tokens
         every = who.observes or self.given is not None  # drafts may be taken back
-        every |= step.new_visible is not None  # rows end in different columns
-        rows = end if every else who.query_rows(step.seen)
-        layer.unfinished.latest.add(states.queries.detach(), end, rows)
+        rows = max(who.query_rows(end), self.plan.awaited * self._waits)
+        latest = layer.unfinished.latest
+        latest.add(states.queries.detach(), step.columns, end if every else rows)
 
     @torch.no_grad()
     def settle_following(self) -> None:
         """Go back to the budgets of all tokens seen: what followed competes with what is kept."""
-        if not self.plan.reduces or self._followers is not None or not self.arrival.complete:
+        if not self.plan.reduces or self._waits or not self.arrival.complete:
             return
         seen, policy = self._n_seen, self.profile.policy
         noted = all(layer.unfinished.latest.pieces for layer in self._budget_layers)
@@ -702,7 +689,7 @@ class Prompt:
         with self._half_way():
             self._settle_rows(followed, settling, [own for own in every.items() if len(own[1])])
         for layer in self._budget_layers:
-            layer.unfinished.latest = Latest()
+            layer.unfinished.latest = Queries()
         self.arrival.settled = seen
         self.arrival.competed = np.where(settling.new_alone, competed, tokens)
 
@@ -736,6 +723,7 @@ class Prompt:
                 visible=None,
                 remember=self._goes_on_observing,
                 bits=self.plan.bits,
+                settles=True,
                 idle=frozenset(idle.tolist()),
             )
             own = {i: self._layers[i] for i in goes}
@@ -866,12 +854,8 @@ class Prompt:
         self, index: int, layer: BudgetLayer | Tail, eviction: Eviction
     ) -> AttentionStates:
         """What a layer has to choose from, and the latest queries where it has noted them."""
-        seen = self._seen[index]
-        queries = seen.queries.expand(layer.batch, -1, -1, -1)
-        if layer.unfinished.latest.pieces and not eviction.late:
-            queries = layer.unfinished.latest.queries
         keys, values = layer.all_but(eviction.following)
-        return replace(seen, queries=queries, keys=keys, values=values)
+        return replace(self._seen[index], keys=keys, values=values)
 
     # Budgets that are decided from the prompt
 

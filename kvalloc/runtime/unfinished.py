@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvalloc.models.attention import Observed
 
-__all__ = ["Asked", "Latest", "Part", "Unfinished", "part_of", "parts"]
+__all__ = ["Part", "Queries", "Unfinished", "part_of", "parts"]
 
 #: A row and a KV head of a layer; None stands for all of them.
 Part: TypeAlias = tuple[int | None, int | None]
@@ -37,68 +37,89 @@ def parts(grain: int, batch: int, n_kv_heads: int) -> list[Part]:
     return [(row, head) for row in range(batch) for head in range(n_kv_heads)]
 
 
-class Asked(NamedTuple):
-    """Queries of one row, or of all, and where their tokens stand.
-
-    Attributes
-    ----------
-    queries : Tensor, (batch or 1, n_query_heads, n, head_dim)
-    places : Tensor of int32, (n,)
-        Columns of the tokens.
-    """
-
-    queries: Tensor
-    places: Tensor
-
-    def last(self, tokens: int) -> Asked:
-        """A copy of so many of the last ones."""
-        first = max(int(self.places.shape[0]) - tokens, 0)
-        return Asked(self.queries[:, :, first:].clone(), self.places[first:].clone())
-
-
 @dataclass(slots=True)
-class Latest:
-    """The latest queries of tokens that came one forward after the other.
+class Queries:
+    """The latest queries of each row, padding left out.
 
     Attributes
     ----------
-    pieces : list of Tensor, each (batch, n_query_heads, n_new_tokens, head_dim)
-        One a forward.
-    tokens : int
-        How many these are.
-    end : int
-        Column behind the last of them.
+    pieces : list of (Tensor, Tensor)
+        Of one forward after the other: columns of its tokens, (batch, n), on the host, and their
+        queries, (batch, n_query_heads, n, head_dim). A row that has fewer than another has column
+        -1 in front.
     """
 
-    pieces: list[Tensor] = field(default_factory=list)
-    tokens: int = 0
-    end: int = 0
+    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, queries: Tensor, end: int, most: int) -> None:
-        """Add queries that end before a column, and forget what is not among so many."""
-        first = max(int(queries.shape[2]) - most, 0)
-        self.pieces.append(queries[:, :, first:].clone() if first else queries)
-        self.tokens, self.end = self.tokens + int(queries.shape[2]) - first, end
-        while (left := self.tokens - int(self.pieces[0].shape[2])) >= most and len(self.pieces) > 1:
+    def add(self, queries: Tensor, columns: Tensor, most: int) -> None:
+        """Add those of a forward, and forget what is not among so many of the latest of a row.
+
+        Parameters
+        ----------
+        queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
+        columns : Tensor of int64, (batch, n_new_tokens)
+            -1 for padding.
+        most : int
+        """
+        self.pieces.append((columns, queries))
+        if bool((columns < 0).any()):
+            self._keep_latest(most)
+            return
+        if columns.shape[1] > most:
+            self.pieces = [_last(columns, queries, most)]
+        tokens = sum(int(own.shape[1]) for own, _ in self.pieces)
+        while len(self.pieces) > 1 and (tokens := tokens - self.pieces[0][0].shape[1]) >= most:
             del self.pieces[0]
-            self.tokens = left
+
+    def of(self, row: int | None) -> tuple[Tensor, Tensor]:
+        """Return the queries of a row, or of all, (batch or 1, ...), and their columns, (n,)."""
+        columns, queries = self._joined()
+        if row is None:  # no padding
+            return queries, columns[0]
+        first = int((columns[row] < 0).sum())
+        return queries[row : row + 1, :, first:], columns[row, first:]
+
+    def trim(self, most: int) -> None:
+        """Forget, and free, all but so many of the latest of each row."""
+        columns, queries = self._joined()
+        if columns.shape[1] > most:
+            self.pieces = [_last(columns, queries, most)]
 
     def crop(self, end: int) -> None:
         """Forget those from a column on."""
-        gone, self.end = max(self.end - end, 0), min(self.end, end)
-        left = max(self.tokens - gone, 0)
-        if left < self.tokens:
-            self.pieces, self.tokens = [self.queries[:, :, :left]], left
+        if any(bool((columns >= end).any()) for columns, _ in self.pieces):
+            columns, queries = self._joined()
+            self.pieces = [(columns.masked_fill(columns >= end, -1), queries)]
+            self._keep_latest(int(columns.shape[1]))
 
-    def rows(self, rows: Tensor) -> Latest:
+    def rows(self, rows: Tensor) -> Queries:
         """Return those of these rows."""
-        pieces = [own[rows.to(own.device)] for own in self.pieces]
-        return Latest(pieces, self.tokens, self.end)
+        pairs = self.pieces
+        return Queries([(own[rows.cpu()], states[rows.to(states.device)]) for own, states in pairs])
 
-    @property
-    def queries(self) -> Tensor:
-        """All of them, (batch, n_query_heads, tokens, head_dim)."""
-        return torch.cat(self.pieces, dim=2)
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        """Return all columns and all queries, which are one piece from now on."""
+        if len(self.pieces) > 1:
+            columns, queries = zip(*self.pieces, strict=True)
+            self.pieces = [(torch.cat(columns, dim=1), torch.cat(queries, dim=2))]
+        return self.pieces[0]
+
+    def _keep_latest(self, most: int) -> None:
+        """Keep so many of each row, those of rows with fewer behind columns of -1."""
+        columns, queries = self._joined()
+        first = max(int(columns.shape[1]) - most, 0)
+        order = (columns >= 0).byte().argsort(dim=1, stable=True)[:, first:]
+        found = columns.gather(1, order)
+        some = (found >= 0).any(dim=0)
+        index = order[:, some].to(queries.device)[:, None, :, None]
+        index = index.expand(-1, queries.shape[1], -1, queries.shape[3])
+        self.pieces = [(found[:, some], queries.gather(2, index))]
+
+
+def _last(columns: Tensor, queries: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return a copy of so many of the last."""
+    first = int(columns.shape[1]) - most
+    return columns[:, first:].clone(), queries[:, :, first:].clone()
 
 
 @dataclass(slots=True)
@@ -111,12 +132,10 @@ class Unfinished:
         The finest pieces that the layer was looked at in so far, see `parts`.
     observed : dict of Observed
         What the policy noted of each piece.
-    asked : dict of Asked
-        The last queries of all rows (key None) or of each row.
-    following : Tensor or None, (batch, n_query_heads, n, head_dim)
-        Queries of tokens that followed a held prompt; which ones, `Followers` says.
-    latest : Latest
-        Queries of tokens since anything was evicted.
+    prompt : Queries
+        Of the prompt.
+    latest : Queries
+        Of what followed it, since anything was evicted.
     later : dict of Observed
         What scorers noted while the prompt was repeated, by their `later_key`: of all rows, and
         with all columns of the prompt, padding included.
@@ -124,9 +143,8 @@ class Unfinished:
 
     grain: int = 0
     observed: dict[Part, Observed] = field(default_factory=dict)
-    asked: dict[int | None, Asked] = field(default_factory=dict)
-    following: Tensor | None = None
-    latest: Latest = field(default_factory=Latest)
+    prompt: Queries = field(default_factory=Queries)
+    latest: Queries = field(default_factory=Queries)
     later: dict[Hashable, Observed] = field(default_factory=dict)
 
     def select(self, rows: Tensor) -> None:
@@ -144,16 +162,7 @@ class Unfinished:
             for (row, head), found in self.observed.items()
             for to in now(row)
         }
-        self.asked = {
-            to: own._replace(queries=own.queries[rows.to(own.places.device)])
-            if row is None
-            else own
-            for row, own in self.asked.items()
-            for to in now(row)
-        }
-        if self.following is not None:
-            self.following = self.following[rows.to(self.following.device)]
-        self.latest = self.latest.rows(rows)
+        self.prompt, self.latest = self.prompt.rows(rows), self.latest.rows(rows)
         self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
 
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:
@@ -166,31 +175,6 @@ class Unfinished:
                 cut_head = head if key[1] is None else None
                 return part_of(found, (cut_row, cut_head), n_kv_heads)
         return None
-
-    def asked_of(self, row: int | None, new: Asked, tokens: int) -> Asked:
-        """The last queries of a row or of all rows, old and new.
-
-        Parameters
-        ----------
-        row : int or None
-            Which row; None for all.
-        new : Asked
-            Those of this chunk.
-        tokens : int
-            How many of the last queries the policy wants.
-
-        Returns
-        -------
-        Asked
-            This chunk's, preceded by older ones where the chunk is shorter than ``tokens``.
-        """
-        missing = tokens - int(new.places.shape[0])
-        older = self.asked.get(row, self.asked.get(None))
-        if missing <= 0 or older is None:
-            return new
-        own = slice(None) if row in self.asked or row is None else slice(row, row + 1)
-        queries = torch.cat([older.queries[own, :, -missing:], new.queries], dim=2)
-        return Asked(queries, torch.cat([older.places[-missing:], new.places]))
 
     def later_of(
         self, part: Part, columns: slice | Tensor, n_kv_heads: int

@@ -253,7 +253,7 @@ def test_4096_tokens_stay_within_the_share_and_the_stated_slack(tiny: ModuleType
         assert (cache.kept_tokens == profile.budgets_for(settled) + seen - settled).all()
         assert cache.retained_bytes <= profile.retained_bytes_at(settled) + slack
         for layer in cache.layers:
-            held = layer.unfinished.latest.pieces
+            held = [queries for _, queries in layer.unfinished.latest.pieces]
             assert sum(own.shape[2] for own in held) <= votes
             assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
     assert cache.get_seq_length() == prompt + 4096

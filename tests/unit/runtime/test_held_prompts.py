@@ -245,7 +245,7 @@ def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
 
     for name, patched in (
         ("reconstruction", "repetition.HeldPrompt.run"),
-        ("lookahead", "late.LateEviction.evict"),
+        ("lookahead", "eviction.Eviction.evict"),
     ):
         cache = make_cache(model, profile_of(tiny, model, name))
         with monkeypatch.context() as patch:
