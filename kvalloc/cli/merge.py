@@ -7,7 +7,6 @@ from typing import Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
-from kvalloc.cli.progress import ProgressBar
 from kvalloc.formats.record import kind_of
 from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.units import Option, size
@@ -47,8 +46,7 @@ def merge(
 
         merged = merge_surrogates(parts, output, accept_missing=accept_missing)
     else:
-        with ProgressBar("merging", unit="bytes") as progress:
-            merged = merged_parts(parts, output, accept_missing=accept_missing, progress=progress)
+        merged = merged_parts(parts, output, accept_missing=accept_missing)
     facts = {**vars(merged), "parts": len(parts), "file_bytes": output.stat().st_size}
     many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
     shown = {

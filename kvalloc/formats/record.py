@@ -28,7 +28,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write, near_file
-from kvalloc.formats.tensors import Blocks, Digest, write_tensors
 from kvalloc.shape import ModelShape
 
 _HEADER_BYTES = 100_000_000
@@ -543,9 +542,16 @@ class ArrayRecord(FileRecord):
         InputError
             If the folder does not exist or is read-only.
         """
-        arrays = {name: Blocks.whole(array) for name, array in self._arrays().items()}
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
+        stated = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
         with atomic_write(path) as temporary:
-            write_tensors(temporary, self.header(), arrays, entry=self.METADATA)
+            try:
+                save_file(arrays, temporary, metadata={self.METADATA: stated})
+            except SafetensorError as error:  # a full disk is not an OSError there
+                raise OSError(str(error)) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -588,11 +594,11 @@ class ArrayRecord(FileRecord):
 
 def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
     """Return the SHA-256 over a text and arrays: their names, types, shapes and values."""
-    digest = Digest(header)
+    hasher = hashlib.sha256(header.encode())
     for name, array in arrays.items():
-        digest.begin(name, array)
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+        hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+        hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
 
 
 def digest_of(content: dict[str, Any]) -> str:

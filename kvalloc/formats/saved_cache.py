@@ -7,6 +7,7 @@ compared with the rest of it: the kernels that read the tensors later check noth
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +23,6 @@ from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
-from kvalloc.formats.tensors import tensor_table
 
 
 def _checked(stated: object) -> BudgetProfile:
@@ -213,8 +213,10 @@ class SavedCacheHeader(FileRecord):
 def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file that safetensors has opened."""
     tensors = {}
-    first, table = tensor_table(path)
     with open(path, "rb") as file:
+        first = 8 + int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(first - 8))
+        table.pop("__metadata__", None)
         for name, stated in table.items():
             start, end = stated["data_offsets"]
             dtype, n_bytes = _TYPES.get(stated["dtype"], (stated["dtype"], 0))

@@ -1,7 +1,5 @@
 """Parts of a measurement, and the file that they make together."""
 
-import json
-
 import numpy as np
 import pytest
 from cli_tools import refused, run
@@ -14,7 +12,6 @@ from tiny_models import tiny_model, tiny_profile, words
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.merging import merge
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.tensors import Blocks, write_tensors
 from kvalloc.measure import Prompt
 from kvalloc.measure.loss_plan import LossPlan
 
@@ -93,16 +90,6 @@ def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path, options):
         tiny_profile(output=tmp_path / f"{number}", shard=f"{number}/3", **options)
     merge([tmp_path / number for number in "312"], tmp_path / "merged")
     assert (tmp_path / "merged").read_bytes() == (tmp_path / "whole").read_bytes()
-
-
-def test_a_file_in_blocks_is_the_one_that_safetensors_writes(tmp_path):
-    arrays = {"z": np.arange(3), "b": np.ones((2, 2)), "a": np.zeros((0, 3)), "y": np.eye(2)}
-    header = {"text": 'é"\\\n', "number": 1.5}
-    blocks = {name: Blocks.whole(array) for name, array in arrays.items()}
-    digest = write_tensors(tmp_path / "ours", header, blocks, entry="kvalloc")
-    stated = json.dumps({**header, "digest": digest}, sort_keys=True)
-    save_file(arrays, tmp_path / "theirs", metadata={"kvalloc": stated})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 @pytest.fixture
@@ -192,9 +179,12 @@ def edited(path, **changes):
         (lambda path: path.write_bytes(path.read_bytes()[:-8]), "not readable as safetensors"),
         (lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8), "digest is"),
         (lambda path: path.unlink(), "missing"),
-        (lambda path: edited(path, more=np.zeros(3)), "more is F64 shaped .3."),
-        (lambda path: edited(path, masses=np.zeros((3, 3, 2))), "masses is of 3 samples"),
-        (lambda path: edited(path, shards=np.array([0, 7, 0])), "shards is .0, 7, 0., expected"),
+        (lambda path: edited(path, more=np.zeros(3)), "more is .*expected no such field"),
+        (
+            lambda path: edited(path, masses=np.zeros((3, 3, 2))),
+            "masses is float64 shaped .3, 3, 2., expected",
+        ),
+        (lambda path: edited(path, shards=np.array([0, 7, 0])), "shards is 0..7, expected"),
         (lambda path: edited(path, sample_places=np.array([4, 1])), "sample_places is .4, 1., exp"),
     ],
 )
