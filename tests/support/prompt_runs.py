@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvalloc
+from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import repetition
 from kvalloc.runtime.policies import get_policy
 from kvalloc.scorers import get_scorer
@@ -67,6 +68,25 @@ def applied(model: Any, ids: torch.Tensor, profile: Any = None, **options: Any) 
     with kvalloc.apply(model, profile, **options) as found:
         generate(model, ids, max_new_tokens=1)
     return found.last_cache
+
+
+def states_seen(model: Any, ids: torch.Tensor, **inputs: Any) -> dict[int, AttentionStates]:
+    """What the attention of each layer sees of tokens in one forward without a cache."""
+    found: dict[int, AttentionStates] = {}
+
+    def look(states: AttentionStates, compute: Any) -> Any:
+        found[states.layer] = states
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, look):
+        model(ids, use_cache=False, **inputs)
+    return found
+
+
+def head_entries(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
+    """The columns that one head keeps of a row."""
+    kept: list[int] = cache.kept_indices(layer)[row, head].tolist()
+    return [place for place in kept if place >= 0]
 
 
 def padded_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import ModuleType
 from typing import Any
 
@@ -62,31 +61,6 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(
         assert (kept[:, expected.shape[1] :] == -1).all()
 
 
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_generate_on_a_padded_batch_answers_each_row_as_alone(tiny: ModuleType, level: str) -> None:
-    """Positions are true: the rows' own, counted from their first token."""
-    model = tiny.tiny_model()
-    profile = profile_of(tiny, model, level)
-    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding("left")
-    options = {"max_new_tokens": 8, "do_sample": False}
-    cache = make_cache(model, profile)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    for row in range(len(LENGTHS)):
-        own = ids[row : row + 1, mask[row].bool()]
-        alone = model.generate(
-            own,
-            attention_mask=torch.ones_like(own),
-            past_key_values=make_cache(model, profile),
-            **options,
-        )
-        assert torch.equal(out[row, CONTEXT:], alone[0, own.shape[1] :])
-    # A second turn on the same cache goes on with the same padding.
-    more = torch.cat([out, tiny.prompt(4, len(LENGTHS), seed=1)], dim=1)
-    longer = torch.nn.functional.pad(mask, (0, more.shape[1] - CONTEXT), value=1)
-    again = model.generate(more, attention_mask=longer, past_key_values=cache, **options)
-    assert again.shape[1] == more.shape[1] + 8
-
-
 def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = profile_of(tiny, model, "layer")
@@ -102,34 +76,6 @@ def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
         pass
     run(model, tiny.prompt(CONTEXT), fresh)
     assert np.array_equal(fresh.kept_tokens, profile.budgets)
-
-
-@pytest.mark.parametrize("pads", [(10, 10), (10, 40)])
-@pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_chunk_that_fits_belongs_to_what_is_kept(
-    tiny: ModuleType, announced: bool, level: str, pads: tuple[int, int]
-) -> None:
-    """Padding has gone from the first chunk, and nothing has to go of the ones after it."""
-    model = tiny.tiny_model()
-    profile = profile_of(tiny, model, level, share=0.9)
-    if not announced:  # else every chunk would bring an eviction
-        profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)
-    cache = make_cache(model, profile, prompt_tokens=CONTEXT if announced else None)
-    shadow, ids = tiny.Shadow(model), tiny.prompt(80, 2)
-    mask = (torch.arange(80) >= torch.tensor(pads)[:, None]).long()
-    with contextlib.nullcontext() if announced else cache.prefill():
-        for first, end in ((0, 60), (60, 75), (75, 80)):
-            own = mask[:, :end]
-            found = run(model, ids[:, first:end], cache, own)
-            assert tiny.worst(found, shadow.logits(ids[:, first:end], own), own) < 1e-4
-            shadow.follow(cache)
-            for layer in range(tiny.N_LAYERS):
-                kept = cache.kept_indices(layer)
-                for row, head in np.ndindex(2, tiny.N_KV_HEADS):
-                    columns = list(range(pads[row], end))
-                    fill = [-1] * (kept.shape[-1] - len(columns))
-                    assert kept[row, head].tolist() == columns + fill
 
 
 def test_what_is_kept_ends_where_a_prompt_was_cropped(tiny: ModuleType) -> None:

@@ -12,14 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prompt_runs import padded_rows, policy, read, run
+from prompt_runs import padded_rows, policy, read, run, states_seen
 from scorer_oracle import make_states
 
 import kvalloc
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies.attention_matching import (
     LEAST_WEIGHT,
     MOST_WEIGHT,
@@ -245,18 +244,6 @@ def matching(profile: BudgetProfile, **parameters: Any) -> BudgetProfile:
     return profile.replace(policy=own)
 
 
-def seen_by(model: Any, ids: torch.Tensor) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-
-    def look(states: Any, compute: Any) -> Any:
-        found[states.layer] = states
-        return compute(states.mask)
-
-    with torch.no_grad(), intercept_attention(model, look):
-        model(ids, use_cache=False)
-    return found
-
-
 def turned(queries: Array, positions: list[int], frequencies: Array) -> Array:
     """Queries (heads, n, head_dim), pair by pair with complex numbers."""
     half = len(frequencies)
@@ -276,7 +263,7 @@ def expected_of(
 ) -> dict[int, list[tuple[Array, Array]]]:
     """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
     followed = model.generate(ids, max_new_tokens=AWAITED, do_sample=False, eos_token_id=None)
-    states = seen_by(model, followed)
+    states = states_seen(model, followed)
     found: dict[int, list[tuple[Array, Array]]] = {}
     for layer, places in kept.items():
         own = states[layer]
@@ -334,7 +321,7 @@ def test_the_cache_stores_what_plain_forwards_say(
     read(model, ids, cache)
     kept = tiny.kept_of(cache)
     changed = 0.0
-    plain = seen_by(model, ids)
+    plain = states_seen(model, ids)
     for layer, heads in expected_of(model, ids, kept, biases=biases, rows=rows).items():
         for head, (values, bias) in enumerate(heads):
             found, found_bias = stored_of(cache, layer, head)

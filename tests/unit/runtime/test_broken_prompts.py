@@ -22,7 +22,7 @@ KINDS = ["layer", "head", "bits", "held", "decode_every"]
 
 
 def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
-    scorer = "lookahead" if kind == "held" else "xkv"
+    scorer = {"held": "lookahead", "repeated": "reconstruction"}.get(kind, "xkv")
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer)
     if kind == "bits":
         profile = profile.replace(bits=np.full_like(profile.budgets, 8))
@@ -171,7 +171,7 @@ def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> Non
 
 
 @pytest.mark.parametrize("scores", ["not finite", "too few"])
-@pytest.mark.parametrize("kind", ["layer", "head", "held", "decode_every"])
+@pytest.mark.parametrize("kind", ["layer", "head", "held", "repeated", "decode_every"])
 def test_what_is_checked_at_the_end_leaves_nothing_half_done(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
 ) -> None:

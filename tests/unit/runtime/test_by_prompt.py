@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from prompt_runs import padded_rows, read, run
+from prompt_runs import padded_rows, read, run, states_seen
+from scorer_oracle import full_attention
 
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.prompt import State
@@ -172,30 +172,15 @@ def naive_scores(
     tiny: ModuleType, model: Any, ids: torch.Tensor, profile: Any
 ) -> npt.NDArray[np.float64]:
     """The scorer's scores without sinks and window, from plain forwards."""
-
-    def rows(tokens: torch.Tensor, first: int) -> dict[int, npt.NDArray[np.float64]]:
-        found: dict[int, npt.NDArray[np.float64]] = {}
-
-        def look(states: Any, compute: Any) -> Any:
-            queries = states.queries[0].double()
-            keys = states.keys[0].double().repeat_interleave(len(queries) // 2, dim=0)
-            logits = queries @ keys.transpose(1, 2) * states.scaling
-            n = logits.shape[-1]
-            logits.masked_fill_(torch.ones(n, n).triu(1).bool(), float("-inf"))
-            votes = logits.softmax(dim=-1)[:, first:, tiny.SINKS : CONTEXT - tiny.WINDOW].mean(1)
-            found[states.layer] = votes.view(2, -1, votes.shape[-1]).mean(dim=1).numpy()
-            return compute(states.mask)
-
-        with torch.no_grad(), intercept_attention(model, look):
-            model(tokens, use_cache=False)
-        return found
-
+    first = CONTEXT - tiny.WINDOW
     if profile.policy.scorer == "lookahead":
-        followed = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
-        found = rows(followed, CONTEXT)
-    else:
-        found = rows(ids, CONTEXT - tiny.WINDOW)
-    return np.stack([found[layer] for layer in profile.shape.full_layers])
+        ids = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
+        first = CONTEXT
+    seen, found = states_seen(model, ids), []
+    for layer in profile.shape.full_layers:
+        votes = full_attention(seen[layer])[0][:, first:, tiny.SINKS : CONTEXT - tiny.WINDOW]
+        found.append(votes.mean(axis=1).reshape(2, -1, votes.shape[-1]).mean(axis=1))
+    return np.stack(found)
 
 
 def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

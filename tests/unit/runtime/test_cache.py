@@ -4,51 +4,17 @@ from __future__ import annotations
 
 import copy
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from prompt_runs import run
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
-from kvalloc.errors import UnsupportedRequestError
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.units import size
 
 CONTEXT = 80
-
-
-def profile_of(tiny: ModuleType, model: Any, level: str) -> Any:
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    return tiny.by_head(profile, spread=9) if level == "head" else profile
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_read_from_the_storages_and_equal_the_profiles(
-    tiny: ModuleType, family: str, batch: int, dtype: torch.dtype
-) -> None:
-    model = tiny.tiny_model(family, "sdpa", dtype)
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = kvalloc.make_cache(model, profile)
-    assert (cache.retained_bytes, cache.full_bytes) == (0, 0)
-    run(model, tiny.prompt(CONTEXT, batch), cache)
-    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, batch)
-    assert cache.full_bytes == profile.full_bytes_at(CONTEXT, batch)
-    assert np.array_equal(cache.kept_tokens, profile.budgets_for(CONTEXT))
-    # Storages, not views: nothing of the evicted entries is still allocated.
-    parts = [
-        part
-        for layer in cache.layers
-        for part in getattr(getattr(layer, "entries", None), "parts", ())
-    ]
-    tensors = [numbers for kept in (*cache.layers, *parts) for numbers in (kept.keys, kept.values)]
-    tensors += [part.positions for part in parts]
-    by_hand = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    assert by_hand == cache.retained_bytes
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -71,20 +37,6 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
         assert cache.retained_bytes == (kept + latest) * heads
         assert cache.full_bytes == (2 * seen * half + 2 * of_sliding * plain) * heads
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType, level: str) -> None:
-    model = tiny.tiny_model()
-    cache = kvalloc.make_cache(model, profile_of(tiny, model, level))
-    run(model, tiny.prompt(CONTEXT, 3), cache)
-    before = cache.kept_indices(1)
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    assert torch.equal(cache.kept_indices(1), before[[2, 0, 0]])
-    cache.batch_select_indices(torch.tensor([1]))
-    cache.batch_repeat_interleave(2)
-    assert torch.equal(cache.kept_indices(1), before[[0, 0]])
-    assert cache.layers[1].batch == 2
 
 
 def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: ModuleType) -> None:
@@ -119,24 +71,6 @@ def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> N
     assert torch.equal(run(model, question, other), run(model, question, cache))
 
 
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType, level: str) -> None:
-    model = tiny.tiny_model()
-    cache = kvalloc.make_cache(model, profile_of(tiny, model, level))
-    run(model, tiny.prompt(CONTEXT), cache)
-    bytes_before = cache.retained_bytes
-    question = tiny.prompt(6, seed=1)
-    first = run(model, question, cache)
-    cache.crop(-6)
-    assert cache.get_seq_length() == CONTEXT
-    assert cache.retained_bytes == bytes_before
-    assert torch.equal(run(model, question, cache), first)
-    with pytest.raises(UnsupportedRequestError, match="only 6 tokens followed"):
-        cache.crop(-7)
-    cache.crop(0)
-    assert cache.get_seq_length() == CONTEXT + 6
-
-
 def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) -> None:
     model = tiny.tiny_model("gemma3")
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
@@ -161,21 +95,6 @@ def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> 
     ids = tiny.prompt(CONTEXT)
     assert torch.equal(run(model, ids, cache), run(model, ids, kvalloc.make_cache(model, profile)))
     assert (cache.kept_tokens == profile.budgets).all()
-
-
-def test_reset_forgets_and_frees(tiny: ModuleType) -> None:
-    for family in ("llama", "gemma3"):
-        model = tiny.tiny_model(family)
-        cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-        ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
-        expected = (run(model, ids, cache), run(model, question, cache))
-        cache.reset()
-        assert (cache.retained_bytes, cache.full_bytes, cache.get_seq_length()) == (0, 0, 0)
-        assert cache.kept_tokens.sum() == 0
-        run(model, tiny.prompt(33, 2, seed=5), cache)
-        cache.reset()
-        assert torch.equal(run(model, ids, cache), expected[0])
-        assert torch.equal(run(model, question, cache), expected[1])
 
 
 def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:

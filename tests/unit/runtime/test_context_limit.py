@@ -11,7 +11,7 @@ from prompt_runs import noted_repetitions, run
 
 from kvalloc.errors import InputError
 from kvalloc.runtime import make_cache
-from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
+from kvalloc.scorers.later_pass import CARRIED_TOKENS
 
 CONTEXT = 90
 CHUNK = {"chunk": 37, "instruction": "7+8+9", "continuation": "10"}
@@ -21,21 +21,6 @@ REPEATED = 1 + CARRIED_TOKENS + 37  # the longest repetition: a further piece
 def profile_of(tiny: ModuleType, model: Any, name: str, parameters: dict[str, Any]) -> Any:
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
     return tiny.by_head(profile, spread=9)
-
-
-@pytest.mark.parametrize(
-    ("later", "tokens", "wanted"),
-    [
-        (Later(kind="following", tokens=8), 90, 0),
-        (Later(kind="repeat", tokens=100, instruction=(1, 2)), 90, 92),
-        (Later(kind="repeat", tokens=40, instruction=(1, 2)), 60, 42),
-        (Later(kind="repeat", tokens=40, instruction=(1, 2)), 90, 48),
-        (Later(kind="repeat", tokens=40, continuation=(1, 2, 3)), 40, 40),
-        (Later(kind="repeat", tokens=40, continuation=(1, 2, 3)), 75, 46),
-    ],
-)
-def test_how_far_a_pass_goes(later: Later, tokens: int, wanted: int) -> None:
-    assert later.furthest(tokens) == wanted
 
 
 def test_how_far_a_pass_goes_is_how_far_it_runs(

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import states_seen
 
 import kvalloc
-from kvalloc import apply
-from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -68,38 +67,6 @@ def test_a_long_question_is_read_whole_and_then_reduced(tiny: ModuleType) -> Non
         kept = often.kept_indices(layer)
         assert (kept[..., : tiny.SINKS] == torch.arange(tiny.SINKS)).all()
         assert (kept[..., -tiny.WINDOW :] == torch.arange(90 - tiny.WINDOW, 90)).all()
-
-
-@pytest.mark.parametrize("name", ["h2o", "nacl"])
-@pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.usefixtures("unrounded")
-def test_rows_are_independent_and_can_be_reordered(tiny: ModuleType, name: str, level: str) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.5)
-    profile = tiny.by_head(profile) if level == "head" else profile
-    ids = tiny.prompt(CONTEXT + 9, 2)
-    cache = kvalloc.make_cache(model, profile, policy=name, decode_every=4)
-    feed(model, cache, ids[:, : CONTEXT + 2], [CONTEXT, 1, 1])
-    cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = feed(model, cache, ids[[1, 0], CONTEXT + 2 :], [1] * 7)
-    for row in range(2):
-        alone = kvalloc.make_cache(model, profile, policy=name, decode_every=4)
-        expected = feed(model, alone, ids[row : row + 1], [CONTEXT, *[1] * 9])[:, -7:]
-        torch.testing.assert_close(swapped[1 - row : 2 - row], expected, atol=1e-4, rtol=0)
-
-
-def test_generate_keeps_the_budget(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.5)
-    ids = tiny.prompt(CONTEXT, 2)
-    with apply(model, profile, decode_every=1, policy="h2o") as applied:
-        model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert applied.last_cache is not None
-    assert (applied.last_cache.kept_tokens == profile.budgets_for(CONTEXT + 11)).all()
-    # beams reorder rows at every step
-    with apply(model, profile, decode_every=3) as applied:
-        model.generate(ids, max_new_tokens=10, num_beams=3, do_sample=False)
-    assert (applied.last_cache.kept_tokens == profile.budgets_for(CONTEXT + 9)).all()
 
 
 @pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
@@ -165,15 +132,7 @@ def test_what_followed_competes_as_in_one_long_prompt(
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
 def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, name: str) -> None:
     """Its logit bias gives it the attention of all three, and the others what they had."""
-    model, scorer, seen = tiny.tiny_model(), get_scorer(name, window=tiny.WINDOW), {}
-
-    def note(states: AttentionStates, compute: Any) -> Any:
-        seen[states.layer] = states
-        return compute(states.mask)
-
-    with torch.no_grad(), intercept_attention(model, note):
-        model(tiny.prompt(30))
-    one, place = seen[1], 10
+    one, place = states_seen(tiny.tiny_model(), tiny.prompt(30))[1], 10
     for states in (one.keys, one.values):
         states[:, :, place + 1 : place + 3] = states[:, :, place : place + 1]
     there = torch.tensor([*range(place + 1), *range(place + 3, 30)])

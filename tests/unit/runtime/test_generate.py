@@ -24,20 +24,6 @@ from kvalloc.runtime.hooks import hooked_models
 CONTEXT = 90
 
 
-def test_a_conversation_goes_on_after_generate(tiny: ModuleType) -> None:
-    """The second call gets the whole text, as transformers has it; only the new part runs."""
-    model = tiny.tiny_model()
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
-    ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
-    first = generate(model, ids, past_key_values=cache)
-    second = generate(model, torch.cat([first, question], dim=1), past_key_values=cache)
-    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
-    oracle.logits(first[:, CONTEXT:-1])
-    logits = oracle.logits(torch.cat([first[:, -1:], question], dim=1))
-    start = logits[:, -1].argmax(-1, keepdim=True)
-    assert torch.equal(second[:, -NEW:], oracle.greedy(start, NEW))
-
-
 @pytest.mark.parametrize(
     "call",
     [

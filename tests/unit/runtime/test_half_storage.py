@@ -62,31 +62,3 @@ def test_numbers_that_overflow_float16_are_kept_in_bfloat16(tiny: ModuleType) ->
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
     token = tiny.prompt(1, 2, seed=2)
     assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_what_followed_is_rounded_with_what_is_kept(tiny: ModuleType, level: str) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    profile = tiny.by_head(profile) if level == "head" else profile
-    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
-    for tokens, latest in ((CONTEXT, 0), (127, 0), (1, 1), (70, 0)):
-        ids = tiny.prompt(tokens, 2, seed=tokens)
-        assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
-        assert {layer.dense_tokens for layer in cache.layers} == {latest}
-        shadow.follow(cache)
-        shadow.take_stored(cache)
-    token = tiny.prompt(1, 2, seed=2)
-    assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
-    cache.crop(-1)
-    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT + 198, 2)
-
-
-def test_a_budget_of_everything_is_the_models_own(tiny: ModuleType) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
-    cache, plain = make_cache(model, tiny.make_profile(model, CONTEXT, 1.0)), DynamicCache()
-    for tokens in (ids, tiny.prompt(130, 2, seed=1), tiny.prompt(1, 2, seed=2)):
-        assert torch.equal(run(model, tokens, cache), run(model, tokens, plain))
-    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
-        assert torch.equal(ours.keys, theirs.keys)
-        assert torch.equal(ours.values, theirs.values)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from prompt_runs import follow, noted_repetitions, read, run
+from prompt_runs import follow, head_entries, noted_repetitions, read, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
@@ -21,7 +21,6 @@ from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy
-from kvalloc.runtime.prompt import State
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 90
@@ -136,8 +135,7 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
             best = int(profile.budgets[layer, head]) - tiny.SINKS - tiny.WINDOW
             wanted = np.argsort(-scores[head], kind="stable")[:best].tolist()
             wanted += [*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)]
-            kept = cache.kept_indices(layer)[0, head]
-            assert sorted(wanted) == [int(place) for place in kept if place >= 0]
+            assert sorted(wanted) == head_entries(cache, layer, head)
 
 
 def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
@@ -185,10 +183,9 @@ def test_a_padded_row_keeps_what_it_would_keep_alone(
         read(model, ids[row : row + 1, first : first + length], alone)
         for layer in range(tiny.N_LAYERS):
             for head in range(2):
-                wanted = [int(p) for p in alone.kept_indices(layer)[0, head] if p >= 0]
+                wanted = [first + place for place in head_entries(alone, layer, head)]
                 for each in (cache, chunked):
-                    kept = each.kept_indices(layer)[row, head]
-                    assert [int(p) - first for p in kept if p >= 0] == wanted
+                    assert head_entries(each, layer, head, row) == wanted
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -235,45 +232,7 @@ def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
         assert not cache.awaited_tokens
 
 
-def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-
-    def fail(*args: Any, **more: Any) -> None:
-        raise MemoryError("no more")
-
-    for name, patched in (
-        ("reconstruction", "repetition.HeldPrompt.run"),
-        ("lookahead", "eviction.Eviction.evict"),
-    ):
-        cache = make_cache(model, profile_of(tiny, model, name))
-        with monkeypatch.context() as patch:
-            patch.setattr(f"kvalloc.runtime.{patched}", fail)
-            with pytest.raises(MemoryError, match="no more"):
-                read(model, ids, cache)
-        assert cache.state is State.INTERRUPTED
-        with pytest.raises(UnsupportedRequestError, match=r"failed half-way.*cache\.reset"):
-            run(model, tiny.prompt(1), cache)
-        cache.reset()
-        read(model, ids, cache)
-        assert cache.reduced
-        opened = make_cache(model, profile_of(tiny, model, name))
-        with pytest.raises(KeyboardInterrupt), opened.prefill():
-            run(model, ids, opened)
-            raise KeyboardInterrupt
-        with pytest.raises(UnsupportedRequestError, match=r"after 90 tokens.*cache\.reset"):
-            run(model, tiny.prompt(1), opened)
-
-
-def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    embedded = model.get_input_embeddings()(ids).detach()
-    repeating = make_cache(model, profile_of(tiny, model, "reconstruction"))
-    with pytest.raises(UnsupportedRequestError, match="came as inputs_embeds"):
-        model(inputs_embeds=embedded, past_key_values=repeating)
-    for name in NAMES:
-        make_cache(model.get_decoder(), profile_of(tiny, model, name))
+def test_what_cannot_be_right_is_refused() -> None:
     with pytest.raises(InputError, match=r"expected token ids such as '198\+198\+52'"):
         get_scorer("reconstruction", instruction="Repeat")
     with pytest.raises(InputError, match="votes is 0"):

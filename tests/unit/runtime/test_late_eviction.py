@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_runs import padded_rows, run
+from prompt_runs import head_entries, padded_rows, run
 from transformers import DynamicCache
 
 import kvalloc
@@ -112,8 +112,8 @@ def test_rows_of_different_questions_vote_as_if_alone(
         run(model, after, alone)
         first = CONTEXT - context.shape[1] if side == "left" else 0
         for layer, head in np.ndindex(tiny.N_LAYERS, 2):
-            kept, wanted = cache.kept_indices(layer)[row, head], alone.kept_indices(layer)[0, head]
-            assert [int(p) - first for p in kept if p >= 0] == [int(p) for p in wanted if p >= 0]
+            wanted = [first + place for place in head_entries(alone, layer, head)]
+            assert head_entries(cache, layer, head, row) == wanted
 
 
 def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> None:

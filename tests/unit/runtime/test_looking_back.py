@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from prompt_runs import states_seen
 
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, mpcache, nacl
 
 CONTEXT = 60
 FILES = {"mpcache": (mpcache, {"rows_share": 0.5}), "nacl": (nacl, {"proxy_share": 0.5})}
-
-
-def queries_of_prompt(model: Any, ids: torch.Tensor, layer: int) -> torch.Tensor:
-    """Queries of the first layer, which no eviction changes, (batch, n_query_heads, n, width)."""
-    found = []
-
-    def note(states: Any, compute: Any) -> Any:
-        if states.layer == layer:
-            found.append(states.queries)
-        return compute(states.mask)
-
-    with torch.no_grad(), intercept_attention(model, note):
-        model(ids)
-    queries: torch.Tensor = found[0]
-    return queries
 
 
 def attention_in_loops(
@@ -73,7 +58,7 @@ def test_each_query_sees_what_is_left_before_it(
         return found
 
     monkeypatch.setattr(module, "weighted_rows", spy)
-    queries = queries_of_prompt(model, ids, 0)
+    queries = states_seen(model, ids)[0].queries  # which no eviction changes
     group = tiny.N_QUERY_HEADS // tiny.N_KV_HEADS
     end = checked = 0
     for part in ids.split(10, dim=1):

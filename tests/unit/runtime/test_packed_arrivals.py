@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +16,7 @@ import pytest
 import torch
 from prompt_runs import run
 
-import kvalloc
 from kvalloc.accounting.costs import WIDTHS, head_bytes
-from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 
 CONTEXT = 150
@@ -141,34 +138,6 @@ def check_random_model(tiny: ModuleType, draw: random.Random, attention: str) ->
     for tokens in [draw.choice([1, 1, draw.randint(2, 200)]) for _ in range(draw.randint(2, 10))]:
         feed(mask_of(tokens, whole=tokens == 1), tokens)
         assert combined or tokens == 1 or cache.retained_bytes == account(cache)
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_turn_is_rounded_and_saved_and_what_follows_it_is_taken_back(
-    tiny: ModuleType, level: str, tmp_path: Path
-) -> None:
-    model = tiny.tiny_model()
-    profile = bits_profile(tiny, model, level)
-    cache, shadow = make_cache(model, profile), tiny.Shadow(model)
-    for tokens in (tiny.prompt(CONTEXT, 2), tiny.prompt(130, 2, seed=5)):
-        run(model, tokens, cache)
-        shadow.logits(tokens)
-        shadow.follow(cache)
-    assert (cache.kept_tokens == profile.budgets_for(CONTEXT + 130)).all()
-    assert not any(layer.dense_tokens for layer in cache.layers)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
-    assert loaded.retained_bytes == cache.retained_bytes == account(cache)
-    question = tiny.prompt(6, 2, seed=1)
-    answer = run(model, question, cache)
-    assert tiny.worst(answer, shadow.logits(question)) < 1e-4
-    assert torch.equal(run(model, question, loaded), answer)
-    with pytest.raises(UnsupportedRequestError, match="cannot crop 7 tokens: only 6 tokens"):
-        loaded.crop(-7)
-    for tokens in (4, 2):  # back to the end of the turn
-        loaded.crop(-tokens)
-        assert loaded.retained_bytes == account(loaded)
-    assert torch.equal(run(model, question, loaded), answer)
 
 
 @pytest.mark.parametrize("policy", ["merge", "attention_matching", "critical", "nacl"])

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kvalloc
-from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, UnsupportedRequestError
+from kvalloc.errors import ModelMismatchError, ProfileFileError
 
 CONTEXT = 150
 
@@ -25,33 +25,6 @@ def saved(tiny: ModuleType, model: Any, path: Path, level: str = "head") -> Any:
     run(model, tiny.prompt(CONTEXT), cache)
     cache.save(path)
     return cache
-
-
-@pytest.mark.parametrize("level", ["layer", "head", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_loaded_cache_answers_as_the_saved_one(
-    tiny: ModuleType, tmp_path: Path, family: str, dtype: torch.dtype, level: str
-) -> None:
-    model = tiny.tiny_model(family, "sdpa", dtype)
-    profile = tiny.make_profile(model, CONTEXT, 1.0 if level == "full" else 0.5)
-    profile = tiny.by_head(profile, 40) if level == "head" else profile
-    cache = kvalloc.make_cache(model, profile)
-    ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
-    mask[1, :60] = 0 if level == "head" else 1
-    run(model, ids, cache, mask)
-    run(model, tiny.prompt(3, 2, seed=5), cache)
-    cache.save(tmp_path / "c.safetensors")
-    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
-    assert loaded.retained_bytes == cache.retained_bytes
-    assert loaded.full_bytes == cache.full_bytes
-    assert (loaded.kept_tokens_by_row == cache.kept_tokens_by_row).all()
-    for tokens in (1, 5):
-        question = tiny.prompt(tokens, 2, seed=tokens)
-        assert torch.equal(run(model, question, loaded), run(model, question, cache))
-    if family == "llama":
-        loaded.crop(-6)
-        assert loaded.get_seq_length() == CONTEXT + 3
 
 
 @pytest.mark.parametrize("every", [None, 20])
@@ -73,15 +46,6 @@ def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(
         assert torch.equal(run(model, question, loaded), run(model, question, cache))
         assert tiny.same_kept(loaded, cache)
         assert (loaded.kept_tokens == cache.kept_tokens).all()
-
-
-def test_one_file_serves_several_questions(tiny: ModuleType, tmp_path: Path) -> None:
-    model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
-    cache = saved(tiny, model, path)
-    first, second = (tiny.prompt(6, seed=seed) for seed in (1, 2))
-    answers = [run(model, ids, kvalloc.load_cache(path, model)) for ids in (first, second)]
-    assert torch.equal(run(model, first, cache), answers[0])
-    assert not torch.equal(answers[0], answers[1])
 
 
 def test_other_weights_may_be_allowed_but_not_other_sizes(tiny: ModuleType, tmp_path: Path) -> None:
@@ -150,17 +114,3 @@ def test_files_that_hold_no_cache_are_refused(
     save_file({"a": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ProfileFileError, match=said):
         kvalloc.load_cache(tmp_path / name, model)
-
-
-def test_only_a_complete_prompt_is_saved(tiny: ModuleType, tmp_path: Path) -> None:
-    model = tiny.tiny_model()
-    cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.5))
-    with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
-        cache.save(tmp_path / "c")
-    with cache.prefill():
-        run(model, tiny.prompt(20), cache)
-        with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
-            cache.save(tmp_path / "c")
-    with pytest.raises(InputError, match="does not exist"):
-        cache.save(tmp_path / "no" / "c")
-    assert not list(tmp_path.iterdir())

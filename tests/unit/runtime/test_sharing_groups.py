@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from prompt_runs import run
+from prompt_runs import run, states_seen
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -46,15 +45,8 @@ def agree(cache: Any) -> None:
 
 def layer_scores(model: Any, ids: torch.Tensor, scorer: Any, sinks: int) -> list[np.ndarray]:
     """Scores of every layer for a whole prompt, float64 (batch, n_kv_heads, n_tokens)."""
-    found: list[np.ndarray] = []
-
-    def look(states: Any, compute: Any) -> Any:
-        found.append(scorer.score(states, sinks=sinks).double().numpy())
-        return compute(states.mask)
-
-    with torch.no_grad(), intercept_attention(model, look):
-        model(ids)
-    return found
+    seen = states_seen(model, ids).values()
+    return [scorer.score(states, sinks=sinks).double().numpy() for states in seen]
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])

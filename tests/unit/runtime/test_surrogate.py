@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from prompt_runs import run, states_seen
 
 from kvalloc import fit
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import AttentionStates
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
@@ -51,25 +52,17 @@ def test_an_entry_scores_the_same_at_any_time(
     ids, mask = tiny.prompt(CONTEXT + 12), torch.ones(1, CONTEXT + 12, dtype=torch.long)
     mask[:, :padding] = 0
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    truth: list[torch.Tensor] = []
     looks: list[tuple[AttentionStates, torch.Tensor]] = []
-
-    def watch(states: AttentionStates, compute: Any) -> Any:
-        if states.layer == 0:
-            shown = replace(
-                states, keys=states.keys[:, :, padding:], values=states.values[:, :, padding:]
-            )
-            scorer = get_scorer("surrogate", file=file, window=1)
-            truth.append(OWN_SCORE(scorer, replace(shown, mask=None), sinks=0)[0])
-        return compute(states.mask)
 
     def score(self: Surrogate, states: AttentionStates, *, sinks: int) -> torch.Tensor:
         if states.layer == 0:  # what is predicted, without votes
             looks.append((states, OWN_SCORE(replace(self, votes=0), states, sinks=sinks)))
         return OWN_SCORE(self, states, sinks=sinks)
 
-    with torch.no_grad(), intercept_attention(model, watch):
-        model(ids, attention_mask=mask, position_ids=places, use_cache=False)
+    states = states_seen(model, ids, attention_mask=mask, position_ids=places)[0]
+    shown = {name: getattr(states, name)[:, :, padding:] for name in ("keys", "values")}
+    scorer = get_scorer("surrogate", file=file, window=1)
+    truth = OWN_SCORE(scorer, replace(states, **shown, mask=None), sinks=0)[0]
     monkeypatch.setattr(Surrogate, "score", score)
     options: dict[str, Any] = {"prompt_tokens": CONTEXT, "decode_every": every}
     cache = make_cache(model, profile, policy=f"surrogate:file={file}", **options)
@@ -93,7 +86,7 @@ def test_an_entry_scores_the_same_at_any_time(
             if states.positions is not None:
                 held = states.positions[0, head].long()
             ranked = found[0, head] > 0  # neither sinks nor window
-            expected = truth[0][states.first_head + head, held]
+            expected = truth[states.first_head + head, held]
             torch.testing.assert_close(found[0, head][ranked], expected[ranked], rtol=1e-3, atol=0)
             compared += int((ranked & (held != torch.arange(held.numel()))).sum())
     assert compared > 20  # entries that stand elsewhere than they came
@@ -107,18 +100,11 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, fi
     own = profile.policy.replace(scorer="surrogate", scorer_parameters=options)
     early = make_cache(model, profile, policy=own)
     late = make_cache(model, profile.with_policy(own), policy="attention_matching")
-    scores: list[torch.Tensor] = []
-
-    def watch(states: AttentionStates, compute: Any) -> Any:
-        scores.append(get_scorer("surrogate", **options).score(states, sinks=tiny.SINKS)[0])
-        return compute(states.mask)
-
-    with torch.no_grad():
-        with intercept_attention(model, watch):
-            model(ids, use_cache=False)
-        model(ids, past_key_values=early)
-        model(ids, past_key_values=late)
-        model(tiny.prompt(20, seed=1), past_key_values=late)
+    scorer, seen = get_scorer("surrogate", **options), states_seen(model, ids)
+    scores = [scorer.score(states, sinks=tiny.SINKS)[0] for states in seen.values()]
+    run(model, ids, early)
+    run(model, ids, late)
+    run(model, tiny.prompt(20, seed=1), late)
     assert early.reduced
     assert late.reduced
     protected = {*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
@@ -134,18 +120,10 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, fi
 
 
 def test_votes_count_where_they_are_larger_than_the_prediction(tiny: ModuleType, file: str) -> None:
-    seen: list[AttentionStates] = []
-
-    def watch(states: AttentionStates, compute: Any) -> Any:
-        seen.append(states)
-        return compute(states.mask)
-
     model = tiny.tiny_model()
-    with torch.no_grad(), intercept_attention(model, watch):
-        model(tiny.prompt(CONTEXT), use_cache=False)
     reductions = {"pool": 1, "row_reduce": "max", "group_reduce": "max"}
     lookahead = get_scorer("lookahead", tokens=0, window=3, votes=7, ahead=8, **reductions)
-    for states in seen:
+    for states in states_seen(model, tiny.prompt(CONTEXT)).values():
         predicted = get_scorer("surrogate", file=file, window=3).score(states, sinks=2)
         votes = 0.5 * lookahead.score(states, sinks=2)
         scorer = get_scorer("surrogate", file=file, window=3, votes=7, votes_weight=0.5)
