@@ -12,6 +12,7 @@ from kvalloc.formats.record import (
     ArrayOf,
     ArrayRecord,
     FileRecord,
+    FloatArray2D,
     FloatArray3D,
     FloatArray5D,
     IntArray1D,
@@ -49,6 +50,13 @@ class SurrogateHeader(MeasuredHeader):
 
     ridge: float = Field(gt=0)
     """Added to the diagonal of the features' correlation matrix."""
+
+    votes_weight: float = Field(ge=0)
+    """Weight of the largest attention of a prompt's last queries beside the prediction; 0 where
+    they are better left out."""
+
+    votes_ratio: float = Field(gt=0)
+    """Loss of the samples' caches with these votes over that without, geometric mean; 1 without."""
 
 
 class FittedSurrogate(ArrayRecord, SurrogateHeader):
@@ -123,6 +131,10 @@ class SurrogatePart(ArrayRecord, SurrogatePartHeader):
     """Features of some tokens, the target last, ``(n_samples, n_full_layers, n_kv_heads,
     n_tokens, n_features + 1)``."""
 
+    vote_losses: FloatArray2D
+    """Loss of each sample's cache at each weight of the votes, nats per token, ``(n_samples,
+    n_weights)``; `kvalloc.measure.vote_weights.WEIGHTS` has the weights."""
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         units = (len(self.shape.full_layers), self.shape.n_kv_heads)
@@ -130,6 +142,8 @@ class SurrogatePart(ArrayRecord, SurrogatePartHeader):
         require_shape("sums", self.sums, (8, *units, n_moments, n_moments))
         size = (self.sample_places.size, *units, self.ranked.shape[3], n_moments - 1)
         require_shape("ranked", self.ranked, size)
+        n_weights = self.vote_losses.shape[1]
+        require_shape("vote_losses", self.vote_losses, (self.sample_places.size, n_weights))
         places = self.sample_places
         rising = places.size > 0 and (np.diff(places) > 0).all()
         sound = rising and places[0] >= 0 and places[-1] < self.samples

@@ -8,7 +8,7 @@ many variants in one batch that share the prompt's keys and values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -224,6 +224,28 @@ class LossProbe:
         with begun_at(self._layers, layer, entering):
             logits = self._measured(self._run(attend, inputs_embeds=entering))
             return row_divergences(self._log_probabilities, logits)
+
+    @torch.no_grad()
+    def joint_losses(self, keep: Mapping[int, Tensor]) -> Tensor:
+        """Return KL(full cache || reduced cache) where all these layers are reduced at once.
+
+        Parameters
+        ----------
+        keep : mapping of int to Tensor of bool, (n_variants, n_kv_heads, n_tokens)
+            Which entries of the prompt each variant keeps in each layer.
+
+        Returns
+        -------
+        Tensor of float64, (n_variants, n_measured)
+            Nats.
+        """
+        (n_variants,) = {len(variants) for variants in keep.values()}
+        reduced = {layer: self._reduced(layer, one, None) for layer, one in keep.items()}
+        logits = self._run(
+            lambda states: self._attend(states, reduced.get(states.layer)),
+            input_ids=self.continuation_ids.expand(n_variants, -1),
+        )
+        return row_divergences(self._log_probabilities, self._measured(logits))
 
     def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
         """Return what variants see where they keep these entries at these widths."""

@@ -31,6 +31,7 @@ from kvalloc.measure.exact_sums import from_digits, to_digits
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, Shard, choose_samples
+from kvalloc.measure.vote_weights import best_weight, vote_losses
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
@@ -184,7 +185,8 @@ def fit_scorer(
     Each sample runs through the decoder once, written twice. In every full-attention layer the
     largest attention that each of its tokens gets from the second copy is the target, as in the
     scorer ``reconstruction``, and its log is fitted for each KV head. Only sums over the tokens
-    are kept.
+    are kept. A reduced cache of each sample then shows whether the votes of a prompt's last queries
+    help beside such scores, and at which weight.
 
     Parameters
     ----------
@@ -288,6 +290,7 @@ class _Fitting:
             "context_tokens": self.context,
             "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
+            "answers": self.samples.answers_digest(),
             "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
 
@@ -305,6 +308,7 @@ class _Fitting:
         steps = Steps(len(groups) * layers, progress)
         sums: IntArray | None = None
         ranked: dict[int, FloatArray] = {}
+        losses: dict[int, FloatArray] = {}
         failed: dict[int, Failed] = {}
         for index, result in measured_samples(
             engine, self.sums, groups, kept, steps, sample_steps=layers
@@ -315,7 +319,7 @@ class _Fitting:
             if sums is None:
                 sums = np.zeros((2, *result["moments"].shape), dtype=np.int64)
             sums[_half(index, n_samples)] += result["moments"]
-            ranked[index] = result["ranked"]
+            ranked[index], losses[index] = result["ranked"], result["vote_losses"]
         halves = {_half(index, n_samples) for index in ranked}
         if failed and len(halves) < (2 if self.shard is None else 1):
             raise failed[min(failed)].error
@@ -331,15 +335,18 @@ class _Fitting:
             sample_places=np.array(sorted(ranked), dtype=np.int64),
             sums=sums.reshape(-1, *sums.shape[2:]),
             ranked=np.stack([ranked[index] for index in sorted(ranked)]).astype(np.float64),
+            vote_losses=np.stack([losses[index] for index in sorted(losses)]),
             **provenance(*MEASURED_WITH),
         )
 
     def sums(self, model: Any, group: list[int], advance: Advance) -> list[dict[str, Any]]:
-        """Return what is kept of a sample: the moments of its tokens, and some tokens to rank."""
+        """Return what is kept of a sample: moments of its tokens, tokens to rank, vote losses."""
         features, targets = self._rows(model, group[0], advance)
         places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
         joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
-        return [{"moments": NormalEquations.of(features, targets).digits, "ranked": joined}]
+        losses = vote_losses(model, self.shape, self.samples.samples[group[0]], targets, SINKS)
+        moments = NormalEquations.of(features, targets).digits
+        return [{"moments": moments, "ranked": joined, "vote_losses": losses}]
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
         """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
@@ -430,6 +437,7 @@ def merge_surrogates(
         sample_places=places[order],
         sums=reduce(operator.add, (part.sums for part in loaded)),
         ranked=np.concatenate([part.ranked for part in loaded])[order],
+        vote_losses=np.concatenate([part.vote_losses for part in loaded])[order],
         set_aside=dict(sorted(aside.items())),
         created=max(part.created for part in loaded),
     )
@@ -461,6 +469,7 @@ def _fitted(part: SurrogatePart) -> FittedSurrogate:
         _rank_correlation(rows, by_other[_half(index, part.samples)])
         for index, rows in zip(part.sample_places.tolist(), part.ranked, strict=True)
     ]
+    votes_weight, votes_ratio = best_weight(part.vote_losses)
     return FittedSurrogate(
         shape=part.shape,
         target=TARGET.name,
@@ -472,6 +481,8 @@ def _fitted(part: SurrogatePart) -> FittedSurrogate:
         weights=(first + second).fit(ridge),
         r_squared=explained[ridge].mean(axis=1),
         rank_correlation=np.mean(correlations, axis=(0, 2)),
+        votes_weight=votes_weight,
+        votes_ratio=votes_ratio,
         text_digest=part.text_digest,
         text_description=part.text_description,
         set_aside=part.set_aside,

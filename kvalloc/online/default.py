@@ -45,7 +45,8 @@ _LOG = logging.getLogger(__name__)
 
 EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, 0.15
 """Shares of the bytes from which on fewer entries at 8 bits lose less than more at 5, and below
-which more at 4 do, and a second read loses half of what a surrogate does (SmolLM2-135M)."""
+which more at 4 do, and a second read loses half of what a surrogate without votes does
+(SmolLM2-135M); with votes the surrogate loses no more."""
 
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
@@ -208,9 +209,10 @@ class Default:
         repeatable, limit = tokens is not None and not (embedded or bounded), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
-        predicts = self.fitted_file(shape) is not None and not bounded
-        if predicts and (not repeatable or fitted or self.share >= FOUR_BITS_BELOW):
-            return _Served("surrogate")
+        if not bounded and self.fitted_file(shape) is not None:
+            suffices = fitted or self.share >= FOUR_BITS_BELOW or not repeatable
+            if suffices or self._votes(shape, "surrogate", 1):
+                return _Served("surrogate")
         return _Served("bounded" if bounded else "twice" if repeatable else "late")
 
     def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
@@ -312,6 +314,14 @@ class Default:
         votes = latest_votes(window=WINDOW, rotates=fitted)
         return replace(votes, tokens=AWAITED) if way in ("late", "bounded") else votes
 
+    def _votes(self, shape: ModelShape, way: Way, tokens: int) -> int:
+        """Return the number of a prompt's last queries by which a way chooses entries."""
+        _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
+        if decided is None:
+            return self._scorer(shape, way, fitted=True).query_rows(tokens)
+        policy = decided.policy
+        return get_scorer(policy.scorer, **policy.scorer_parameters).query_rows(tokens)
+
     def _that_fit(
         self,
         shape: ModelShape,
@@ -365,8 +375,10 @@ class Default:
             _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
             kept = decided or self.profile(shape, tokens, way)
             return kept.peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
-        voting = way in ("late", "bounded")
-        held = min(LATEST_VOTES, tokens) + AWAITED if voting else min(self.matched, tokens)
+        if way in ("late", "bounded"):
+            held = min(LATEST_VOTES, tokens) + AWAITED
+        else:
+            held = min(max(self.matched, self._votes(shape, way, tokens)), tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         peak = shape.plain_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
         if way == "bounded":  # at 16 bits until the last eviction

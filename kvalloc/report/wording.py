@@ -505,12 +505,19 @@ def surrogate_fields(fitted: FittedSurrogate | SurrogatePart) -> dict[str, str]:
         f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
         for by_layer in (fitted.r_squared, fitted.rank_correlation)
     )
+    votes = "of the last queries are left out: they do not surely help"
+    if fitted.votes_weight:
+        votes = (
+            f"of the last queries at weight {fitted.votes_weight:g}: {fitted.votes_ratio:.2f} of "
+            "the loss without"
+        )
     return {
         "model": fitted.shape.model_id,
         "fitted": f"to {fitted.target} on {fitted.samples} samples of up to "
         f"{fitted.context_tokens:,} tokens, ridge {fitted.ridge:g}",
         "explained": f"{explained} of the variance of the half left out, by layer",
         "ranks": f"{ranks} rank correlation with it",
+        "votes": votes,
         "text": fitted.text_description,
     }
 

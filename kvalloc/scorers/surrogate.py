@@ -24,6 +24,11 @@ _BLOCK_TOKENS = 2048
 _LOG_RANGE = (-40.0, 40.0)
 """Of what is predicted; its exponential is a float32."""
 
+LATER_WEIGHT = 30.0
+"""Weight of the votes where what is kept of a prompt competes with what followed it. At 5 bits in
+20% of the bytes, evicted after every 64 decoded tokens, they lose three quarters of what none do;
+where few entries stay, 30 to 100 lose a third less than 10 (SmolLM2-135M)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate(Scorer):
@@ -43,11 +48,10 @@ class Surrogate(Scorer):
     votes : int
         Last tokens whose queries vote, as those of the scorer ``lookahead`` do from behind the end;
         0 for none. The score is then the larger of the prediction and of `votes_weight` times the
-        largest attention that an entry gets from them. On SmolLM2-135M, at 5 bits in 20% of the
-        bytes, evicted after every 64 decoded tokens, 128 votes lose three quarters of what none do.
+        largest attention that an entry gets from them. By default 128 where the fit has shown that
+        they help, else none.
     votes_weight : float
-        Of that attention, above 0. From 10 to 100 it hardly matters where many entries stay; where
-        few do, 30 to 100 lose a third less than 10.
+        Of that attention, above 0; by default the weight that the fit has chosen.
 
     Raises
     ------
@@ -70,17 +74,23 @@ class Surrogate(Scorer):
 
     file: str = ""
     window: Positive = 8
-    votes: Count = 0
-    votes_weight: Above0 = 30.0
+    votes: Count = None  # type: ignore[assignment]  # as the fit has chosen
+    votes_weight: Above0 = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Check, and read the file; see `Scorer`."""
-        super().__post_init__()
+        """Read the file, take its votes where none are given, and check; see `Scorer`."""
         if not self.file:
             raise InputError(
                 "scorer surrogate: file is '', expected what 'kvalloc fit' wrote for this model"
             )
-        _ = self.fitted
+        votes: int | None = self.votes
+        if votes is None:
+            object.__setattr__(self, "votes", LATEST_VOTES if self.fitted.votes_weight else 0)
+        weight: float | None = self.votes_weight
+        if weight is None:
+            weight = self.fitted.votes_weight or LATER_WEIGHT
+            object.__setattr__(self, "votes_weight", weight)
+        super().__post_init__()
 
     @cached_property
     def fitted(self) -> FittedSurrogate:
@@ -99,7 +109,7 @@ class Surrogate(Scorer):
     @property
     def again(self) -> Surrogate:
         """The same beside the votes of the latest queries."""
-        return replace(self, votes=LATEST_VOTES)
+        return replace(self, votes=LATEST_VOTES, votes_weight=LATER_WEIGHT)
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.

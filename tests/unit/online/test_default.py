@@ -309,6 +309,28 @@ def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_pa
         Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
 
 
+@pytest.mark.parametrize(("weight", "scorer"), [(0.0, "reconstruction"), (5.0, "surrogate")])
+def test_one_read_chooses_few_entries_where_votes_help(
+    tiny: ModuleType,
+    model: Any,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    weight: float,
+    scorer: str,
+) -> None:
+    file = tmp_path / "s.safetensors"
+    texts, tokenizer = ["some text of some length " * 400], WordTokenizer()
+    fitted = kvalloc.fit(model, tokenizer, texts, output=file, samples=8, context=64)
+    fitted.replace(votes_weight=weight).save(file)
+    monkeypatch.setattr("kvalloc.online.default.find_fitted", lambda shape: str(file))
+    assert ways_of(model, budget="10%") == scorer
+    parameters = Default.parse("10%").profile(shape_of(model), TOKENS, "surrogate").policy
+    assert parameters.scorer_parameters["votes"] == (128 if weight else 0)
+    peaks = [Default.parse("10%").peak_bytes(shape_of(model), TOKENS, 1, "surrogate")]
+    peaks += [Default.parse("20%").peak_bytes(shape_of(model), TOKENS, 1, "surrogate")]
+    assert (peaks[0] == peaks[1]) == bool(weight)  # 128 queries vote; else 128 and 64 are fitted to
+
+
 def test_a_profile_that_ships_is_taken_near_its_share(
     tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from prompt_runs import run, states_seen
 
 from kvalloc import fit
+from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
@@ -23,11 +25,12 @@ OWN_SCORE = Surrogate.score
 
 @pytest.fixture(scope="module")
 def file(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A surrogate of the tiny model."""
+    """A surrogate of the tiny model, without votes."""
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
     ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
     prompts = [Prompt(token_ids=each) for each in ids]
     fit(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
+    FittedSurrogate.load(path).replace(votes_weight=0.0, votes_ratio=1.0).save(path)
     return str(path)
 
 
@@ -132,6 +135,23 @@ def test_votes_count_where_they_are_larger_than_the_prediction(tiny: ModuleType,
         assert torch.equal(found, predicted.maximum(votes))
         assert (found > predicted).any()
         assert (found > votes).any()
+
+
+def test_the_fit_decides_whether_queries_vote(file: str, tmp_path: Path) -> None:
+    """And what is kept of a prompt competes with what followed it at a weight of its own."""
+    voting = tmp_path / "voting"
+    FittedSurrogate.load(file).replace(votes_weight=5.0, votes_ratio=0.5).save(voting)
+    for given, (votes, weight) in (
+        ({"file": file}, (0, 30.0)),
+        ({"file": str(voting)}, (128, 5.0)),
+        ({"file": str(voting), "votes": 0}, (0, 5.0)),
+        ({"file": file, "votes": 7, "votes_weight": 2.0}, (7, 2.0)),
+    ):
+        scorer = Surrogate(**given)
+        assert (scorer.votes, scorer.votes_weight) == (votes, weight)
+        assert scorer.query_rows(CONTEXT) == votes
+        assert (scorer.again.votes, scorer.again.votes_weight) == (128, 30.0)
+        assert Surrogate(**scorer.parameters()) == scorer
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
