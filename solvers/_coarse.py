@@ -59,7 +59,7 @@ class ByParts(Solver):
         deadline = deadline_after(time_limit_seconds)
         most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
         n_options = int(problem.option_counts.sum())
-        if n_options > most and problem.aggregate is not Aggregate.TAIL:
+        if n_options > most:
             return _by_parts(self, problem, deadline)
         return self.solve_whole(problem, deadline)
 
@@ -74,9 +74,10 @@ class ByParts(Solver):
 
 def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> Solution:
     """Return what a solver chooses of coarse options, then of finer ones around its choice."""
+    dual = None if problem.aggregate is Aggregate.SUM else dual_bound(problem)
     choice, spacing = problem.last_options // 2, int(problem.last_options.max() + 1) // 2
     answer: Solution | None = None
-    bounds: list[tuple[float, tuple[float, ...]]] = []
+    bounds: list[tuple[float | None, tuple[float, ...]]] = []
     while answer is None or (spacing > 1 and time.monotonic() < deadline):
         steps = _steps(problem, choice, spacing)
         columns, counts = _columns(problem, choice, steps)
@@ -102,21 +103,22 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
             ) from None
         before, choice = choice, columns[problem.units, answer.choice]
         # At the end of what it could choose from, a unit looks on from there, as coarsely.
-        ends = np.abs(choice - before) == np.abs(steps).max()
+        ends = np.abs(choice - before) >= np.abs(steps).max()
         improved = known is not None and problem.is_better(answer.objective, known.objective)
         if not (improved and ends.any()):
             spacing = finer
-        has_prices = problem.aggregate is Aggregate.SUM and answer.prices
-        bound = bound_at(problem, *answer.prices) if has_prices else dual_bound(problem).bound
-        bounds.append((bound, answer.prices))
-    known_choices = rule_choices(problem)
-    if problem.aggregate is Aggregate.WORST:
-        best = dual_bound(problem).choice  # which no limit but few or equal budgets can rule out
-        known_choices += [best] if problem.side_fault(best) is None else []
-    for other in known_choices:
-        if problem.is_better(problem.objective(other), problem.objective(choice)):
+        if dual is not None:
+            bounds.append((dual.bound, answer.prices))
+        elif answer.prices:
+            bounds.append((bound_at(problem, *answer.prices), answer.prices))
+    others = rule_choices(problem) + ([] if dual is None else [dual.choice])
+    for other in others:
+        better = problem.is_better(problem.objective(other), problem.objective(choice))
+        met = problem.meets_target(problem.objective_value(other))
+        if better and met and problem.side_fault(other) is None:
             choice = other
-    bound, prices = (min if problem.target is None else max)(bounds)
+    best = min if problem.target is None else max
+    bound, prices = best(bounds, default=(None, ()))
     return Solution.of(
         problem,
         choice,
@@ -149,7 +151,8 @@ def _columns(
     """
     around = np.unique(choice)[None, :] if _has_few(problem) else choice[:, None]
     spread = (around[:, :, None] + steps).reshape(len(around), -1)
-    columns = np.clip(spread, 0, problem.last_options[:, None])
+    ends = np.stack([np.zeros_like(choice), problem.last_options], axis=1)  # and both ends
+    columns = np.hstack([np.clip(spread, 0, problem.last_options[:, None]), ends])
     columns.sort(axis=1)
     fresh = np.diff(columns, axis=1, prepend=-1) > 0
     order, counts = np.argsort(~fresh, axis=1, kind="stable"), fresh.sum(axis=1)
@@ -162,4 +165,6 @@ def _part(problem: AllocationProblem, columns: IntArray, counts: IntArray) -> Al
     arrays = {name: getattr(problem, name) for name in names}
     at = (problem.units[:, None], columns)
     some = {name: array[at] for name, array in arrays.items() if array is not None}
+    if problem.scenarios is not None:
+        some["scenarios"] = problem.scenarios[:, *at]
     return problem.replace(**some, option_counts=counts)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.problem.bounds import NOISE
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import NOISE, Prices
+from kvalloc.solvers._prices import Prices
 
 MOST_SETS = 50_000
 """With more beginnings of sets, these are not listed one by one."""

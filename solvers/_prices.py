@@ -19,14 +19,9 @@ import numpy as np
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import AllocationProblem, TailBound
+from kvalloc.problem.bounds import NOISE, best_price
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import upper_hull
-
-ROUNDS = 100
-"""Secant steps; about ten are needed for 640 rows of 64 options, and any price gives a bound."""
-
-NOISE = 1e-13
-"""What sums of a few thousand terms of size one may lose; losses below it count as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,39 +150,28 @@ def _prices_of_floors(choices: Choices) -> Prices:
 
 
 def _secant(choices: Choices) -> tuple[float, IntArray, IntArray]:
-    """Return the price where the best response crosses the goal, and the picks on both sides.
+    """Return the price where the best response crosses the goal, and the picks on both sides."""
 
-    The dual function is the upper envelope of one line per pick. The price where the lines of a
-    pick that spends too much and of one that does not cross is the next one tried; when no pick
-    is better there, it is the breakpoint. Rows whose two picks agree are settled and drop out.
-    """
-    over = np.argmax(choices.worth, axis=1).astype(np.int64)
-    under = choices.floors.copy()
-    price = 0.0
-    for _ in range(ROUNDS):
-        active = np.flatnonzero(under != over)
-        if active.size == 0:
-            break
-        dear, cheap = over[active], under[active]
-        gained = float((choices.worth[active, dear] - choices.worth[active, cheap]).sum())
-        spent = int((choices.costs[active, dear] - choices.costs[active, cheap]).sum())
-        if spent <= 0:
-            break
-        price = max(0.0, gained / spent)
-        columns = slice(int(under[active].min()), int(over[active].max()) + 1)
+    def gain(before: IntArray, after: IntArray) -> tuple[float, int]:
+        rows = np.flatnonzero(before != after)
+        gained = choices.worth[rows, after[rows]] - choices.worth[rows, before[rows]]
+        return float(gained.sum()), choices.cost(after) - choices.cost(before)
+
+    def respond(price: float, low: IntArray, high: IntArray) -> IntArray:
+        picked, active = low.copy(), np.flatnonzero(low != high)
+        columns = slice(int(low[active].min()), int(high[active].max()) + 1)
         net = choices.worth[active, columns] - price * choices.costs[active, columns]
-        best = np.argmax(net, axis=1)
-        rows = np.arange(active.size)
-        at_over = net[rows, over[active] - columns.start]
-        if float((net[rows, best] - at_over).sum()) <= NOISE * max(1.0, gained):
-            break
-        middle = under.copy()
-        middle[active] = best + columns.start
-        if too_much(choices, middle):
-            over = middle
-        else:
-            under = middle
-    return price, under, over
+        picked[active] = np.argmax(net, axis=1) + columns.start
+        return picked
+
+    free = np.argmax(choices.worth, axis=1).astype(np.int64)
+    return best_price(
+        choices.floors,
+        free,
+        gain=gain,
+        respond=respond,
+        is_enough=lambda picked: too_much(choices, picked),
+    )
 
 
 def too_much(choices: Choices, picked: IntArray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem
 from kvalloc.solvers._rules import Rule, SharingRule
+from kvalloc.solvers._thresholds import largest_gains
 
 SAFEGUARDS = ("reference", "floor")
 
@@ -79,19 +81,13 @@ class AdaptiveHead(SharingRule):
 
     def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
         last = problem.last_options[units]
-        gains = problem.weights[units, None] * np.diff(problem.values[units], axis=1)
-        columns = np.arange(gains.shape[1])
-        gains = np.where(columns < last[:, None], gains, -np.inf)
         if self.safeguard == "floor":
             floor = np.minimum(int(self.alpha * steps / units.size), last)
-            open_gains = np.where(columns >= floor[:, None], gains, -np.inf)
-            return floor + _best_counts(open_gains, steps - int(floor.sum()))
-        counts = _best_counts(gains, steps)
+
+            def kept(count: int) -> IntArray:
+                return np.maximum(floor, largest_gains(problem, count, units, last))
+
+            return kept(bisect_left(range(steps), steps, key=lambda count: int(kept(count).sum())))
+        counts = largest_gains(problem, steps, units, last)
         mixed = (1 - self.alpha) * counts + self.alpha * steps / units.size
         return apportion(mixed, steps, maximum=last)
-
-
-def _best_counts(gains: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int) -> IntArray:
-    """Count the ``count`` largest numbers by row; ties go to the upper row."""
-    order = np.argsort(-gains, axis=None, kind="stable")[:count]
-    return np.bincount(order // gains.shape[1], minlength=gains.shape[0]).astype(np.int64)

@@ -12,10 +12,11 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, option
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint
+from kvalloc.problem.bounds import NOISE
 from kvalloc.problem.constraints import SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import NOISE, Prices, best_prices
+from kvalloc.solvers._prices import Prices, best_prices
 from kvalloc.solvers._repair import best_known, rule_picks
 
 Options = np.ndarray[Any, np.dtype[Any]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -11,11 +12,12 @@ from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, first_where
 from kvalloc.problem.constraints import GroupCap, SameBudget
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem.solver import Solution
 from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._coarse import ByParts
 
 
-class MaxMin(Solver):
+class MaxMin(ByParts):
     """Every unit keeps its fewest entries that reach one common level p.
 
     ``n_l = min{n : R_l(n) >= p}``, with p found by bisection: the highest that fits in the
@@ -43,10 +45,8 @@ class MaxMin(Solver):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap, SameBudget})
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        """Return the choice of the common level; see the class. It takes milliseconds.
+    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
+        """Return the choice of the common level; see the class.
 
         Raises
         ------
@@ -59,7 +59,7 @@ class MaxMin(Solver):
         rows = Choices.of(
             problem.with_capacity(problem.max_cost_bytes if capacity is None else capacity)
         )
-        filling = _WaterFilling(rows, rows.worth if worst else _shares(rows))
+        filling = _WaterFilling(rows, rows.worth if worst else _shares(rows), deadline)
         if problem.sense is Sense.MAX_VALUE:
             picked = filling.fill()
         elif worst:
@@ -80,7 +80,7 @@ class MaxMin(Solver):
         level = float(filling.levels[rows.index, picked].min())
         detail = f"every unit at level {level:.6g} or above"
         bound = problem.objective(choice) if worst else None
-        return Solution.of(problem, choice, bound=bound, detail=detail)
+        return Solution.of(problem, choice, bound=bound, detail=detail, deadline=deadline)
 
 
 def _shares(rows: Choices) -> FloatArray:
@@ -103,10 +103,12 @@ class _WaterFilling:
     rows : Choices
     levels : ndarray of float64, (n_rows, n_columns)
         Level that each option reaches; -inf where there is no option.
+    deadline : float
+        ``time.monotonic()`` after which no row rises above the common level.
     """
 
-    def __init__(self, rows: Choices, levels: FloatArray) -> None:
-        self.rows = rows
+    def __init__(self, rows: Choices, levels: FloatArray, deadline: float) -> None:
+        self.rows, self.deadline = rows, deadline
         # An option that is worth less than a cheaper one is never the first to reach a level.
         self.levels: FloatArray = np.maximum.accumulate(levels, axis=1)
         self.top: FloatArray = self.levels[:, -1]
@@ -137,6 +139,8 @@ class _WaterFilling:
         active = np.ones(self.rows.n_rows, dtype=np.bool_)
         while np.any(active) and not is_enough(picked):
             picked = self._at_highest_level(picked, active, is_enough)
+            if time.monotonic() > self.deadline:
+                break
             self._step(picked, active, is_enough)
         return picked
 

@@ -24,6 +24,10 @@ EVEN_OPTIONS = 256
 widths), because exact solvers take time for every option there. Where there are more pages than
 that, every second, third, ... one is offered."""
 
+WORKLOAD_VALUES = 2**22
+"""Largest number of values of all units in all samples, where several of them count. Where there
+are more, every second, third, ... page is offered."""
+
 MAX_OPTIONS = 2**22
 """Largest number of options of a unit: thirty times a context of 131,072 tokens, one by one."""
 
@@ -404,5 +408,8 @@ def _option_tokens(curves: RequestCurves) -> IntArray:
             f"{last - first:,} budgets for each unit are more than fit in memory; ask for larger "
             f"pages, such as {option('page', -(-(largest - floor) // MAX_OPTIONS))}"
         )
+    if request.workloads != "mean":
+        per_option = scores.n_samples * len(scores.shape.full_layers) * scores.shape.n_kv_heads
+        stride = max(stride, -(-(last - first + 1) * per_option // WORKLOAD_VALUES))
     pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
     return np.minimum(pages * page, context)

@@ -21,6 +21,7 @@ cutting planes are the units' best responses (Kelley, 1960).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +37,17 @@ from kvalloc.problem.arrays import (
 )
 from kvalloc.problem.constraints import GroupCap
 
-PRICE_ROUNDS = 200
-"""Halvings of the price interval; float64 runs out of digits long before."""
+PRICE_ROUNDS = 100
+"""Prices tried; about ten are needed for 640 units of 64 options, and any price gives a bound."""
 
-TAIL_ROUNDS = 60
+NOISE = 1e-13
+"""What sums of a few thousand terms of size one may lose; less counts as nothing."""
+
+TAIL_ROUNDS = range(4, 61)
 """Linear programs solved for the best weights; any weights give a bound, these a tight one."""
+
+TAIL_WORK = 2**28
+"""Values looked at for them, which sets the number of rounds: the bound is the same every time."""
 
 CLOSE = 1e-10
 """Bounds this close, as a share of the range of the values (costs), are the same."""
@@ -172,11 +179,13 @@ def best_response(
     """
     if problem.is_concave and problem.step_bytes is not None:
         return steps_above(problem, price * problem.step_bytes, low=low, high=high)
-    priced = np.reshape(price, (-1, 1)) * problem.costs
-    net = problem.weights[:, None] * problem.values - priced
-    if problem.is_ragged:
-        net[~problem.exists] = -np.inf
-    best: IntArray = np.argmax(net, axis=1).astype(np.int64)
+    prices = np.broadcast_to(price, problem.n_units)
+    best = np.zeros(problem.n_units, dtype=np.int64) if low is None else low.copy()
+    last = problem.last_options if high is None else high
+    for unit in np.flatnonzero(best < last).tolist():  # row by row: all may be gigabytes
+        between = slice(best[unit], last[unit] + 1)
+        worth = problem.weights[unit] * problem.values[unit, between]
+        best[unit] += np.argmax(worth - prices[unit] * problem.costs[unit, between])
     return best
 
 
@@ -219,32 +228,70 @@ def steps_above(
     )
 
 
-def _sum_bound(problem: AllocationProblem) -> DualBound:
-    """Return the tightest Lagrangian bound, by bisection of the price of a byte."""
-    low = 0.0
-    # At this price every unit takes its cheapest option.
-    high = 2.0 * (problem.largest_gain + 1e-300) / problem.lattice_bytes
-    free = best_response(problem, 0.0)
-    if problem.target is None and problem.cost(free) <= problem.spendable_bytes:
-        return DualBound(bound=_bound_with(problem, 0.0, free), multiplier=0.0, choice=free)
-    under = np.zeros(problem.n_units, dtype=np.int64)  # the responses at both ends
-    over = free
+def best_price(
+    under: IntArray,
+    over: IntArray,
+    *,
+    gain: Callable[[IntArray, IntArray], tuple[float, int]],
+    respond: Callable[[float, IntArray, IntArray], IntArray],
+    is_enough: Callable[[IntArray], bool],
+) -> tuple[float, IntArray, IntArray]:
+    """Return the price where the best response crosses the goal, and the responses around it.
+
+    The dual function is the upper envelope of one line per choice. The price where the lines of a
+    choice that is enough and of one that is not cross is the next one tried. When no choice is
+    better there, it is the breakpoint.
+
+    Parameters
+    ----------
+    under, over : ndarray of int64, (n,)
+        Best responses at a high and at a low price, below the goal and beyond it.
+    gain : callable
+        Value and bytes from one choice to another.
+    respond : callable
+        ``respond(price, low, high)``, the best response between those at a higher and a lower one.
+    is_enough : callable
+        Whether a choice is beyond the goal.
+    """
+    price = 0.0
     for _ in range(PRICE_ROUNDS):
-        middle = 0.5 * (low + high)
-        if middle in (low, high):
+        gained, spent = gain(under, over)
+        if spent <= 0:
             break
-        response = best_response(problem, middle, low=under, high=over)
+        price = max(0.0, gained / spent)
+        middle = respond(price, under, over)
+        value, cost = gain(under, middle)
+        if value - price * cost <= NOISE * max(1.0, gained):
+            break
+        under, over = (under, middle) if is_enough(middle) else (middle, over)
+    return price, under, over
+
+
+def _sum_bound(problem: AllocationProblem) -> DualBound:
+    """Return the tightest Lagrangian bound, at the best price of a byte."""
+
+    def is_enough(choice: IntArray) -> bool:
         if problem.target is None:
-            enough = problem.cost(response) > problem.spendable_bytes
-        else:
-            enough = problem.meets_target(problem.objective_value(response))
-        if enough:
-            low, over = middle, response
-        else:
-            high, under = middle, response
-    at_low, at_high = _bound_with(problem, low, over), _bound_with(problem, high, under)
-    is_low_tighter = at_low <= at_high if problem.target is None else at_low >= at_high
-    bound, price = (at_low, low) if is_low_tighter else (at_high, high)
+            return problem.cost(choice) > problem.spendable_bytes
+        return problem.meets_target(problem.objective_value(choice))
+
+    def gain(before: IntArray, after: IntArray) -> tuple[float, int]:
+        return math.fsum(problem.gains(before, after)), problem.cost(after) - problem.cost(before)
+
+    def respond(price: float, low: IntArray, high: IntArray) -> IntArray:
+        return best_response(problem, price, low=low, high=high)
+
+    floors, free = np.zeros(problem.n_units, dtype=np.int64), best_response(problem, 0.0)
+    if is_enough(floors):  # at this price every unit takes its cheapest option
+        price, under, over = 2.0 * problem.largest_gain / problem.lattice_bytes, floors, floors
+    elif not is_enough(free):
+        price, under, over = 0.0, free, free
+    else:
+        price, under, over = best_price(
+            floors, free, gain=gain, respond=respond, is_enough=is_enough
+        )
+    response = best_response(problem, price, low=under, high=over)
+    bound = _bound_with(problem, price, response)
     choice = under if problem.target is None else over
     return DualBound(bound=bound, multiplier=price, choice=choice)
 
@@ -441,7 +488,8 @@ def _best_weights(problem: AllocationProblem) -> FloatArray:
         return weights
     even = np.full(count, 1.0 / count)
     best, lowest = even, math.inf
-    for _ in range(TAIL_ROUNDS):
+    rounds = min(TAIL_ROUNDS[-1], max(TAIL_ROUNDS[0], TAIL_WORK // problem.scenarios.size))
+    for _ in range(rounds):
         at, reached = master.solve()
         total = float(at[:count].sum())
         weights, response = even, np.zeros(problem.n_units, dtype=np.int64)

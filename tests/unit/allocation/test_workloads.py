@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import linprog
 
+from kvalloc.allocation import formulation
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate, problem_of
 from kvalloc.allocation.request import Request
@@ -175,3 +176,15 @@ def test_a_variant_computes_again_what_its_changes_touch() -> None:
         problem.replace(values=np.full((1, 3), np.nan))
     with pytest.raises(TypeError, match="no field capacity"):
         problem.replace(capacity=3)
+
+
+def test_many_values_of_many_samples_are_offered_by_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every n-th page is left, the last one among them, and the problem says which."""
+    scores = make_scores(5, n_samples=3)
+    request = Request.parse(budget="35%", workloads="worst", level="head")
+    every = formulate(scores, request)
+    monkeypatch.setattr(formulation, "WORKLOAD_VALUES", every.scenarios.size // 4)
+    some = formulate(scores, request)
+    assert some.scenarios.size <= every.scenarios.size // 4 + 3 * 6
+    assert some.tokens[0, -1] == every.tokens[0, -1]
+    assert set(some.tokens[0].tolist()) <= set(every.tokens[0].tolist())

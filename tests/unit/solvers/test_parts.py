@@ -18,6 +18,7 @@ from kvalloc.problem import (
     Sense,
     Termination,
 )
+from kvalloc.problem.bounds import dual_bound
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers import _coarse
 from kvalloc.testing import brute_force, tiny_problems
@@ -132,3 +133,46 @@ def test_parts_are_no_worse_than_equal_budgets_and_know_what_is_impossible() -> 
         with pytest.raises(InfeasibleError, match="raise the caps or ask for that") as error:
             solve_problem(tight, get_solver(name))
         assert 0 < (error.value.nearest or 0.0) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"), [("max_min", "worst:"), ("cvar", "tail:"), ("ilp", "tail:")]
+)
+def test_parts_of_the_worst_unit_and_of_tails_keep_their_bound(
+    name: str, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst unit's level is known without a search, so without limits it stays exact."""
+    sides = ("", "+nested_caps", "+crossing_caps", "+same_budget")
+    kinds = [f"{scope}{curves}{side}" for side in sides for curves in ("concave", "losses")]
+    for limit in ("MOST_OPTIONS", "MOST_LIMITED", "PART_OPTIONS", "PART_CAPPED"):
+        monkeypatch.setattr(_coarse, limit, 0)
+    solved = 0
+    for case, problem in tiny_problems(24, kinds=kinds, seed=31):
+        best, solver = brute_force(problem), get_solver(name)
+        if best is None or solver.can_solve(problem) is not True:
+            continue
+        answer = solve_problem(problem, solver)
+        assert not problem.is_better(best.objective, answer.bound, 1e-9), case
+        assert not problem.is_better(answer.objective, best.objective, 1e-9), case
+        if scope == "worst:" and not problem.constraints:
+            assert answer.termination is Termination.OPTIMAL, case
+        solved += 1
+    assert solved >= 5
+
+
+def test_a_bound_needs_no_table_of_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of curves with dents, one unit's net values are formed at a time, at few prices."""
+    problem = large()
+    dented = problem.replace(values=problem.values - 1e-9 * (np.arange(N) % 2))
+    assert not dented.is_concave
+    sizes: list[int] = []
+    argmax = np.argmax
+
+    def counted(array: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(np.size(array))
+        return argmax(array, *args, **options)
+
+    monkeypatch.setattr(np, "argmax", counted)
+    assert dual_bound(dented).bound == pytest.approx(dual_bound(problem).bound, abs=1e-6)
+    assert max(sizes) <= N
+    assert sum(sizes) <= 6 * dented.values.size
