@@ -236,6 +236,9 @@ bench: $(READY) ## run every benchmark; what each prints, and the tables of benc
 bench-solvers: $(READY) ## the same, solvers only
 	$(BIN)/python benchmarks/record.py solvers
 
+bench-exact: $(READY) ## the same, certificates only: forgeries, false claims, limits of time, lines
+	$(BIN)/python benchmarks/record.py "solvers certificates"
+
 bench-profile: $(READY) ## the same, profiling only
 	$(BIN)/python benchmarks/record.py "measuring profile"
 

@@ -1,10 +1,13 @@
 """The solvers: time against one np.partition and SciPy's milp, memory, proofs, and auto's choice.
 
-    python benchmarks/bench_solvers.py [partition exact scale auto] [--quick] [--json]
+    python benchmarks/bench_solvers.py [certificates partition exact scale auto] [--quick] [--json]
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles.
 
+- certificates: forged certificates and lying solvers of `tests/support/forgeries.py` that pass as
+  proven; answers worse than brute force, or bounds that it beats, on tiny problems of every kind;
+  time over the limit on 126 x 8 x 131,072; lines of code of the solvers.
 - partition: greedy on 80 layers x 8 heads x 32,768 ranks, from the bare arrays on (the problem is
   built and checked, its concavity is established, greedy solves it), against one `np.partition` of
   the same numbers; and ilp on 30 x 3 x 1,001 options, as they are and with dents.
@@ -22,6 +25,7 @@ with their quartiles.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import math
@@ -50,25 +54,43 @@ from _common import (
 )
 
 from kvalloc.accounting import FloatArray
+from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import DUAL, CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
-from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
-from kvalloc.testing import KINDS, larger_problem
+from kvalloc.testing import KINDS, brute_force, larger_problem, tiny_problems
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SHARE, RETENTION, POINTS = 0.2, 0.9, 100
 PARTITION_TARGET, FRONTIER_TARGET, MEMORY_TARGET = 2.0, 10.0, 1.5
 ILP_TARGET_SECONDS, LIBRARY_TARGET = 5.0, 1.5
 GAP, LAGRANGIAN_GAP, SLACK = 1e-6, 1e-5, 1e-9
 CHOICE_TARGET, JUDGED_SECONDS, MEASURED_SECONDS, LIMIT_SECONDS = 0.01, 0.01, 0.5, 20.0
+OVER_TARGET, SHORT_LIMIT_SECONDS = 1.2, 10.0
+LIMITED_CASES = (
+    *(
+        "greedy",
+        "flow",
+        "uniform",
+        "proportional",
+        "adaptive_head",
+        "max_min",
+        "lagrangian",
+        "hull",
+    ),
+    *("max_min worst", "ilp worst crossing", "ilp crossing", "ilp few", "lagrangian crossing"),
+    *("hull dents", "lagrangian dents", "ilp dents"),
+)
 MEMORY_CASES = {
     "every rank, budget": "every rank in the score profile, solve --budget",
     "every rank, retention": "every rank in the score profile, solve --target-retention",
@@ -81,14 +103,103 @@ def main() -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--scores", help="a score profile; the demo model is measured without")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit-of", choices=LIMITED_CASES, help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=MEMORY_CASES, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.limit_of:
+        print(json.dumps(measure_limit(asked.limit_of, scale_size(asked))))
+        return 0
     if asked.memory_of:
         print(json.dumps(measure_memory(asked.memory_of, scale_size(asked))))
         return 0
     names = asked.parts or list(PARTS)
     rows = (row for name in names for row in guarded(name, lambda name=name: PARTS[name](asked)))
     return print_rows(rows, asked, "numpy", "scipy", "ortools", "kvalloc")
+
+
+def certificates(asked: argparse.Namespace) -> Iterator[Row]:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from forgeries import forged_profiles, lies
+
+    made = passed = 0
+    for _, profile, scores in forged_profiles():
+        made += 1
+        passed += all(check.passed and check.proven for check in verify(profile, scores))
+    for _, problem, liar in lies():
+        made += 1
+        answer = solved(problem, liar)
+        passed += isinstance(answer, CheckedSolution) and answer.bound_source == DUAL
+    yield count_of("accepted as proven", passed, f"of {made} forged profiles and lying solvers")
+    count, misses, at_limit = (2 if asked.quick else 4) * len(KINDS), 0, 0
+    for _, problem in tiny_problems(count, kinds=KINDS, seed=9000):
+        best = brute_force(problem)
+        for solver in ours().values():
+            if solver.can_solve(problem) is not True:
+                continue
+            answer = solved(problem, solver)
+            if not isinstance(answer, CheckedSolution):
+                alone = "use " in str(answer)  # a rule that says so of itself alone
+                misses += best is not None and type(answer) is InfeasibleError and not alone
+                continue
+            at_limit += answer.termination is Termination.TIME_LIMIT
+            misses += best is None or problem.is_better(best.objective, answer.bound, 1e-9)
+            claims = answer.termination is Termination.OPTIMAL
+            misses += claims and problem.is_better(best.objective, answer.objective, 1e-9)
+    words = f"{count} problems of all kinds, all solvers beside brute force"
+    yield count_of("false optima, bounds or infeasibilities", misses, words)
+    yield count_of(f"at their limit of {LIMIT_SECONDS:g} s", at_limit, words)
+    for case in LIMITED_CASES:
+        found = in_fresh_process(__file__, "--limit-of", case, *["--quick"][: asked.quick])
+        peak = found["peak_bytes"] / 2**30
+        yield {
+            "name": f"time / limit, {case}",
+            "figure": found["seconds"] / SHORT_LIMIT_SECONDS,
+            "at_most": OVER_TARGET,
+            "met": found["seconds"] <= OVER_TARGET * SHORT_LIMIT_SECONDS and peak <= 2.0,
+            "note": f"{peak:.2f} GiB at the peak, wanted <= 2; {found['answer']}",
+        }
+    lines = sum(code_lines(path) for path in (ROOT / "solvers").glob("*.py"))
+    yield count_of("lines of code of solvers/", lines, "no blanks, comments, docstrings", 2500)
+
+
+def count_of(name: str, figure: int, note: str, at_most: int = 0) -> Row:
+    return {"name": name, "figure": figure, "at_most": at_most, "note": note}
+
+
+def code_lines(path: Path) -> int:
+    """Lines that are neither blank, nor comments, nor docstrings."""
+    text = path.read_text(encoding="utf-8")
+    said: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            said.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate((line.strip() for line in text.splitlines()), start=1)
+    return sum(1 for number, line in lines if line and line[0] != "#" and number not in said)
+
+
+def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
+    """Time and peak of one solver with a limit, on a problem of 126 x 8 x 131,072."""
+    name, *what = case.split(" ")
+    layers, heads, ranks = size
+    values = curves(layers * heads, np.arange(ranks))
+    if "dents" in what:
+        values[:, 1::2] -= 1e-9
+    problem = problem_of(values, layers, heads, Sense.MAX_VALUE)
+    if "worst" in what:
+        problem = problem.replace(aggregate=Aggregate.WORST)
+    if "crossing" in what:
+        third, units = problem.n_units // 3, problem.units
+        parts = (("first", units[: 2 * third], 0.19), ("last", units[third:], 0.18))
+        problem = problem.replace(constraints=tuple(capped(problem, *part) for part in parts))
+    if "few" in what:
+        problem = problem.replace(constraints=(MaxDistinct(most=4),))
+    start = time.perf_counter()
+    answer = solve_problem(problem, get_solver(name), time_limit_seconds=SHORT_LIMIT_SECONDS)
+    return {
+        "seconds": time.perf_counter() - start,
+        "peak_bytes": memory_bytes("VmHWM"),
+        "answer": f"gap {answer.gap:.2g}, {answer.termination.value}",
+    }
 
 
 def partition(asked: argparse.Namespace) -> Iterator[Row]:
@@ -152,6 +263,7 @@ def auto(asked: argparse.Namespace) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "certificates": certificates,
     "partition": partition,
     "exact": exact,
     "scale": scale,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from factories import make_bits, make_choices, make_losses, make_problem, make_scores
+from forgeries import Liar, forged_profiles, lies, optimal_by
 
 import kvalloc
 from kvalloc.allocation.audit import verify
@@ -18,67 +18,14 @@ from kvalloc.allocation.verification import prove, solve_problem
 from kvalloc.errors import KVAllocError, SolverError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import (
-    AllocationProblem,
     GroupCap,
     MaxDistinct,
     Sense,
-    Solution,
-    Solver,
-    Termination,
     bound_at,
 )
 from kvalloc.problem.registry import get_solver
 from kvalloc.report.wording import decision_fields, proof_text
-from kvalloc.testing import brute_force, tiny_problem, tiny_problems
-
-Forgery = Callable[[BudgetProfile], dict[str, Any]]
-
-
-def optimal_by(source: str) -> Forgery:
-    """A poor decision that is stated to be the best, and who is named for it."""
-
-    def forged(poor: BudgetProfile) -> dict[str, Any]:
-        claims = {"bound": poor.objective, "bound_source": source, "termination": "optimal"}
-        return claims if source == "dual" else {**claims, "decided_by": source, "solver": source}
-
-    return forged
-
-
-def at_prices(poor: BudgetProfile) -> dict[str, Any]:
-    return {
-        **optimal_by("dual")(poor),
-        "prices": (1.0, *(0.5 for _ in poor.requested.get("cap", ()))),
-    }
-
-
-def closer(poor: BudgetProfile) -> dict[str, Any]:
-    assert poor.bound is not None
-    return {"bound": 0.9 * poor.objective + 0.1 * poor.bound}
-
-
-FORGERIES: dict[str, Forgery] = {
-    "optimal by duality": optimal_by("dual"),
-    "optimal by ilp": optimal_by("ilp"),
-    "optimal by nobody": optimal_by(""),
-    "optimal at made up prices": at_prices,
-    "a tighter bound": closer,
-    "a tighter bound, by a solver": lambda poor: {**closer(poor), "bound_source": "uniform"},
-    "optimal beside its gap": lambda poor: {"termination": "optimal"},
-    "optimal without a bound": lambda poor: {"termination": "optimal", "bound": None},
-    "another price": lambda poor: {"value_per_mib": 2 * (poor.value_per_mib or 1e-3)},
-}
-
-POOR: list[tuple[Callable[[], Any], dict[str, Any]]] = [
-    (make, {**goal, "level": "head", **limits})
-    for (make, goals), limits in itertools.product(
-        (
-            (make_scores, ({"budget": "35%"}, {"target_retention": 0.7})),
-            (make_losses, ({"budget": "50%", "objective": "loss"}, {"target_loss": 0.05})),
-        ),
-        ({}, {"cap": ("0-1=1MiB",)}, {"cap": ("0=600B", "0-1=1200B")}, {"max_distinct": 3}),
-    )
-    for goal in goals
-]
+from kvalloc.testing import brute_force, tiny_problem
 
 
 def accepted(profile: BudgetProfile, scores: Any) -> bool:
@@ -87,96 +34,36 @@ def accepted(profile: BudgetProfile, scores: Any) -> bool:
 
 def test_no_forged_certificate_is_accepted() -> None:
     """Poor decisions (equal budgets) with and without limits, stated to be better ones."""
-    seen: Counter[str] = Counter()
-    for make, asked in POOR:
-        scores = make()
-        try:
-            poor = kvalloc.solve(scores, solver="uniform", **asked)
-        except SolverError:
-            continue  # no equal budgets reach the target within the caps
-        assert all(check.passed for check in verify(poor, scores)), asked
-        for name, forge in FORGERIES.items():
-            checks = verify(poor.replace(**forge(poor)), scores)
-            assert not all(check.passed and check.proven for check in checks), (name, asked)
-            seen["forged"] += 1
-            seen["refuted"] += not all(check.passed for check in checks)
-    assert seen["forged"] >= 100
-    assert seen["refuted"] >= 0.75 * seen["forged"]
-
-
-class Liar(Solver):
-    """Says of some choice that nothing is better."""
-
-    name: ClassVar[str] = "liar"
-    summary: ClassVar[str] = "says of some choice that nothing is better"
-
-    def __init__(self, choice: Any, prices: tuple[float, ...] = ()) -> None:
-        self.choice, self.prices = np.asarray(choice), prices
-
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        return True
-
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        objective = problem.objective(self.choice)
-        return Solution(
-            choice=self.choice,
-            objective=objective,
-            bound=objective,
-            termination=Termination.OPTIMAL,
-            prices=self.prices,
-        )
-
-
-SIDES = ("nested_caps", "crossing_caps", "same_budget", "max_distinct", "mixed")
-LIED_ABOUT = (
-    *("concave", "losses", "unequal_costs", "worst:concave", "tail:concave"),
-    *(f"{curves}+{side}" for curves in ("concave", "losses") for side in SIDES),
-    *("worst:losses+nested_caps", "tail:losses+nested_caps", "bits+nested_caps"),
-)
+    forged = refuted = 0
+    for name, profile, scores in forged_profiles():
+        checks = verify(profile, scores)
+        assert not all(check.passed and check.proven for check in checks), name
+        forged += 1
+        refuted += not all(check.passed for check in checks)
+    assert forged >= 100
+    assert refuted >= 0.75 * forged
 
 
 def test_no_liar_is_believed() -> None:
     """What is not the best, stated to be it, is refused or stands on the liar's word alone."""
     seen: Counter[str] = Counter()
-    for name, problem in tiny_problems(6 * len(LIED_ABOUT), kinds=LIED_ABOUT, seed=600):
-        best, poor = brute_force(problem), worst_choice(problem)
-        if best is None or poor is None:
-            continue
-        if not problem.is_better(best.objective, problem.objective(poor), 1e-6):
-            continue
-        caps = sum(isinstance(one, GroupCap) for one in problem.constraints)
-        for prices in {(), (0.0,) * (1 + caps)}:
-            seen["lies"] += 1
-            try:
-                answer = solve_problem(problem, Liar(poor, prices))
-            except SolverError:
-                seen["refused"] += 1
-            else:
-                assert (answer.bound, answer.bound_source) == (answer.objective, "liar"), name
-        if problem.target is None:
+    for name, problem, liar in lies():
+        seen["lies"] += 1
+        try:
+            answer = solve_problem(problem, liar)
+        except SolverError:
+            seen["refused"] += 1
+        else:
+            assert (answer.bound, answer.bound_source) == (answer.objective, "liar"), name
+        if problem.target is None and not liar.prices:
             points = []
             try:
-                points = trace_frontier(problem, Liar(poor), [problem.capacity_bytes or 0])
+                points = trace_frontier(problem, liar, [problem.capacity_bytes or 0])
             except KVAllocError:
                 seen["refused on the frontier"] += 1
             assert all(point.bound_source == "liar" for point in points), name
     assert seen["lies"] >= 100
     assert seen["refused"] >= 0.5 * seen["lies"], seen
-
-
-def worst_choice(problem: AllocationProblem) -> Any:
-    """The feasible choice of the least value or the highest cost, of a few by chance."""
-    random, found = np.random.default_rng(0), []
-    for _ in range(60):
-        choice = random.integers(0, problem.option_counts)
-        cost, value = problem.cost(choice), problem.objective_value(choice)
-        within = problem.capacity_bytes is None or cost <= problem.capacity_bytes
-        if within and problem.meets_target(value) and problem.side_fault(choice) is None:
-            found.append(choice)
-    sign = 1.0 if problem.sense is Sense.MAX_VALUE else -1.0
-    return min(found, key=lambda choice: sign * problem.objective(choice), default=None)
 
 
 VALUES = [[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]]
