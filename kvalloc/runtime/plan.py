@@ -25,7 +25,7 @@ from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["BOUNDED_BUDGETS", "EVERY", "Plan"]
+__all__ = ["BOUNDED_BUDGETS", "EVERY", "Plan", "Schedule"]
 
 EVERY, OF_SEEN = 64, 16
 """Tokens after which a conversation is brought back within its budget: a full block of keys, and
@@ -33,6 +33,39 @@ where more of this share of the tokens seen, so that to do so takes the same par
 
 BOUNDED_BUDGETS = 2
 """In bounded memory so many times the budgets are kept until enough has followed a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When entries of a prompt go.
+
+    Attributes
+    ----------
+    while_read : bool
+        Whether each layer evicts when it has read a forward; else the prompt is held whole.
+    after : int or None
+        Tokens that follow the prompt before all layers evict, 0 where it is enough that it is
+        complete; None where they do not.
+    chooser : EvictionPolicy or None
+        Who chooses while it is read, where that is not the cache's own policy.
+    by_layer : bool
+        Whether the heads of a layer share what they may keep then, and each prompt hands it out.
+    """
+
+    while_read: bool
+    after: int | None
+    chooser: EvictionPolicy | None = None
+    by_layer: bool = False
+
+    @property
+    def late(self) -> bool:
+        """Whether anything goes when the prompt is complete, and not while it is read."""
+        return self.after is not None
+
+    @property
+    def times(self) -> int:
+        """Of the budgets, which are kept until then."""
+        return BOUNDED_BUDGETS if self.while_read and self.late else 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,19 +92,10 @@ class Plan:
         Of layers that share entries, their group.
     wanted : mapping of int to tuple of Scorer
         For each layer, the scorers that look beyond the prompt.
-    holds : bool
-        Whether a prompt is held whole until it is complete, or longer where `awaited` is not 0.
-    holds_chunks : bool
-        Whether that is so where it comes in several forwards.
+    whole, chunks : Schedule
+        Of a prompt that comes in one forward, and in several.
     limit : int or None
         Tokens that the model was made for.
-    bounded : bool
-        Whether at most `BOUNDED_BUDGETS` times its budgets is kept while a prompt is read and until
-        enough has followed.
-    early : EvictionPolicy or None
-        Who chooses what that is.
-    by_layer : bool
-        Whether the heads of a layer share what they may keep then, and each prompt hands it out.
     reduces : bool
         Whether anything is, and so what follows a prompt competes with what is kept of it.
     every : int or None
@@ -91,12 +115,9 @@ class Plan:
     halves: Mapping[int, IntArray]
     groups: Mapping[int, tuple[int, ...]]
     wanted: Wanted
-    holds: bool
-    holds_chunks: bool
+    whole: Schedule
+    chunks: Schedule
     limit: int | None
-    bounded: bool
-    early: EvictionPolicy | None
-    by_layer: bool
     reduces: bool
     every: int | None
     memory: int | None
@@ -127,24 +148,28 @@ class Plan:
         )
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
+        scorers = [scorer for each in wanted.values() for scorer in each]
+        awaited, bounded = awaited_tokens(scorers), options.bounded
         holds = bool(wanted) or profile.by_prompt
         # a group evicts after its last layer, when the queries of its others have gone
         holds |= policy.holds and bool(profile.share_groups)
-        holds_chunks = holds or policy.holds
-        more = holds or options.bounded or policy.combines
-        refusals.refuse(beyond_memory=profile.fits_a_peak and more and policy.name)
-        scorers = [scorer for each in wanted.values() for scorer in each]
-        early, by_layer = None, False
-        bounded = options.bounded
-        refusals.refuse(on_or_off=bounded not in (True, False) and (bounded,))
+        at_once = profile.by_prompt and not scorers
+        more = holds or bounded or policy.combines
+        refusals.refuse(
+            beyond_memory=profile.fits_a_peak and more and policy.name,
+            on_or_off=bounded not in (True, False) and (bounded,),
+            bounded_awaits_nothing=bounded and not (awaited or at_once),
+            bounded_shared=bounded and refusals.shared_layers(profile),
+        )
+        held = Schedule(while_read=False, after=awaited)
+        read = Schedule(while_read=True, after=None)
         if bounded:
-            at_once = profile.by_prompt and not scorers
-            refusals.refuse(
-                bounded_awaits_nothing=not (awaited_tokens(scorers) or at_once),
-                bounded_shared=refusals.shared_layers(profile),
+            held = read = Schedule(
+                while_read=True,
+                after=None if at_once else awaited,  # what a layer chooses at once is final
+                chooser=policy.early,
+                by_layer=profile.by_prompt,
             )
-            early, by_layer, holds, holds_chunks = policy.early, profile.by_prompt, False, False
-            bounded = not at_once  # what a layer chooses is final
         wide = next(model.parameters()).itemsize > HALF_BYTES
         bits = rounded_layers(profile, every=wide and profile.reduces)
         return cls(
@@ -157,12 +182,9 @@ class Plan:
             halves={layer: np.full_like(own, 16) for layer, own in bits.items()} if wide else {},
             groups=groups_by_layer(profile.share_groups),
             wanted=wanted,
-            holds=holds,
-            holds_chunks=holds_chunks,
+            whole=held if holds else read,
+            chunks=held if holds or policy.holds else read,
             limit=context_limit(model),
-            bounded=bounded,
-            early=early,
-            by_layer=by_layer,
             reduces=profile.reduces,
             every=every,
             memory=options.memory,

@@ -25,7 +25,7 @@ from kvalloc.runtime.deciding import prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Member
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
 from kvalloc.runtime.layer import SPARE, BudgetLayer
-from kvalloc.runtime.plan import BOUNDED_BUDGETS, Plan
+from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.repetition import (
     HeldPrompt,
     check_context,
@@ -111,7 +111,7 @@ class Prompt:
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._waits = False  # for tokens that follow a held prompt
         self.given: int | None = None  # columns behind which drafts may stand; None without any
-        self._in_chunks = True  # unless the first forward is known to be the whole prompt
+        self._schedule = self.plan.chunks  # unless the first forward is the whole prompt
         self._forget_held()
 
     def _forget_held(self) -> None:
@@ -194,7 +194,7 @@ class Prompt:
         if failed and arrival.prompt_tokens is not None:
             self._broken = self._broken or refusals.BROKEN_OFF.format(arrival.prompt_tokens)
         arrival.complete = arrival.prompt_tokens is not None and not failed
-        if self._evicts_late and arrival.complete:
+        if self._schedule.late and arrival.complete:
             self._complete_held()
         elif arrival.complete:
             self._settle()
@@ -265,27 +265,28 @@ class Prompt:
         step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
         self._targets = {}
         if not step.seen:
-            self._in_chunks = not step.completes
-            late = self._in_chunks and self.plan.bits
+            self._schedule = self.plan.whole if step.completes else self.plan.chunks
+            late = not step.completes and self.plan.bits
             refusals.refuse(rounded_beyond_memory=late and self.plan.profile.fits_a_peak)
-        holds = self._holds(step)
-        if step.budgets is not None and self.plan.bounded:
-            step = replace(step, budgets=BOUNDED_BUDGETS * step.budgets, remember=True)
-        if not step.follows and self._evicts_late:
+        schedule = self._schedule
+        holds = not (step.follows or schedule.while_read)
+        if step.budgets is not None and schedule.times > 1:
+            step = replace(step, budgets=schedule.times * step.budgets, remember=True)
+        if not step.follows and schedule.late:
             self._begin_held(arguments, step)
         if not holds:
             whole = step.seen == 0 and step.completes
             policy, some = self.plan.policy, step.budgets is not None and not whole
             refusals.refuse(
-                merges_chunks=some and policy.combines and not self.plan.early and policy.name,
+                merges_chunks=some and policy.combines and not schedule.chooser and policy.name,
                 adds_up_chunks=step.remember and policy.needs_whole_prompt,
             )
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
-                packs = step.completes and not self.plan.bounded
+                packs = step.completes and not schedule.late
                 always = packs and self.plan.rounds(index)
                 stored = self._layers[index].stored_counts()
-                targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
+                targets = step.targets(index, stored, always=always, shared=schedule.by_layer)
                 if targets is not None:
                     self._targets[index] = targets
         self._check_read(self._targets)
@@ -310,7 +311,8 @@ class Prompt:
         if step.follows:
             self._note_following(layer, states, step)
             return
-        held = self._holds(step)
+        schedule = self._schedule
+        held = not schedule.while_read
         remember = step.remember or self._goes_on_observing
         if not (held or layer.awaits_eviction or remember):
             layer.unfinished = Unfinished()
@@ -323,14 +325,14 @@ class Prompt:
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
             remember=remember,
-            bits=self.plan.bits if step.completes and not self.plan.bounded else self.plan.halves,
+            bits=self.plan.bits if step.completes and not schedule.late else self.plan.halves,
             new_from=step.seen,
             held=held,
-            chooser=self.plan.early,
-            hand_out=self._handed_out if self.plan.by_layer else None,
+            chooser=schedule.chooser,
+            hand_out=self._handed_out if schedule.by_layer else None,
         )
         eviction.note(layer, states, step.columns)
-        if held or self.plan.bounded:
+        if schedule.late:
             self._note_seen(states)
         if held:
             return
@@ -356,7 +358,7 @@ class Prompt:
             with self._half_way():
                 pass  # what was noted in its layers
             self.arrival.commit(step)
-            if not step.follows and self._evicts_late:
+            if not step.follows and self._schedule.late:
                 self._end_held(step)
             elif step.completes:
                 self._settle()
@@ -376,20 +378,6 @@ class Prompt:
             self._broken = refusals.HALF_WAY
 
     # A prompt that is held
-
-    def _holds(self, step: Step) -> bool:
-        """Whether a forward is of a prompt that is held."""
-        return self._is_held and not step.follows
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether the prompt is held whole until it is complete, or longer."""
-        return self.plan.holds_chunks if self._in_chunks else self.plan.holds
-
-    @property
-    def _evicts_late(self) -> bool:
-        """Whether anything of the prompt goes when it is complete, and not while it is read."""
-        return self._is_held or self.plan.bounded
 
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
         ids = arguments.get("input_ids")
@@ -524,7 +512,7 @@ class Prompt:
             following_visible = none_if_all(visible[:, columns:])
             visible = none_if_all(visible[:, :columns])
         tokens = row_tokens(visible, self._batch, columns)
-        if self.plan.bounded:  # the padding of the prompt has gone
+        if self._schedule.while_read:  # the padding of the prompt has gone
             visible = None
         policy = self.profile.policy
         eviction = Eviction(
