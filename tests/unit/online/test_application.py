@@ -218,7 +218,7 @@ def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny: ModuleType, model: An
         ({"target_retention": 0.9, "level": "model"}, "level is 'model'"),
         ({"target_retention": 0.9, "decode_every": 0}, "decode_every is 0"),
         ({"target_retention": 0.9, "policy": "none"}, "no policy or scorer 'none'"),
-        ({"target_retention": 0.9, "allow_other_model": True}, "allow_other_model accepts the st"),
+        ({"target_retention": 0.9, "allow_other_model": True}, "accepts what was stored"),
         ({"target_loss": 0.1}, "target_loss cannot be asked of each prompt"),
         ({"budget": "20%", "bits": "16,8"}, "bits cannot be asked of each prompt"),
         ({"budget": "20%", "sink": 3}, "no option 'sink'"),
