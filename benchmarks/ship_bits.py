@@ -1,11 +1,12 @@
 """Decide the budget profiles that ship by measured losses: entries and bits of each head, together.
 
-    python benchmarks/ship_bits.py FOLDER [--scores FILE]
+    python benchmarks/ship_bits.py FOLDER [--scores FILE | --policies]
 
 Writes ``NAME-bits-20.json`` and ``NAME-bits-10.json``, decided from losses of entries and bits
 together, one head at a time. The shares are a little smaller than their names say, so that sinks
-and window fit into them from 400 tokens on. After it: ``make bench-quality``, and
-``python benchmarks/quality/ship.py FILE=NAME ...``.
+and window fit into them from 400 tokens on. With ``--policies`` the budgets and bits that ship
+stay, and entries are chosen in them as the default chooses now. After it: ``make bench-quality``,
+and ``python benchmarks/quality/ship.py FILE=NAME ...``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.online.default import Default
 from kvalloc.problem.registry import get_solver
@@ -35,9 +37,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="entries and bits by measured losses")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--scores", type=Path, help="losses that were measured before")
+    parser.add_argument("--policies", action="store_true", help="decide nothing anew")
     parser.add_argument("--samples", type=int, default=16, help="prompts to measure losses on")
     parser.add_argument("--context", type=int, default=600)
     args = parser.parse_args()
+    if args.policies:
+        for percent in SHARES:
+            shipped = load_profile(f"{NAME}-{percent}")
+            policy = policy_of(shipped, percent / 100)
+            shipped.with_policy(policy).save(args.folder / f"{NAME}-{percent}.json")
+        return 0
     if args.scores is None:
         scores = measure_losses(args.samples, args.context)
     else:
@@ -77,7 +86,7 @@ def decide_share(scores: ScoreProfile, share: float, policy: Policy) -> BudgetPr
     return decide(posed, get_solver("auto")).with_policy(policy)
 
 
-def policy_of(scores: ScoreProfile, share: float) -> Policy:
+def policy_of(scores: ScoreProfile | BudgetProfile, share: float) -> Policy:
     """Return the policy by which the default picks the entries of a share, without logit biases.
 
     Below 15% the default has them. Here heads are stored at fewer bits, so that the bytes of a

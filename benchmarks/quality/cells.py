@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.quantized import BACKENDS, quantized_cache
-from quality.tables import HELD_OUT, POSITIONS, SEED, cell_file, read_rows
+from quality.tables import DEFAULT, HELD_OUT, POSITIONS, SEED, cell_file, read_rows
 
 import kvalloc
 from kvalloc.accounting.costs import stored_bytes
@@ -34,6 +34,7 @@ from kvalloc.evaluate.scoring import Outcome, measure
 from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
 from kvalloc.interop.kvpress import KvpressMethod, read_peer_name
 from kvalloc.models.loading import load_model, shape_of
+from kvalloc.online.default import Default
 from kvalloc.prompts.cases import Case
 from kvalloc.prompts.tasks import TASKS
 
@@ -69,6 +70,7 @@ class Named:
     name: str
     share: float | None
     method: Any
+    profile: str = ""
 
 
 def main() -> int:
@@ -110,7 +112,7 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
     model, shares = loaded.model, [share / 100 for share in asked.shares]
     for share in shares:
         applied = AppliedMethod(options={"budget": f"{share:.0%}"})
-        yield Named(name="default", share=share, method=applied)
+        yield Named(name=DEFAULT, share=share, method=applied)
     for bits in PLAIN:
         yield Named(name=f"{bits} bits", share=None, method=rounded_cache(model, bits))
     for backend, bits in QUANTIZED:
@@ -119,10 +121,10 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
         yield Named(name=name, share=None, method=CacheMethod(make_cache=make))
     peers = [(name, 16) for name in PEERS[:2]]
     peers += [(name, bits) for bits in PLAIN[::-1] for name in ROUNDED]
-    yield from (one for press in peers for one in presses(loaded, *press, shares))
+    yield from (one for press in peers for one in presses(loaded, *press, shares, asked.methods))
     if not shape_of(model).sliding_layers:  # kvpress takes all layers for quantised ones
         for name in PEERS[:2]:
-            yield from presses(loaded, name, 4, shares, backend="quanto")
+            yield from presses(loaded, name, 4, shares, asked.methods, backend="quanto")
     for name in shipped_profiles():
         profile = load_profile(name)
         half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
@@ -132,26 +134,39 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
             make = CacheMethod(make_cache=lambda one=profile: kvalloc.make_cache(model, one))
             digest = digest_of(profile)
             short = name.removeprefix(f"{profile.shape.model_id.split('/')[-1].lower()}-")
-            yield Named(name=f"{short}#{digest}", share=near, method=make)
-    yield from (one for name in PEERS[2:] for one in presses(loaded, name, 16, shares))
+            yield Named(name=f"{short}#{digest}", share=near, method=make, profile=name)
+    for name in PEERS[2:]:
+        yield from presses(loaded, name, 16, shares, asked.methods)
 
 
 def presses(
-    loaded: Any, name: str, bits: int, shares: list[float], *, backend: str | None = None
+    loaded: Any,
+    name: str,
+    bits: int,
+    shares: list[float],
+    wanted: list[str] | None,
+    *,
+    backend: str | None = None,
 ) -> Iterator[Named]:
-    """A press at so many entries as take these shares of the bytes, rounded by us or a backend."""
+    """A press at so many entries as take these shares of the bytes, rounded by us or a backend.
+
+    None that is not wanted, so that without kvpress the other methods can be measured.
+    """
+    said = name if bits == 16 else f"{name} at {bits} bits"
+    said = said if backend is None else f"{name} + {backend} {bits} bits"
+    if wanted and said not in wanted:
+        return
     half = replace(shape_of(loaded.model), dtype_bytes=2)
     each = float(stored_bytes(1024, bits, half) / stored_bytes(1024, 16, half))
     for share in shares:
         if share / each > MOST_KEPT:
             continue
         peer = replace(read_peer_name(f"kvpress:{name}"), share=share / each)
-        make, said = None, name if bits == 16 else f"{name} at {bits} bits"
+        make = None
         if backend is None:
             peer = replace(peer, bits=bits)
         else:
             make = partial(quantized_cache, loaded.model, backend, bits)
-            said = f"{name} + {backend} {bits} bits"
         path = loaded.tokenizer.name_or_path
         method = KvpressMethod(name=peer, tokenizer_path=path, make_cache=make)
         yield Named(name=said, share=share, method=method)
@@ -202,7 +217,12 @@ def measured(
     if ("full", None) not in done:
         yield {**known, "method": "full", "share": None, **row_of(full.outcome)}
     answers = asked.answers and cell.startswith("facts")
+    by_default: dict[float | None, dict[str, Any]] = {}
     for one in missing:
+        taken = one.profile and one.profile == taken_by_default(loaded.model, case, one.share)
+        if taken and one.share in by_default:
+            yield {**known, **by_default[one.share], "method": one.name}
+            continue
         begun = time.monotonic()
         try:
             found = measure(
@@ -213,7 +233,16 @@ def measured(
             continue
         seconds = round(time.monotonic() - begun, 2)
         print(f"{cell} {number}: {one.name} {one.share}, KL {found.kl}, {seconds} s", flush=True)
-        yield {**known, "method": one.name, "share": one.share, **row_of(found)}
+        row = {"method": one.name, "share": one.share, **row_of(found)}
+        if one.name == DEFAULT:
+            by_default[one.share] = row
+        yield {**known, **row}
+
+
+def taken_by_default(model: Any, case: Case, share: float | None) -> str:
+    """Name of the shipped profile that the default takes for a prompt: the two are one method."""
+    default = Default(share=share or 1.0)
+    return default.decided(shape_of(model), len(case.input_ids))[0]
 
 
 @cache
