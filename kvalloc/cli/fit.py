@@ -11,7 +11,7 @@ from kvalloc.cli.output import print_result
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
-from kvalloc.report.wording import surrogate_fields
+from kvalloc.report.wording import fitted_fields
 from kvalloc.units import Option
 
 
@@ -27,8 +27,8 @@ def fit(
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). The file
     goes into kvalloc's cache folder under the digest of the weights, where generate, chat, eval and
-    kvalloc.apply find it for this model by themselves. What was done is kept beside it until it is
-    complete. Without any text or prompts, prompts are made as by --tasks needle,pairs,kl,code.
+    kvalloc.apply find it for this model by themselves, and solve from it for any --budget. What was
+    done is kept beside it until it is complete. Without any text or prompts, prompts are made.
 
     Parameters
     ----------
@@ -44,15 +44,17 @@ def fit(
     """
     from kvalloc.models.loading import require_run_packages
     from kvalloc.online.fitting import EACH_KIND
-    from kvalloc.online.fitting import fit as fitted_file
+    from kvalloc.online.fitting import fit as measured_model
 
     require_run_packages()
     given |= {"output": output, "resume": resume}
-    fitted, facts, shown = measure(fitted_file, FitOptions, model, given, each=EACH_KIND)
+    fitted, facts, shown = measure(
+        measured_model, FitOptions, model, given, each=EACH_KIND, by_tasks=None
+    )
     if isinstance(fitted, SurrogatePart):
         stated = {"part": shards_text(fitted.shards), "samples": fitted.sample_places.size}
     else:
         names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
-        stated = {name: getattr(fitted, name) for name in names.split()}
-        stated["model"] = fitted.shape.model_id
-    print_result({**stated, **facts}, {**surrogate_fields(fitted), **shown})
+        stated = {name: getattr(fitted.surrogate, name) for name in names.split()}
+        stated |= {"model": fitted.shape.model_id, "errors": fitted.record()["errors"]}
+    print_result({**stated, **facts}, {**fitted_fields(fitted), **shown})

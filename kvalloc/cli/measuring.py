@@ -63,7 +63,7 @@ def measure(
     given: Mapping[str, Any],
     *,
     each: int,
-    by_tasks: bool = True,
+    by_tasks: bool | None = True,
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """Measure a model on the texts or prompts that the user names.
 
@@ -80,7 +80,8 @@ def measure(
     each : int
         Prompts of every kind and form that are made by default.
     by_tasks : bool
-        Make prompts by tasks where the user names no text; otherwise take texts that ship.
+        Make prompts by tasks where the user names no text; otherwise take texts that ship. None
+        leaves it to `function`.
 
     Returns
     -------
@@ -100,12 +101,13 @@ def measure(
     if output is not None:
         check_output(output, resume=resume)
     wanted: Any = from_typed(options, given)
-    prompts, made = read_prompt_options(given, each=each, by_tasks=by_tasks)
+    prompts, made = read_prompt_options(given, each=each, by_tasks=bool(by_tasks))
+    left = by_tasks is None and not {"text", "prompts", "tasks"} & given.keys()
     start = time.perf_counter()
     with running(model, given) as loaded:
-        texts = prompts(loaded.tokenizer)
+        texts = None if left else prompts(loaded.tokenizer)
         if made:
-            wanted["samples"] = len(texts)
+            wanted["samples"] = len(texts or ())
         # losses are counted as the layers of a prefill that take as long
         with ProgressBar("measuring", unit="layers") as progress:
             measured = function(

@@ -474,6 +474,7 @@ WHAT_TO_DO = {
     "budget profile": "it is decided already: 'kvalloc generate MODEL --profile {0}' uses it, "
     "'kvalloc inspect {0}' shows it",
     "saved cache": "ask about it with 'kvalloc chat MODEL --cache {0}'",
+    "fitted file": "use it with 'kvalloc generate MODEL --budget 20% --fitted {0}'",
     "surrogate": "use it with 'kvalloc generate MODEL --budget 20% --fitted {0}'",
     "surrogate part": "put it together with the others: 'kvalloc merge {0} ... -o s.safetensors'",
     "evaluation": "show it with 'kvalloc report {0} -o report.html'",
@@ -575,14 +576,21 @@ class ArrayRecord(FileRecord):
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (AttributeError, TypeError) as error:  # a type that NumPy has not
                 raise cls.file_error(path, "file", str(error), "float64 and int64") from error
+        record = cls.of_arrays(path, stated, arrays)
+        cls.check_digest(path, stated, record._digest_over)
+        return record
+
+    @classmethod
+    def of_arrays(
+        cls, path: str | Path, stated: Any, arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> Self:
+        """Return the record of the header and the arrays of a file, its digest not checked."""
         header = cls.HEADER.parsed(path, stated)
         values = {name: getattr(header, name) for name in cls.HEADER.model_fields}
         try:
-            record = cls.model_validate({**values, **arrays})
+            return cls.model_validate({**values, **arrays})
         except ValidationError as error:
             raise cls.file_error(path, *first_fault(error)) from error
-        cls.check_digest(path, stated, record._digest_over)
-        return record
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the present arrays, in the order of the file's digest."""

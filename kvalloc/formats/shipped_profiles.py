@@ -16,6 +16,7 @@ from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, nea
 from kvalloc.files import cache_folder, near_file
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
 from kvalloc.formats.score_profile import ScoreProfile
@@ -26,6 +27,7 @@ PACKAGE = "kvalloc.profiles"
 SHIPPED: dict[type[Any], str] = {
     ScoreProfile: ".scores.safetensors",
     BudgetProfile: ".json",
+    FittedModel: ".fitted.safetensors",
     FittedSurrogate: ".surrogate.safetensors",
 }
 """Endings of what ships, by kind; a name can be that of one of each kind."""
@@ -106,7 +108,10 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     ProfileFileError
         If the file is not a sound score profile.
     """
-    return source if isinstance(source, ScoreProfile) else load_file(source, [ScoreProfile])
+    if isinstance(source, ScoreProfile):
+        return source
+    loaded = load_file(source, [ScoreProfile, FittedModel])
+    return loaded.scores if isinstance(loaded, FittedModel) else loaded
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
@@ -129,8 +134,19 @@ def load_surrogate(source: str) -> FittedSurrogate:
     ProfileFileError
         If the file is not a sound surrogate.
     """
-    surrogate: FittedSurrogate = load_file(source, [FittedSurrogate])
-    return surrogate
+    fitted = load_fitted(source)
+    return fitted.surrogate if isinstance(fitted, FittedModel) else fitted
+
+
+def load_fitted(source: str) -> FittedModel | FittedSurrogate:
+    """Load a fitted file, or a surrogate alone, as `load_surrogate` does; once while it stays."""
+    return _fitted_in(source, os.stat(source).st_mtime_ns if os.path.exists(source) else 0)
+
+
+@lru_cache(maxsize=16)
+def _fitted_in(source: str, changed_ns: int) -> FittedModel | FittedSurrogate:
+    fitted: FittedModel | FittedSurrogate = load_file(source, [FittedModel, FittedSurrogate])
+    return fitted
 
 
 def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
@@ -228,7 +244,7 @@ def find_fitted(shape: ModelShape) -> str | None:
         If the file in the cache folder is not sound.
     """
     for file in fitted_folder().glob(f"[!.]*-{_weights_key(shape)}.safetensors"):
-        theirs = fitted_shape(str(file))
+        theirs = load_fitted(str(file)).shape
         digests = {theirs.weights_digest, shape.weights_digest} - {None}
         if len(digests) < 2:  # else a fine-tune so small that it changes no sign
             with suppress(ModelMismatchError):
@@ -240,16 +256,6 @@ def find_fitted(shape: ModelShape) -> str | None:
 def _weights_key(shape: ModelShape) -> str:
     """Return what the weights are known by at any floating-point type: their signs."""
     return hashlib.sha256((shape.weights_signs or "").encode()).hexdigest()[:16]
-
-
-def fitted_shape(source: str) -> ModelShape:
-    """Return the model that a fitted file is of."""
-    return _shape_in(source, os.stat(source).st_mtime_ns if os.path.exists(source) else 0)
-
-
-@lru_cache(maxsize=64)
-def _shape_in(file: str, changed_ns: int) -> ModelShape:
-    return load_surrogate(file).shape
 
 
 @cache

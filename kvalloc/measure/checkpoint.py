@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ class Checkpoint:
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
         check_writable(output)
         self.output, self.folder = Path(output), checkpoint_folder(output)
+        self._prefix = ""
         self._job: dict[str, Any] = json.loads(
             json.dumps({**job, "kind": _KIND, "format": _FORMAT})
         )
@@ -156,8 +158,14 @@ class Checkpoint:
         for file in self.folder.glob(f"*{_PIECE}"):
             delete_file(file)
 
+    def stage(self, name: str) -> Self:
+        """Return the same for one stage of the job, whose pieces have names of their own."""
+        staged = copy.copy(self)
+        staged._prefix = f"{name}-"
+        return staged
+
     def _file(self, name: str) -> Path:
-        return self.folder / f"{name}{_PIECE}"
+        return self.folder / f"{self._prefix}{name}{_PIECE}"
 
     def _begin(self) -> None:
         """Write the manifest, or compare pieces' manifest with it."""

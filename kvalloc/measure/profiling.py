@@ -172,7 +172,7 @@ def profile(
     require_run_packages()
     engine = engine_of(model)
     facts = engine.facts(model_id)
-    job = _job(tokenizer, texts, facts.shape, options)
+    job = job_of(tokenizer, texts, facts.shape, options)
     with kept_work(output, partial(job.record, facts), resume=resume) as kept:
         result = measure_job(job, engine, kept, progress)
         if kept is not None:
@@ -210,7 +210,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     }
 
 
-def _job(
+def job_of(
     tokenizer: Any,
     texts: Iterable[str | Document | Prompt],
     shape: ModelShape,

@@ -178,6 +178,7 @@ def fit_scorer(
     resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
     model_id: str | None = None,
+    stage: Checkpoint | None = None,
     **options: Unpack[FitOptions],
 ) -> FittedSurrogate | SurrogatePart:
     """Fit the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
@@ -205,6 +206,8 @@ def fit_scorer(
         Called with (layers done, layers in all).
     model_id : str, optional
         Instead of what the model's config says.
+    stage : Checkpoint, optional
+        Where finished samples are kept as one stage of a longer job, instead of beside an output.
     **options
         See `FitOptions`.
 
@@ -255,7 +258,7 @@ def fit_scorer(
     shard = None if (text := options.get("shard")) is None else Shard.read(text)
     fitting = _Fitting(shape=shape, samples=samples, context=context, shard=shard)
     with kept_work(output, partial(fitting.record, facts), resume=resume) as kept:
-        part = fitting.run(engine, kept, progress)
+        part = fitting.run(engine, stage or kept, progress)
         result = part if shard is not None else _fitted(part)
         if kept is not None:
             result.save(kept.output)

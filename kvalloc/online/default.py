@@ -23,11 +23,20 @@ import numpy as np
 from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.formats.shipped_profiles import find_fitted, fitted_shape, shipped_decisions
+from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.shipped_profiles import find_fitted, load_fitted, shipped_decisions
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
+from kvalloc.online.solved import (
+    FEW_BELOW,
+    SINKS,
+    WINDOW,
+    grid_length,
+    matching_options,
+    solve_share,
+)
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.making import build_cache
@@ -37,34 +46,29 @@ from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.scorers.lookahead import LATEST_VOTES, latest_votes
 from kvalloc.shape import ModelShape
-from kvalloc.units import bytes_text, parse_share, share_text, size
+from kvalloc.units import bytes_text, gap_text, parse_share, share_text, size
 
 __all__ = ["Default"]
 
 _LOG = logging.getLogger(__name__)
 
-EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, 0.15
+EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, FEW_BELOW
 """Shares of the bytes from which on fewer entries at 8 bits lose less than more at 5, and below
 which more at 4 do, and a second read loses half of what a surrogate without votes does
 (SmolLM2-135M); with votes the surrogate loses no more."""
 
-SINKS, WINDOW = 4, 8
-"""Tokens at the prompt's begin and end, never evicted."""
-
 PIECE, NEARBY = 256, 0
 """Tokens of the prompt that are read again at once, and how many around them are seen meanwhile:
 to see more takes longer and loses no less."""
-
-MATCHED, MATCHED_BY_FEW, EVERY = 64, 128, 2
-"""Number of latest tokens to whose queries values are fitted, and where few entries stay: there
-twice as many, and biases beside the values, take little longer. Where many stay every second of
-them is taken, which loses no more, in half the time."""
 
 AWAITED = 16
 """Tokens whose queries vote where nothing is read twice, of those that follow a prompt, beside its
 last ones from behind the end (`kvalloc.scorers.lookahead.latest_votes`). From behind the end they
 lose less than in their own places (three speeches of 700 tokens, 20%, mean KL of 64 tokens:
 SmolLM2-135M .0025 and not .0037; where layers are evicted as they are read, .0041 not .0144)."""
+
+FAR = 8
+"""Times the length of the curves' prompts beyond which the line of detail says so."""
 
 NEAR = 0.8
 """A shipped profile is taken that needs at most the share, and at least this much of it."""
@@ -76,7 +80,7 @@ of the whole prompt or of twice the budgets; or, layer by layer, the surrogate o
 tokens alone. Or all are kept."""
 
 WAYS: dict[Way, tuple[float, str]] = {
-    "decided": (1.15, "evicts while the prompt is read, as {}, which ships, says"),
+    "decided": (1.15, "evicts while the prompt is read, as {}"),
     "surrogate": (
         1.15,
         "holds the full cache while the prompt is read, and evicts as {}, fitted to it, says",
@@ -93,10 +97,10 @@ WAYS: dict[Way, tuple[float, str]] = {
 """Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads), and a text
 with a place for the name of what ships."""
 
-ADVICE = f"; 'kvalloc fit' once, and one read does, {WAYS['surrogate'][0]} times a plain prefill"
+ADVICE = f"; 'kvalloc fit' once, and one read does, {WAYS['decided'][0]} times a plain prefill"
 """What is said where nothing was fitted to the model."""
 
-IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}, which ships, says"
+IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}"
 """Text of the way ``decided``, whose new values are fitted to the prompt's last queries."""
 
 
@@ -107,13 +111,16 @@ class _Served(NamedTuple):
     ----------
     way : Way
     name : str
-        Of the way ``decided``: the shipped profile.
+        Of the way ``decided``: the shipped profile, or the fitted file that it is solved from.
+    solved_tokens : int
+        Of a fitted file: the length at which it is solved.
     width : int
         Of the way ``whole``: at how many bits the row is kept.
     """
 
     way: Way
     name: str = ""
+    solved_tokens: int = 0
     width: int = 0
 
 
@@ -181,10 +188,11 @@ class Default:
         for how, rows in groups.items():
             alike = [lengths[row] for row in rows]
             if how.way == "decided":
-                profile = shipped_decisions(shape)[how.name]
+                profile = self._decision(shape, how)
             else:
                 profile = self.profile(shape, max(alike), how.way, fitted=fitted)
             text = self._text(profile, how, alike, tokens, chunked=chunked)
+            text += self._advice(shape, how, max(alike))
             bounded = {"early": True, "whole": False}.get(how.way, self.options.bounded)
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
@@ -201,9 +209,8 @@ class Default:
         """Return how a row is served where it may hold its full cache."""
         bounded, fitted = self.options.bounded, self.options.fitted
         if tokens is not None:
-            name = "" if bounded or fitted else self.decided(shape, tokens)[0]
-            if name:
-                return _Served("decided", name)
+            if not bounded and (decided := self.decided(shape, tokens)) is not None:
+                return decided
             if self._entries(shape, tokens) == tokens:
                 return _Served("whole", width=self._width(shape, tokens))
         repeatable, limit = tokens is not None and not (embedded or bounded), context_limit(model)
@@ -215,18 +222,33 @@ class Default:
                 return _Served("surrogate")
         return _Served("bounded" if bounded else "twice" if repeatable else "late")
 
-    def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
-        """Return the name of the shipped profile that takes most of the share at a length, and it.
+    def decided(self, shape: ModelShape, tokens: int) -> _Served | None:
+        """Return what decides entries and widths of each head for a prompt of a length.
 
-        None where there is none near the share.
+        The curves of the fitted file; without any, the shipped profile that takes the largest part
+        of the share. None where there is none near the share.
         """
-        nearest = NEAR * self.share
-        chosen: tuple[str, BudgetProfile | None] = ("", None)
+        file, chosen, nearest = self.fitted_file(shape), None, NEAR * self.share
+        if file is not None:
+            longest = min(tokens, shape.max_context_tokens or tokens)
+            for length in (grid_length(longest), longest):
+                solved = solve_share(file, self.share, length)
+                if solved is not None and solved.share_at(tokens) <= self.share:
+                    return _Served("decided", file, length)
+        if self.options.fitted is not None:
+            return None
         for name, profile in shipped_decisions(shape).items():
             reached = profile.share_at(tokens)
             if nearest <= reached <= self.share:
-                nearest, chosen = reached, (name, profile)
+                nearest, chosen = reached, _Served("decided", name)
         return chosen
+
+    def _decision(self, shape: ModelShape, served: _Served) -> BudgetProfile:
+        """Return the budget profile of the way ``decided``."""
+        profile: BudgetProfile | None = None
+        if served.solved_tokens:
+            profile = solve_share(served.name, self.share, served.solved_tokens)
+        return profile or shipped_decisions(shape)[served.name]
 
     def fitted_file(self, shape: ModelShape) -> str | None:
         """Return the fitted file that is named, else the one of the model, if there is one."""
@@ -239,11 +261,6 @@ class Default:
         if self.share >= EIGHT_BITS_FROM:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
-
-    @property
-    def matched(self) -> int:
-        """Return the number of tokens to whose queries the values are fitted."""
-        return MATCHED_BY_FEW if self.share < FOUR_BITS_BELOW else MATCHED
 
     def profile(
         self, shape: ModelShape, tokens: int | None, way: Way, *, fitted: bool = True
@@ -267,9 +284,7 @@ class Default:
         scorer = self._scorer(shape, way, fitted=fitted)
         matching: dict[str, Any] = {}
         if fitted and way in ("surrogate", "twice"):
-            biases = self.share < FOUR_BITS_BELOW
-            every = 1 if biases else EVERY
-            parameters = {"rows": self.matched, "every": every, "following": 0, "biases": biases}
+            parameters = matching_options(self.share, biases=self.share < FEW_BELOW)
             matching = {"name": "attention_matching", "parameters": parameters}
         policy = Policy(
             scorer=scorer.name,
@@ -316,10 +331,10 @@ class Default:
 
     def _votes(self, shape: ModelShape, way: Way, tokens: int) -> int:
         """Return the number of a prompt's last queries by which a way chooses entries."""
-        _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
-        if decided is None:
+        served = self.decided(shape, tokens) if way == "decided" else None
+        if served is None:
             return self._scorer(shape, way, fitted=True).query_rows(tokens)
-        policy = decided.policy
+        policy = self._decision(shape, served).policy
         return get_scorer(policy.scorer, **policy.scorer_parameters).query_rows(tokens)
 
     def _that_fit(
@@ -372,13 +387,13 @@ class Default:
         columns = columns or tokens
         one_layer = reading_bytes(shape, columns, rows)
         if way in ("early", "whole") or (way == "decided" and not chunked):
-            _, decided = self.decided(shape, tokens) if way == "decided" else ("", None)
-            kept = decided or self.profile(shape, tokens, way)
+            served = self.decided(shape, tokens) if way == "decided" else None
+            kept = self._decision(shape, served) if served else self.profile(shape, tokens, way)
             return kept.peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
         if way in ("late", "bounded"):
             held = min(LATEST_VOTES, tokens) + AWAITED
         else:
-            held = min(max(self.matched, self._votes(shape, way, tokens)), tokens)
+            held = min(max(matching_options(self.share)["rows"], self._votes(shape, way, tokens)), tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         peak = shape.plain_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
         if way == "bounded":  # at 16 bits until the last eviction
@@ -390,6 +405,26 @@ class Default:
             peak += one_layer * min(SHOWN_FIRST + PIECE, tokens) // columns
             peak += shape.plain_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
         return peak
+
+    def _advice(self, shape: ModelShape, served: _Served, tokens: int) -> str:
+        """Return what to know of the fitted file, or of a model without one."""
+        file = self.fitted_file(shape)
+        if file is None:
+            return ADVICE if served.way == "twice" else ""
+        fitted, advice = load_fitted(file), ""
+        if different := fitted.shape.other_signs(shape):
+            advice = f"; fitted to other weights, {different:.1%} of whose signs differ"
+        if served.solved_tokens and isinstance(fitted, FittedModel):
+            solved = self._decision(shape, served)
+            predicted, ratio = solved.predicted_loss or 0.0, fitted.error_at(self.share)
+            proof = "optimal" if solved.termination == "optimal" else f"gap {gap_text(solved.gap)}"
+            advice += f"; {proof} for the sum of single losses, {predicted:.2g} nats a token"
+            if ratio is not None:
+                advice += f", of which whole caches lost {ratio:.2g} times"
+            if tokens > FAR * fitted.scores.context_tokens:
+                measured = fitted.scores.context_tokens
+                advice += f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"
+        return advice
 
     def _text(
         self,
@@ -406,10 +441,10 @@ class Default:
         kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
         stored = sum(map(profile.retained_bytes_at, lengths))
         reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
-        file = self.fitted_file(shape)
         cost, text = WAYS[way]
         text = IN_CHUNKS if chunked and way == "decided" else text
-        text = text.format(served.name or file)
+        says = f"{served.name}, {'solved for it' if served.solved_tokens else 'which ships'}, says"
+        text = text.format(says if way == "decided" else self.fitted_file(shape))
         peak = self.peak_bytes(shape, longest, rows, way, chunked=chunked, columns=columns)
         if kept == 1:
             (cost, text), peak = WAYS["whole"], shape.plain_bytes(columns, rows)
@@ -422,14 +457,10 @@ class Default:
             widths = np.unique(profile.bits[full]).tolist()
             width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
         measured = "" if way in ("decided", "surrogate") else ", nothing measured"
-        twice = way == "twice" and self.share >= FOUR_BITS_BELOW
-        advice = ADVICE if twice and file is None else ""
-        if file is not None and (different := fitted_shape(file).other_signs(shape)):
-            advice = f"; fitted to other weights, {different:.1%} of whose signs differ"
         return (
             f"by default{measured}: {text}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {share_text(reached)}; about {size(peak)} while it is read, and "
-            f"{cost} times a plain prefill{advice}"
+            f"{cost} times a plain prefill"
         )
 
 

@@ -1,23 +1,48 @@
-"""``kvalloc.fit``: measure once what the default needs of a model."""
+"""``kvalloc.fit``: measure once what the default needs of a model.
+
+It stands in this room because it solves: how far the sum of single losses is from what whole
+caches lose is measured with budgets that were decided by it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
-from kvalloc.engine.contract import engine_of
+import numpy as np
+
+from kvalloc.accounting import FloatArray
+from kvalloc.engine.contract import Advance, Engine, Failed, engine_of
 from kvalloc.errors import InputError, option
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.fitted import FittedModel, ShareError
 from kvalloc.formats.shipped_profiles import fitted_file
-from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
+from kvalloc.formats.surrogate import SurrogatePart
+from kvalloc.measure.cache_loss import CacheLosses
+from kvalloc.measure.checkpoint import Checkpoint
+from kvalloc.measure.job import Steps, measured_samples
+from kvalloc.measure.profiling import ProfileOptions, job_of, measure_job
+from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, fit_scorer
 from kvalloc.models.loading import require_run_packages
+from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
+from kvalloc.prompts.intervals import interval
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.units import keywords_of
 
 EACH_KIND = 4
-"""Prompts of each kind that are made where no text is given."""
+"""Prompts of each kind that are made to fit the surrogate."""
+
+LOSS_KINDS, LOSS_CONTEXT, MAX_LOSS_PROMPTS = ("kl", "own", "facts", "needle"), 600, 16
+"""Kinds of the prompts that losses are measured on, their longest (half are half as long), and how
+many of given texts are taken at most."""
+
+ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 8, 1_000, (0.05, 0.1, 0.2)
+"""Other prompts, on which whole caches of these shares are measured."""
 
 
 @keywords_of(FitOptions)
@@ -31,11 +56,17 @@ def fit(
     progress: Callable[[int, int], None] | None = None,
     model_id: str | None = None,
     **options: Unpack[FitOptions],
-) -> FittedSurrogate | SurrogatePart:
-    """Fit to a model what the default needs of it, so that each prompt is read once.
+) -> FittedModel | SurrogatePart:
+    """Measure once what the default needs of a model, so that each prompt is read once.
 
     The file goes into kvalloc's cache folder under the digest of the weights.
-    ``kvalloc.apply(model, budget=...)``, ``generate``, ``chat`` and ``eval`` take it from there.
+    ``kvalloc.apply(model, budget=...)``, ``generate``, ``chat`` and ``eval`` take it from there,
+    and solve for each share that they are given. Three things are measured:
+
+    1. a surrogate: what a second read of a prompt would look up;
+    2. loss curves of every head over entries and widths, one head reduced at a time, with the
+       entries that the surrogate ranks highest;
+    3. what whole caches lose that were decided by these curves, at three shares, on other prompts.
 
     Parameters
     ----------
@@ -44,13 +75,13 @@ def fit(
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer.
     texts : iterable of str, Document or Prompt, optional
-        As `kvalloc.profile` takes them. By default prompts that kvalloc makes: four of each kind
-        that ``kvalloc profile --loss`` measures on.
+        As `kvalloc.profile` takes them. By default prompts that kvalloc makes: prose, lists, code,
+        facts and the model's own answers.
     output : str or Path, optional
         The file to write, atomically, instead of the one in the cache folder. What is finished is
         kept in ``OUTPUT.partial`` until then.
     resume : bool
-        Go on with what an earlier, killed call left there; the result is bit-identical.
+        Go on with what an earlier, killed call left there.
     progress : callable, optional
         Called with (layers done, layers in all).
     model_id : str, optional
@@ -60,12 +91,12 @@ def fit(
 
     Returns
     -------
-    FittedSurrogate, or SurrogatePart of a shard
+    FittedModel, or SurrogatePart of a shard
 
     Raises
     ------
     KVAllocError
-        As `kvalloc.measure.scorer_fitting.fit_scorer`; or if a shard has no output.
+        As `kvalloc.profile`; or if there is too little text, or a shard has no output.
 
     Examples
     --------
@@ -73,32 +104,200 @@ def fit(
     >>> kvalloc.fit(demo.model, demo.tokenizer)  # doctest: +SKIP
     """
     require_run_packages()
-    if output is None:
-        if options.get("shard") is not None:
-            raise InputError(
-                f"{option('shard')} makes a part, which is put together with others by 'kvalloc "
-                f"merge'; name its file with {option('output')}"
-            )
-        output = fitted_file(engine_of(model).facts(model_id).shape)
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"cannot make the folder {output.parent} ({error.strerror}); set KVALLOC_CACHE to "
-                f"one that can be written to, or name the file with {option('output')}"
-            ) from error
-    if texts is None:
-        number = options.get("samples") or EACH_KIND * len(KINDS)
-        options["samples"] = number
-        context, seed = options.get("context", 1024), options.get("seed", 0)
-        texts = calibration_prompts(tokenizer, number, context, seed=seed)
-    return fit_scorer(
-        model,
-        tokenizer,
-        texts,
-        output=output,
-        resume=resume,
-        progress=progress,
-        model_id=model_id,
+    engine = engine_of(model)
+    facts = engine.facts(model_id)
+    output = _output(output, fitted_file(facts.shape), options)
+    second, losses, others = _texts(tokenizer, texts, options)
+    record = {
+        **facts.record(),
         **options,
-    )
+        "text_digest": [one.samples.digest() for one in (second, losses, others)],
+    }
+    layers = len(facts.shape.full_layers)
+    each = (layers, layers * (2 + len(WIDTHS)), layers)
+    steps = [one.count * work for one, work in zip((second, losses, others), each, strict=True)]
+
+    def stage(number: int) -> Callable[[int, int], None] | None:
+        """Return the progress of one stage within that of the job."""
+        if progress is None or "shard" in options:
+            return progress
+        return lambda done, total: progress(sum(steps[:number]) + done, sum(steps))
+
+    with Checkpoint(output, record, resume=resume) as kept:
+        surrogate = fit_scorer(
+            engine,
+            tokenizer,
+            second.texts,
+            stage=kept.stage("second"),
+            progress=stage(0),
+            model_id=model_id,
+            **FitOptions(**{**options, "samples": second.count}),
+        )
+        if isinstance(surrogate, SurrogatePart):
+            surrogate.save(output)
+            kept.finish()
+            return surrogate
+        file = kept.folder / "surrogate.safetensors"
+        surrogate.save(file)
+        how: ProfileOptions = {
+            "samples": losses.count,
+            "context": losses.context,
+            "seed": losses.seed,
+            "sinks": SINKS,
+            "scorer": f"surrogate:file={file}:window={WINDOW}",
+            "loss": "fast",
+            "loss_level": "head",
+            "bits": (16, *WIDTHS),
+        }
+        job = job_of(tokenizer, losses.texts, facts.shape, how)
+        scores = measure_job(job, engine, kept.stage("losses"), stage(1))
+        parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
+        fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
+        fitted.save(file)
+        errors = _errors(engine, str(file), others.samples, kept.stage("error"), stage(2))
+        fitted = fitted.replace(errors=errors)
+        fitted.save(output)
+        kept.finish()
+    return fitted
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Texts:
+    """Texts of one stage, and which samples are chosen of them."""
+
+    texts: Sequence[str | Document | Prompt]
+    context: int
+    seed: int
+    samples: SampleSet
+
+    @classmethod
+    def choose(
+        cls,
+        tokenizer: Any,
+        texts: Sequence[str | Document | Prompt],
+        context: int,
+        seed: int,
+        count: int | None,
+    ) -> Self:
+        """Choose so many samples; a tenth of all that there are where the number is None."""
+        samples = choose_samples(
+            texts,
+            tokenizer,
+            context_tokens=context,
+            least_tokens=SINKS + WINDOW + 1,
+            samples=count,
+            seed=seed,
+        )
+        return cls(texts=texts, context=context, seed=seed, samples=samples)
+
+    @property
+    def count(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples.samples)
+
+
+def _texts(
+    tokenizer: Any,
+    given: Iterable[str | Document | Prompt] | None,
+    options: FitOptions,
+) -> tuple[_Texts, _Texts, _Texts]:
+    """Return what the surrogate is fitted on, what losses and what whole caches are measured on.
+
+    Of given texts whole caches are measured on samples that no loss was measured on, if any.
+    """
+    context, seed = options.get("context", 1024), options.get("seed", 0)
+    short, count = min(context, LOSS_CONTEXT), options.get("samples")
+    choose = partial(_Texts.choose, tokenizer)
+    if given is None:
+        count, lengths = count or EACH_KIND * len(KINDS), (short, short // 2)
+        how: dict[str, Any] = {"kinds": LOSS_KINDS, "question": "both"}
+        made = partial(calibration_prompts, tokenizer)
+        fitted = made(count, context, seed=seed)
+        losses = made(count, lengths, seed=seed, **how)
+        others = made(ERROR_PROMPTS, lengths, seed=ERROR_SEED, **how)
+        return (
+            choose(fitted, context, seed, count),
+            choose(losses, short, seed, count),
+            choose(others, short, seed, ERROR_PROMPTS),
+        )
+    texts = [given] if isinstance(given, str) else list(given)
+    second = choose(texts, context, seed, count)
+    measured = choose(texts, short, seed, min(second.count, MAX_LOSS_PROMPTS))
+    used = {one.token_ids.tobytes() for one in measured.samples.samples}
+    drawn = choose(texts, short, ERROR_SEED, min(second.count, ERROR_PROMPTS))
+    unused = [one for one in drawn.samples.samples if one.token_ids.tobytes() not in used]
+    unseen = replace(drawn.samples, samples=tuple(unused))
+    return second, measured, replace(drawn, samples=unseen)
+
+
+def _output(output: str | Path | None, found: Path, options: FitOptions) -> Path:
+    """Return the file to write; make the cache folder where none is named."""
+    if output is not None:
+        return Path(output)
+    if options.get("shard") is not None:
+        raise InputError(
+            f"{option('shard')} makes a part, which is put together with others by 'kvalloc "
+            f"merge'; name its file with {option('output')}"
+        )
+    try:
+        found.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the folder {found.parent} ({error.strerror}); set KVALLOC_CACHE to one "
+            f"that can be written to, or name the file with {option('output')}"
+        ) from error
+    return found
+
+
+def _errors(
+    engine: Engine,
+    file: str,
+    samples: SampleSet,
+    kept: Checkpoint,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[ShareError, ...]:
+    """Return what whole caches of some shares lose beside what the file's curves predict."""
+    tokens = max((one.token_ids.size for one in samples.samples), default=0)
+    decided = {share: solve_share(file, share, tokens) for share in ERROR_SHARES if tokens}
+    profiles = [one for one in decided.values() if one is not None]
+    steps = Steps(len(samples.samples), progress)
+    losses: dict[int, FloatArray] = {}
+    if profiles:
+        work = partial(_whole_losses, samples.samples, profiles)
+        groups = [[index] for index in range(len(samples.samples))]
+        for index, result in measured_samples(engine, work, groups, kept, steps, sample_steps=1):
+            if not isinstance(result, Failed):
+                losses[index] = result["losses"]
+    if not losses:
+        return ()
+    by_task: dict[str, list[FloatArray]] = {}
+    for index, values in losses.items():
+        by_task.setdefault(samples.samples[index].task, []).append(values)
+    tasks = [np.stack(values) for values in by_task.values()]
+    errors = []
+    for place, (share, profile) in enumerate((s, p) for s, p in decided.items() if p is not None):
+        alone = [task[:, place] for task in tasks]
+        loss, spread = float(np.mean([one.mean() for one in alone])), interval(alone)
+        predicted = profile.predicted_loss or 0.0
+        if min(loss, predicted) > 0:
+            ends = None if spread is None else (spread[0], spread[1])
+            errors.append(
+                ShareError(
+                    share=share, predicted=predicted, loss=loss, interval=ends, prompts=len(losses)
+                )
+            )
+    return tuple(errors)
+
+
+def _whole_losses(
+    samples: Sequence[Sample],
+    profiles: Sequence[BudgetProfile],
+    model: Any,
+    group: list[int],
+    advance: Advance,
+) -> list[dict[str, FloatArray]]:
+    """Return the loss of one prompt's whole cache by each profile."""
+    measured = CacheLosses(model, samples)
+    losses = np.array([measured.loss(group[0], profile) for profile in profiles])
+    advance(1)
+    return [{"losses": losses}]

@@ -10,9 +10,10 @@ import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
+from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.sharing_groups import groups_text, shared_text
-from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
+from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
 from kvalloc.units import duration, gap_text, share_text, size
@@ -496,29 +497,36 @@ def _cell(value: Any, form: str) -> str:
     return str(value) if isinstance(value, str) else number_text(value, form, "-")
 
 
-def surrogate_fields(fitted: FittedSurrogate | SurrogatePart) -> dict[str, str]:
-    """Return the fields of a fitted surrogate, or of a part of a fit, for people."""
+def fitted_fields(fitted: FittedModel | SurrogatePart) -> dict[str, str]:
+    """Return the fields of a fitted file, or of a part of a surrogate, for people."""
     if isinstance(fitted, SurrogatePart):
         part, count = shards_text(fitted.shards), fitted.sample_places.size
         return {"part": part, "measured": f"{count} samples"}
+    surrogate, scores = fitted.surrogate, fitted.scores
     explained, ranks = (
         f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
-        for by_layer in (fitted.r_squared, fitted.rank_correlation)
+        for by_layer in (surrogate.r_squared, surrogate.rank_correlation)
+    )
+    errors = "; ".join(
+        f"{one.share:.0%}: {one.loss / one.predicted:.1f} times {one.predicted:.4f}"
+        for one in fitted.errors
     )
     votes = "of the last queries are left out: they do not surely help"
-    if fitted.votes_weight:
+    if surrogate.votes_weight:
         votes = (
-            f"of the last queries at weight {fitted.votes_weight:g}: {fitted.votes_ratio:.2f} of "
+            f"of the last queries at weight {surrogate.votes_weight:g}: {surrogate.votes_ratio:.2f} of "
             "the loss without"
         )
     return {
         "model": fitted.shape.model_id,
-        "fitted": f"to {fitted.target} on {fitted.samples} samples of up to "
-        f"{fitted.context_tokens:,} tokens, ridge {fitted.ridge:g}",
+        "second read": f"fitted to {surrogate.target} on {surrogate.samples} samples of up to "
+        f"{surrogate.context_tokens:,} tokens, ridge {surrogate.ridge:g}",
         "explained": f"{explained} of the variance of the half left out, by layer",
         "ranks": f"{ranks} rank correlation with it",
         "votes": votes,
-        "text": fitted.text_description,
+        "losses": f"of each head at {', '.join(map(str, scores.loss_widths))} bits on "
+        f"{scores.text_description}",
+        "whole caches": f"lose, of the sum of single losses in nats: {errors}" if errors else "",
     }
 
 

@@ -19,9 +19,12 @@ import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.fitted import FittedModel
+from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, WAYS, Default
 from kvalloc.online.prompt_size import PromptSize
+from kvalloc.online.solved import grid_length
 from kvalloc.runtime import CacheOptions, load_cache
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.units import size
@@ -289,7 +292,7 @@ def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny: Modul
 
 def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_path: Any) -> None:
     file = tmp_path / "s.safetensors"
-    kvalloc.fit(
+    fit_scorer(
         model, WordTokenizer(), ["some text of some length " * 400], output=file,
         samples=8, context=64,
     )  # fmt: skip
@@ -320,7 +323,7 @@ def test_one_read_chooses_few_entries_where_votes_help(
 ) -> None:
     file = tmp_path / "s.safetensors"
     texts, tokenizer = ["some text of some length " * 400], WordTokenizer()
-    fitted = kvalloc.fit(model, tokenizer, texts, output=file, samples=8, context=64)
+    fitted = fit_scorer(model, tokenizer, texts, output=file, samples=8, context=64)
     fitted.replace(votes_weight=weight).save(file)
     monkeypatch.setattr("kvalloc.online.default.find_fitted", lambda shape: str(file))
     assert ways_of(model, budget="10%") == scorer
@@ -329,6 +332,36 @@ def test_one_read_chooses_few_entries_where_votes_help(
     peaks = [Default.parse("10%").peak_bytes(shape_of(model), TOKENS, 1, "surrogate")]
     peaks += [Default.parse("20%").peak_bytes(shape_of(model), TOKENS, 1, "surrogate")]
     assert (peaks[0] == peaks[1]) == bool(weight)  # 128 queries vote; else 128 and 64 are fitted to
+
+
+def test_any_share_is_solved_from_a_fitted_file(
+    tiny: ModuleType, model: Any, tmp_path: Any
+) -> None:
+    """A budget profile with a bound, of which every claim is verified from the two files."""
+    file, profile = tmp_path / "own.safetensors", tmp_path / "p.json"
+    texts = [" ".join(f"word{(7 * i * i) % 89}" for i in range(3000))]
+    fitted = kvalloc.fit(model, WordTokenizer(), texts, output=file, samples=8, context=64)
+    assert [one.share for one in fitted.errors] == [0.1, 0.2]
+    assert file.stat().st_size < 2 * 2**20
+    assert FittedModel.load(file) == fitted
+    predicted = []
+    for share in (0.13, 0.2, 0.37):
+        cache = run(model, tiny.prompt(TOKENS), budget=share, fitted=file)
+        own = cache.profile
+        assert f"as {file}, solved for it, says" in own.detail
+        assert share - 0.04 < own.share_at(TOKENS) <= share
+        assert share_of(cache) <= share
+        assert own.bound == pytest.approx(own.objective)
+        own.save(profile)
+        assert run_command("verify", profile, file).code == 0
+        predicted.append(own.predicted_loss)
+        stored = kvalloc.make_cache(model, own)  # the same as a stored profile
+        generate(model, tiny.prompt(TOKENS), max_new_tokens=1, past_key_values=stored)
+        assert stored.kept_tokens.tolist() == own.budgets_for(TOKENS).tolist()
+    assert predicted == sorted(predicted, reverse=True)
+    again = run(model, tiny.prompt(TOKENS + 3), budget=0.37, fitted=file)
+    assert again.profile.context_tokens == grid_length(TOKENS + 3) == grid_length(TOKENS)
+    assert run(model, tiny.prompt(14), budget=0.2, fitted=file).profile.policy.scorer == "surrogate"
 
 
 def test_a_profile_that_ships_is_taken_near_its_share(

@@ -19,6 +19,7 @@ from tiny_models import WordTokenizer
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, Default
 from kvalloc.online.per_prompt import PromptTarget
@@ -151,7 +152,7 @@ def test_a_shipped_profile_and_a_surrogate_serve_rows_of_one_batch(
     share = theirs.share_at(MIDDLE) + 0.01
     monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
     file = tmp_path / "s.safetensors"
-    kvalloc.fit(
+    fit_scorer(
         model, WordTokenizer(), ["some text of some length " * 400], output=file,
         samples=8, context=64,
     )  # fmt: skip

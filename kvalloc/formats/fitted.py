@@ -1,0 +1,149 @@
+"""A fitted file: all that the default needs of one model, as `kvalloc.fit` measures it once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from kvalloc.formats.record import ArrayRecord, FileRecord, MeasuredHeader, Record
+from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.formats.surrogate import FittedSurrogate
+
+DENSE, POINTS = 8, 32
+"""Ranks of the retention curves that are stored one by one, and all."""
+
+
+class ShareError(Record):
+    """What whole caches lose at one share, beside what the sum of single losses predicts."""
+
+    NAME: ClassVar[str] = "error at a share"
+
+    share: float = Field(gt=0, le=1)
+    """Of the bytes of a cache at 16 bits."""
+
+    predicted: float = Field(gt=0)
+    """Sum of the losses of single heads, nats per token."""
+
+    loss: float = Field(gt=0)
+    """Measured loss of the whole cache, nats per token: the mean over tasks."""
+
+    interval: tuple[float, float] | None = None
+    """95% bootstrap interval of the loss over the prompts; None where a task has a single one."""
+
+    prompts: int = Field(ge=1)
+    """Prompts that it was measured on; no curve was."""
+
+
+class FittedHeader(MeasuredHeader):
+    """All of a fitted file but the arrays of its parts."""
+
+    NAME: ClassVar[str] = "fitted file"
+    MADE_BY: ClassVar[str] = "kvalloc fit"
+
+    kind: Literal["kvalloc.fitted_file"] = "kvalloc.fitted_file"
+    """What the file is."""
+
+    schema_version: Literal[1] = 1
+    """How the file is to be read."""
+
+    errors: tuple[ShareError, ...] = ()
+    """Error of the predicted loss at some shares, the smallest share first."""
+
+    parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Headers of the parts by name, as their own files state them."""
+
+
+class FittedModel(ArrayRecord, FittedHeader):
+    """The result of `kvalloc.fit`: a surrogate, loss curves, and their error, of one model.
+
+    Raises
+    ------
+    InputError
+        If a part is wrong, or of another model.
+    """
+
+    HEADER: ClassVar[type[FileRecord]] = FittedHeader
+
+    surrogate: FittedSurrogate
+    """Predicts what a second read of a prompt would look up."""
+
+    scores: ScoreProfile
+    """Loss curves of every head over entries and widths, by the surrogate's ranking, as the mean
+    over the prompts in one sample."""
+
+    @classmethod
+    def of(cls, surrogate: FittedSurrogate, scores: ScoreProfile) -> Self:
+        """Return the file of a surrogate and of losses that were measured by its ranking."""
+        scores = mean_scores(scores)
+        described = {name: getattr(scores, name) for name in MeasuredHeader.model_fields}
+        parts = {"surrogate": surrogate.header(), "scores": scores.header()}
+        return cls(surrogate=surrogate, scores=scores, parts=parts, **described)
+
+    def error_at(self, share: float) -> float | None:
+        """Return measured over predicted loss at a share, between the shares that were measured."""
+        if not self.errors:
+            return None
+        shares = np.log([one.share for one in self.errors])
+        ratios = np.log([one.loss / one.predicted for one in self.errors])
+        return float(np.exp(np.interp(np.log(share), shares, ratios)))
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of the parts, with the part's name before theirs."""
+        return {
+            f"{part}.{name}": array
+            for part, record in (("surrogate", self.surrogate), ("scores", self.scores))
+            for name, array in record._arrays().items()
+        }
+
+    @classmethod
+    def of_arrays(
+        cls, path: str | Path, stated: Any, arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> Self:
+        """Return the record of a header and arrays; see `ArrayRecord.of_arrays`."""
+        header = FittedHeader.parsed(path, stated)
+        kinds: dict[str, type[ArrayRecord]] = {"surrogate": FittedSurrogate, "scores": ScoreProfile}
+        if header.parts.keys() != kinds.keys():
+            found, expected = ", ".join(header.parts) or "none", ", ".join(kinds)
+            raise cls.file_error(path, "parts", found, expected)
+        parts: dict[str, Any] = {}
+        for part, kind in kinds.items():
+            of_part = {
+                name.removeprefix(f"{part}."): array
+                for name, array in arrays.items()
+                if name.startswith(f"{part}.")
+            }
+            parts[part] = kind.of_arrays(path, header.parts[part], of_part)
+            parts[part].shape.require_same_model(header.shape)
+        values = {name: getattr(header, name) for name in FittedHeader.model_fields}
+        return cls(**values, **parts)
+
+
+def mean_scores(scores: ScoreProfile) -> ScoreProfile:
+    """Return a score profile with the mean over its samples as the only one, and fewer ranks."""
+    last = scores.evictable_tokens
+    spaced = np.rint(np.geomspace(DENSE, last, POINTS - DENSE)) if last > POINTS else scores.ranks
+    wanted = np.unique(np.concatenate([np.arange(min(DENSE, last)), spaced])).astype(np.int64)
+    places = np.searchsorted(scores.ranks, wanted)
+    ranks = scores.ranks[np.unique(places)]
+    curves = np.ascontiguousarray(scores.curves[..., np.unique(places)])
+    between = interpolate_curves(curves, ranks, scores.ranks.astype(np.float64))
+    changes: dict[str, Any] = {
+        "ranks": ranks,
+        "curves": curves,
+        "interpolation_error": scores.interpolation_error
+        + float(np.abs(between - scores.curves).max()),
+        "sample_tokens": np.array([scores.context_tokens]),
+    }
+    averaged = ("curves", "masses", "losses", "other_losses", "bit_fidelity")
+    for name in averaged:
+        if (array := changes.get(name, getattr(scores, name))) is not None:
+            changes[name] = array.mean(axis=0, keepdims=True)
+    for name in ("loss_stderr", "other_loss_stderr"):
+        if (array := getattr(scores, name)) is not None:
+            changes[name] = np.sqrt((array**2).mean(axis=0, keepdims=True) / scores.n_samples)
+    return scores.replace(**changes)

@@ -1,0 +1,99 @@
+"""Budgets that are solved for a share when it is asked, from the loss curves of a fitted file."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from kvalloc.allocation.decision import decide
+from kvalloc.allocation.formulation import pose
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InfeasibleError
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.shipped_profiles import load_fitted
+from kvalloc.problem.registry import get_solver
+from kvalloc.scorers import get_scorer
+
+SINKS, WINDOW = 4, 8
+"""Tokens at the prompt's begin and end, never evicted."""
+
+WIDTHS = (8, 5, 4, 3)
+"""Widths at which entries are stored, beside 16 bits."""
+
+MATCHED, MATCHED_BY_FEW, EVERY = 64, 128, 2
+"""Number of latest tokens to whose queries values are fitted, and where few entries stay: there
+twice as many, and biases beside the values, take little longer. Where many stay every second of
+them is taken, which loses no more, in half the time."""
+
+FEW_BELOW = 0.15
+"""Shares of the bytes below which few entries stay."""
+
+_STEPS = 8
+"""Lengths of the grid between one and its double."""
+
+
+def matching_options(share: float, *, biases: bool = False) -> dict[str, int]:
+    """Return the parameters of `attention_matching` at a share."""
+    few = share < FEW_BELOW
+    rows = MATCHED_BY_FEW if few else MATCHED
+    return {"rows": rows, "every": 1 if few else EVERY, "following": 0, "biases": biases}
+
+
+def grid_length(tokens: int) -> int:
+    """Return the length of the grid at which a prompt is solved: its own, or a little less.
+
+    Examples
+    --------
+    >>> [grid_length(tokens) for tokens in (50, 600, 1_000, 10_000)]
+    [50, 576, 960, 9216]
+    """
+    step = max(1, 2 ** (tokens.bit_length() - 1) // _STEPS) if tokens >= 128 else 1
+    return tokens // step * step
+
+
+def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
+    """Return the budgets and widths of each head with the least sum of losses within a share.
+
+    It is solved once for a file, a share and a length.
+
+    Parameters
+    ----------
+    file : str
+        A fitted file.
+    share : float
+        Of the bytes of a cache at 16 bits.
+    tokens : int
+        Length of the prompt.
+
+    Returns
+    -------
+    BudgetProfile or None
+        None where the file has no curves, or the share is less than they cover.
+    """
+    return _solved(file, os.stat(file).st_mtime_ns if os.path.exists(file) else 0, share, tokens)
+
+
+@lru_cache(maxsize=256)
+def _solved(file: str, changed_ns: int, share: float, tokens: int) -> BudgetProfile | None:
+    fitted = load_fitted(file)
+    if not isinstance(fitted, FittedModel) or tokens <= fitted.scores.protected_tokens:
+        return None
+    request = Request.parse(
+        budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens
+    )
+    try:
+        decided = decide(pose(fitted.scores, request), get_solver("auto"), priced=False)
+    except InfeasibleError:
+        return None
+    scorer = get_scorer("surrogate", file=file, window=WINDOW)
+    # without logit biases, whose bytes buy more entries here
+    policy = Policy(
+        scorer=scorer.name,
+        scorer_parameters=scorer.parameters(),
+        sinks=SINKS,
+        window=WINDOW,
+        name="attention_matching",
+        parameters=matching_options(share),
+    )
+    return decided.with_policy(policy)
