@@ -22,7 +22,7 @@ LEVELS = (0.5, 0.9, 0.99)
 
 @takes()
 def inspect(file: str) -> None:
-    """Show what a score profile, a budget profile, an evaluation or a cache holds.
+    """Show what a profile, a fitted file, an evaluation or a cache holds.
 
     A budget profile is drawn as one bar a layer, below what was measured with it; of a score
     profile the tokens are shown that each layer needs to keep 50%, 90% and 99% of its score mass.
@@ -30,9 +30,8 @@ def inspect(file: str) -> None:
     Parameters
     ----------
     file : str
-        A score profile, a budget profile, the name of a shipped one, what 'kvalloc eval -o' wrote,
-        or a saved cache; also
-        hf://owner/repo/FILE.
+        A score profile, a budget profile, the name of a shipped one, what 'kvalloc fit' or 'kvalloc
+        eval -o' wrote, or a saved cache; also hf://owner/repo/FILE.
 
     Examples
     --------
@@ -40,6 +39,7 @@ def inspect(file: str) -> None:
     kvalloc inspect s.safetensors --json
     kvalloc inspect doc.kv
     """
+    from kvalloc.formats.fitted import FittedModel
     from kvalloc.formats.hub import local_file
     from kvalloc.formats.record import kind_of
     from kvalloc.formats.saved_cache import SavedCacheHeader
@@ -49,11 +49,15 @@ def inspect(file: str) -> None:
         if kind_of(path) == "saved cache":
             _show_saved(file, path, SavedCacheHeader.read(path)[0])
             return
-        record = load_file(path, (*KINDS, SavedCacheHeader))
+        record = load_file(path, (*KINDS, FittedModel, SavedCacheHeader))
     if record.NAME == "budget profile":
         _show_budgets(file, record)
     elif record.NAME == "score profile":
         _show_scores(file, record)
+    elif record.NAME == "fitted file" and not wants_json():
+        print_fields({"fitted file": file, **wording.fitted_fields(record)})
+    elif record.NAME == "fitted file":
+        print_json({"file": file, **record.header(), "digest": record.digest})
     elif wants_json():
         print_json({"file": file, **record.record(), "prompts": None})
     else:

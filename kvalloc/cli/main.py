@@ -38,7 +38,7 @@ GROUPS = {
     "Look at files": {
         "report": "Write one page for a browser: budgets, curves, what was measured.",
         "plot": "Draw budgets, curves, the frontier or what was measured, as PNG or SVG.",
-        "inspect": "Show what a score profile, a budget profile, an evaluation or a cache holds.",
+        "inspect": "Show what a profile, a fitted file, an evaluation or a cache holds.",
         "verify": "Recompute what a budget profile states.",
         "diff": "Show which layers keep more and which keep less in the second of two profiles.",
     },

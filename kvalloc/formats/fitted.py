@@ -110,6 +110,9 @@ class FittedModel(ArrayRecord, FittedHeader):
         if header.parts.keys() != kinds.keys():
             found, expected = ", ".join(header.parts) or "none", ", ".join(kinds)
             raise cls.file_error(path, "parts", found, expected)
+        unknown = [name for name in arrays if name.partition(".")[0] not in kinds]
+        if unknown:
+            raise cls.file_error(path, unknown[0], "an array", "no such array")
         parts: dict[str, Any] = {}
         for part, kind in kinds.items():
             of_part = {
@@ -118,7 +121,8 @@ class FittedModel(ArrayRecord, FittedHeader):
                 if name.startswith(f"{part}.")
             }
             parts[part] = kind.of_arrays(path, header.parts[part], of_part)
-            parts[part].shape.require_same_model(header.shape)
+            if parts[part].shape != header.shape:
+                raise cls.file_error(path, f"{part}.shape", "another model's", "that of the file")
         values = {name: getattr(header, name) for name in FittedHeader.model_fields}
         return cls(**values, **parts)
 

@@ -159,13 +159,14 @@ def _source(kind: str, repository: str, commit: str, file: str) -> str:
 
 
 def _check(file: str | Path) -> None:
-    """Refuse to send what is no sound budget profile, score profile or surrogate."""
+    """Refuse to send what is no sound budget profile, score profile or fitted file."""
     from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.fitted import FittedModel
     from kvalloc.formats.record import kind_of
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.surrogate import FittedSurrogate
 
-    kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedSurrogate)}
+    kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedModel, FittedSurrogate)}
     kinds.get(kind_of(file), BudgetProfile).load(file)
 
 

@@ -158,8 +158,8 @@ class FitOptions(TypedDict, total=False):
     seed : int, default 0
         Of the choice of samples.
     shard : str
-        Measure every N-th sample alone, such as 2/8, and write a part: with all N, 'kvalloc merge'
-        makes the same file as one call.
+        Measure every N-th sample alone, such as 2/8, and write a part of the surrogate: with all N,
+        'kvalloc merge' makes the surrogate, without loss curves.
     """
 
     samples: Annotated[int | None, Option("N", "On which text or prompts")]

@@ -417,10 +417,10 @@ class Default:
         if served.solved_tokens and isinstance(fitted, FittedModel):
             solved = self._decision(shape, served)
             predicted, ratio = solved.predicted_loss or 0.0, fitted.error_at(self.share)
-            proof = "optimal" if solved.termination == "optimal" else f"gap {gap_text(solved.gap)}"
-            advice += f"; {proof} for the sum of single losses, {predicted:.2g} nats a token"
+            advice += f"; single losses add up to {predicted:.2g} nats a token, proven within "
+            advice += f"{gap_text(solved.gap)} of the least"
             if ratio is not None:
-                advice += f", of which whole caches lost {ratio:.2g} times"
+                advice += f"; whole caches lost {ratio:.2g} times that"
             if tokens > FAR * fitted.scores.context_tokens:
                 measured = fitted.scores.context_tokens
                 advice += f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"

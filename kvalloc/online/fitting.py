@@ -114,14 +114,15 @@ def fit(
         "text_digest": [one.samples.digest() for one in (second, losses, others)],
     }
     layers = len(facts.shape.full_layers)
-    each = (layers, layers * (2 + len(WIDTHS)), layers)
+    each = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
     steps = [one.count * work for one, work in zip((second, losses, others), each, strict=True)]
 
     def stage(number: int) -> Callable[[int, int], None] | None:
         """Return the progress of one stage within that of the job."""
         if progress is None or "shard" in options:
             return progress
-        return lambda done, total: progress(sum(steps[:number]) + done, sum(steps))
+        before, own = sum(steps[:number]), steps[number]
+        return lambda done, total: progress(before + own * done // max(total, 1), sum(steps))
 
     with Checkpoint(output, record, resume=resume) as kept:
         surrogate = fit_scorer(

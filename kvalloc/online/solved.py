@@ -83,7 +83,8 @@ def _solved(file: str, changed_ns: int, share: float, tokens: int) -> BudgetProf
         budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens
     )
     try:
-        decided = decide(pose(fitted.scores, request), get_solver("auto"), priced=False)
+        # whose bound is a dual one, which `kvalloc verify` proves again
+        decided = decide(pose(fitted.scores, request), get_solver("lagrangian"), priced=False)
     except InfeasibleError:
         return None
     scorer = get_scorer("surrogate", file=file, window=WINDOW)

@@ -33,6 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {
     "budget_profile": "kvalloc.formats.budget_profile:BudgetProfile",
     "evaluation": "kvalloc.formats.evaluation:Evaluation",
+    "fitted_file": "kvalloc.formats.fitted:FittedHeader",
     "score_profile": "kvalloc.formats.score_profile:ScoreHeader",
     "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
 }
@@ -45,6 +46,7 @@ that first came out with it, if one has; from then on neither changes."""
 FORMATS = {
     "budget profile": ("kvalloc.formats.budget_profile:BudgetProfile", "load", "budgets.json"),
     "evaluation": ("kvalloc.formats.evaluation:Evaluation", "load", "evaluation.json"),
+    "fitted file": ("kvalloc.formats.fitted:FittedModel", "load", "fitted.safetensors"),
     "score profile": ("kvalloc.formats.score_profile:ScoreProfile", "load", "scores.safetensors"),
     "surrogate": ("kvalloc.formats.surrogate:FittedSurrogate", "load", "surrogate.safetensors"),
     "saved cache": ("kvalloc.formats.saved_cache:SavedCacheHeader", "read", "cache.safetensors"),
@@ -52,6 +54,7 @@ FORMATS = {
 """Who reads a file of each format, how, and the file's name below a folder of its version."""
 
 HEADERS = {
+    "fitted file": "kvalloc.formats.fitted:FittedHeader",
     "score profile": "kvalloc.formats.score_profile:ScoreHeader",
     "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
 }
@@ -358,6 +361,7 @@ def write_file(name: str, path: Path) -> None:
     from factories import make_evaluation
 
     from kvalloc import fit
+    from kvalloc.measure.scorer_fitting import fit_scorer
     from kvalloc.prompts.texts import Prompt
 
     path.parent.mkdir(exist_ok=True)
@@ -368,9 +372,10 @@ def write_file(name: str, path: Path) -> None:
         make_scores().save(path)
     elif name == "evaluation":
         make_evaluation().save(path)
-    elif name == "surrogate":
+    elif name in ("surrogate", "fitted file"):
         prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
-        fit(model, None, prompts, output=path, context=60, samples=4)
+        make = fit if name == "fitted file" else fit_scorer
+        make(model, None, prompts, output=path, context=60, samples=4)
     else:
         cache = kvalloc.make_cache(model, tiny.make_profile(model, 20, 0.5))
         model(tiny.prompt(20), past_key_values=cache)

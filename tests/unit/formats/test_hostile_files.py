@@ -51,6 +51,7 @@ from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.formats import record
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.merging import merge
 from kvalloc.formats.record import first_fault, kind_of
 from kvalloc.formats.score_profile import ScoreProfile
@@ -163,6 +164,7 @@ def continued(name: str) -> Read:
     return read
 
 
+FITTED = Path(__file__).parents[2] / "golden" / "data" / "version_1" / "fitted.safetensors"
 COMMANDS = {
     "budget profile": (
         *("verify {} {scores}", "diff {} {budgets}", "diff {budgets} {}", "plot {} -o {out}.svg"),
@@ -175,6 +177,7 @@ COMMANDS = {
         *("plot {} -o {out}.svg", "export {} --to csv -o {out}", "merge {} {scores} -o {out}"),
     ),
     "evaluation": ("report {} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
+    "fitted file": ("solve {} --budget 50% -o {out}", "inspect {}", "inspect {} --json"),
     "surrogate": ("merge {} -o {out}", "solve {} --budget 50% -o {out}"),
 }
 
@@ -236,6 +239,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "part of a measurement": (parts[:1], merged(parts[1], merge, ScoreProfile)),
         "budget profile": (budgets, loaded(BudgetProfile, then=use_budgets)),
         "surrogate": ((surrogate,), loaded(FittedSurrogate)),
+        "fitted file": ((FITTED.read_bytes(),), loaded(FittedModel)),
         "part of a surrogate": (
             surrogates[:1],
             merged(surrogates[1], merge_surrogates, FittedSurrogate),
@@ -245,7 +249,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "weights": ((b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"), read_weights),
         "manifest": (files[:1], continued("manifest.json")),
         "piece": (files[1:], continued("piece.safetensors")),
-        "commands": ((*scores, *budgets, *evaluation, surrogate), commanded),
+        "commands": ((*scores, *budgets, *evaluation, surrogate, FITTED.read_bytes()), commanded),
     }
     for name in EXPORTS:
         out = folder / name
