@@ -393,7 +393,9 @@ class Default:
         if way in ("late", "bounded"):
             held = min(LATEST_VOTES, tokens) + AWAITED
         else:
-            held = min(max(matching_options(self.share)["rows"], self._votes(shape, way, tokens)), tokens)
+            held = min(
+                max(matching_options(self.share)["rows"], self._votes(shape, way, tokens)), tokens
+            )
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         peak = shape.plain_bytes(columns, rows) + rows * held * queries * shape.dtype_bytes
         if way == "bounded":  # at 16 bits until the last eviction

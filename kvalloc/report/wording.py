@@ -514,8 +514,8 @@ def fitted_fields(fitted: FittedModel | SurrogatePart) -> dict[str, str]:
     votes = "of the last queries are left out: they do not surely help"
     if surrogate.votes_weight:
         votes = (
-            f"of the last queries at weight {surrogate.votes_weight:g}: {surrogate.votes_ratio:.2f} of "
-            "the loss without"
+            f"of the last queries at weight {surrogate.votes_weight:g}: "
+            f"{surrogate.votes_ratio:.2f} of the loss without"
         )
     return {
         "model": fitted.shape.model_id,

@@ -204,7 +204,9 @@ def test_only_full_layers_are_fitted():
 def test_missing_and_other_files_are_refused(tmp_path):
     with pytest.raises(InputError, match="file is '', expected what 'kvalloc fit' wrote"):
         get_scorer("surrogate")
-    with pytest.raises(InputError, match="there is no surrogate .*none: no such file"):
+    with pytest.raises(
+        InputError, match="there is no fitted file or surrogate .*none: no such file"
+    ):
         get_scorer("surrogate", file=str(tmp_path / "none"))
     (tmp_path / "text").write_text("no such thing")
     with pytest.raises(ProfileFileError, match="not readable as safetensors"):
