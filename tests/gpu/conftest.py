@@ -1,21 +1,22 @@
 """The runtime's tests on a GPU: tiny models there, the oracle on the CPU.
 
-Most tests here are those of unit/runtime, which only see another `tiny`. Where there is no GPU,
+Most tests here are those of unit/runtime, which get other tiny models. Where there is no GPU,
 ``--gpu-device cpu`` runs them all the same, to try the tests themselves.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import other_attention
 import pytest
 import runtime_oracle
 import torch
+from runtime_cells import model_of
 
+TINY_MODEL = runtime_oracle.tiny_model
 RUNTIME = Path(__file__).parents[1] / "unit" / "runtime"
 sys.path.append(str(RUNTIME))  # the tests that run here, too
 
@@ -28,33 +29,27 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def on_cpu() -> ModuleType:
-    """Tiny random models on the CPU, budget profiles for them, and the oracle."""
-    return runtime_oracle
+def on_cpu() -> Callable[..., Any]:
+    """Makes tiny random models on the CPU."""
+    return TINY_MODEL
 
 
-@pytest.fixture(scope="session")
-def tiny(on_cpu: ModuleType, device: str) -> ModuleType:
-    """The same with models on the device, which take tokens and give logits on the CPU."""
-    there: Any = ModuleType("kvalloc_runtime_oracle_on_device")
-    vars(there).update(vars(on_cpu))
+@pytest.fixture(scope="module", autouse=True)
+def models_on_the_device(on_cpu: Callable[..., Any], device: str) -> Iterator[None]:
+    """Tiny models are on the device, take tokens and give logits on the CPU."""
 
     def tiny_model(*arguments: Any, **changes: Any) -> Any:
-        model = on_cpu.tiny_model(*arguments, **changes).to(device)
+        model = on_cpu(*arguments, **changes).to(device)
         for module in (model, model.get_input_embeddings()):
             module.register_forward_pre_hook(_moved_in, with_kwargs=True, prepend=True)
         model.register_forward_hook(_moved_out)
         return model
 
-    there.tiny_model = tiny_model
-    found: ModuleType = there
-    return found
-
-
-@pytest.fixture(scope="session")
-def attention_on_cpu() -> Any:
-    """``with attention_on_cpu(name):`` as in unit/runtime, for trying the tests on the CPU."""
-    return other_attention.attention_on_cpu
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_oracle, "tiny_model", tiny_model)
+        model_of.cache_clear()
+        yield
+    model_of.cache_clear()
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from cell_choice import covering_cells
 from kernel_choice import kernel_choice
+from other_attention import attention_on_cpu
 from runtime_cells import FACTORS, Cell, answers_as_the_oracle
 from transformers.utils import is_flash_attn_2_available
 
@@ -41,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def attention(cell: Cell, device: str, attention_on_cpu: Any) -> Iterator[str]:
+def attention(cell: Cell, device: str) -> Iterator[str]:
     name = cell[ATTENTION]
     if name == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("needs the package flash-attn")
@@ -52,8 +51,6 @@ def attention(cell: Cell, device: str, attention_on_cpu: Any) -> Iterator[str]:
         yield name
 
 
-def test_the_cache_answers_as_the_oracle(
-    tiny: ModuleType, cell: Cell, attention: str, tmp_path: Path
-) -> None:
+def test_the_cache_answers_as_the_oracle(cell: Cell, attention: str, tmp_path: Path) -> None:
     with kernel_choice(cell[KERNEL]):
-        answers_as_the_oracle(tiny, cell, tmp_path)
+        answers_as_the_oracle(cell, tmp_path)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 from runtime_cells import DTYPES, model_of
 from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     TOKENS,
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_equal_budgets_are_read_in_place(
-    tiny: ModuleType, device: str, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    device: str, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In half precision, too, what is kept stays where it is, and the kernel reads it there."""
-    own, tolerance = model_of(tiny, family, "sdpa", dtype, "alone")
+    own, tolerance = model_of(family, "sdpa", dtype, "alone")
     cache = kvalloc.make_cache(own, tiny.make_profile(own, TOKENS, 0.4))
     shadow, ids = tiny.Shadow(own), tiny.prompt(TOKENS, 2)
     run(own, ids, cache)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from runtime_cells import Setting
 from test_saving import *  # noqa: F403  its tests
@@ -20,19 +22,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("to_device", [True, False])
 def test_a_cache_that_was_read_elsewhere(
-    tiny: ModuleType,
-    on_cpu: ModuleType,
-    tmp_path: Path,
-    to_device: bool,
-    family: str,
-    level: str,
-    bits: str,
+    on_cpu: Callable[..., Any], tmp_path: Path, to_device: bool, family: str, level: str, bits: str
 ) -> None:
     """The same bytes and entries on the other device, and the oracle's answers there."""
-    first, second = (on_cpu, tiny) if to_device else (tiny, on_cpu)
+    here, there = on_cpu(family), tiny.tiny_model(family)
     reads, asks = (
-        Setting(own, own.tiny_model(family), 1e-4, "score", "early", "xkv", level, bits, "alone")
-        for own in (first, second)
+        Setting(model, 1e-4, "score", "early", "xkv", level, bits, "alone")
+        for model in ((here, there) if to_device else (there, here))
     )
     cache, shadow = reads.prompted()
     reads.ask(3, cache, shadow)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,19 +14,21 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_layers_on_two_devices(on_cpu: ModuleType, device: str, family: str, level: str) -> None:
+def test_layers_on_two_devices(
+    on_cpu: Callable[..., Any], device: str, family: str, level: str
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    whole = on_cpu.tiny_model(family).to(device)
-    spread = dispatched(on_cpu.tiny_model(family), ["cuda:0", "cuda:1"])
-    cache = answers_alike(on_cpu, spread, whole, level, tolerance=1e-4)
+    whole = on_cpu(family).to(device)
+    spread = dispatched(on_cpu(family), ["cuda:0", "cuda:1"])
+    cache = answers_alike(spread, whole, level, tolerance=1e-4)
     assert {str(layer.keys.device) for layer in cache.layers} == {"cuda:0", "cuda:1"}
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_weights_in_main_memory(on_cpu: ModuleType, device: str, level: str) -> None:
+def test_weights_in_main_memory(on_cpu: Callable[..., Any], device: str, level: str) -> None:
     """Every other layer's weights are on the CPU, and each computes on the device."""
-    whole: Any = on_cpu.tiny_model("gemma3").to(device)
-    spread = dispatched(on_cpu.tiny_model("gemma3"), [device, "cpu"], main_device=device)
-    cache = answers_alike(on_cpu, spread, whole, level, tolerance=1e-4)
+    whole: Any = on_cpu("gemma3").to(device)
+    spread = dispatched(on_cpu("gemma3"), [device, "cpu"], main_device=device)
+    cache = answers_alike(spread, whole, level, tolerance=1e-4)
     assert {layer.keys.device.type for layer in cache.layers} == {torch.device(device).type}

@@ -12,11 +12,11 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from kernel_choice import WITH, WITHOUT
 from scorer_oracle import SCORERS
@@ -66,7 +66,6 @@ class Setting:
 
     def __init__(
         self,
-        tiny: ModuleType,
         model: Any,
         tolerance: float,
         policy: str,
@@ -76,7 +75,7 @@ class Setting:
         bits: str,
         sharing: str,
     ) -> None:
-        self.tiny, self.model, self.tolerance, self.policy = tiny, model, tolerance, policy
+        self.model, self.tolerance, self.policy = model, tolerance, policy
         self.mode = mode
         # twice as many stay at first where memory is bounded: fewer than the prompt has
         share = 0.3 if mode == "bounded" else 0.4
@@ -108,7 +107,7 @@ class Setting:
         return make_cache(self.model, self.profile, bounded=self.mode == "bounded", **changes)
 
     def shadow(self) -> Any:
-        return self.tiny.Shadow(self.model)
+        return tiny.Shadow(self.model)
 
     def follow(self, shadow: Any, cache: Any) -> None:
         shadow.follow(cache, combined=self.policy in COMBINING)
@@ -163,20 +162,20 @@ class Setting:
         """
         if self.tolerance != 1e-4 or not cache.reduced:
             return
-        following, stored = self.tiny.prompt(max(tokens, 1), BATCH, seed=tokens)[:, :tokens], 0
+        following, stored = tiny.prompt(max(tokens, 1), BATCH, seed=tokens)[:, :tokens], 0
         for row, shown in enumerate(mask.bool()):
             self.run(ids[row : row + 1, shown], alone := self.cache())
             if tokens:
                 self.run(following[row : row + 1], alone)
             stored += alone.retained_bytes
             first = int(shown.int().argmax())
-            for layer, kept in self.tiny.kept_of(alone).items():
+            for layer, kept in tiny.kept_of(alone).items():
                 for own, other in zip(cache.kept_indices(layer)[row], kept[0], strict=True):
                     assert (own[own >= 0].cpu() - first).tolist() == other[other >= 0].tolist()
         assert self.mode != "early" or cache.retained_bytes == stored
 
     def near(self, found: torch.Tensor, expected: torch.Tensor, mask: Any = None) -> None:
-        assert self.tiny.worst(found, expected, mask) <= self.tolerance
+        assert tiny.worst(found, expected, mask) <= self.tolerance
 
     def run(self, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
         with torch.no_grad():
@@ -186,7 +185,7 @@ class Setting:
 
     def ask(self, tokens: int, cache: Any, shadow: Any, mask: Any = None) -> None:
         """A question to both; the mask covers what came before it."""
-        ids = self.tiny.prompt(tokens, BATCH, seed=tokens)
+        ids = tiny.prompt(tokens, BATCH, seed=tokens)
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
         self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
@@ -202,7 +201,7 @@ class Setting:
 
     def prompted(self, batch: int = BATCH, seed: int = 0) -> tuple[Any, Any]:
         """A cache that has read a prompt in one piece, and its oracle."""
-        cache, shadow, ids = self.cache(), self.shadow(), self.tiny.prompt(CONTEXT, batch, seed)
+        cache, shadow, ids = self.cache(), self.shadow(), tiny.prompt(CONTEXT, batch, seed)
         self.near(self.run(ids, cache), shadow.logits(ids))
         self.follow(shadow, cache)
         self.settle(cache, shadow)
@@ -258,13 +257,13 @@ def several_turns(at: Setting) -> None:
 def padded_turns(at: Setting) -> None:
     """Rows of different length, and turns of which one row has fewer tokens, or none."""
     mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
-    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
     at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), mask)
     at.follow(shadow, cache)
     mask = at.settle(cache, shadow, mask)
     for tokens, fewer in ((7, 7), (40, 9), (1, 1), (12, 12), (70, 30)):
         shown = (torch.arange(tokens) >= torch.tensor([[0], [fewer]])).long()
-        mask, ids = torch.cat([mask, shown], dim=1), at.tiny.prompt(tokens, BATCH, seed=tokens)
+        mask, ids = torch.cat([mask, shown], dim=1), tiny.prompt(tokens, BATCH, seed=tokens)
         at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), shown)
         cache.end_turn()
         at.follow(shadow, cache)
@@ -274,7 +273,7 @@ def padded_turns(at: Setting) -> None:
 
 def decoding(at: Setting) -> None:
     """What follows competes every so many tokens: the oracle says what is attended to."""
-    ids = at.tiny.prompt(CONTEXT, BATCH)
+    ids = tiny.prompt(CONTEXT, BATCH)
     at.run(ids, probe := at.cache())
     every, settled, times = max(6, probe.awaited_tokens + 1), CONTEXT, 0
     cache, shadow = at.cache(decode_every=every), at.shadow()
@@ -293,7 +292,7 @@ def decoding(at: Setting) -> None:
 
 def chunks(at: Setting) -> None:
     cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
-    for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
+    for part in tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
         at.near(at.run(part, cache), shadow.logits(part))
         at.follow(shadow, cache)
     at.settle(cache, shadow)
@@ -304,7 +303,7 @@ def chunks(at: Setting) -> None:
 def unannounced_chunks(at: Setting) -> None:
     cache, shadow = at.cache(), at.shadow()
     with cache.prefill():
-        for part in at.tiny.prompt(CONTEXT, BATCH).split(7, dim=1):
+        for part in tiny.prompt(CONTEXT, BATCH).split(7, dim=1):
             at.near(at.run(part, cache), shadow.logits(part))
             at.follow(shadow, cache)
     at.follow(shadow, cache)  # a held prompt is evicted from now
@@ -316,7 +315,7 @@ def unannounced_chunks(at: Setting) -> None:
 def padded(at: Setting, side: str) -> None:
     columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
     mask = (columns >= CONTEXT - count) if side == "left" else (columns < count)
-    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
     at.near(at.run(ids, cache, mask.long()), shadow.logits(ids, mask.long()), mask)
     at.follow(shadow, cache)
     # On the right, padding fills the sliding windows of what is read after a shorter row.
@@ -342,7 +341,7 @@ def padded_chunks(at: Setting) -> None:
     mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
     cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
     seen = 0
-    for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
+    for part in tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
         seen += part.shape[1]
         own = mask[:, :seen]
         at.near(at.run(part, cache, own), shadow.logits(part, own), own)
@@ -409,7 +408,7 @@ def generated(
 
 def beams(at: Setting) -> None:
     """The scores of both beams are what the oracle gives their tokens."""
-    ids, options = at.tiny.prompt(CONTEXT), {"num_return_sequences": 2, "do_sample": False}
+    ids, options = tiny.prompt(CONTEXT), {"num_return_sequences": 2, "do_sample": False}
     found, new, logits = generated(at, ids, num_beams=2, **options)
     expected = logits.log_softmax(-1).gather(-1, new[..., None])[..., 0].mean(dim=1)
     assert (found.sequences_scores.float() - expected).abs().max() <= at.tolerance
@@ -418,13 +417,13 @@ def beams(at: Setting) -> None:
 def sampled(at: Setting) -> None:
     """num_return_sequences: rows of one prompt that part after it."""
     torch.manual_seed(0)
-    ids = at.tiny.prompt(CONTEXT)
+    ids = tiny.prompt(CONTEXT)
     found, _, expected = generated(at, ids, num_return_sequences=2, do_sample=True)
     at.near(torch.stack(found.logits, dim=1), expected)
 
 
 def inputs_embeds(at: Setting) -> None:
-    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
     with torch.no_grad():
         embedded = at.model.get_input_embeddings()(ids)
         found = at.model(inputs_embeds=embedded, past_key_values=cache).logits
@@ -438,11 +437,11 @@ def crop(at: Setting) -> None:
     """A question is taken back, and another one is asked, of the prompt alone."""
     cache, shadow = at.prompted()
     if shadow.cache.layers[0].__class__.__name__ == "DynamicSlidingWindowLayer":
-        at.run(at.tiny.prompt(5, BATCH), cache)
+        at.run(tiny.prompt(5, BATCH), cache)
         with pytest.raises(UnsupportedRequestError, match="sliding-window layer"):
             cache.crop(-5)
         return
-    at.run(at.tiny.prompt(5, BATCH, seed=9), cache)
+    at.run(tiny.prompt(5, BATCH, seed=9), cache)
     cache.crop(-5)
     at.ask(3, cache, shadow)
 
@@ -476,7 +475,7 @@ class Noted(BaseStreamer):
 
 
 def streaming(at: Setting) -> None:
-    ids, streamer = at.tiny.prompt(CONTEXT), Noted()
+    ids, streamer = tiny.prompt(CONTEXT), Noted()
     found, _, expected = generated(at, ids, streamer=streamer, do_sample=False)
     assert streamer.tokens == [*found.sequences[0].tolist(), -1]
     at.near(torch.stack(found.logits, dim=1), expected)
@@ -484,7 +483,7 @@ def streaming(at: Setting) -> None:
 
 def assisted(at: Setting) -> None:
     """With drafts, most of which are taken back."""
-    found, _, expected = generated(at, at.tiny.prompt(CONTEXT), **DRAFTS, do_sample=False)
+    found, _, expected = generated(at, tiny.prompt(CONTEXT), **DRAFTS, do_sample=False)
     at.near(torch.stack(found.logits, dim=1), expected)
 
 
@@ -538,9 +537,7 @@ def scorers_of(policy: str, mode: str) -> list[str]:
 
 
 @functools.cache
-def model_of(
-    tiny: ModuleType, family: str, attention: str, dtype: str, sharing: str
-) -> tuple[Any, float]:
+def model_of(family: str, attention: str, dtype: str, sharing: str) -> tuple[Any, float]:
     """A model and what may be off: in half precision, twice what the plain model is."""
     changes: dict[str, Any] = {}
     if family == "gemma3" and sharing == "shared":  # layers that share are neighbours
@@ -588,13 +585,13 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
-def answers_as_the_oracle(tiny: ModuleType, cell: Cell, folder: Path) -> None:
+def answers_as_the_oracle(cell: Cell, folder: Path) -> None:
     """The assertions of one cell."""
     policy, arrival, mode, family, level, attention, dtype, bits, sharing, _ = cell
-    model, tolerance = model_of(tiny, family, attention, dtype, sharing)
+    model, tolerance = model_of(family, attention, dtype, sharing)
 
     def answer() -> None:
-        at = Setting(tiny, model, tolerance, policy, mode, scorer_of(cell), level, bits, sharing)
+        at = Setting(model, tolerance, policy, mode, scorer_of(cell), level, bits, sharing)
         ARRIVALS[arrival](at, *[folder] if arrival == "saved" else [])
 
     said = refusal(cell)

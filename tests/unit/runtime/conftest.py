@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
-import live_storage
-import other_attention
 import pytest
 import runtime_oracle
 import torch
@@ -16,28 +13,10 @@ from kernel_choice import WITH, WITHOUT, kernel_choice
 from kvalloc.runtime.attention import cpu
 
 
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """Tiny random models, budget profiles for them, and the oracle."""
-    return runtime_oracle
-
-
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model() -> Any:
     """A tiny random model of four layers."""
-    return tiny.tiny_model()
-
-
-@pytest.fixture(scope="session")
-def peak_bytes() -> Any:
-    """Most bytes of tensor storage alive at any time while a function runs."""
-    return live_storage.peak_bytes
-
-
-@pytest.fixture(scope="session")
-def attention_on_cpu() -> Any:
-    """``with attention_on_cpu(name):`` lets flash (a stand-in) and flex attention run."""
-    return other_attention.attention_on_cpu
+    return runtime_oracle.tiny_model()
 
 
 @pytest.fixture(autouse=True)

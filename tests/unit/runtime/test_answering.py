@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from transformers import DynamicCache
 
@@ -22,7 +22,7 @@ def read(model: Any, cache: Any, ids: torch.Tensor) -> Any:
 
 
 @pytest.fixture
-def filled(tiny: ModuleType, model: Any) -> Any:
+def filled(model: Any) -> Any:
     """A model, and a cache that has read a text."""
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4))
     return model, read(model, cache, tiny.prompt(CONTEXT))
@@ -30,9 +30,7 @@ def filled(tiny: ModuleType, model: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_each_question_finds_the_text_as_it_was_read(
-    tiny: ModuleType, family: str, level: str
-) -> None:
+def test_each_question_finds_the_text_as_it_was_read(family: str, level: str) -> None:
     model = tiny.tiny_model(family)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     profile = tiny.by_head(profile) if level == "head" else profile
@@ -49,12 +47,12 @@ def test_each_question_finds_the_text_as_it_was_read(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_long_question_is_not_taken_for_more_of_the_text(tiny: ModuleType, filled: Any) -> None:
+def test_a_long_question_is_not_taken_for_more_of_the_text(filled: Any) -> None:
     model, cache = filled
     assert list(answer(model, cache, tiny.prompt(CONTEXT, seed=2), max_new_tokens=1))
 
 
-def test_a_repetition_penalty_of_the_model_holds_as_in_generate(tiny: ModuleType) -> None:
+def test_a_repetition_penalty_of_the_model_holds_as_in_generate() -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
 
     def answered() -> list[int]:
@@ -66,7 +64,7 @@ def test_a_repetition_penalty_of_the_model_holds_as_in_generate(tiny: ModuleType
     assert answered() == expected[0, CONTEXT:].tolist() != plain
 
 
-def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None:
+def test_a_conversation_is_the_whole_text_in_one_piece() -> None:
     model = tiny.tiny_model()
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
     cache = read(model, DynamicCache(config=model.config), ids)
@@ -79,7 +77,7 @@ def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None
     assert cache.get_seq_length() == CONTEXT + 2 * (4 + NEW) - 1
 
 
-def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType, filled: Any) -> None:
+def test_an_answer_ends_where_the_model_says_so(filled: Any) -> None:
     model, cache = filled
     question = tiny.prompt(3, seed=2)[0]
     whole = list(answer(model, cache, question, max_new_tokens=NEW))
@@ -91,7 +89,7 @@ def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType, filled: Any) -
     assert list(answer(model, cache, question, max_new_tokens=NEW)) == third
 
 
-def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType, filled: Any) -> None:
+def test_an_answer_that_is_broken_off_leaves_nothing(filled: Any) -> None:
     model, cache = filled
     question = tiny.prompt(3, seed=2)[0]
     expected = list(answer(model, cache, question, max_new_tokens=NEW))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 
@@ -17,7 +17,7 @@ CONTEXT = 150
 LENGTHS = (CONTEXT, 97, 30)
 
 
-def profile_of(tiny: ModuleType, model: Any, level: str, share: float = 0.5) -> Any:
+def profile_of(model: Any, level: str, share: float = 0.5) -> Any:
     profile = tiny.make_profile(model, CONTEXT, share)
     return tiny.by_head(profile, spread=40) if level == "head" else profile
 
@@ -36,9 +36,7 @@ def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
         {"policy": "nacl:proxy_share=0.5:random_share=0"},
     ],
 )
-def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(
-    tiny: ModuleType, options: dict[str, Any]
-) -> None:
+def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options: dict[str, Any]) -> None:
     """Also where what each chunk brings is added up, and where policies look back over chunks."""
     model, tokens = tiny.tiny_model(), 97
     profile = tiny.make_profile(model, CONTEXT, 0.3)
@@ -61,9 +59,9 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(
         assert (kept[:, expected.shape[1] :] == -1).all()
 
 
-def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
+def test_prefill_is_for_a_new_prompt() -> None:
     model = tiny.tiny_model()
-    profile = profile_of(tiny, model, "layer")
+    profile = profile_of(model, "layer")
     cache = make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     with pytest.raises(UnsupportedRequestError, match="reset"), cache.prefill():
@@ -78,9 +76,9 @@ def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
     assert np.array_equal(fresh.kept_tokens, profile.budgets)
 
 
-def test_what_is_kept_ends_where_a_prompt_was_cropped(tiny: ModuleType) -> None:
+def test_what_is_kept_ends_where_a_prompt_was_cropped() -> None:
     model = tiny.tiny_model()
-    cache = make_cache(model, profile_of(tiny, model, "layer", share=1.0))
+    cache = make_cache(model, profile_of(model, "layer", share=1.0))
     run(model, tiny.prompt(20), cache)
     cache.crop(-5)
     assert cache.kept_indices(0)[0, 0].tolist() == list(range(15))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -43,7 +43,7 @@ def same(found: Any, expected: Any, bits: int = 16) -> None:
     assert off < (1e-3 if bits == 16 else 0.03)
 
 
-def profile_of(tiny: ModuleType, model: Any, share: float, bits: int, **options: Any) -> Any:
+def profile_of(model: Any, share: float, bits: int, **options: Any) -> Any:
     profile = tiny.make_profile(model, CONTEXT, share, **options)
     profile = tiny.by_head(profile) if share < 1 else profile
     full = list(profile.shape.full_layers)
@@ -77,11 +77,11 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch, answer: torch.Tensor) -> list[int
 @pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("family", ["llama", "qwen3", *["gemma3"] * RECORDS])
 def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, family: str, share: float, bits: int
+    monkeypatch: pytest.MonkeyPatch, family: str, share: float, bits: int
 ) -> None:
     """Over settlings and what they round, of drafts that stay and drafts that go."""
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    with kvalloc.apply(model, profile_of(tiny, model, share, bits)) as applied:
+    with kvalloc.apply(model, profile_of(model, share, bits)) as applied:
         expected = generate(model, ids)
         kept = applied.last_cache.kept_tokens
         counts = drafts_of(monkeypatch, expected.sequences)
@@ -103,16 +103,12 @@ def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
     ],
 )
 def test_drafts_never_vote(
-    tiny: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    scorer: str,
-    options: dict[str, Any],
-    bits: int,
+    monkeypatch: pytest.MonkeyPatch, scorer: str, options: dict[str, Any], bits: int
 ) -> None:
     """What waits for tokens waits for those that stay: the same entries are kept."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     decided = "target_retention" in options
-    profile = None if decided else profile_of(tiny, model, 0.4, bits, scorer=scorer)
+    profile = None if decided else profile_of(model, 0.4, bits, scorer=scorer)
     with kvalloc.apply(model, profile, **options) as applied:
         expected = generate(model, ids, max_new_tokens=40)
         kept = applied.last_cache
@@ -123,7 +119,7 @@ def test_drafts_never_vote(
 
 @pytest.mark.parametrize(("budget", "memory"), [("100%", None), ("30%", None), ("30%", "200 kB")])
 def test_assisted_generation_in_the_ways_of_the_default(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, budget: str, memory: str | None
+    monkeypatch: pytest.MonkeyPatch, budget: str, memory: str | None
 ) -> None:
     """And over two turns, of which the second goes on with the first's cache.
 
@@ -146,10 +142,10 @@ def test_assisted_generation_in_the_ways_of_the_default(
     assert (turns[5] == turns[2]).all()
 
 
-def test_a_cache_that_was_made_by_hand(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_was_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an announced prompt, or of one that was read first; an empty one knows no prompt."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    profile, short = profile_of(tiny, model, 0.4, 16), {"max_new_tokens": 30}
+    profile, short = profile_of(model, 0.4, 16), {"max_new_tokens": 30}
 
     def read(cache: Any) -> Any:
         with torch.no_grad():
@@ -171,11 +167,11 @@ def test_a_cache_that_was_made_by_hand(tiny: ModuleType, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("whose", ["other", "under apply", "its own", *["early exit"] * RECORDS])
-def test_an_assistant_model(tiny: ModuleType, whose: str) -> None:
+def test_an_assistant_model(whose: str) -> None:
     """It reads the prompt whole, also where it is under `apply` itself: it goes back into it."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     assistant = model if whose == "its own" else tiny.tiny_model("qwen3")
-    profile, short = profile_of(tiny, model, 0.4, 5), {"max_new_tokens": 30}
+    profile, short = profile_of(model, 0.4, 5), {"max_new_tokens": 30}
     options = {"assistant_early_exit": 2} if whose == "early exit" else {}
     options = options or {"assistant_model": assistant}
     with kvalloc.apply(model, profile) as applied, contextlib.ExitStack() as stack:
@@ -187,9 +183,7 @@ def test_an_assistant_model(tiny: ModuleType, whose: str) -> None:
         assert whose != "under apply" or drafting.last_cache is None
 
 
-def test_what_assisted_generation_returns(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_assisted_generation_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states, those of the plain model at 100%; a stream; of one token each, a sample."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     told: list[int] = []
@@ -206,7 +200,7 @@ def test_what_assisted_generation_returns(
     drafts_of(monkeypatch, answer)
     expected = generate(model, ids, **wanted, **LOOKUP)
     drafts_of(monkeypatch, answer)
-    with kvalloc.apply(model, profile_of(tiny, model, 1.0, 16)):
+    with kvalloc.apply(model, profile_of(model, 1.0, 16)):
         found = generate(model, ids, **wanted, **LOOKUP, streamer=Streamer())
         assert told == expected.sequences[0].tolist()
         for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
@@ -216,12 +210,10 @@ def test_what_assisted_generation_returns(
     assert torch.equal(sampled.sequences, expected.sequences)
 
 
-def test_sliding_layers_stay_small_after_drafts(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sliding_layers_stay_small_after_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold what slid out only until what was drafted is known to stay."""
     model, ids = tiny.tiny_model("gemma3"), tiny.prompt(CONTEXT)
-    with kvalloc.apply(model, profile_of(tiny, model, 0.4, 16)):
+    with kvalloc.apply(model, profile_of(model, 0.4, 16)):
         expected = generate(model, ids, max_new_tokens=40)
         drafts_of(monkeypatch, expected.sequences)
         if not RECORDS:

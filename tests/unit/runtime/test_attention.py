@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attention_cases
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from attention_cases import (
     HALF_A_STEP,
@@ -32,6 +33,7 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_storage import peak_bytes
 
 import kvalloc
 from kvalloc.runtime.attention import backends, cpu
@@ -178,7 +180,7 @@ def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch: pytest.Mo
 # Memory of torch's operations
 
 
-def test_the_scratch_is_bounded(peak_bytes: Any) -> None:
+def test_the_scratch_is_bounded() -> None:
     counts = np.array([[200, 300]])
     stored = stored_of(counts, (8, 8), torch.float32, biased=False)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
@@ -191,7 +193,7 @@ def test_the_scratch_is_bounded(peak_bytes: Any) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-def test_the_scratch_over_other_types_is_bounded(peak_bytes: Any, bits: int) -> None:
+def test_the_scratch_over_other_types_is_bounded(bits: int) -> None:
     """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
     stored = stored_of(counts, (16, 16), torch.float16, biased=False)
@@ -332,9 +334,7 @@ def test_gradients_of_values_alone() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("by_head", [False, True])
-def test_autocast_mixes_types(
-    tiny: ModuleType, by_head: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autocast_mixes_types(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions turn queries and keys in float32, but values stay as they were projected."""
     model = tiny.tiny_model("qwen3")
     profile = tiny.make_profile(model, 60, 0.4)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import runtime_oracle as tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,7 +310,7 @@ def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Te
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 @pytest.mark.usefixtures("unrounded")
 def test_the_cache_stores_what_plain_forwards_say(
-    tiny: ModuleType, family: str, level: str, biases: bool, rows: int
+    family: str, level: str, biases: bool, rows: int
 ) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
@@ -335,7 +335,7 @@ def test_the_cache_stores_what_plain_forwards_say(
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4, 3])
-def test_it_makes_up_for_keys_as_they_are_stored(tiny: ModuleType, bits: int) -> None:
+def test_it_makes_up_for_keys_as_they_are_stored(bits: int) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)))
     cache = kvalloc.make_cache(model, profile.replace(bits=np.full_like(profile.budgets, bits)))
@@ -355,7 +355,7 @@ def test_it_makes_up_for_keys_as_they_are_stored(tiny: ModuleType, bits: int) ->
     assert unlike > 4e-3
 
 
-def test_it_is_nearer_to_the_full_cache_than_dropping_is(tiny: ModuleType) -> None:
+def test_it_is_nearer_to_the_full_cache_than_dropping_is() -> None:
     model, ids = tiny.tiny_model(initializer_range=0.08), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.25)
     following = model.generate(ids, max_new_tokens=AWAITED + 6, do_sample=False)[:, CONTEXT:]
@@ -373,7 +373,7 @@ def test_it_is_nearer_to_the_full_cache_than_dropping_is(tiny: ModuleType) -> No
 
 
 @pytest.mark.usefixtures("unrounded")
-def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType) -> None:
+def test_each_row_is_matched_as_if_it_were_alone() -> None:
     model = tiny.tiny_model()
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
@@ -389,7 +389,7 @@ def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType) -> None:
             torch.testing.assert_close(found, stored_of(alone, layer, head), atol=1e-3, rtol=0)
 
 
-def test_a_prompt_in_one_forward_is_not_held(tiny: ModuleType) -> None:
+def test_a_prompt_in_one_forward_is_not_held() -> None:
     """Layer by layer while it is read, what is kept of a whole one: bit for bit."""
     model, ids, asked = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=5)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), following=0)
@@ -404,7 +404,7 @@ def test_a_prompt_in_one_forward_is_not_held(tiny: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("unrounded")
-def test_entries_handed_out_by_the_prompt_are_matched_too(tiny: ModuleType) -> None:
+def test_entries_handed_out_by_the_prompt_are_matched_too() -> None:
     """What is kept is what the same scorer keeps without matching."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     parameters = {"tokens": AWAITED, "votes": 0}

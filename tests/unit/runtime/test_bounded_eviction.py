@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 
@@ -16,15 +16,15 @@ from kvalloc.runtime.prompt import State
 CONTEXT, AWAITED = 90, 5
 
 
-def late(tiny: ModuleType, model: Any, level: str = "head") -> Any:
+def late(model: Any, level: str = "head") -> Any:
     parameters = {"tokens": AWAITED, "pool": 3}
     profile = tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead", parameters=parameters)
     return tiny.by_head(profile, spread=9) if level == "head" else profile
 
 
-def mixed(tiny: ModuleType, model: Any) -> Any:
+def mixed(model: Any) -> Any:
     """Each prompt hands out the entries, and what is evicted goes into what stays."""
-    profile = late(tiny, model)
+    profile = late(model)
     own = profile.policy.replace(
         name="attention_matching", parameters={"rows": 12, "following": AWAITED}
     )
@@ -34,14 +34,14 @@ def mixed(tiny: ModuleType, model: Any) -> Any:
 def adding(scorer: str) -> Any:
     """A policy that matches the prompt's last queries, and whose scorer adds up those so far."""
 
-    def kind(tiny: ModuleType, model: Any) -> Any:
-        policy = late(tiny, model).policy.replace(
+    def kind(model: Any) -> Any:
+        policy = late(model).policy.replace(
             name="attention_matching",
             parameters={"rows": 30, "following": AWAITED},
             scorer=scorer,
             scorer_parameters={"window": tiny.WINDOW},
         )
-        return late(tiny, model).replace(policy=policy)
+        return late(model).replace(policy=policy)
 
     return kind
 
@@ -50,10 +50,10 @@ def adding(scorer: str) -> Any:
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("chunk", [CONTEXT, 25])
 def test_twice_the_budget_is_kept_until_enough_has_followed(
-    tiny: ModuleType, family: str, level: str, chunk: int
+    family: str, level: str, chunk: int
 ) -> None:
     model = tiny.tiny_model(family)
-    profile, ids = late(tiny, model, level), tiny.prompt(CONTEXT, 2)
+    profile, ids = late(model, level), tiny.prompt(CONTEXT, 2)
     cache = make_cache(model, profile, bounded=True, prompt_tokens=CONTEXT)
     shadow, full = tiny.Shadow(model), list(profile.shape.full_layers)
     budgets = profile.budgets_for(CONTEXT)[full]
@@ -78,10 +78,8 @@ def test_twice_the_budget_is_kept_until_enough_has_followed(
 @pytest.mark.parametrize(
     "kind", [late, mixed, adding("h2o"), adding("a2sf"), adding("expected_attention")]
 )
-def test_a_bound_that_does_not_bind_keeps_what_late_eviction_keeps(
-    tiny: ModuleType, model: Any, kind: Any
-) -> None:
-    profile, ids = kind(tiny, model), tiny.prompt(CONTEXT, 2)
+def test_a_bound_that_does_not_bind_keeps_what_late_eviction_keeps(model: Any, kind: Any) -> None:
+    profile, ids = kind(model), tiny.prompt(CONTEXT, 2)
     profile = profile.replace(budgets=profile.budgets.clip(CONTEXT // 2))
     caches = [
         make_cache(model, profile, bounded=bound, prompt_tokens=CONTEXT) for bound in (False, True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 
@@ -21,7 +21,7 @@ CONTEXT, CHUNK = 90, 30
 KINDS = ["layer", "head", "bits", "held", "decode_every"]
 
 
-def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
+def cache_of(model: Any, kind: str) -> Any:
     scorer = {"held": "lookahead", "repeated": "reconstruction"}.get(kind, "xkv")
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer)
     if kind == "bits":
@@ -31,7 +31,7 @@ def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
     return make_cache(model, profile, decode_every=4 if kind == "decode_every" else None)
 
 
-def check_refused(tiny: ModuleType, model: Any, cache: Any, path: Path, reason: str) -> None:
+def check_refused(model: Any, cache: Any, path: Path, reason: str) -> None:
     """Neither the rest of the prompt nor what follows it, nor a file, nor a copy of it."""
     assert not cache.prompt_complete
     assert cache.interrupted is not None
@@ -51,10 +51,10 @@ def check_refused(tiny: ModuleType, model: Any, cache: Any, path: Path, reason: 
         cache.crop(-1)
 
 
-def check_as_new(tiny: ModuleType, model: Any, cache: Any, kind: str) -> None:
+def check_as_new(model: Any, cache: Any, kind: str) -> None:
     """A whole prompt leaves in it what it leaves in a new cache."""
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
-    new = cache_of(tiny, model, kind)
+    new = cache_of(model, kind)
     for one in (cache, new):
         with one.prefill():
             for chunk in ids.split(CHUNK, dim=1):
@@ -69,11 +69,11 @@ def check_as_new(tiny: ModuleType, model: Any, cache: Any, kind: str) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_between_or_within_chunks(
-    tiny: ModuleType, tmp_path: Path, kind: str, error: type[BaseException], place: str
+    tmp_path: Path, kind: str, error: type[BaseException], place: str
 ) -> None:
     """Before any layer has seen the chunk, or when some have: layers disagree then."""
     model = tiny.tiny_model()
-    cache, ids = cache_of(tiny, model, kind), tiny.prompt(CONTEXT)
+    cache, ids = cache_of(model, kind), tiny.prompt(CONTEXT)
 
     def fail(*_: Any) -> None:
         raise error
@@ -89,23 +89,23 @@ def test_an_error_between_or_within_chunks(
             handle.remove()
     run(model, ids[:, :3], None)  # what Ctrl-C left open ends with the next forward of the model
     reason = "failed half-way" if place == "layer 2" else f"left by an error after {CHUNK} "
-    check_refused(tiny, model, cache, tmp_path / "c.kv", reason)
+    check_refused(model, cache, tmp_path / "c.kv", reason)
     cache.reset()
-    check_as_new(tiny, model, cache, kind)
+    check_as_new(model, cache, kind)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("tokens", [1, 30])
 @pytest.mark.parametrize("kind", [*KINDS, "whole"])
 def test_a_turn_that_breaks_off_was_not_read(
-    tiny: ModuleType, kind: str, tokens: int, error: type[BaseException]
+    kind: str, tokens: int, error: type[BaseException]
 ) -> None:
     """The cache goes on from the end of the turn before, without a reset."""
     model, turns = tiny.tiny_model(), [tiny.prompt(n, seed=n) for n in (CONTEXT, 10, tokens)]
     if kind == "whole":
         cache = make_cache(model, tiny.make_profile(model, CONTEXT, 1.0))
     else:
-        cache = cache_of(tiny, model, kind)
+        cache = cache_of(model, kind)
     for turn in turns[:2]:
         run(model, turn, cache)
     before, size = copy.deepcopy(cache), cache.retained_bytes
@@ -135,12 +135,10 @@ def test_a_turn_that_breaks_off_was_not_read(
     ],
 )
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_a_cache_is_not_changed_amid_a_forward(
-    tiny: ModuleType, kind: str, change: Any, said: str
-) -> None:
+def test_a_cache_is_not_changed_amid_a_forward(kind: str, change: Any, said: str) -> None:
     """It would be cut in some layers and not in others; afterwards a reset helps as ever."""
     model = tiny.tiny_model()
-    cache, hooked = cache_of(tiny, model, kind), model.model.layers[1]
+    cache, hooked = cache_of(model, kind), model.model.layers[1]
     for tokens in (CONTEXT, 3):
         run(model, tiny.prompt(tokens), cache)
     handle = hooked.register_forward_hook(lambda *_: change(cache))
@@ -148,14 +146,14 @@ def test_a_cache_is_not_changed_amid_a_forward(
         run(model, tiny.prompt(1), cache)
     handle.remove()
     cache.reset()
-    check_as_new(tiny, model, cache, kind)
+    check_as_new(model, cache, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> None:
+def test_a_prompt_begins_anew_within_prefill(kind: str) -> None:
     """Too large a chunk, and then smaller ones: all of them are the prompt."""
     model = tiny.tiny_model()
-    cache, new = cache_of(tiny, model, kind), cache_of(tiny, model, kind)
+    cache, new = cache_of(model, kind), cache_of(model, kind)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     with cache.prefill():
         run(model, ids[:, : CONTEXT - 1], cache)
@@ -173,11 +171,11 @@ def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> Non
 @pytest.mark.parametrize("scores", ["not finite", "too few"])
 @pytest.mark.parametrize("kind", ["layer", "head", "held", "repeated", "decode_every"])
 def test_what_is_checked_at_the_end_leaves_nothing_half_done(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
 ) -> None:
     """Of all layers the host asks once, when all have evicted: the cache then needs a reset."""
     model = tiny.tiny_model()
-    cache = cache_of(tiny, model, kind)
+    cache = cache_of(model, kind)
 
     def keep_ranked(
         self: Any, rankings: Any, states: Any, budgets: torch.Tensor, **limits: Any
@@ -197,4 +195,4 @@ def test_what_is_checked_at_the_end_leaves_nothing_half_done(
     with pytest.raises(UnsupportedRequestError, match=r"half-way.*cache\.reset\(\)"):
         run(model, tiny.prompt(1), cache)
     cache.reset()
-    check_as_new(tiny, model, cache, kind)
+    check_as_new(model, cache, kind)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import runtime_oracle as tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,15 +27,15 @@ CONTEXT, PROTECTED = 90, 6
 LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}
 
 
-def at_once(tiny: ModuleType, model: Any) -> BudgetProfile:
+def at_once(model: Any) -> BudgetProfile:
     """A profile whose scorer looks at the prompt alone."""
     profile = tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1})
     return tiny.by_head(profile).replace(by_prompt=True)
 
 
-def looking_ahead(tiny: ModuleType, model: Any) -> BudgetProfile:
+def looking_ahead(model: Any) -> BudgetProfile:
     """A profile whose scorer waits for tokens that follow."""
-    profile = at_once(tiny, model)
+    profile = at_once(model)
     parameters = {"window": tiny.WINDOW, **LOOKAHEAD}
     policy = profile.policy.replace(scorer="lookahead", scorer_parameters=parameters)
     return profile.replace(policy=policy)
@@ -94,20 +94,20 @@ def test_where_there_is_no_room_or_all_are_equal(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_best_of_all_heads_together_stay(tiny: ModuleType, family: str, attention: str) -> None:
+def test_the_best_of_all_heads_together_stay(family: str, attention: str) -> None:
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT)
-    profile = looking_ahead(tiny, model)
+    profile = looking_ahead(model)
     cache = make_cache(model, profile)
     read(model, ids, cache)
     full = list(profile.shape.full_layers)
-    scores = naive_scores(tiny, model, ids, profile)
-    assert_best(tiny, cache, full, scores, total_of(profile, CONTEXT))
+    scores = naive_scores(model, ids, profile)
+    assert_best(cache, full, scores, total_of(profile, CONTEXT))
     kept = cache.kept_tokens[full] - LOOKAHEAD["tokens"]
     assert kept.sum() == total_of(profile, CONTEXT)
     assert np.unique(cache.kept_tokens[full]).size > 2
 
 
-def assert_best(tiny: ModuleType, cache: Any, layers: list[int], scores: Any, total: int) -> None:
+def assert_best(cache: Any, layers: list[int], scores: Any, total: int) -> None:
     """Sinks, window and, in so many entries of all heads of these layers, the best."""
     room = total - PROTECTED * scores.shape[0] * scores.shape[1]
     least = np.sort(scores.ravel())[::-1][room - 1]
@@ -119,29 +119,27 @@ def assert_best(tiny: ModuleType, cache: Any, layers: list[int], scores: Any, to
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_in_bounded_memory_the_best_of_each_layers_heads_stay(
-    tiny: ModuleType, family: str
-) -> None:
+def test_in_bounded_memory_the_best_of_each_layers_heads_stay(family: str) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    profile = at_once(tiny, model)
+    profile = at_once(model)
     cache = make_cache(model, profile, bounded=True)
     run(model, ids, cache)
     assert cache.state is State.EVICTED
-    scores = naive_scores(tiny, model, ids, profile)
+    scores = naive_scores(model, ids, profile)
     budgets = profile.budgets_for(CONTEXT)
     for place, layer in enumerate(profile.shape.full_layers):
         own = scores[place : place + 1]
-        assert_best(tiny, cache, [layer], own, int(budgets[layer].sum()))
+        assert_best(cache, [layer], own, int(budgets[layer].sum()))
 
 
 @pytest.mark.parametrize("chunk", [CONTEXT, 25])
 @pytest.mark.parametrize("decode_every", [None, 4])
 def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
-    tiny: ModuleType, chunk: int, decode_every: int | None
+    chunk: int, decode_every: int | None
 ) -> None:
     """Of rows with padding, too, each as if it were alone."""
     model = tiny.tiny_model()
-    profile, rows = at_once(tiny, model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    profile, rows = at_once(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
     options = {"bounded": True, "decode_every": decode_every, "prompt_tokens": CONTEXT}
     cache = make_cache(model, profile, **options)
@@ -168,9 +166,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
         assert before.sum() == profile.budgets_for(CONTEXT + followed).sum()
 
 
-def naive_scores(
-    tiny: ModuleType, model: Any, ids: torch.Tensor, profile: Any
-) -> npt.NDArray[np.float64]:
+def naive_scores(model: Any, ids: torch.Tensor, profile: Any) -> npt.NDArray[np.float64]:
     """The scorer's scores without sinks and window, from plain forwards."""
     first = CONTEXT - tiny.WINDOW
     if profile.policy.scorer == "lookahead":
@@ -183,7 +179,7 @@ def naive_scores(
     return np.stack(found)
 
 
-def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What entries are handed out by is what they are kept by."""
     model, asked = tiny.tiny_model(), list[int]()
     scores = Score.scores
@@ -193,15 +189,15 @@ def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyP
         return scores(self, states, sinks=sinks)
 
     monkeypatch.setattr(Score, "scores", counted)
-    read(model, tiny.prompt(CONTEXT), make_cache(model, looking_ahead(tiny, model)))
+    read(model, tiny.prompt(CONTEXT), make_cache(model, looking_ahead(model)))
     assert asked == list(range(tiny.N_LAYERS))
 
 
 # As a file, and what it refuses
 
 
-def test_the_file_brings_it_back(tiny: ModuleType, tmp_path: Path) -> None:
-    profile = looking_ahead(tiny, tiny.tiny_model())
+def test_the_file_brings_it_back(tmp_path: Path) -> None:
+    profile = looking_ahead(tiny.tiny_model())
     profile.save(tmp_path / "p.json")
     loaded = BudgetProfile.load(tmp_path / "p.json")
     assert loaded.by_prompt
@@ -219,10 +215,8 @@ def test_the_file_brings_it_back(tiny: ModuleType, tmp_path: Path) -> None:
         ({"unit_policies": 0}, "unit_policies, whose scores cannot be compared"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    tiny: ModuleType, changes: dict[str, Any], said: str
-) -> None:
-    profile = looking_ahead(tiny, tiny.tiny_model())
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:
+    profile = looking_ahead(tiny.tiny_model())
     filled = {
         "bits": lambda value: np.broadcast_to(value, profile.budgets.shape).copy(),
         "unit_policies": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),

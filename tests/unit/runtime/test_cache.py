@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 
@@ -18,7 +18,7 @@ CONTEXT = 80
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: float) -> None:
+def test_bytes_of_sliding_layers_past_their_window(share: float) -> None:
     """A decoded token past the window leaves one more entry allocated, until several come."""
     model = tiny.tiny_model("gemma3")
     profile = tiny.make_profile(model, CONTEXT, share)
@@ -39,7 +39,7 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
 
 
-def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: ModuleType) -> None:
+def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts() -> None:
     model = tiny.tiny_model()
     cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     run(model, tiny.prompt(CONTEXT, 3), cache)
@@ -50,7 +50,7 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: Mod
     assert cache.batch == 2
 
 
-def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
+def test_rows_of_an_empty_cache_are_repeated_in_vain() -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
     cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     cache.decide({"input_ids": ids})
@@ -61,7 +61,7 @@ def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
     assert cache.batch == 2
 
 
-def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> None:
+def test_a_copy_of_a_cache_that_was_filled_with_gradients() -> None:
     model = tiny.tiny_model("gemma3")
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20]))
     model(tiny.prompt(CONTEXT), past_key_values=cache)
@@ -71,7 +71,7 @@ def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> N
     assert torch.equal(run(model, question, other), run(model, question, cache))
 
 
-def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) -> None:
+def test_cropping_to_a_number_of_tokens_beside_sliding_layers() -> None:
     model = tiny.tiny_model("gemma3")
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     run(model, tiny.prompt(6), cache)
@@ -83,7 +83,7 @@ def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) 
     assert cache.get_seq_length() == 9
 
 
-def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> None:
+def test_cropping_more_than_there_is_leaves_an_empty_cache() -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 1.0)
     cache = kvalloc.make_cache(model, profile)
@@ -97,7 +97,7 @@ def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> 
     assert (cache.kept_tokens == profile.budgets).all()
 
 
-def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:
+def test_a_cache_shows_its_tokens_and_bytes() -> None:
     model = tiny.tiny_model()
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     assert repr(cache).endswith("rows=0, tokens=0, empty)")

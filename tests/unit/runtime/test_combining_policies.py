@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import AT_ONCE, policy, run
 from scorer_oracle import make_states
@@ -99,7 +99,7 @@ def test_merge_by_hand() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.usefixtures("unrounded")
-def test_the_cache_answers_as_over_the_combined_entries(tiny: ModuleType, family: str) -> None:
+def test_the_cache_answers_as_over_the_combined_entries(family: str) -> None:
     model = tiny.tiny_model(family)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     cache = make_cache(model, profile, policy="merge")
@@ -140,7 +140,7 @@ def test_half_precision_is_combined_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
 
 
-def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: ModuleType) -> None:
+def test_a_row_that_keeps_everything_leaves_the_others_their_biases() -> None:
     """Its own entries have none; each row is as it would be alone."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import noted_repetitions, run
 
@@ -18,56 +18,54 @@ CHUNK = {"chunk": 37, "instruction": "7+8+9", "continuation": "10"}
 REPEATED = 1 + CARRIED_TOKENS + 37  # the longest repetition: a further piece
 
 
-def profile_of(tiny: ModuleType, model: Any, name: str, parameters: dict[str, Any]) -> Any:
+def profile_of(model: Any, name: str, parameters: dict[str, Any]) -> Any:
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
     return tiny.by_head(profile, spread=9)
 
 
-def test_how_far_a_pass_goes_is_how_far_it_runs(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_far_a_pass_goes_is_how_far_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the tokens that the repetition's forwards really have."""
     model, found = tiny.tiny_model(), noted_repetitions(monkeypatch)
     for tokens in (60, 70, 74, 75, 83, CONTEXT):
         for instruction in ("", "7+8+9", "+".join("7" * 30)):
             found.clear()
             options = {**CHUNK, "instruction": instruction}
-            cache = make_cache(model, profile_of(tiny, model, "reconstruction", options))
+            cache = make_cache(model, profile_of(model, "reconstruction", options))
             run(model, tiny.prompt(tokens), cache)
             (scorer,) = cache._prompt.plan.wanted[0]
             assert scorer.later.furthest(tokens) == max(found)
 
 
-def with_limit(tiny: ModuleType, limit: int) -> Any:
+def with_limit(limit: int) -> Any:
     return tiny.tiny_model(max_position_embeddings=limit)
 
 
-def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs(tiny: ModuleType) -> None:
+def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs() -> None:
     ids, least = tiny.prompt(CONTEXT), CONTEXT + REPEATED
-    model = with_limit(tiny, least)
-    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
+    model = with_limit(least)
+    cache = make_cache(model, profile_of(model, "reconstruction", CHUNK))
     run(model, ids, cache)
     assert cache.reduced
-    model = with_limit(tiny, least - 1)
-    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
+    model = with_limit(least - 1)
+    cache = make_cache(model, profile_of(model, "reconstruction", CHUNK))
     said = r"90 tokens and 46 of a repetition are beyond the 135 .*\(chunk=36\)"
     with pytest.raises(InputError, match=said):
         run(model, ids, cache)
     assert cache.get_seq_length() == 0
     run(model, tiny.prompt(CONTEXT - 1), cache)  # the cache is as it was
     assert cache.reduced
-    smaller = make_cache(model, profile_of(tiny, model, "reconstruction", {**CHUNK, "chunk": 36}))
+    smaller = make_cache(model, profile_of(model, "reconstruction", {**CHUNK, "chunk": 36}))
     run(model, ids, smaller)  # what the message says fits
-    model = with_limit(tiny, CONTEXT + 10)
-    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
+    model = with_limit(CONTEXT + 10)
+    cache = make_cache(model, profile_of(model, "reconstruction", CHUNK))
     with pytest.raises(InputError, match="made for; shorten the prompt, or choose another"):
         run(model, ids, cache)
 
 
-def test_chunks_are_refused_as_soon_as_it_is_known(tiny: ModuleType) -> None:
+def test_chunks_are_refused_as_soon_as_it_is_known() -> None:
     ids = tiny.prompt(CONTEXT)
-    model = with_limit(tiny, CONTEXT + REPEATED - 1)
-    profile = profile_of(tiny, model, "reconstruction", CHUNK)
+    model = with_limit(CONTEXT + REPEATED - 1)
+    profile = profile_of(model, "reconstruction", CHUNK)
     announced = make_cache(model, profile, prompt_tokens=CONTEXT)
     with pytest.raises(InputError, match="90 tokens and 46 of a repetition"):
         run(model, ids[:, :20], announced)
@@ -81,16 +79,16 @@ def test_chunks_are_refused_as_soon_as_it_is_known(tiny: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
+def test_padding_does_not_count(side: str) -> None:
     """Rows of 41 and 50 tokens, in 90 columns, where positions leave padding out."""
-    model = with_limit(tiny, 50 + 1 + CARRIED_TOKENS + 37)
+    model = with_limit(50 + 1 + CARRIED_TOKENS + 37)
     columns, count = torch.arange(CONTEXT), torch.tensor([41, 50])[:, None]
     mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
+    cache = make_cache(model, profile_of(model, "reconstruction", CHUNK))
     run(model, tiny.prompt(CONTEXT, 2), cache, mask=mask, position_ids=positions)
     assert cache.reduced
-    cache = make_cache(model, profile_of(tiny, model, "reconstruction", CHUNK))
+    cache = make_cache(model, profile_of(model, "reconstruction", CHUNK))
     with pytest.raises(InputError, match="beyond the 96"):
         run(
             model,
@@ -101,18 +99,18 @@ def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
         )
 
 
-def test_nothing_is_refused_where_nothing_has_to_go(tiny: ModuleType) -> None:
-    model = with_limit(tiny, CONTEXT)
+def test_nothing_is_refused_where_nothing_has_to_go() -> None:
+    model = with_limit(CONTEXT)
     for name in ("lookahead", "reconstruction"):
         cache = make_cache(model, tiny.make_profile(model, CONTEXT, 1.0, scorer=name))
         run(model, tiny.prompt(CONTEXT), cache)
         assert not cache.reduced
 
 
-def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens(tiny: ModuleType) -> None:
+def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens() -> None:
     """One that fills it can: nothing follows, and nothing is evicted."""
-    model = with_limit(tiny, CONTEXT)
-    profile = profile_of(tiny, model, "lookahead", {"tokens": 8})
+    model = with_limit(CONTEXT)
+    profile = profile_of(model, "lookahead", {"tokens": 8})
     cache = make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     assert cache.awaited_tokens == 8

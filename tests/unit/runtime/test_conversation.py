@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import NEW, generate, run
 
@@ -20,32 +20,32 @@ TURN, SHARE = 60, "20%"
 LIMIT = 3 * (TURN + NEW)
 
 
-def said(tiny: ModuleType, text: torch.Tensor, turn: int) -> torch.Tensor:
+def said(text: torch.Tensor, turn: int) -> torch.Tensor:
     """The text so far, and what is said in a turn."""
     return torch.cat([text, tiny.prompt(TURN, seed=turn)], dim=1)
 
 
 def talk(
-    tiny: ModuleType, model: Any, turns: range, text: torch.Tensor, cache: Any = None
+    model: Any, turns: range, text: torch.Tensor, cache: Any = None
 ) -> tuple[torch.Tensor, Any]:
     """Answer turns; return the whole text and the cache of all but its last token."""
     with kvalloc.apply(model, budget=SHARE) as applied:
         for turn in turns:
-            text = generate(model, said(tiny, text, turn), past_key_values=cache)
+            text = generate(model, said(text, turn), past_key_values=cache)
             cache = cache or applied.last_cache
     return text, cache
 
 
 @pytest.mark.parametrize("turns", [1, 3])
 def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(
-    tiny: ModuleType, model: Any, tmp_path: Path, turns: int
+    model: Any, tmp_path: Path, turns: int
 ) -> None:
-    text, cache = talk(tiny, model, range(turns), tiny.prompt(0))
+    text, cache = talk(model, range(turns), tiny.prompt(0))
     cache.save(tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
     later = range(turns, turns + 3)
-    expected, cache = talk(tiny, model, later, text, cache)
-    answered, loaded = talk(tiny, model, later, text, loaded)
+    expected, cache = talk(model, later, text, cache)
+    answered, loaded = talk(model, later, text, loaded)
     assert torch.equal(answered, expected)
     assert loaded.get_seq_length() == cache.get_seq_length() == expected.shape[1] - 1
     assert (loaded.kept_tokens == cache.kept_tokens).all()
@@ -55,34 +55,34 @@ def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(
 def other_token(place: int) -> Any:
     """A turn behind a text with another token at this place."""
 
-    def talk_on(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -> None:
+    def talk_on(model: Any, text: torch.Tensor, cache: Any) -> None:
         other = text.clone()
         other[:, place] = text[:, place] % 90 + 2
-        talk(tiny, model, range(1, 2), other, cache)
+        talk(model, range(1, 2), other, cache)
 
     return talk_on
 
 
-def other_model(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -> None:
-    talk(tiny, tiny.tiny_model(seed=5), range(1, 2), text, cache)
+def other_model(model: Any, text: torch.Tensor, cache: Any) -> None:
+    talk(tiny.tiny_model(seed=5), range(1, 2), text, cache)
 
 
-def generates_nothing(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -> None:
+def generates_nothing(model: Any, text: torch.Tensor, cache: Any) -> None:
     """The cache has seen all but the last token of an answer."""
     with kvalloc.apply(model, budget=SHARE):
         generate(model, text[:, :-1], past_key_values=cache)
 
 
-def reads_nothing(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -> None:
+def reads_nothing(model: Any, text: torch.Tensor, cache: Any) -> None:
     run(model, text[:, :0], cache)
 
 
-def generates_beyond(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -> None:
+def generates_beyond(model: Any, text: torch.Tensor, cache: Any) -> None:
     with kvalloc.apply(model, budget=SHARE):
         generate(model, torch.cat([text, tiny.prompt(LIMIT)], dim=1), past_key_values=cache)
 
 
-def reads_beyond(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -> None:
+def reads_beyond(model: Any, text: torch.Tensor, cache: Any) -> None:
     run(model, tiny.prompt(LIMIT), cache)
 
 
@@ -97,24 +97,20 @@ def reads_beyond(tiny: ModuleType, model: Any, text: torch.Tensor, cache: Any) -
         (reads_beyond, f"{LIMIT}"),
     ],
 )
-def test_a_turn_that_is_refused_was_not_read(
-    tiny: ModuleType, turn: Callable[..., None], said: str
-) -> None:
+def test_a_turn_that_is_refused_was_not_read(turn: Callable[..., None], said: str) -> None:
     """Nor was one of a copy: the conversation goes on as if neither had been."""
     model = tiny.tiny_model(max_position_embeddings=LIMIT)
-    text, cache = talk(tiny, model, range(1), tiny.prompt(0))
+    text, cache = talk(model, range(1), tiny.prompt(0))
     assert cache.reduced
-    talk(tiny, model, range(20, 22), text, copy.deepcopy(cache))
-    expected, _ = talk(tiny, model, range(1, 3), text, copy.deepcopy(cache))
+    talk(model, range(20, 22), text, copy.deepcopy(cache))
+    expected, _ = talk(model, range(1, 3), text, copy.deepcopy(cache))
     with pytest.raises(KVAllocError, match=said):
-        turn(tiny, model, text, cache)
-    assert torch.equal(talk(tiny, model, range(1, 3), text, cache)[0], expected)
+        turn(model, text, cache)
+    assert torch.equal(talk(model, range(1, 3), text, cache)[0], expected)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
-def test_the_share_holds_at_the_end_of_every_turn(
-    tiny: ModuleType, model: Any, share: float
-) -> None:
+def test_the_share_holds_at_the_end_of_every_turn(model: Any, share: float) -> None:
     text, cache, sizes = tiny.prompt(0), None, (60, 7, 150, 1, 40)
     with kvalloc.apply(model, budget=share):
         for seed, size in enumerate(sizes):
@@ -129,9 +125,7 @@ def test_the_share_holds_at_the_end_of_every_turn(
 
 
 @pytest.mark.parametrize("asked", [{}, {"budget": "60%"}, {"budget": "60%", "rows": 3}])
-def test_memory_is_never_exceeded(
-    tiny: ModuleType, model: Any, tmp_path: Path, asked: dict[str, Any]
-) -> None:
+def test_memory_is_never_exceeded(model: Any, tmp_path: Path, asked: dict[str, Any]) -> None:
     """Read from the storages after every layer of every forward; a turn may be larger than it."""
     rows = asked.pop("rows", 1)
     limit, text, cache, largest = rows * 120 * 1024, tiny.prompt(0, rows), None, 0
@@ -158,9 +152,7 @@ def test_memory_is_never_exceeded(
         hook.remove()
 
 
-def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model: Any) -> None:
     """The logits of all of its tokens come back, each as if its piece had come alone."""
     first, turn = tiny.prompt(60), tiny.prompt(300, seed=3)
     with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import states_seen
 
@@ -27,9 +27,7 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.T
 
 @pytest.mark.parametrize("level", ["layer", "head", "prompt"])
 @pytest.mark.parametrize("every", [1, 4])
-def test_the_budget_of_all_tokens_is_met_again_every_so_many(
-    tiny: ModuleType, every: int, level: str
-) -> None:
+def test_the_budget_of_all_tokens_is_met_again_every_so_many(every: int, level: str) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, [CONTEXT, 8, 40, 30])
     profile = tiny.by_head(profile) if level == "head" else profile
@@ -50,7 +48,7 @@ def test_the_budget_of_all_tokens_is_met_again_every_so_many(
     assert cache.get_seq_length() == CONTEXT + 19
 
 
-def test_a_long_question_is_read_whole_and_then_reduced(tiny: ModuleType) -> None:
+def test_a_long_question_is_read_whole_and_then_reduced() -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     often = kvalloc.make_cache(model, profile, decode_every=8)
@@ -71,9 +69,7 @@ def test_a_long_question_is_read_whole_and_then_reduced(tiny: ModuleType) -> Non
 
 @pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
 @pytest.mark.usefixtures("unrounded")
-def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
-    tiny: ModuleType, policy: str
-) -> None:
+def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(policy: str) -> None:
     model = tiny.tiny_model()
     cache = kvalloc.make_cache(
         model, tiny.make_profile(model, CONTEXT, 0.5), policy=policy, decode_every=4
@@ -104,9 +100,7 @@ def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
     ],
 )
 @pytest.mark.usefixtures("unrounded")
-def test_what_followed_competes_as_in_one_long_prompt(
-    tiny: ModuleType, policy: str, scorer: str
-) -> None:
+def test_what_followed_competes_as_in_one_long_prompt(policy: str, scorer: str) -> None:
     """Behind a prompt of which nothing goes; the latest vote where a scorer looks beyond it."""
     model, begun = tiny.tiny_model(), tiny.SINKS + tiny.WINDOW
     every = CONTEXT - begun
@@ -130,7 +124,7 @@ def test_what_followed_competes_as_in_one_long_prompt(
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
-def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, name: str) -> None:
+def test_an_entry_that_stands_for_three_is_scored_like_three(name: str) -> None:
     """Its logit bias gives it the attention of all three, and the others what they had."""
     one, place = states_seen(tiny.tiny_model(), tiny.prompt(30))[1], 10
     for states in (one.keys, one.values):
@@ -153,7 +147,7 @@ def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, n
 
 @pytest.mark.parametrize("name", ["early", "loss", "late_by_head", "bounded", "packed"])
 @pytest.mark.usefixtures("unrounded")
-def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str) -> None:
+def test_rows_of_different_length_decode_as_if_alone(name: str) -> None:
     model = tiny.tiny_model().double()  # else rounding to codes would tell rows apart
     share = 0.4 if name == "bounded" else 0.7
     scorer = "xkv" if name == "early" else "lookahead"
@@ -192,7 +186,7 @@ def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str
         )
 
 
-def test_4096_tokens_stay_within_the_share_and_the_stated_slack(tiny: ModuleType) -> None:
+def test_4096_tokens_stay_within_the_share_and_the_stated_slack() -> None:
     """Packed entries, budgets by head: storages read at every token."""
     prompt, every, votes = 512, 64, 128
     model = tiny.tiny_model(num_hidden_layers=2, max_position_embeddings=8192)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from fake_device import (
     DeviceWaitError,
@@ -24,12 +24,12 @@ TOKENS = 60
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model() -> Any:
     return tiny.tiny_model("phi3")  # keys and values are cut from one larger tensor
 
 
 @pytest.fixture
-def profile(tiny: ModuleType, model: Any) -> Any:
+def profile(model: Any) -> Any:
     return tiny.make_profile(model, TOKENS, 0.4)
 
 
@@ -42,7 +42,7 @@ def runs_of(tensors: list[torch.Tensor]) -> list[int]:
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("options", [{}, AT_ONCE])
 def test_what_is_kept_stays_where_it_is_while_decoding(
-    tiny: ModuleType, model: Any, profile: Any, options: dict[str, Any]
+    model: Any, profile: Any, options: dict[str, Any]
 ) -> None:
     """What followed has up to an eighth of room to spare, which is counted; with biases as well."""
     cache, shadow = make_cache(model, profile, **options), tiny.Shadow(model)
@@ -69,7 +69,7 @@ def test_what_is_kept_stays_where_it_is_while_decoding(
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_what_follows_where_its_storage_must_not_change(
-    tiny: ModuleType, model: Any, profile: Any, level: str
+    model: Any, profile: Any, level: str
 ) -> None:
     """Torch forbids to write to tensors of inference mode outside it."""
     own = tiny.by_head(profile) if level == "head" else profile
@@ -90,9 +90,7 @@ def test_what_follows_where_its_storage_must_not_change(
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_gradients_through_decoded_tokens(
-    tiny: ModuleType, model: Any, profile: Any, level: str
-) -> None:
+def test_gradients_through_decoded_tokens(model: Any, profile: Any, level: str) -> None:
     """A later token's loss reaches an earlier one, whose storage is not written to since."""
     cache = make_cache(model, tiny.by_head(profile) if level == "head" else profile)
     with torch.no_grad():
@@ -120,7 +118,7 @@ def test_gradients_through_decoded_tokens(
     ],
 )
 def test_a_decoded_token_asks_nothing_of_the_device(
-    tiny: ModuleType, level: str, bits: tuple[int, ...] | None, padding: int
+    level: str, bits: tuple[int, ...] | None, padding: int
 ) -> None:
     """No value goes between host and device, and each width takes two launches of Triton's."""
 
@@ -179,7 +177,7 @@ class OnDevice(torch.Tensor):
         return found
 
 
-def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
+def test_padding_is_read_once_a_prompt() -> None:
     """And again only where a forward brings a mask, which could say something else."""
     model = tiny.tiny_model("llama")
     arrival = make_cache(model, tiny.make_profile(model, TOKENS, 0.4)).arrival
@@ -215,7 +213,6 @@ def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
 )
 @pytest.mark.parametrize(("n_layers", "rows", "level"), [(2, 1, "layer"), (4, 3, "head")])
 def test_an_eviction_asks_the_device_once(
-    tiny: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     following: int,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
+from other_attention import attention_on_cpu
 from prompt_runs import run
 from transformers import DynamicCache
 
@@ -24,18 +25,16 @@ CONTEXT = 90
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model() -> Any:
     return tiny.tiny_model()
 
 
 @pytest.fixture
-def profile(tiny: ModuleType, model: Any) -> Any:
+def profile(model: Any) -> Any:
     return tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
 
 
-def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(
-    tiny: ModuleType, model: Any, profile: Any
-) -> None:
+def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(model: Any, profile: Any) -> None:
     first, second = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
     alone = kvalloc.make_cache(model, profile)
@@ -48,7 +47,7 @@ def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(
     assert torch.equal(run(model, question, first), expected)
 
 
-def test_2_heads_free_what_they_evict(tiny: ModuleType, model: Any, profile: Any) -> None:
+def test_2_heads_free_what_they_evict(model: Any, profile: Any) -> None:
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     assert (profile.budgets[:, 0] != profile.budgets[:, 1]).all()
@@ -62,9 +61,7 @@ def test_2_heads_free_what_they_evict(tiny: ModuleType, model: Any, profile: Any
     assert cache.retained_bytes < 0.6 * cache.full_bytes
 
 
-def test_3_a_prompt_in_chunks_ends_at_the_budget(
-    tiny: ModuleType, model: Any, profile: Any
-) -> None:
+def test_3_a_prompt_in_chunks_ends_at_the_budget(model: Any, profile: Any) -> None:
     cache = kvalloc.make_cache(model, profile)
     chunk_bytes = 20 * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
     with cache.prefill():
@@ -75,7 +72,7 @@ def test_3_a_prompt_in_chunks_ends_at_the_budget(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_4_a_question_of_five_tokens_after_compression(tiny: ModuleType, attention: str) -> None:
+def test_4_a_question_of_five_tokens_after_compression(attention: str) -> None:
     model = tiny.tiny_model("llama", attention)
     for profile in (
         tiny.make_profile(model, CONTEXT, [6, 20, 50, CONTEXT]),
@@ -89,9 +86,7 @@ def test_4_a_question_of_five_tokens_after_compression(tiny: ModuleType, attenti
         assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
 
-def test_5_padding_is_never_kept_and_never_counted(
-    tiny: ModuleType, model: Any, profile: Any
-) -> None:
+def test_5_padding_is_never_kept_and_never_counted(model: Any, profile: Any) -> None:
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :50] = 0
     cache = kvalloc.make_cache(model, profile)
@@ -103,7 +98,7 @@ def test_5_padding_is_never_kept_and_never_counted(
     assert cache.full_bytes == profile.full_bytes_at(CONTEXT) + profile.full_bytes_at(CONTEXT - 50)
 
 
-def test_6_positions_count_the_tokens_seen(tiny: ModuleType, model: Any, profile: Any) -> None:
+def test_6_positions_count_the_tokens_seen(model: Any, profile: Any) -> None:
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     assert [cache.get_seq_length(layer) for layer in range(4)] == [CONTEXT] * 4
@@ -117,7 +112,7 @@ def test_6_positions_count_the_tokens_seen(tiny: ModuleType, model: Any, profile
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_7_half_precision_stays_finite_and_close(tiny: ModuleType, dtype: torch.dtype) -> None:
+def test_7_half_precision_stays_finite_and_close(dtype: torch.dtype) -> None:
     model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
     cache = kvalloc.make_cache(model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5)))
     shadow, ids, question = tiny.Shadow(model), tiny.prompt(CONTEXT), tiny.prompt(9, seed=1)
@@ -126,7 +121,7 @@ def test_7_half_precision_stays_finite_and_close(tiny: ModuleType, dtype: torch.
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) <= 2 * own
 
 
-def test_8_ties_and_tiny_budgets_keep_sinks_and_window(tiny: ModuleType, model: Any) -> None:
+def test_8_ties_and_tiny_budgets_keep_sinks_and_window(model: Any) -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.zero_()
@@ -145,9 +140,7 @@ def test_8_ties_and_tiny_budgets_keep_sinks_and_window(tiny: ModuleType, model: 
 
 
 @pytest.mark.parametrize("tokens", [7, 50, CONTEXT, 300])
-def test_9_what_is_stored_is_what_was_granted(
-    tiny: ModuleType, model: Any, profile: Any, tokens: int
-) -> None:
+def test_9_what_is_stored_is_what_was_granted(model: Any, profile: Any, tokens: int) -> None:
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(tokens), cache)
     assert cache.retained_bytes == profile.retained_bytes_at(tokens)
@@ -158,9 +151,7 @@ def test_9_what_is_stored_is_what_was_granted(
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "padding_only"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"])
-def test_10_a_budget_of_everything_changes_no_bit(
-    tiny: ModuleType, attention_on_cpu: Any, family: str, attention: str
-) -> None:
+def test_10_a_budget_of_everything_changes_no_bit(family: str, attention: str) -> None:
     model = tiny.tiny_model(family, attention)
     for level in ("layer", "head"):
         profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import NEW, generate
 from transformers import DynamicCache, GenerationConfig
@@ -35,7 +35,7 @@ CONTEXT = 90
         ),
     ],
 )
-def test_every_way_to_call_the_model_reduces_once(tiny: ModuleType, call: Any) -> None:
+def test_every_way_to_call_the_model_reduces_once(call: Any) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     cache = kvalloc.make_cache(model, profile)
@@ -44,7 +44,7 @@ def test_every_way_to_call_the_model_reduces_once(tiny: ModuleType, call: Any) -
     assert cache.retained_bytes == profile.retained_bytes
 
 
-def test_apply_gives_each_call_a_fresh_cache(tiny: ModuleType) -> None:
+def test_apply_gives_each_call_a_fresh_cache() -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 20, seed=2)]
@@ -65,7 +65,7 @@ def test_apply_gives_each_call_a_fresh_cache(tiny: ModuleType) -> None:
     assert torch.equal(generate(model, ids[0]), plain)
 
 
-def test_apply_nests_and_survives_exceptions(tiny: ModuleType) -> None:
+def test_apply_nests_and_survives_exceptions() -> None:
     model, before = tiny.tiny_model(), hooked_models()
     outer, inner = (tiny.make_profile(model, CONTEXT, share) for share in (0.5, 0.2))
     ids = tiny.prompt(CONTEXT)
@@ -86,7 +86,7 @@ def test_apply_nests_and_survives_exceptions(tiny: ModuleType) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_apply_puts_back_somebody_elses_generate(tiny: ModuleType) -> None:
+def test_apply_puts_back_somebody_elses_generate() -> None:
     model = tiny.tiny_model()
     model.generate = theirs = lambda *args, **kwargs: kwargs["past_key_values"]
     with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)) as applied:
@@ -94,7 +94,7 @@ def test_apply_puts_back_somebody_elses_generate(tiny: ModuleType) -> None:
     assert model.generate is theirs
 
 
-def test_apply_reads_a_generation_config_that_comes_by_its_place(tiny: ModuleType) -> None:
+def test_apply_reads_a_generation_config_that_comes_by_its_place() -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = tiny.prompt(CONTEXT)
@@ -108,7 +108,7 @@ def test_apply_reads_a_generation_config_that_comes_by_its_place(tiny: ModuleTyp
             model.generate(ids, GenerationConfig(cache_implementation="offloaded"))
 
 
-def test_apply_refuses_on_entering(tiny: ModuleType) -> None:
+def test_apply_refuses_on_entering() -> None:
     model, before = tiny.tiny_model(), hooked_models()
     other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="giant"))
     with pytest.raises(ModelMismatchError, match="giant"), kvalloc.apply(model, other):

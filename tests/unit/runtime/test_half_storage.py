@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 from transformers import DynamicCache
@@ -23,7 +23,7 @@ def kept_types(cache: Any) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_short_row_is_stored_alone_as_in_a_batch(tiny: ModuleType, dtype: torch.dtype) -> None:
+def test_a_short_row_is_stored_alone_as_in_a_batch(dtype: torch.dtype) -> None:
     model = tiny.tiny_model(dtype=dtype)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     batch, alone = make_cache(model, profile), make_cache(model, profile)
@@ -43,7 +43,7 @@ def test_a_short_row_is_stored_alone_as_in_a_batch(tiny: ModuleType, dtype: torc
         assert alone.retained_bytes == alone.full_bytes + positions
 
 
-def test_numbers_that_overflow_float16_are_kept_in_bfloat16(tiny: ModuleType) -> None:
+def test_numbers_that_overflow_float16_are_kept_in_bfloat16() -> None:
     model = tiny.tiny_model()
     with torch.no_grad():
         for layer in model.model.layers:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import follow, head_entries, noted_repetitions, read, run
 from scorer_oracle import full_attention
@@ -34,7 +34,7 @@ SCORERS = {"nearby": "reconstruction"}
 Array = npt.NDArray[np.float64]
 
 
-def profile_of(tiny: ModuleType, model: Any, name: str, level: str = "head", **more: Any) -> Any:
+def profile_of(model: Any, name: str, level: str = "head", **more: Any) -> Any:
     parameters, scorer = {**OPTIONS[name], **more}, SCORERS.get(name, name)
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=parameters)
     return tiny.by_head(profile, spread=9) if level == "head" else profile
@@ -79,7 +79,7 @@ def pooled(votes: Array, sinks: int, window: int, pool: int, reduce: str) -> Arr
     return out
 
 
-def lookahead_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int) -> Array:
+def lookahead_scores(model: Any, ids: torch.Tensor, layer: int) -> Array:
     """The answer by `generate`, everything in one forward, the whole attention matrix."""
     out = model.generate(ids, max_new_tokens=5, do_sample=False)
     states = seen(model, out)[layer]
@@ -91,7 +91,7 @@ def lookahead_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int
 
 
 def reconstruction_scores(
-    tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int, nearby: int = CONTEXT
+    model: Any, ids: torch.Tensor, layer: int, nearby: int = CONTEXT
 ) -> Array:
     """Piece by piece in one forward each; the softmax over piece, sinks and later tokens."""
     heads = model.config.num_attention_heads
@@ -118,10 +118,10 @@ def reconstruction_scores(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, family: str) -> None:
+def test_the_scores_are_those_of_plain_forwards(name: str, family: str) -> None:
     model = tiny.tiny_model(family, "eager")
     ids = tiny.prompt(CONTEXT)
-    profile = profile_of(tiny, model, name)
+    profile = profile_of(model, name)
     cache = make_cache(model, profile)
     read(model, ids, cache)
     naive = {
@@ -130,7 +130,7 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
         "nearby": partial(reconstruction_scores, nearby=6),
     }[name]
     for layer in profile.shape.full_layers:
-        scores = naive(tiny, model, ids, layer)
+        scores = naive(model, ids, layer)
         for head in range(2):
             best = int(profile.budgets[layer, head]) - tiny.SINKS - tiny.WINDOW
             wanted = np.argsort(-scores[head], kind="stable")[:best].tolist()
@@ -138,11 +138,11 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
             assert sorted(wanted) == head_entries(cache, layer, head)
 
 
-def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
+def test_nothing_of_a_repetition_stays() -> None:
     """Bytes, columns, sliding layers and the prompt's own logits are as without one."""
     for family in ("llama", "gemma3"):
         model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT, 2)
-        profile = profile_of(tiny, model, "reconstruction")
+        profile = profile_of(model, "reconstruction")
         cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
         assert torch.equal(run(model, ids, cache), run(model, ids, plain))
         assert cache.get_seq_length() == CONTEXT
@@ -160,14 +160,12 @@ def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_padded_row_keeps_what_it_would_keep_alone(
-    tiny: ModuleType, name: str, side: str, positions: bool
-) -> None:
+def test_a_padded_row_keeps_what_it_would_keep_alone(name: str, side: str, positions: bool) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 3)
     lengths = (CONTEXT, 41, 67)
     columns, count = torch.arange(CONTEXT), torch.tensor(lengths)[:, None]
     mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
-    profile = profile_of(tiny, model, name)
+    profile = profile_of(model, name)
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
     cache, chunked = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)
     read(model, ids, cache, mask, **places)
@@ -190,13 +188,13 @@ def test_a_padded_row_keeps_what_it_would_keep_alone(
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_heads_mix_such_scorers_with_others_and_share_passes(
-    tiny: ModuleType, level: str, monkeypatch: pytest.MonkeyPatch
+    level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H2O needs all of the prompt's queries, which are held, too."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     names = ("lookahead", "h2o", "reconstruction", "lookahead", "tova")
     options = ({"tokens": 3}, {}, {"pool": 3, "chunk": 37}, {"tokens": 6}, {})
-    profile = profile_of(tiny, model, "reconstruction", level, instruction="", continuation="")
+    profile = profile_of(model, "reconstruction", level, instruction="", continuation="")
     others = tuple(
         changed_policy(profile.policy, name, own).replace(label=f"{name}{place}")
         for place, (name, own) in enumerate(zip(names, options, strict=True))
@@ -221,7 +219,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
-    tiny: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
@@ -239,7 +237,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         get_scorer("lookahead", tokens=0, votes=0)
 
 
-def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once(tiny: ModuleType) -> None:
+def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once() -> None:
     """Heads that keep different numbers: said before a chunk runs, not when `prefill` ends."""
     model = tiny.tiny_model()
     profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="lookahead"), spread=9)

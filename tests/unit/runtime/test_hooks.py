@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
+from other_attention import attention_on_cpu
 from prompt_runs import run
 from transformers import StaticCache
 
@@ -47,7 +48,7 @@ def hook_counts(model: Any) -> tuple[int, int]:
     return len(model.model._forward_pre_hooks), len(model.model._forward_hooks)
 
 
-def test_hooks_are_counted_and_go_with_the_last_cache(tiny: ModuleType, model: Any) -> None:
+def test_hooks_are_counted_and_go_with_the_last_cache(model: Any) -> None:
     """Right after use, without the garbage collector."""
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     before = hooks.hooked_models()
@@ -66,7 +67,7 @@ def test_hooks_are_counted_and_go_with_the_last_cache(tiny: ModuleType, model: A
     assert hooks.hooked_models() == before
 
 
-def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
+def test_a_cache_does_not_keep_its_model_alive() -> None:
     model = tiny.tiny_model()
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     alive = weakref.ref(model)
@@ -76,7 +77,7 @@ def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
     assert cache.retained_bytes == 0
 
 
-def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> None:
+def test_nothing_but_the_hooks_is_on_the_model(model: Any) -> None:
 
     def everything() -> set[tuple[str, str]]:
         return {(name, key) for name, module in model.named_modules() for key in vars(module)}
@@ -95,7 +96,7 @@ def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> 
     assert everything() == before
 
 
-def test_another_model_may_go_while_one_is_compiled(tiny: ModuleType, model: Any) -> None:
+def test_another_model_may_go_while_one_is_compiled(model: Any) -> None:
     """Between what Dynamo reads and what it notes of it, where the garbage collector may run."""
     others = [tiny.tiny_model()]
     caches = [kvalloc.make_cache(one, tiny.make_profile(one, 60, 0.3)) for one in (*others, model)]
@@ -112,9 +113,7 @@ def test_another_model_may_go_while_one_is_compiled(tiny: ModuleType, model: Any
     assert not others
 
 
-def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(model: Any) -> None:
     """In one graph, the same before, beside and after it, and where a forward of it broke off."""
     graphs: list[Any] = []
 
@@ -146,9 +145,7 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(
         assert torch.equal(compiled(ids).logits, expected)
 
 
-def test_a_forward_that_fails_before_any_layer_can_be_repeated(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_a_forward_that_fails_before_any_layer_can_be_repeated(model: Any) -> None:
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids = tiny.prompt(CONTEXT)
     with pytest.raises(IndexError):
@@ -160,7 +157,7 @@ def test_a_forward_that_fails_before_any_layer_can_be_repeated(
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_half_done_prompt_is_noticed(
-    tiny: ModuleType, model: Any, tmp_path: Path, failure: type[BaseException]
+    model: Any, tmp_path: Path, failure: type[BaseException]
 ) -> None:
     """By the cache and its copy until a reset; torch runs no post-hooks on KeyboardInterrupt."""
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
@@ -183,7 +180,7 @@ def test_a_half_done_prompt_is_noticed(
     cache.save(tmp_path / "saved")
 
 
-def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType, model: Any) -> None:
+def test_an_interrupted_cache_that_is_dropped_is_tidied_up(model: Any) -> None:
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with failing_with(KeyboardInterrupt, model):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
@@ -196,7 +193,7 @@ def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType, mod
 
 
 @pytest.mark.parametrize("made", ["another", "a copy"])
-def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any, made: str) -> None:
+def test_another_model_cannot_use_the_cache(model: Any, made: str) -> None:
     """Without hooks of its own, and with them; beside a cache of its own the first one works."""
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     cache = kvalloc.make_cache(model, profile)
@@ -217,7 +214,7 @@ def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any, made: 
     assert (hook_counts(other), hook_counts(model)) == ((0, 0), (1, 1))
 
 
-def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(tiny: ModuleType, model: Any) -> None:
+def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(model: Any) -> None:
     """Also while a forward is within it, and where only its decoder is copied."""
     ids, pickles = tiny.prompt(CONTEXT), [pickle.dumps(model)]
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
@@ -237,11 +234,7 @@ def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(tiny: ModuleType, m
 @pytest.mark.parametrize("threads", [2, 4])
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "padding_only"])
 def test_threads_over_one_model_answer_as_one_after_the_other(
-    tiny: ModuleType,
-    attention_on_cpu: Any,
-    request: pytest.FixtureRequest,
-    attention: str,
-    threads: int,
+    request: pytest.FixtureRequest, attention: str, threads: int
 ) -> None:
     """Each with its own cache, beside a plain forward of the same model: equal in every bit."""
     with attention_on_cpu(attention):
@@ -279,7 +272,7 @@ def test_threads_over_one_model_answer_as_one_after_the_other(
     assert hook_counts(model) == (0, 0)
 
 
-def test_a_cache_of_two_threads_at_once_is_refused(tiny: ModuleType, model: Any) -> None:
+def test_a_cache_of_two_threads_at_once_is_refused(model: Any) -> None:
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, within, go_on = tiny.prompt(CONTEXT), threading.Event(), threading.Event()
 
@@ -309,7 +302,7 @@ def test_a_cache_of_two_threads_at_once_is_refused(tiny: ModuleType, model: Any)
 
 
 def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
-    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second thread is within a forward, and ends it while the first one looks who is."""
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)

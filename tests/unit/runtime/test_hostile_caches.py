@@ -11,11 +11,11 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from cli_tools import run as run_command
 from hostile_files import Tensors, changed_bytes, changed_value
@@ -31,9 +31,7 @@ B16, B4 = "0.bits_16.", "0.bits_4."
 
 
 @pytest.fixture(scope="module")
-def saved(
-    tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Any, Path]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
     """Models, and caches of every kind that they have filled."""
     found = {}
     folder = tmp_path_factory.mktemp("saved")
@@ -74,7 +72,7 @@ def refusal(act: Callable[[], object]) -> KVAllocError | None:
     return None
 
 
-def answers(tiny: ModuleType, model: Any, path: Path) -> list[torch.Tensor] | None:
+def answers(model: Any, path: Path) -> list[torch.Tensor] | None:
     """Logits after the cache of a file, with the kernel and without; None where it is refused."""
     caches: list[Any] = []
     logits: list[torch.Tensor] = []
@@ -188,7 +186,6 @@ OLDER = ("0.keys", "0.values")
     ],
 )
 def test_what_would_be_read_beyond_its_end_is_refused(
-    tiny: ModuleType,
     saved: dict[str, tuple[Any, Path]],
     tmp_path: Path,
     kind: str,
@@ -209,9 +206,7 @@ def test_what_would_be_read_beyond_its_end_is_refused(
     assert ran.err.count("\n") == 1
 
 
-def test_a_model_whose_window_changed_since_is_refused(
-    saved: dict[str, tuple[Any, Path]], tiny: ModuleType
-) -> None:
+def test_a_model_whose_window_changed_since_is_refused(saved: dict[str, tuple[Any, Path]]) -> None:
     _, path = saved["sliding"]
     other = tiny.tiny_model("gemma3", sliding_window=24)
     with pytest.raises(KVAllocError, match="sliding_window 16.*sliding_window 24"):
@@ -223,10 +218,7 @@ def test_a_model_whose_window_changed_since_is_refused(
 
 @pytest.mark.fuzz
 def test_files_made_by_chance_are_refused_or_answer(
-    tiny: ModuleType,
-    saved: dict[str, tuple[Any, Path]],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    saved: dict[str, tuple[Any, Path]], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     count, refused, answered = request.config.getoption("--hostile-files"), 0, 0
     for case in range(count):
@@ -242,7 +234,7 @@ def test_files_made_by_chance_are_refused_or_answer(
         if rng.random() < 0.1:
             content, noise = changed_bytes(content, rng), True
         (tmp_path / "c.kv").write_bytes(content)
-        found = answers(tiny, model, tmp_path / "c.kv")
+        found = answers(model, tmp_path / "c.kv")
         refused += found is None
         answered += found is not None
         assert found is None or noise or same(found), f"case {case}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import head_entries, padded_rows, run
 from transformers import DynamicCache
@@ -21,9 +21,7 @@ from kvalloc.runtime.prompt import State
 CONTEXT, AWAITED = 90, 5
 
 
-def late(
-    tiny: ModuleType, model: Any, level: str = "head", tokens: int = AWAITED, **changes: Any
-) -> Any:
+def late(model: Any, level: str = "head", tokens: int = AWAITED, **changes: Any) -> Any:
     parameters = {"tokens": tokens, "pool": 3}
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer="lookahead", parameters=parameters)
     profile = tiny.by_head(profile, spread=9) if level == "head" else profile
@@ -38,10 +36,10 @@ def plain(model: Any) -> DynamicCache:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_it_is_the_full_cache_until_enough_has_followed(
-    tiny: ModuleType, family: str, dtype: torch.dtype, level: str
+    family: str, dtype: torch.dtype, level: str
 ) -> None:
     model = tiny.tiny_model(family, dtype=dtype)
-    profile = late(tiny, model, level)
+    profile = late(model, level)
     cache, full, ids = make_cache(model, profile), plain(model), tiny.prompt(CONTEXT, 2)
     assert cache.state is State.ARRIVING
     layers = list(profile.shape.full_layers)
@@ -60,14 +58,14 @@ def test_it_is_the_full_cache_until_enough_has_followed(
         assert cache.retained_bytes == 2 * profile.retained_bytes_at(CONTEXT) + followed
 
 
-def test_a_question_in_one_piece_counts_and_its_end_votes(tiny: ModuleType, model: Any) -> None:
+def test_a_question_in_one_piece_counts_and_its_end_votes(model: Any) -> None:
     """A long one as well as its last tokens alone, which see the rest of it."""
-    profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
+    profile, ids = late(model), tiny.prompt(CONTEXT)
     for tokens in (AWAITED, 31):
         question = tiny.prompt(tokens, seed=1)
         whole, parts, full = (
             make_cache(model, profile),
-            late(tiny, model, tokens=tokens),
+            late(model, tokens=tokens),
             plain(model),
         )
         run(model, ids, whole)
@@ -87,11 +85,9 @@ def test_a_question_in_one_piece_counts_and_its_end_votes(tiny: ModuleType, mode
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_different_questions_vote_as_if_alone(
-    tiny: ModuleType, model: Any, side: str
-) -> None:
+def test_rows_of_different_questions_vote_as_if_alone(model: Any, side: str) -> None:
     """Nothing goes before the shortest question has counted."""
-    profile = late(tiny, model)
+    profile = late(model)
     contexts = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     questions = [tiny.prompt(n, seed=n) for n in (9, 3)]
     ids, mask, positions = padded_rows(contexts, side)
@@ -106,7 +102,7 @@ def test_rows_of_different_questions_vote_as_if_alone(
         ends = ends + shown.sum(dim=1, keepdim=True)
     assert cache.reduced
     for row, (context, question) in enumerate(zip(contexts, questions, strict=True)):
-        alone = make_cache(model, late(tiny, model))
+        alone = make_cache(model, late(model))
         run(model, context, alone)
         after = torch.cat([question, tiny.prompt(2, seed=4 + row)], dim=1)
         run(model, after, alone)
@@ -116,9 +112,9 @@ def test_rows_of_different_questions_vote_as_if_alone(
             assert head_entries(cache, layer, head, row) == wanted
 
 
-def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> None:
+def test_rows_go_on_as_others_while_they_wait(model: Any) -> None:
     """Beams: each row votes with the tokens of those that it comes from."""
-    profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
+    profile, ids = late(model), tiny.prompt(CONTEXT)
     cache = make_cache(model, profile)
     run(model, ids, cache)
     cache.batch_repeat_interleave(3)
@@ -138,8 +134,8 @@ def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> N
             assert torch.equal(kept, alone.kept_indices(layer)[0])
 
 
-def test_what_is_taken_back_has_not_voted(tiny: ModuleType, model: Any) -> None:
-    profile, ids = late(tiny, model), tiny.prompt(CONTEXT, 2)
+def test_what_is_taken_back_has_not_voted(model: Any) -> None:
+    profile, ids = late(model), tiny.prompt(CONTEXT, 2)
     cache, other = make_cache(model, profile), make_cache(model, profile)
     for one in (cache, other):
         run(model, ids, one)
@@ -163,9 +159,9 @@ def test_what_is_taken_back_has_not_voted(tiny: ModuleType, model: Any) -> None:
 
 
 def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
-    tiny: ModuleType, model: Any, tmp_path: Path
+    model: Any, tmp_path: Path
 ) -> None:
-    profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
+    profile, ids = late(model), tiny.prompt(CONTEXT)
     cache = make_cache(model, profile)
     run(model, ids, cache)
     run(model, tiny.prompt(2), cache)

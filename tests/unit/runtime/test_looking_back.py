@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import states_seen
 
@@ -38,7 +37,7 @@ def attention_in_loops(
     ("policy", "level"), [("mpcache", "layer"), ("nacl", "layer"), ("nacl", "head")]
 )
 def test_each_query_sees_what_is_left_before_it(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, policy: str, level: str
+    monkeypatch: pytest.MonkeyPatch, policy: str, level: str
 ) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)

@@ -6,12 +6,13 @@ Every policy and arrival on each attention is in test_matrix.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import tiny_models
 import torch
+from other_attention import attention_on_cpu
 from scorer_oracle import SCORERS
 
 import kvalloc
@@ -46,9 +47,7 @@ def test_flash_attention_gets_the_padding_alone() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_flex_attention_gets_the_same_rule_as_a_block_mask(
-    attention_on_cpu: Any, padded: bool
-) -> None:
+def test_flex_attention_gets_the_same_rule_as_a_block_mask(padded: bool) -> None:
     shown = torch.tensor([[True, True, True], [False, True, True]]) if padded else None
     with attention_on_cpu("flex_attention"):
         found, expected = (
@@ -74,13 +73,13 @@ def test_additive_masks_stay_finite_in_their_own_type() -> None:
 
 
 @pytest.fixture(params=["flex_attention", "padding_only"])
-def attention(request: pytest.FixtureRequest, attention_on_cpu: Any) -> Iterator[str]:
+def attention(request: pytest.FixtureRequest) -> Iterator[str]:
     with attention_on_cpu(request.param):
         yield request.param
 
 
 @pytest.mark.parametrize("scorer", [name for name in SCORERS if get_scorer(name).later is None])
-def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, scorer: str) -> None:
+def test_scorers_read_masks_of_either_kind(attention: str, scorer: str) -> None:
     """Padding and causal attention, as the model shows them: the same scores as on sdpa."""
     ids, mask = tiny.prompt(90, 2), torch.ones(2, 90, dtype=torch.long)
     mask[1, :49] = 0

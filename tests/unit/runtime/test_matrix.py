@@ -12,8 +12,6 @@ import collections
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from cell_choice import (
@@ -27,6 +25,7 @@ from cell_choice import (
     summary_lines,
 )
 from kernel_choice import WITH, kernel_choice
+from other_attention import attention_on_cpu
 from runtime_cells import (
     FACTORS,
     Cell,
@@ -52,26 +51,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def attention(cell: Cell, attention_on_cpu: Any) -> Iterator[str]:
+def attention(cell: Cell) -> Iterator[str]:
     """Of flash attention what its masks ask for, see other_attention.py."""
     name = cell[list(FACTORS).index("attention")]
     with attention_on_cpu(name):
         yield name
 
 
-def test_the_cache_answers_as_the_oracle(
-    tiny: ModuleType,
-    cell: Cell,
-    attention: str,
-    tmp_path: Path,
-) -> None:
+def test_the_cache_answers_as_the_oracle(cell: Cell, attention: str, tmp_path: Path) -> None:
     kernel = cell[list(FACTORS).index("kernel")]
     with kernel_choice(kernel) as calls:
-        answers_as_the_oracle(tiny, cell, tmp_path)
+        answers_as_the_oracle(cell, tmp_path)
     assert kernel == WITH or not calls
 
 
-def test_the_kernel_is_called_where_it_is_asked_for(tiny: ModuleType, tmp_path: Path) -> None:
+def test_the_kernel_is_called_where_it_is_asked_for(tmp_path: Path) -> None:
     """A question after head-level budgets goes through it, and without it answers all the same."""
     if cpu.unavailable() is not None:
         pytest.skip(f"no kernel here: {cpu.unavailable()}")
@@ -79,7 +73,7 @@ def test_the_kernel_is_called_where_it_is_asked_for(tiny: ModuleType, tmp_path: 
     settings = (*what, "head", "sdpa", "float32", "16_bits", "alone")
     for name in FACTORS["kernel"]:
         with kernel_choice(name) as calls:
-            answers_as_the_oracle(tiny, (*settings, name), tmp_path)
+            answers_as_the_oracle((*settings, name), tmp_path)
         assert set(calls) == ({5} if name == WITH else set())
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import policy, run
 from scorer_oracle import full_attention, make_states
@@ -111,7 +111,7 @@ def noted_reads(monkeypatch: Any) -> list[int]:
     return read
 
 
-def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: Any) -> None:
+def test_decoding_reads_less_and_stores_the_same(monkeypatch: Any) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
@@ -131,9 +131,7 @@ def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.usefixtures("unrounded")
-def test_the_cache_answers_as_if_the_unread_were_hidden(
-    tiny: ModuleType, monkeypatch: Any, attention: str
-) -> None:
+def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch: Any, attention: str) -> None:
     model = tiny.tiny_model("llama", attention)
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
@@ -158,7 +156,7 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(
     assert (logits - everything).abs().max() > 1e-3
 
 
-def test_rows_copies_and_new_prompts_have_clusters_of_their_own(tiny: ModuleType) -> None:
+def test_rows_copies_and_new_prompts_have_clusters_of_their_own() -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")

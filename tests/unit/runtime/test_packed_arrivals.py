@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
+from other_attention import attention_on_cpu
 from prompt_runs import run
 
 from kvalloc.accounting.costs import WIDTHS, head_bytes
@@ -22,9 +23,7 @@ from kvalloc.runtime import make_cache
 CONTEXT = 150
 
 
-def bits_profile(
-    tiny: ModuleType, model: Any, level: str = "head", share: float = 0.5, **changes: Any
-) -> Any:
+def bits_profile(model: Any, level: str = "head", share: float = 0.5, **changes: Any) -> Any:
     """Widths 8, 4, 16, 8 layer by layer; at head level two in each layer."""
     profile = tiny.make_profile(model, CONTEXT, share, **changes)
     profile = tiny.by_head(profile, spread=40) if level == "head" else profile
@@ -65,9 +64,7 @@ def padding(draw: random.Random, batch: int, tokens: int) -> torch.Tensor:
     return (shown.flip(1) if side == "left" else shown).long()
 
 
-def test_random_models_answer_as_a_float64_oracle(
-    tiny: ModuleType, attention_on_cpu: Any, seed: int
-) -> None:
+def test_random_models_answer_as_a_float64_oracle(seed: int) -> None:
     """Of random size, with random widths, policies and turns; `make test-matrix` takes 1,000.
 
     The prompt comes at once, in chunks that are announced, or in an open prompt; rows of it and of
@@ -76,10 +73,10 @@ def test_random_models_answer_as_a_float64_oracle(
     draw = random.Random(seed)
     attention = draw.choice(["sdpa", "eager", "flex_attention", "padding_only"])
     with attention_on_cpu(attention):
-        check_random_model(tiny, draw, attention)
+        check_random_model(draw, attention)
 
 
-def check_random_model(tiny: ModuleType, draw: random.Random, attention: str) -> None:
+def check_random_model(draw: random.Random, attention: str) -> None:
     n_kv_heads, head_dim = draw.choice([1, 2, 4]), draw.choice([8, 16, 32])
     n_query_heads = n_kv_heads * draw.choice([1, 2, 3])
     family = draw.choice(["llama", "qwen2", "qwen3", "mistral", "gemma3"])
@@ -141,11 +138,9 @@ def check_random_model(tiny: ModuleType, draw: random.Random, attention: str) ->
 
 
 @pytest.mark.parametrize("policy", ["merge", "attention_matching", "critical", "nacl"])
-def test_policies_decide_and_merge_before_anything_is_rounded(
-    tiny: ModuleType, policy: str
-) -> None:
+def test_policies_decide_and_merge_before_anything_is_rounded(policy: str) -> None:
     model = tiny.tiny_model()
-    profile = bits_profile(tiny, model)
+    profile = bits_profile(model)
     plain = profile.replace(bits=None)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
     caches = [make_cache(model, each, policy=policy) for each in (profile, plain)]

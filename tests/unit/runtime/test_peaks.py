@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from factories import make_bits, make_scores, make_shared_scores
-from live_storage import LiveStorage
+from live_storage import LiveStorage, peak_bytes
 
 import kvalloc
 from kvalloc.errors import InputError
@@ -46,7 +46,7 @@ class Watched:
         return found[1:]
 
 
-def profile_of(tiny: ModuleType, model: Any, mode: str) -> Any:
+def profile_of(model: Any, mode: str) -> Any:
     scorer, parameters = ("lookahead", {"tokens": AWAITED}) if "bounded" in mode else ("xkv", {})
     profile = tiny.make_profile(model, TOKENS, SHARE, scorer=scorer, parameters=parameters)
     if not mode.endswith("by layer"):
@@ -76,7 +76,7 @@ GROUPS = ((2, 3), (4, 5, 6))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", list(BOUNDS))
 def test_the_peak_of_every_layer_is_what_the_mode_promises(
-    tiny: ModuleType, mode: str, dtype: torch.dtype, padded: bool
+    mode: str, dtype: torch.dtype, padded: bool
 ) -> None:
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
@@ -85,7 +85,7 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
         mask[1, :300] = 0
     size = 4 if mode == "matched" else dtype.itemsize  # fitted in float32
     layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * size
-    profile = profile_of(tiny, model, mode)
+    profile = profile_of(model, mode)
     cache = kvalloc.make_cache(model, profile, bounded=BOUNDS[mode] is not None)
 
     def prefill(cache: Any) -> None:
@@ -118,11 +118,7 @@ SERVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
 def test_memory_is_a_peak(
-    tiny: ModuleType,
-    way: str,
-    dtype: torch.dtype,
-    padded: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    way: str, dtype: torch.dtype, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in ("kvalloc.online.default", "kvalloc.scorers.lookahead"):
         monkeypatch.setattr(f"{place}.LATEST_VOTES", 8)  # what scores take is not the cache's
@@ -155,9 +151,7 @@ def test_memory_is_a_peak(
     assert 0.4 * memory < max(a - b for a, b in zip(found, plain, strict=True)) <= memory
 
 
-def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet(
-    tiny: ModuleType,
-) -> None:
+def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet() -> None:
     """Codes are made when the last chunk has come."""
     model, ids = tiny.tiny_model(num_hidden_layers=LAYERS), tiny.prompt(TOKENS)
     default, shape, stored = Default.parse("20%"), shape_of(model), [0]
@@ -188,7 +182,7 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_late_eviction_holds_little_more_than_the_full_cache(
-    tiny: ModuleType, dtype: torch.dtype, padded: bool
+    dtype: torch.dtype, padded: bool
 ) -> None:
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=30, head_dim=64)  # as SmolLM2's
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
@@ -212,9 +206,7 @@ def test_late_eviction_holds_little_more_than_the_full_cache(
     assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
 
 
-def test_chunks_need_what_is_kept_and_one_layer_in_full(
-    tiny: ModuleType, peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak of all tensors alive, above that of one chunk without any cache."""
     monkeypatch.setattr(by_torch, "SCRATCH_NUMBERS", 1 << 14)
     model, ids, chunk = tiny.tiny_model(), tiny.prompt(TOKENS), 100

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import scorer_oracle
 import torch
 import transformers
@@ -206,7 +206,7 @@ def merging(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
-def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
+def test_chunks_keep_the_same_entries(name: str) -> None:
     """As long as nothing has to go before the last chunk."""
     model = tiny.tiny_model()
     ids = tiny.prompt(CONTEXT, 2)
@@ -243,7 +243,7 @@ SPECIAL = {
     ],
 )
 def test_soft_caps_and_sink_logits_are_carried(
-    tiny: ModuleType, monkeypatch: Any, family: str, options: dict[str, Any], level: str
+    monkeypatch: Any, family: str, options: dict[str, Any], level: str
 ) -> None:
     """Entries are ranked and attended to with the logits that these models have."""
     prefix, more = SPECIAL[family]
@@ -265,7 +265,7 @@ def test_soft_caps_and_sink_logits_are_carried(
             shadow.follow(cache, combined=options is AT_ONCE)
 
 
-def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:
+def test_a_profile_remembers_its_policy(tmp_path: Any) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     changed = profile.replace(policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
@@ -299,9 +299,7 @@ def test_parameters_build_the_policy_again() -> None:
         ("snapkv:window=60", "they must agree"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_with_the_choices(
-    tiny: ModuleType, name: str, said: str
-) -> None:
+def test_a_policy_that_cannot_be_is_refused_with_the_choices(name: str, said: str) -> None:
     model = tiny.tiny_model()
     with pytest.raises(InputError, match=said):
         make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy=name)

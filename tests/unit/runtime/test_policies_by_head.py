@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import head_entries, run
 
@@ -19,7 +19,7 @@ CONTEXT = 150
 NAMES = ("tova", "critical", "keydiff", "nacl")
 
 
-def mixed(tiny: ModuleType, model: Any, level: str, names: tuple[str, ...] = NAMES) -> Any:
+def mixed(model: Any, level: str, names: tuple[str, ...] = NAMES) -> Any:
     """Every head another policy: 0, 1, 2, ... and over again."""
     profile: BudgetProfile = tiny.make_profile(model, CONTEXT, 0.5)
     if level == "head":
@@ -35,12 +35,10 @@ def mixed(tiny: ModuleType, model: Any, level: str, names: tuple[str, ...] = NAM
 
 @pytest.mark.parametrize("chunk", [CONTEXT, 50])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_each_head_keeps_what_its_policy_alone_would(
-    tiny: ModuleType, level: str, chunk: int
-) -> None:
+def test_each_head_keeps_what_its_policy_alone_would(level: str, chunk: int) -> None:
     """In chunks in the first layer, which sees the same whatever was evicted before."""
     model = tiny.tiny_model()
-    profile = mixed(tiny, model, level)
+    profile = mixed(model, level)
     alone = [profile.with_policy(policy) for policy in profile.policies]
     cache, *caches = (make_cache(model, each, prompt_tokens=CONTEXT) for each in (profile, *alone))
     for each in (cache, *caches):
@@ -55,9 +53,9 @@ def test_each_head_keeps_what_its_policy_alone_would(
     assert differ >= budgets.size // 2
 
 
-def test_a_policy_that_is_named_counts_for_all_heads(tiny: ModuleType) -> None:
+def test_a_policy_that_is_named_counts_for_all_heads() -> None:
     model = tiny.tiny_model()
-    profile = mixed(tiny, model, "head")
+    profile = mixed(model, "head")
     cache = make_cache(model, profile, policy="streaming")
     assert cache.profile.unit_policies is None
     run(model, tiny.prompt(CONTEXT), cache)
@@ -66,11 +64,9 @@ def test_a_policy_that_is_named_counts_for_all_heads(tiny: ModuleType) -> None:
     assert kept == [0, 1, *range(CONTEXT - budget + 2, CONTEXT)]
 
 
-def test_layers_with_one_policy_ask_only_that_one(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_one_policy_ask_only_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, looked = tiny.tiny_model(), list[tuple[str, int]]()
-    profile, scores = mixed(tiny, model, "layer", ("tova", "keydiff")), Score.scores
+    profile, scores = mixed(model, "layer", ("tova", "keydiff")), Score.scores
 
     def watched(self: Score, states: Any, *, sinks: int) -> torch.Tensor:
         looked.append((self.scorer.name, states.layer))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, generate, run
 
@@ -41,9 +41,7 @@ def decided(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_target_is_what_profile_and_solve_give_the_prompt(
-    tiny: ModuleType, family: str, level: Any
-) -> None:
+def test_a_target_is_what_profile_and_solve_give_the_prompt(family: str, level: Any) -> None:
     model = tiny.tiny_model(family)
     ids = tiny.prompt(CONTEXT)
     expected = kvalloc.solve(scores_of(model, ids[0]), target_retention=0.7, level=level)
@@ -69,17 +67,13 @@ PEAK = 4 * 2 * 20 * (64 + 4) + 2 * CONTEXT * 128
     "target",
     [{"budget": "30%"}, {"budget": 0.3}, {"budget_tokens": 20}, {"memory": PEAK}],
 )
-def test_every_target_of_a_size_is_met(
-    tiny: ModuleType, model: Any, target: dict[str, Any]
-) -> None:
+def test_every_target_of_a_size_is_met(model: Any, target: dict[str, Any]) -> None:
     cache = applied(model, tiny.prompt(CONTEXT), **target, **TARGET)
     most = 0.3 * cache.full_bytes if "budget" in target else 4 * 2 * 20 * (64 + 4)
     assert most - 4 * 2 * (64 + 4) < cache.retained_bytes <= most
 
 
-def test_a_share_holds_the_biases_of_the_policy_that_is_applied(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_a_share_holds_the_biases_of_the_policy_that_is_applied(model: Any) -> None:
     """Budgets are decided from the prompt for that policy: a bias takes 4 bytes an entry."""
     how = {"policy": "attention_matching:rows=16"}
     cache = applied(model, tiny.prompt(CONTEXT), budget="30%", **TARGET, **how)
@@ -89,7 +83,7 @@ def test_a_share_holds_the_biases_of_the_policy_that_is_applied(
     assert decided.retained_bytes <= decided.requested["bytes"]
 
 
-def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any) -> None:
+def test_chunks_beams_and_several_answers(model: Any) -> None:
     ids = tiny.prompt(CONTEXT, 2)
     with kvalloc.apply(model, target_retention=0.7, **TARGET) as applying:
 
@@ -106,7 +100,7 @@ def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any) -> None:
         assert longer.min() >= expected.min()
 
 
-def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, model: Any) -> None:
+def test_a_cache_decides_anew_after_reset_and_after_a_failure(model: Any) -> None:
     cache, other = decided(model), decided(model)
     first, second = tiny.prompt(CONTEXT, seed=1), tiny.prompt(50, seed=2)
     run(model, first, cache)
@@ -128,9 +122,7 @@ def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, 
     assert (other.kept_tokens == expected.budgets).all()
 
 
-def test_copies_saved_caches_and_caches_side_by_side(
-    tiny: ModuleType, model: Any, tmp_path: Path
-) -> None:
+def test_copies_saved_caches_and_caches_side_by_side(model: Any, tmp_path: Path) -> None:
     ids = tiny.prompt(CONTEXT)
     cache, other = decided(model), decided(model)
     run(model, tiny.prompt(CONTEXT, seed=5), other)
@@ -159,9 +151,7 @@ def test_copies_saved_caches_and_caches_side_by_side(
     assert (other.profile.budgets == apart).all()
 
 
-def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_prompts_that_cannot_be_decided_are_refused_before_they_run(model: Any) -> None:
     ids, cache = tiny.prompt(CONTEXT), decided(model)
     embeds = model.model.embed_tokens(ids)
     with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
@@ -176,7 +166,7 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     assert announced.decision_seconds is None
 
 
-def test_memory_is_for_all_rows_also_where_they_are_equal(tiny: ModuleType, model: Any) -> None:
+def test_memory_is_for_all_rows_also_where_they_are_equal(model: Any) -> None:
     target = PromptTarget.parse(memory="90KiB", **TARGET)
     for rows in (2, 3):
         cache = target.cache(model)
@@ -190,7 +180,7 @@ def test_memory_is_for_all_rows_also_where_they_are_equal(tiny: ModuleType, mode
 
 @pytest.mark.parametrize("padding", [(30, 0), (30, 10)])
 def test_of_rows_of_different_length_all_columns_are_in_memory_while_they_are_read(
-    tiny: ModuleType, model: Any, padding: tuple[int, int]
+    model: Any, padding: tuple[int, int]
 ) -> None:
     cache = PromptTarget.parse(memory="70KiB", **TARGET).cache(model, PromptSize(tokens=CONTEXT))
     mask = torch.ones(2, CONTEXT, dtype=torch.long)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import torch
 from transformers import (
     AttentionInterface,
@@ -53,7 +53,7 @@ def bloom() -> Any:
 
 @pytest.mark.parametrize("how", ["cache", "stored", "target"])
 def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
-    tiny: ModuleType, bloom: Any, how: str
+    bloom: Any, how: str
 ) -> None:
     ran: list[int] = []
     bloom.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -71,7 +71,7 @@ def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
 @pytest.mark.parametrize("how", ["keyword", "config", "the model's config"])
 @pytest.mark.parametrize("mask", [None, torch.arange(CONTEXT)[None] > 3])
 def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen(
-    tiny: ModuleType, model: Any, mask: Any, how: str
+    model: Any, mask: Any, how: str
 ) -> None:
     """They are turns; where the cache knows the prompt's length, chunks of it are one prompt."""
     profile, seen = tiny.make_profile(model, CONTEXT, 0.3), []
@@ -115,16 +115,15 @@ def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen
 class At:
     """What a case is made of."""
 
-    tiny: ModuleType
     model: Any
 
     def of(self, model: Any) -> At:
         """The same with another model, or a tiny one of this family."""
-        model = self.tiny.tiny_model(model) if isinstance(model, str) else model
-        return At(self.tiny, model)
+        model = tiny.tiny_model(model) if isinstance(model, str) else model
+        return At(model)
 
     def profile(self, budgets: Any = 0.3, **options: Any) -> Any:
-        return self.tiny.make_profile(self.model, CONTEXT, budgets, **options)
+        return tiny.make_profile(self.model, CONTEXT, budgets, **options)
 
 
 def read(at: At, rows: int = 1, **changes: Any) -> Any:
@@ -132,14 +131,14 @@ def read(at: At, rows: int = 1, **changes: Any) -> Any:
     scorer = changes.pop("scorer", "xkv")
     cache = make_cache(at.model, at.profile(scorer=scorer), **changes)
     with torch.no_grad():
-        at.model(at.tiny.prompt(CONTEXT, rows), past_key_values=cache)
+        at.model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
     return cache
 
 
 def forward(at: At, cache: Any = None, **arguments: Any) -> None:
     """A forward of which nothing is stored where it is refused."""
     cache = made(at) if cache is None else cache
-    arguments, stored = {"input_ids": at.tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
+    arguments, stored = {"input_ids": tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
     try:
         with torch.no_grad():
             at.model(past_key_values=cache, **arguments)
@@ -149,7 +148,7 @@ def forward(at: At, cache: Any = None, **arguments: Any) -> None:
 
 
 def masked(at: At, mask: torch.Tensor) -> None:
-    forward(at, read(at), input_ids=at.tiny.prompt(2), attention_mask=mask)
+    forward(at, read(at), input_ids=tiny.prompt(2), attention_mask=mask)
 
 
 def one_hidden(at: At) -> None:
@@ -169,7 +168,7 @@ def made_for(at: At, budgets: Any = 0.3, **shape: Any) -> None:
 
 def full_layers_for_sliding(at: At) -> None:
     at = at.of("gemma3")
-    shape = at.tiny.shape_of(at.model, layer_types=("full",) * 4, sliding_window=None)
+    shape = tiny.shape_of(at.model, layer_types=("full",) * 4, sliding_window=None)
     make_cache(at.model, at.profile(shape=shape))
 
 
@@ -205,7 +204,7 @@ def at_peak(at: At, **changes: Any) -> Any:
 def cropped_into_prompt(at: At) -> None:
     cache = made(at, at.profile([CONTEXT, 20, 20, 20]))
     for tokens in (CONTEXT, 2):
-        forward(at, cache, input_ids=at.tiny.prompt(tokens))
+        forward(at, cache, input_ids=tiny.prompt(tokens))
     stored = cache.kept_tokens
     try:
         cache.crop(-3)
@@ -215,8 +214,8 @@ def cropped_into_prompt(at: At) -> None:
 
 def beyond_announced(at: At) -> None:
     cache = made(at, prompt_tokens=CONTEXT)
-    forward(at, cache, input_ids=at.tiny.prompt(40))
-    forward(at, cache, input_ids=at.tiny.prompt(21))
+    forward(at, cache, input_ids=tiny.prompt(40))
+    forward(at, cache, input_ids=tiny.prompt(21))
 
 
 def shared(at: At, **changes: Any) -> Any:
@@ -236,7 +235,7 @@ def generated(at: At, **options: Any) -> None:
     at.model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
         with kvalloc.apply(at.model, at.profile()):
-            at.model.generate(at.tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+            at.model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
     finally:
         assert not ran
 
@@ -296,12 +295,12 @@ def four_bits(at: At) -> Any:
 
 def crop_a_part(at: At) -> None:
     cache = made(at, prompt_tokens=CONTEXT)
-    forward(at, cache, input_ids=at.tiny.prompt(20))
+    forward(at, cache, input_ids=tiny.prompt(20))
     cache.crop(-1)
 
 
 def uneven(at: At) -> None:
-    profile = at.tiny.by_head(at.profile())
+    profile = tiny.by_head(at.profile())
     forward(at, make_cache(at.model, profile, policy="mpcache"))
 
 
@@ -319,7 +318,7 @@ def adding_up(at: At) -> None:
     """In one piece it works."""
     forward(at, made(at, of_heads(at)))
     cache = made(at, of_heads(at), prompt_tokens=CONTEXT)
-    forward(at, cache, input_ids=at.tiny.prompt(20))
+    forward(at, cache, input_ids=tiny.prompt(20))
 
 
 def chunk_of_undecided(at: At) -> None:
@@ -330,7 +329,7 @@ def chunk_of_undecided(at: At) -> None:
         prompt_tokens=CONTEXT,
         decide=lambda decoder, rows: [],
     )
-    forward(at, cache, input_ids=at.tiny.prompt(20))
+    forward(at, cache, input_ids=tiny.prompt(20))
 
 
 def without_its_model(at: At) -> None:
@@ -362,7 +361,7 @@ def given_to_other(at: At) -> None:
 
 def other_tokens(at: At) -> None:
     """What `generate` is given begins with other tokens than it read before."""
-    ids = at.tiny.prompt(CONTEXT)
+    ids = tiny.prompt(CONTEXT)
     with kvalloc.apply(at.model, at.profile()) as applied:
         at.model.generate(ids, max_new_tokens=1, do_sample=False)
         ids[0, 3] += 1
@@ -422,14 +421,14 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "checkpointed": (trained, "gradient checkpointing"),
     "attention": (own_attention, "flash and flex attention, not on mine"),
     "other_batch": (
-        lambda at: forward(at, read(at, 2), input_ids=at.tiny.prompt(1, 3)),
+        lambda at: forward(at, read(at, 2), input_ids=tiny.prompt(1, 3)),
         "a batch of 2, but this input has one of 3",
     ),
     "merges_chunks": (
         lambda at: forward(
             at,
             made(at, policy="merge", prompt_tokens=CONTEXT),
-            input_ids=at.tiny.prompt(20),
+            input_ids=tiny.prompt(20),
         ),
         "policy merge merges entries.*in one piece",
     ),
@@ -442,7 +441,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "prompt_begun": (lambda at: read(at).prefill().__enter__(), "has seen one already"),
     "decided_after": (
-        lambda at: read(at).decide({"input_ids": at.tiny.prompt(CONTEXT)}),
+        lambda at: read(at).decide({"input_ids": tiny.prompt(CONTEXT)}),
         "holds one already",
     ),
     "decides_from_chunk": (chunk_of_undecided, "only a chunk of it has come"),
@@ -478,11 +477,11 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "other_tokens": (other_tokens, f"token 3 of these .* its {CONTEXT} tokens are another text"),
     "turn_of_nothing": (
-        lambda at: forward(at, read(at), input_ids=at.tiny.prompt(0)),
+        lambda at: forward(at, read(at), input_ids=tiny.prompt(0)),
         f"no tokens: .* has seen {CONTEXT} already",
     ),
     "turn_beyond": (
-        lambda at: forward(at, read(at), input_ids=at.tiny.prompt(1000)),
+        lambda at: forward(at, read(at), input_ids=tiny.prompt(1000)),
         f"{CONTEXT} tokens in the cache and 1000 that follow are beyond the 1024 tokens",
     ),
     "given_to_other": (given_to_other, "another LlamaForCausalLM object than the LlamaModel"),
@@ -491,7 +490,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "only inside a forward of the LlamaForCausalLM object",
     ),
     "asked_by_other": (
-        lambda at: answer(at.tiny.tiny_model(), read(at), [1]),
+        lambda at: answer(tiny.tiny_model(), read(at), [1]),
         "another LlamaForCausalLM object than the one that is asked",
     ),
     "other_dtype": (
@@ -558,12 +557,12 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
     ("row", "do", "match"), [*((name, *case) for name, case in CASES.items()), *MORE]
 )
 def test_what_cannot_work_is_refused_in_one_line(
-    tiny: ModuleType, model: Any, row: str | type[KVAllocError], do: Any, match: str
+    model: Any, row: str | type[KVAllocError], do: Any, match: str
 ) -> None:
     table = refusals.REFUSALS
     error = next(kind for kind in table if row in (kind, *table[kind]))
     with pytest.raises(error, match=match) as caught:
-        do(At(tiny, model))
+        do(At(model))
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
     first = "" if row is error else table[error][row].split("{")[0]

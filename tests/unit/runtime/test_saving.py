@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 from safetensors import safe_open
@@ -19,7 +19,7 @@ from kvalloc.errors import ModelMismatchError, ProfileFileError
 CONTEXT = 150
 
 
-def saved(tiny: ModuleType, model: Any, path: Path, level: str = "head") -> Any:
+def saved(model: Any, path: Path, level: str = "head") -> Any:
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, tiny.by_head(profile, 40) if level == "head" else profile)
     run(model, tiny.prompt(CONTEXT), cache)
@@ -30,7 +30,7 @@ def saved(tiny: ModuleType, model: Any, path: Path, level: str = "head") -> Any:
 @pytest.mark.parametrize("every", [None, 20])
 @pytest.mark.parametrize("scorer", ["xkv", "lookahead"])
 def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(
-    tiny: ModuleType, tmp_path: Path, scorer: str, every: int | None
+    tmp_path: Path, scorer: str, every: int | None
 ) -> None:
     """Saved between two turns of which the later ones let all that is kept compete again."""
     model = tiny.tiny_model()
@@ -48,9 +48,9 @@ def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(
         assert (loaded.kept_tokens == cache.kept_tokens).all()
 
 
-def test_other_weights_may_be_allowed_but_not_other_sizes(tiny: ModuleType, tmp_path: Path) -> None:
+def test_other_weights_may_be_allowed_but_not_other_sizes(tmp_path: Path) -> None:
     model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
-    saved(tiny, model, path)
+    saved(model, path)
     tuned = tiny.copy.deepcopy(model)
     with torch.no_grad():
         for parameter in tuned.parameters():
@@ -86,11 +86,9 @@ EDITS: list[tuple[Any, str]] = [
 ]
 
 
-def test_files_that_were_changed_are_refused_by_their_field(
-    tiny: ModuleType, tmp_path: Path
-) -> None:
+def test_files_that_were_changed_are_refused_by_their_field(tmp_path: Path) -> None:
     model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
-    saved(tiny, model, path)
+    saved(model, path)
     for change, named in EDITS:
         with pytest.raises(ProfileFileError) as caught:
             kvalloc.load_cache(edited(path, tmp_path / "e.safetensors", change), model)
@@ -105,11 +103,9 @@ def test_files_that_were_changed_are_refused_by_their_field(
     ("name", "said"),
     [("cut", "not readable as safetensors"), ("none", "missing"), ("other", "head")],
 )
-def test_files_that_hold_no_cache_are_refused(
-    tiny: ModuleType, tmp_path: Path, name: str, said: str
-) -> None:
+def test_files_that_hold_no_cache_are_refused(tmp_path: Path, name: str, said: str) -> None:
     model = tiny.tiny_model()
-    saved(tiny, model, tmp_path / "c")
+    saved(model, tmp_path / "c")
     (tmp_path / "cut").write_bytes((tmp_path / "c").read_bytes()[:-100])
     save_file({"a": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ProfileFileError, match=said):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import runtime_oracle as tiny
 import tiny_models
 import torch
 from prompt_runs import run, states_seen
@@ -21,11 +21,11 @@ CONTEXT, LAYERS = 120, 7
 GROUPS = ((2, 3), (4, 5, 6))
 
 
-def shared_model(tiny: ModuleType, family: str = "llama", **changes: Any) -> Any:
+def shared_model(family: str = "llama", **changes: Any) -> Any:
     return tiny.tiny_model(family, num_hidden_layers=LAYERS, **changes)
 
 
-def shared_profile(tiny: ModuleType, model: Any, level: str = "head", share: float = 0.4) -> Any:
+def shared_profile(model: Any, level: str = "head", share: float = 0.4) -> Any:
     profile = tiny.make_profile(model, CONTEXT, share)
     profile = tiny.by_head(profile, spread=20) if level == "head" else profile
     budgets = profile.budgets.copy()
@@ -50,10 +50,10 @@ def layer_scores(model: Any, ids: torch.Tensor, scorer: Any, sinks: int) -> list
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_group_keeps_the_best_by_its_joint_scores(tiny: ModuleType, level: str) -> None:
+def test_a_group_keeps_the_best_by_its_joint_scores(level: str) -> None:
     """Each layer's scores over their sum over all heads, added up; written down once more."""
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model, level)
+    model = shared_model()
+    profile = shared_profile(model, level)
     ids, cache = tiny.prompt(CONTEXT, 2), make_cache(model, profile)
     run(model, ids, cache)
     agree(cache)
@@ -110,12 +110,10 @@ def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["score", "attention_matching"])
-def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
-    tiny: ModuleType, policy: str
-) -> None:
+def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(policy: str) -> None:
     """Nothing is evicted, and still a layer waits for the last one of its group."""
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model, "layer", share=1.0)
+    model = shared_model()
+    profile = shared_profile(model, "layer", share=1.0)
     bits = np.full_like(profile.budgets, 16)
     bits[[GROUPS[0][0], GROUPS[1][1]]] = 8
     cache = make_cache(model, profile.replace(bits=bits), policy=policy)
@@ -134,11 +132,9 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
     assert (cache.kept_tokens == CONTEXT + 3).all()
 
 
-def test_a_group_that_fails_half_way_is_noticed(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model)
+def test_a_group_that_fails_half_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared_model()
+    profile = shared_profile(model)
     cache, ids = make_cache(model, profile), tiny.prompt(CONTEXT)
     scored: list[int] = []
     plain = type(cache._prompt.plan.policy).rankings

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import torch
 from prompt_runs import run, states_seen
 
@@ -24,7 +24,7 @@ OWN_SCORE = Surrogate.score
 
 
 @pytest.fixture(scope="module")
-def file(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A surrogate of the tiny model, without votes."""
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
     ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
@@ -38,12 +38,7 @@ def file(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("every", [None, 1, 4])
 def test_an_entry_scores_the_same_at_any_time(
-    tiny: ModuleType,
-    file: str,
-    monkeypatch: pytest.MonkeyPatch,
-    level: str,
-    padding: int,
-    every: int | None,
+    file: str, monkeypatch: pytest.MonkeyPatch, level: str, padding: int, every: int | None
 ) -> None:
     """In chunks, behind padding, head by head, and while decoding: in layer 0 as in one read.
 
@@ -95,7 +90,7 @@ def test_an_entry_scores_the_same_at_any_time(
     assert compared > 20  # entries that stand elsewhere than they came
 
 
-def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, file: str) -> None:
+def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(file: str) -> None:
     """Early, as the largest scores say; with values fitted late, the same entries."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
@@ -122,7 +117,7 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, fi
             assert {*late.kept_indices(layer)[0, head].tolist()} == protected | {*best}
 
 
-def test_votes_count_where_they_are_larger_than_the_prediction(tiny: ModuleType, file: str) -> None:
+def test_votes_count_where_they_are_larger_than_the_prediction(file: str) -> None:
     model = tiny.tiny_model()
     reductions = {"pool": 1, "row_reduce": "max", "group_reduce": "max"}
     lookahead = get_scorer("lookahead", tokens=0, window=3, votes=7, ahead=8, **reductions)
@@ -155,9 +150,7 @@ def test_the_fit_decides_whether_queries_vote(file: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_scored_in_float32(
-    tiny: ModuleType, file: str, dtype: torch.dtype
-) -> None:
+def test_half_precision_is_scored_in_float32(file: str, dtype: torch.dtype) -> None:
     model = tiny.tiny_model(dtype=dtype, initializer_range=0.08)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     cache = make_cache(model, profile, policy=f"surrogate:file={file}")

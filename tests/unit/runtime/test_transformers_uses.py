@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import runtime_oracle as tiny
 import tokenizers
 import torch
 import transformers
@@ -26,7 +26,7 @@ TRIED = ("5.2", "5.23")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny: ModuleType) -> Any:
+def tokenizer() -> Any:
     """A word for each number of the vocabulary."""
     words = {"<pad>": 0, "<end>": 1} | {
         f"w{number}": number for number in range(2, tiny.VOCABULARY)
@@ -39,7 +39,7 @@ def tokenizer(tiny: ModuleType) -> Any:
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_pipeline_takes_the_cache(tiny: ModuleType, tokenizer: Any, level: str) -> None:
+def test_a_pipeline_takes_the_cache(tokenizer: Any, level: str) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     profile = tiny.by_head(profile, 6) if level == "head" else profile
@@ -92,7 +92,7 @@ class _Wrapper(nn.Module):
             return getattr(super().__getattr__("base_model"), name)
 
 
-def adapters(tiny: ModuleType, folder: Path) -> Any:
+def adapters(folder: Path) -> Any:
     model = tiny.tiny_model()
     for layer in model.model.layers:
         layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
@@ -100,28 +100,28 @@ def adapters(tiny: ModuleType, folder: Path) -> Any:
     return _Wrapper(model)
 
 
-def peft_lora(tiny: ModuleType, folder: Path) -> Any:
+def peft_lora(folder: Path) -> Any:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(tiny.tiny_model(), config)
 
 
-def device_map(tiny: ModuleType, folder: Path) -> Any:
+def device_map(folder: Path) -> Any:
     pytest.importorskip("accelerate")
     tiny.tiny_model().save_pretrained(folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu").eval()
 
 
-def quantised_weights(tiny: ModuleType, folder: Path) -> Any:
+def quantised_weights(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.ao.quantization.quantize_dynamic(tiny.tiny_model(), {nn.Linear})
 
 
 @pytest.mark.parametrize("made", [adapters, peft_lora, device_map, quantised_weights])
-def test_the_model_works(tiny: ModuleType, tmp_path: Path, made: Any) -> None:
+def test_the_model_works(tmp_path: Path, made: Any) -> None:
     """With all entries kept to the bit as without kvalloc, and with fewer it stores fewer."""
-    model = made(tiny, tmp_path)
+    model = made(tmp_path)
     plain = tiny.make_profile(tiny.tiny_model(), CONTEXT, 1.0)
     ids = tiny.prompt(CONTEXT)
     expected = generate(model, ids)
@@ -149,7 +149,7 @@ def in_torch_compile(model: Any) -> None:
         (lambda model: model.compile(backend="eager"), True),
     ],
 )
-def test_compiled_parts_are_refused(tiny: ModuleType, change: Any, whole: bool) -> None:
+def test_compiled_parts_are_refused(change: Any, whole: bool) -> None:
     """Before the cache is made, before its prompt comes, and after it."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4), 6)
@@ -170,7 +170,7 @@ def test_compiled_parts_are_refused(tiny: ModuleType, change: Any, whole: bool) 
             assert filled.get_seq_length() == CONTEXT
 
 
-def test_the_private_names_of_transformers_are_those_that_were_tried(tiny: ModuleType) -> None:
+def test_the_private_names_of_transformers_are_those_that_were_tried() -> None:
     """`kvalloc.models` uses them, each in one function; another version may have other names."""
     first, last = (tuple(map(int, version.split("."))) for version in TRIED)
     own = tuple(map(int, transformers.__version__.split(".")[:2]))
