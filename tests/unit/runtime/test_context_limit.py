@@ -99,14 +99,6 @@ def test_padding_does_not_count(side: str) -> None:
         )
 
 
-def test_nothing_is_refused_where_nothing_has_to_go() -> None:
-    model = with_limit(CONTEXT)
-    for name in ("lookahead", "reconstruction"):
-        cache = make_cache(model, tiny.make_profile(model, CONTEXT, 1.0, scorer=name))
-        run(model, tiny.prompt(CONTEXT), cache)
-        assert not cache.reduced
-
-
 def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens() -> None:
     """One that fills it can: nothing follows, and nothing is evicted."""
     model = with_limit(CONTEXT)
