@@ -109,13 +109,12 @@ coverage: $(READY) kernel ## the same, and which lines of the package no test ru
 	$(TESTS) --cov --cov-report=term:skip-covered --cov-report=html
 
 # Every policy in every arrival on every model, each with every setting of all else: minutes, about
-# five cells a second and worker. WHOLE=1 takes all combinations (hours), CELLS=1000 SEED=7 so many
-# of these at random, and SHARD=2/8 a part of whichever are taken. Then 1,000 random models below 16 bits.
+# five cells a second and worker. CELLS=1000 SEED=7 takes so many of all combinations at random.
+# Then 1,000 random models below 16 bits.
 test-matrix: $(READY) ## every policy x arrival x mode of the runtime against the oracle
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/runtime/test_matrix.py \
 		tests/unit/runtime/test_packed_arrivals.py --rounded-models 1000 \
-		$(if $(WHOLE),--whole-matrix,$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--matrix-product)) \
-		$(if $(SHARD),--matrix-shard $(SHARD))
+		$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--matrix-product)
 
 HOSTILE := $(addprefix tests/unit/,formats/test_hostile_files.py models/test_hostile_models.py \
 	runtime/test_hostile_caches.py)

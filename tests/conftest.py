@@ -24,12 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole-matrix",
-        action="store_true",
-        help="every cell of the runtime's matrix, not a selection (hours)",
-    )
-    parser.addoption(
-        "--matrix-cells", type=int, help="as many of them, drawn at random with --matrix-seed"
+        "--matrix-cells",
+        type=int,
+        help="so many cells of the runtime's matrix, drawn at random with --matrix-seed",
     )
     parser.addoption("--matrix-seed", type=int, default=0)
     parser.addoption(
@@ -37,7 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of the matrix, every policy x arrival x mode with every setting of all else",
     )
-    parser.addoption("--matrix-shard", help="of these cells one part, such as 2/8")
     parser.addoption(
         "--rounded-models",
         type=int,
@@ -102,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def _matrix_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Of a matrix that was asked for: how many cells there are, and which are refused and why."""
-    if any(map(config.getoption, ("--matrix-product", "--whole-matrix", "--matrix-cells"))):
+    if any(map(config.getoption, ("--matrix-product", "--matrix-cells"))):
         from cell_choice import chosen_cells, summary_lines
 
         terminalreporter.section("the runtime's matrix")

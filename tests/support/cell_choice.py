@@ -24,18 +24,8 @@ CANDIDATES = 200
 def chosen_cells(option: Callable[[str], Any]) -> list[Cell]:
     """What the options of the command line ask for; by default few that cover pairs."""
     if option("--matrix-cells"):
-        cells = drawn_cells(option("--matrix-cells"), option("--matrix-seed"))
-    elif option("--whole-matrix"):
-        cells = list(all_cells())
-    else:
-        cells = product_cells() if option("--matrix-product") else covering_cells()
-    place, shards = map(int, (option("--matrix-shard") or "1/1").split("/"))
-    assert 1 <= place <= shards, "a shard is one of so many, such as 2/8"
-    return cells[place - 1 :: shards]
-
-
-def all_cells() -> Iterator[Cell]:
-    return filter(comparable, itertools.product(*FACTORS.values()))
+        return drawn_cells(option("--matrix-cells"), option("--matrix-seed"))
+    return product_cells() if option("--matrix-product") else covering_cells()
 
 
 def cells_of(triple: Cell) -> Iterator[Cell]:
@@ -46,7 +36,8 @@ def cells_of(triple: Cell) -> Iterator[Cell]:
 
 def drawn_cells(number: int, seed: int) -> list[Cell]:
     """So many of all, at random."""
-    return random.Random(seed).sample(list(all_cells()), number)
+    every = filter(comparable, itertools.product(*FACTORS.values()))
+    return random.Random(seed).sample(list(every), number)
 
 
 def covering_cells() -> list[Cell]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -108,6 +110,19 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     with torch.no_grad():
         out: torch.Tensor = model.generate(ids, attention_mask=mask, **settings)
     return out
+
+
+@contextmanager
+def failing_with(failure: type[BaseException], model: Any) -> Iterator[None]:
+    """The third layer fails as long as it is open, and that is what comes out of it."""
+
+    def fail(*_: Any) -> None:
+        raise failure
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    with torch.no_grad(), pytest.raises(failure):
+        yield
+    handle.remove()
 
 
 def noted_repetitions(patch: pytest.MonkeyPatch) -> list[int]:

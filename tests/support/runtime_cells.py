@@ -50,7 +50,7 @@ OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
 # This policy waits for tokens by itself, which early eviction does not.
 EARLY_OPTIONS = {"attention_matching": {"following": 0}}
 DRAFTS = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, "eos_token_id": 10**6}
-# The oldest transformers takes nothing back of sliding layers.
+# The oldest transformers takes nothing back of sliding layers, and its early exit fails alone.
 RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 
 # What stands for a policy, too: entries that each prompt hands out to heads by score, and heads, or

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from factories import make_bits, make_scores, make_shape
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from scripted_solver import Scripted
 
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import Solution, Solver
 
 ENTRY = make_shape().bytes_per_entry
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 
 
-class CannotReach(Solver):
-    name: ClassVar[str] = "cannot_reach"
-    summary: ClassVar[str] = "a rule that does not get there"
-
-    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Solution:
-        raise InfeasibleError("this rule reaches 0.5 at most; use greedy", nearest=0.5)
+def cannot_reach(problem: Any) -> Any:
+    """A rule that does not get there."""
+    raise InfeasibleError("this rule reaches 0.5 at most; use greedy", nearest=0.5)
 
 
 def test_a_rule_that_cannot_where_others_can_keeps_its_word() -> None:
     with pytest.raises(InfeasibleError, match="^this rule reaches 0.5 at most") as caught:
-        solve(make_scores(0), target_retention=0.9, solver=CannotReach())
+        solve(make_scores(0), target_retention=0.9, solver=Scripted(cannot_reach))
     assert caught.value.nearest == 0.5
 
 

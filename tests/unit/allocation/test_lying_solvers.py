@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from factories import make_problem, make_scores
+from scripted_solver import OPTIMAL, Answer, Scripted, says
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import AllocationProblem, GroupCap, Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, GroupCap, Solution
 from kvalloc.problem.registry import get_solver
 
 VALUES = [[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]]
 PROBLEM = make_problem(VALUES, capacity=2)  # the optimum is (2, 0) or (1, 1), worth 0.75
 TARGET = make_problem(VALUES, target=0.6)  # the optimum costs 2
-
-Answer = Callable[[AllocationProblem], Any]
-
-
-class Scripted(Solver):
-    name: ClassVar[str] = "scripted"
-    summary: ClassVar[str] = "says what the test tells it to"
-
-    def __init__(self, answer: Answer, able: Any = True) -> None:
-        self.answer = answer
-        self.able = able
-
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        if isinstance(self.able, Exception):
-            raise self.able
-        return self.able  # type: ignore[no-any-return]
-
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
-        return self.answer(problem)  # type: ignore[no-any-return]
-
-
-def says(choice: Any, **claims: Any) -> Answer:
-    def answer(problem: AllocationProblem) -> Solution:
-        picked = np.asarray(choice)
-        fields = {"bound": None, "termination": Termination.HEURISTIC, **claims}
-        if "objective" not in claims:
-            fields["objective"] = problem.objective(picked)
-        return Solution(choice=choice, **fields)
-
-    return answer
 
 
 def raises(problem: AllocationProblem) -> Any:
@@ -67,7 +35,6 @@ def changes_a_field(problem: AllocationProblem) -> Solution:
     return says(np.array([2, 2]))(problem)
 
 
-OPTIMAL = Termination.OPTIMAL
 GOOD = np.array([1, 1])
 
 LIES: dict[str, tuple[AllocationProblem, Answer, str]] = {

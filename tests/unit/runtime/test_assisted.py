@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from runtime_cells import RECORDS, Noted
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-from transformers.generation.streamers import BaseStreamer
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
@@ -20,8 +19,6 @@ from kvalloc.runtime import make_cache
 CONTEXT, NEW = 90, 150
 LOOKUP = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
 DRAFTED = 7
-#: The oldest transformers takes nothing back of sliding layers, and its early exit fails alone.
-RECORDS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
@@ -186,23 +183,15 @@ def test_an_assistant_model(whose: str) -> None:
 def test_what_assisted_generation_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states, those of the plain model at 100%; a stream; of one token each, a sample."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    told: list[int] = []
-
-    class Streamer(BaseStreamer):
-        def put(self, value: torch.Tensor) -> None:
-            told.extend(value.flatten().tolist())
-
-        def end(self) -> None:
-            pass
-
+    streamer = Noted()
     wanted = {"max_new_tokens": 30, "output_hidden_states": True}
     answer = generate(model, ids, max_new_tokens=30).sequences
     drafts_of(monkeypatch, answer)
     expected = generate(model, ids, **wanted, **LOOKUP)
     drafts_of(monkeypatch, answer)
     with kvalloc.apply(model, profile_of(model, 1.0, 16)):
-        found = generate(model, ids, **wanted, **LOOKUP, streamer=Streamer())
-        assert told == expected.sequences[0].tolist()
+        found = generate(model, ids, **wanted, **LOOKUP, streamer=streamer)
+        assert streamer.tokens == [*expected.sequences[0].tolist(), -1]
         for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
             for level, its in zip(one, other, strict=True):
                 assert (level - its).abs().max() < 1e-3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import run
+from prompt_runs import failing_with, run
 
 from kvalloc.errors import InputError, KVAllocError, SolverError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
@@ -109,15 +109,9 @@ def test_a_turn_that_breaks_off_was_not_read(
     for turn in turns[:2]:
         run(model, turn, cache)
     before, size = copy.deepcopy(cache), cache.retained_bytes
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    handle = model.model.layers[2].register_forward_pre_hook(fail)
     for _ in range(2):
-        with pytest.raises(error):
+        with failing_with(error, model):
             run(model, turns[2], cache)
-    handle.remove()
     run(model, turns[2], None)  # what Ctrl-C left open ends with the next forward of the model
     assert (cache.interrupted, cache.retained_bytes) == (None, size)
     assert cache.get_seq_length() == before.get_seq_length()

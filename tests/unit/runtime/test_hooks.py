@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import runtime_oracle as tiny
 import torch
 from other_attention import attention_on_cpu
-from prompt_runs import run
+from prompt_runs import failing_with, run
 from transformers import StaticCache
 
 import kvalloc
@@ -29,19 +27,6 @@ from kvalloc.errors import (
 from kvalloc.runtime import hooks
 
 CONTEXT = 60
-
-
-@contextlib.contextmanager
-def failing_with(failure: type[BaseException], model: Any) -> Iterator[None]:
-    """The third layer fails as long as it is open, and that is what comes out of it."""
-
-    def fail(*_: Any) -> None:
-        raise failure
-
-    handle = model.model.layers[2].register_forward_pre_hook(fail)
-    with torch.no_grad(), pytest.raises(failure):
-        yield
-    handle.remove()
 
 
 def hook_counts(model: Any) -> tuple[int, int]:

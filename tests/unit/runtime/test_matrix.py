@@ -2,8 +2,8 @@
 
 `make test` runs a selection in which any two settings (a policy and an arrival, an arrival and a
 mode, ...) meet at least once, policies and arrivals in a cell that is answered; `make test-matrix`
-the product of the three, each with every setting of all else, or the whole, or as many as it is
-asked for.
+the product of the three, each with every setting of all else, or as many cells of the whole as it
+is asked for.
 """
 
 from __future__ import annotations
@@ -137,11 +137,3 @@ def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
     named = {(line.split()[1].rstrip(":"), line.split("'")[1]) for line in lines}
     assert named == {(cell[0], refused_as(cell)) for cell in refused}
     assert "on gemma3 with padding_only" in last
-
-
-def test_shards_are_the_whole() -> None:
-    def asked(shard: str | None) -> list[Cell]:
-        return chosen_cells({"--matrix-shard": shard, "--matrix-product": True}.get)
-
-    shards = [asked(f"{place}/7") for place in range(1, 8)]
-    assert sorted(itertools.chain(*shards)) == sorted(asked(None)) == sorted(product_cells())

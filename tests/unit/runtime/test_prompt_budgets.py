@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, generate, run
+from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, failing_with, generate, run
 
 import kvalloc
 from kvalloc.accounting.costs import reading_bytes
@@ -108,14 +108,8 @@ def test_a_cache_decides_anew_after_reset_and_after_a_failure(model: Any) -> Non
     run(model, second, cache)
     expected = kvalloc.solve(scores_of(model, second[0]), target_retention=0.7)
     assert (cache.kept_tokens == expected.budgets).all()
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    handle = model.model.layers[0].mlp.register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError):
+    with failing_with(ZeroDivisionError, model):
         run(model, first, other)
-    handle.remove()
     other.reset()
     run(model, second, other)
     assert (other.kept_tokens == expected.budgets).all()
