@@ -147,55 +147,10 @@ def test_matching_never_does_worse_than_the_entries_alone(
             np.testing.assert_allclose(found.values, values[kept], atol=1e-5)
 
 
-def test_a_ridge_of_any_size_leaves_things_as_they_are() -> None:
-    weights = torch.rand(5, 8).softmax(dim=1)
-    values, kept = torch.randn(8, 4), [0, 3, 7]
-    still = matched(weights, values, kept, (1e9, 1e9))
-    torch.testing.assert_close(still.values, values[kept], atol=1e-5, rtol=0)
-    assert float(still.logit_bias.abs().max()) < 1e-5
-
-
-def test_a_single_query_is_matched_as_far_as_the_ridge_lets_it() -> None:
-    weights, values = torch.tensor([[0.5, 0.3, 0.2]]), torch.eye(3)
-    found = matched(weights, values, [0, 1], (1e-9, 1e-9))
-    own = weights[0, :2] * found.logit_bias.exp()
-    assert float(own.sum()) == pytest.approx(1.0, abs=1e-5)
-    torch.testing.assert_close((own / own.sum()) @ found.values, weights[0], atol=1e-5, rtol=0)
-
-
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
     weights = torch.tensor([[0.0, 1.0]])
     found = matched(weights, torch.eye(2), [0], (0.1, 0.1))
     assert torch.equal(found.values, torch.eye(2)[:1])
-
-
-@pytest.mark.parametrize("ridge", [0.02, 1e-9])
-def test_heads_that_keep_different_numbers_are_matched_together(ridge: float) -> None:
-    torch.manual_seed(1)
-    weights = torch.rand(3, 6, 20).softmax(dim=-1)
-    values, counts = torch.randn(3, 20, 4), torch.rand(3, 6)
-    kept = [[0, 4, 5, 9], [2], list(range(1, 14))]
-    most = max(map(len, kept))
-    padded = [own + [place for place in range(20) if place not in own] for own in kept]
-    together = match_attention(
-        weights,
-        values,
-        torch.tensor([own[:most] for own in padded]),
-        sizes=torch.tensor([len(own) for own in kept]),
-        query_weights=counts,
-        value_ridge=ridge,
-        bias_ridge=ridge,
-    )
-    for head, own in enumerate(kept):
-        ridges = (ridge, ridge)
-        alone = matched(weights[head], values[head], own, ridges, query_weights=counts[head])
-        n = len(own)
-        torch.testing.assert_close(together.values[head, :n], alone.values, atol=2e-3, rtol=0)
-        bias = together.logit_bias[head, :n]
-        torch.testing.assert_close(bias, alone.logit_bias, atol=2e-3, rtol=0)
-        padding = torch.tensor(padded[head][n:most], dtype=torch.long)
-        assert torch.equal(together.values[head, n:], values[head, padding])
-        assert not together.logit_bias[head, n:].any()
 
 
 @pytest.mark.parametrize("lost", [0.0, float("nan")])

@@ -134,30 +134,6 @@ def test_rows_go_on_as_others_while_they_wait(model: Any) -> None:
             assert torch.equal(kept, alone.kept_indices(layer)[0])
 
 
-def test_what_is_taken_back_has_not_voted(model: Any) -> None:
-    profile, ids = late(model), tiny.prompt(CONTEXT, 2)
-    cache, other = make_cache(model, profile), make_cache(model, profile)
-    for one in (cache, other):
-        run(model, ids, one)
-    run(model, tiny.prompt(4, 2, seed=1), cache)
-    cache.crop(-3)
-    run(model, tiny.prompt(4, 2, seed=1)[:, :1], other)
-    for tokens in (3, 1):
-        for one in (cache, other):
-            run(model, tiny.prompt(tokens, 2, seed=tokens), one)
-    assert cache.reduced
-    assert tiny.same_kept(cache, other)
-    held = make_cache(model, profile)
-    run(model, ids, held)
-    run(model, tiny.prompt(2, 2), held)
-    with pytest.raises(
-        UnsupportedRequestError, match="crop into a prompt of 90 tokens that is held"
-    ):
-        held.crop(-3)
-    held.crop(CONTEXT)
-    assert held.awaited_tokens == AWAITED
-
-
 def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
     model: Any, tmp_path: Path
 ) -> None:
