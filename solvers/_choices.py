@@ -299,25 +299,21 @@ class Choices:
 
 def _members(problem: AllocationProblem) -> list[IntArray]:
     """Return the units of each row: sharing a budget is transitive over all groups."""
-    pairs = [
-        (group[0], unit)
+    groups = [
+        group
         for constraint in problem.constraints
         if isinstance(constraint, SameBudget)
         for group in constraint.groups
-        for unit in group[1:]
     ]
-    if not pairs:
+    if not groups:
         return list(np.arange(problem.n_units)[:, None])
-    from scipy import sparse
-    from scipy.sparse.csgraph import connected_components
+    import networkx as nx
 
-    first, second = np.array(pairs).T
-    size = (problem.n_units, problem.n_units)
-    graph = sparse.coo_array((np.ones(len(pairs)), (first, second)), shape=size)
-    row_of = connected_components(graph, directed=False)[1]
-    order = np.argsort(row_of, kind="stable")
-    rows = np.split(order, np.flatnonzero(np.diff(row_of[order])) + 1)
-    return sorted(rows, key=lambda units: int(units[0]))
+    graph = nx.Graph()
+    graph.add_nodes_from(problem.units.tolist())
+    for group in groups:
+        nx.add_path(graph, group)
+    return [np.array(sorted(units)) for units in nx.connected_components(graph)]
 
 
 def _unmerged(problem: AllocationProblem) -> dict[str, Any]:

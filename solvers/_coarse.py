@@ -57,11 +57,15 @@ class ByParts(Solver):
             If no choice is found.
         """
         deadline = deadline_after(time_limit_seconds)
-        most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
-        n_options = int(problem.option_counts.sum())
-        if n_options > most:
+        if int(problem.option_counts.sum()) > self.sizes(problem)[0]:
             return _by_parts(self, problem, deadline)
         return self.solve_whole(problem, deadline)
+
+    def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
+        """Return the options beyond which it looks at parts, and those of a part."""
+        capped = any(isinstance(one, GroupCap) for one in problem.constraints)
+        most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
+        return most, PART_CAPPED if capped else PART_OPTIONS
 
     @abstractmethod
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
@@ -79,7 +83,7 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
     answer: Solution | None = None
     bounds: list[tuple[float | None, tuple[float, ...]]] = []
     while answer is None or (spacing > 1 and time.monotonic() < deadline):
-        steps = _steps(problem, choice, spacing)
+        steps = _steps(problem, choice, spacing, solver.sizes(problem)[1])
         columns, counts = _columns(problem, choice, steps)
         finer = -(-2 * spacing // (steps.size - 1))
         known, now = answer, time.monotonic()
@@ -133,11 +137,9 @@ def _has_few(problem: AllocationProblem) -> bool:
     return any(isinstance(one, MaxDistinct) for one in problem.constraints)
 
 
-def _steps(problem: AllocationProblem, choice: IntArray, spacing: int) -> IntArray:
+def _steps(problem: AllocationProblem, choice: IntArray, spacing: int, part: int) -> IntArray:
     """Return distances of options from a choice, 0 among them, at most ``spacing``."""
     around = np.unique(choice).size if _has_few(problem) else 1
-    capped = any(isinstance(one, GroupCap) for one in problem.constraints)
-    part = PART_CAPPED if capped else PART_OPTIONS
     half = max(3, part // (2 * around * problem.n_units))
     return np.rint(np.linspace(-spacing, spacing, 2 * half - 1)).astype(np.int64)
 

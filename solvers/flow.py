@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import combinations
 from typing import ClassVar
@@ -9,10 +10,13 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InfeasibleError
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, bound_at
 from kvalloc.problem.constraints import GroupCap
+from kvalloc.solvers._simplex import NetworkSimplex, nested
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
+
+METHODS = ("thresholds", "network_simplex")
 
 
 class Flow(Solver):
@@ -29,6 +33,18 @@ class Flow(Solver):
 
     The bound is that of prices: one for the capacity and one for each full cap.
 
+    Parameters
+    ----------
+    method : {"thresholds", "network_simplex"}
+        Network simplex solves the flow itself, of a few thousand options at a time. It takes
+        seconds, and is there to prove a second time what the thresholds decide. Of a target they
+        say how many bytes it takes; the prices of the flow within these prove it.
+
+    Raises
+    ------
+    InputError
+        If there is no such method.
+
     References
     ----------
     Federgruen, Groenevelt: The greedy procedure for resource allocation problems (1986).
@@ -43,6 +59,11 @@ class Flow(Solver):
     needs_concave: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
+    def __init__(self, method: str = "thresholds") -> None:
+        if method not in METHODS:
+            raise InputError(f"flow: method is {method!r}, expected one of {', '.join(METHODS)}")
+        self.method = method
+
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return True for concave curves of one cost step under nested caps."""
         crossing = _crossing([c for c in problem.constraints if isinstance(c, GroupCap)])
@@ -56,7 +77,7 @@ class Flow(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the optimum; the time limit is never needed.
+        """Return the optimum; only network simplex needs the time limit.
 
         Raises
         ------
@@ -73,6 +94,16 @@ class Flow(Solver):
                 nearest=nearest,
             )
         choice = greedy_choice(problem, limits)
+        if self.method == "network_simplex":
+            within, maximise = problem, problem.sense is Sense.MAX_VALUE
+            if not maximise:  # with one step less the flow has to miss the target
+                less = problem.cost(choice) - (problem.step_bytes or 0)
+                within = problem.with_capacity(max(problem.min_cost_bytes, less))
+            again = NetworkSimplex().solve(within, time_limit_seconds=time_limit_seconds)
+            bound = bound_at(problem, *again.prices)
+            choice = again.choice if maximise else choice
+            answer = Solution.of(problem, choice, bound=bound, prices=again.prices)
+            return dataclasses.replace(answer, detail=again.detail)
         prices = tree.prices(choice)
         return Solution.of(
             problem,
@@ -126,10 +157,7 @@ class _Tree:
         self.problem = problem
         self.limits = problem.last_options.copy()
         self.groups: list[_Group] = []
-        caps = [c for c in problem.constraints if isinstance(c, GroupCap)]
-        for place, cap in sorted(enumerate(caps), key=lambda cap: len(cap[1].units)):
-            if not cap.units:
-                continue
+        for place, cap in reversed(nested(problem)):
             units = np.unique(np.asarray(cap.units, dtype=np.int64))
             room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
             steps = max(0, room // (problem.step_bytes or 1))

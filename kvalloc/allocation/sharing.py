@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -253,21 +254,25 @@ class _Search:
         return float(problem.min_cost_bytes + grains * grain), enough
 
     def _best_path(self, worth: FloatArray, max_groups: int | None = None) -> list[int]:
-        """Return the segments of the cut with the largest net worth, by a longest path."""
-        n_layers = len(self.layers)
-        columns = 1 + (self.max_groups if max_groups is None else max_groups)
-        # net[i, j]: the largest worth of j segments that hold the first i layers; last[i, j]: the
-        # last of those segments.
-        net = np.full((n_layers + 1, columns), -np.inf)
-        net[0, 0] = 0.0
-        last = np.zeros(net.shape, dtype=np.int64)
+        """Return the segments of the cut with the largest net worth.
+
+        That is a shortest path in a directed acyclic graph. Its nodes are cut points with the
+        number of segments before them, and its arcs segments.
+        """
+        import networkx as nx
+
+        most, end_point = max_groups or self.max_groups, "cut"
+        graph = nx.DiGraph()
+        graph.add_node((0, 0))
         for number, (first, end) in enumerate(self.spans):  # by rising end
-            total = net[first, :-1] + worth[number]
-            better = total > net[end, 1:]
-            net[end, 1:][better] = total[better]
-            last[end, 1:][better] = number
-        place, count, path = n_layers, int(net[-1].argmax()), []
-        while place > 0:
-            path.append(int(last[place, count]))
-            place, count = self.spans[path[-1]][0], count - 1
-        return path[::-1]
+            for count in range(most):
+                if (first, count) in graph:
+                    graph.add_edge((first, count), (end, count + 1), weight=-worth[number])
+        graph.add_edges_from(
+            ((len(self.layers), count), end_point, {"weight": 0.0})
+            for count in range(1, most + 1)
+            if (len(self.layers), count) in graph
+        )
+        nodes = nx.bellman_ford_path(graph, (0, 0), end_point)[:-1]
+        places = [place for place, _ in nodes]
+        return [self.spans.index(span) for span in pairwise(places)]
