@@ -246,7 +246,7 @@ def test_a_document_that_waits_for_a_question_says_so(models, profiles, folder):
         ("--policy critical:alpha=7", "alpha is 7.0"),
         ("--policy cake:window=60", "they must agree"),
         ("--policy surrogate", "file is '', expected what"),
-        ("--policy surrogate:file=SCORES", "score profile, expected a surrogate"),
+        ("--policy surrogate:file=SCORES", "score profile, expected a fitted file or a surrogate"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(folder, generate, profiles, more, said):

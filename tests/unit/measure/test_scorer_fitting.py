@@ -209,7 +209,7 @@ def test_missing_and_other_files_are_refused(tmp_path):
     ):
         get_scorer("surrogate", file=str(tmp_path / "none"))
     (tmp_path / "text").write_text("no such thing")
-    with pytest.raises(ProfileFileError, match="not readable as safetensors"):
+    with pytest.raises(ProfileFileError, match="expected a fitted file or a surrogate"):
         get_scorer("surrogate", file=str(tmp_path / "text"))
 
 
