@@ -168,7 +168,10 @@ def test_control_characters_from_a_file_are_shown_escaped(tmp_path):
     assert "x\\x1b]0;y\\x07.json" in refused(tmp_path, "inspect", tmp_path / "x\x1b]0;y\x07.json")
 
 
-WANTED = "expected a score profile or a budget profile or an evaluation or a fitted file or a saved cache"
+WANTED = (
+    "expected a score profile or a budget profile or an evaluation or a fitted file or a saved "
+    "cache"
+)
 
 
 @pytest.mark.parametrize(
