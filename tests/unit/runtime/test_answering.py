@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import runtime_oracle as tiny
 import torch
+from prompt_runs import run
 from transformers import DynamicCache
 
 import kvalloc
@@ -15,17 +16,12 @@ from kvalloc.runtime import answer
 CONTEXT, NEW = 90, 6
 
 
-def read(model: Any, cache: Any, ids: torch.Tensor) -> Any:
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    return cache
-
-
 @pytest.fixture
 def filled(model: Any) -> Any:
     """A model, and a cache that has read a text."""
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4))
-    return model, read(model, cache, tiny.prompt(CONTEXT))
+    run(model, tiny.prompt(CONTEXT), cache)
+    return model, cache
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -35,7 +31,8 @@ def test_each_question_finds_the_text_as_it_was_read(family: str, level: str) ->
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     profile = tiny.by_head(profile) if level == "head" else profile
     ids = tiny.prompt(CONTEXT)
-    cache = read(model, kvalloc.make_cache(model, profile), ids)
+    cache = kvalloc.make_cache(model, profile)
+    run(model, ids, cache)
     stored, oracle_kept = cache.retained_bytes, tiny.kept_of(cache)
     for tokens in (1, 5, 2, 5):
         question = tiny.prompt(tokens, seed=tokens)
@@ -67,7 +64,8 @@ def test_a_repetition_penalty_of_the_model_holds_as_in_generate() -> None:
 def test_a_conversation_is_the_whole_text_in_one_piece() -> None:
     model = tiny.tiny_model()
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
-    cache = read(model, DynamicCache(config=model.config), ids)
+    cache = DynamicCache(config=model.config)
+    run(model, ids, cache)
     first = list(answer(model, cache, question, max_new_tokens=NEW, keep=True))
     second = list(answer(model, cache, [first[-1], *question], max_new_tokens=NEW, keep=True))
     whole = torch.cat([ids, torch.tensor([[*question, *first, *question]])], dim=1)

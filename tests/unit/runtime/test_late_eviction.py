@@ -28,10 +28,6 @@ def late(model: Any, level: str = "head", tokens: int = AWAITED, **changes: Any)
     return profile.replace(**changes)
 
 
-def plain(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -40,7 +36,11 @@ def test_it_is_the_full_cache_until_enough_has_followed(
 ) -> None:
     model = tiny.tiny_model(family, dtype=dtype)
     profile = late(model, level)
-    cache, full, ids = make_cache(model, profile), plain(model), tiny.prompt(CONTEXT, 2)
+    cache, full, ids = (
+        make_cache(model, profile),
+        DynamicCache(config=model.config),
+        tiny.prompt(CONTEXT, 2),
+    )
     assert cache.state is State.ARRIVING
     layers = list(profile.shape.full_layers)
     for number in range(AWAITED + 1):
@@ -66,7 +66,7 @@ def test_a_question_in_one_piece_counts_and_its_end_votes(model: Any) -> None:
         whole, parts, full = (
             make_cache(model, profile),
             late(model, tokens=tokens),
-            plain(model),
+            DynamicCache(config=model.config),
         )
         run(model, ids, whole)
         run(model, ids, full)

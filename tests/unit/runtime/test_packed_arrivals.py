@@ -16,23 +16,12 @@ import runtime_oracle as tiny
 import torch
 from other_attention import attention_on_cpu
 from prompt_runs import run
+from runtime_cells import widths
 
 from kvalloc.accounting.costs import WIDTHS, head_bytes
 from kvalloc.runtime import make_cache
 
 CONTEXT = 150
-
-
-def bits_profile(model: Any, level: str = "head", share: float = 0.5, **changes: Any) -> Any:
-    """Widths 8, 4, 16, 8 layer by layer; at head level two in each layer."""
-    profile = tiny.make_profile(model, CONTEXT, share, **changes)
-    profile = tiny.by_head(profile, spread=40) if level == "head" else profile
-    bits = np.full_like(profile.budgets, 16)
-    for place, layer in enumerate(profile.shape.full_layers):
-        bits[layer] = (8, 4, 16, 8)[place % 4]
-        if level == "head":
-            bits[layer, 1] = (4, 16, 16, 8)[place % 4]
-    return profile.replace(bits=bits)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -140,8 +129,8 @@ def check_random_model(draw: random.Random, attention: str) -> None:
 @pytest.mark.parametrize("policy", ["merge", "attention_matching", "critical", "nacl"])
 def test_policies_decide_and_merge_before_anything_is_rounded(policy: str) -> None:
     model = tiny.tiny_model()
-    profile = bits_profile(model)
-    plain = profile.replace(bits=None)
+    plain = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5), spread=40)
+    profile = plain.replace(bits=widths(plain, "mixed_bits", by_head=True))
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
     caches = [make_cache(model, each, policy=policy) for each in (profile, plain)]
     for cache in caches:

@@ -13,16 +13,15 @@ import scorer_oracle
 import torch
 import transformers
 from prompt_runs import AT_ONCE, policy, run
+from runtime_cells import COMBINING
 from scorer_oracle import SCORERS, make_states
 
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
-    EvictionPolicy,
     changed_policy,
     get_policy,
-    policy_class,
     policy_names,
 )
 from kvalloc.scorers.projected_values import projected_value_norms
@@ -201,10 +200,6 @@ def test_nacl_proxies_beyond_the_prompt_are_refused() -> None:
 CONTEXT = 120
 
 
-def merging(name: str) -> bool:
-    return name in policy_names() and policy_class(name).combine is not EvictionPolicy.combine
-
-
 @pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
 def test_chunks_keep_the_same_entries(name: str) -> None:
     """As long as nothing has to go before the last chunk."""
@@ -215,7 +210,7 @@ def test_chunks_keep_the_same_entries(name: str) -> None:
         whole = make_cache(model, profile, policy=name)
         in_chunks = make_cache(model, profile, policy=name, prompt_tokens=CONTEXT)
         run(model, ids, whole)
-        if merging(name) and not in_chunks._prompt.plan.policy.holds:
+        if name in COMBINING and not in_chunks._prompt.plan.policy.holds:
             with pytest.raises(UnsupportedRequestError, match="in one piece"):
                 run(model, ids[:, :50], in_chunks)
             continue

@@ -111,100 +111,89 @@ def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen
 # The table, row by row
 
 
-@dataclasses.dataclass
-class At:
-    """What a case is made of."""
-
-    model: Any
-
-    def of(self, model: Any) -> At:
-        """The same with another model, or a tiny one of this family."""
-        model = tiny.tiny_model(model) if isinstance(model, str) else model
-        return At(model)
-
-    def profile(self, budgets: Any = 0.3, **options: Any) -> Any:
-        return tiny.make_profile(self.model, CONTEXT, budgets, **options)
+def profile_of(model: Any, budgets: Any = 0.3, **options: Any) -> Any:
+    return tiny.make_profile(model, CONTEXT, budgets, **options)
 
 
-def read(at: At, rows: int = 1, **changes: Any) -> Any:
+def read(model: Any, rows: int = 1, **changes: Any) -> Any:
     """A cache that has read a prompt."""
     scorer = changes.pop("scorer", "xkv")
-    cache = make_cache(at.model, at.profile(scorer=scorer), **changes)
+    cache = make_cache(model, profile_of(model, scorer=scorer), **changes)
     with torch.no_grad():
-        at.model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
+        model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
     return cache
 
 
-def forward(at: At, cache: Any = None, **arguments: Any) -> None:
+def forward(model: Any, cache: Any = None, **arguments: Any) -> None:
     """A forward of which nothing is stored where it is refused."""
-    cache = made(at) if cache is None else cache
+    cache = made(model) if cache is None else cache
     arguments, stored = {"input_ids": tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
     try:
         with torch.no_grad():
-            at.model(past_key_values=cache, **arguments)
+            model(past_key_values=cache, **arguments)
     except KVAllocError:
         assert cache.retained_bytes == stored
         raise
 
 
-def masked(at: At, mask: torch.Tensor) -> None:
-    forward(at, read(at), input_ids=tiny.prompt(2), attention_mask=mask)
+def masked(model: Any, mask: torch.Tensor) -> None:
+    forward(model, read(model), input_ids=tiny.prompt(2), attention_mask=mask)
 
 
-def one_hidden(at: At) -> None:
+def one_hidden(model: Any) -> None:
     mask = torch.ones(1, CONTEXT + 2)
     mask[0, 5] = 0
-    masked(at, mask)
+    masked(model, mask)
 
 
-def made_for(at: At, budgets: Any = 0.3, **shape: Any) -> None:
+def made_for(model: Any, budgets: Any = 0.3, **shape: Any) -> None:
     """A cache by the profile of a model of another shape."""
-    profile = at.profile(budgets)
+    profile = profile_of(model, budgets)
     other = dataclasses.replace(profile.shape, **shape)
     table = np.repeat(profile.budgets[:, :1], other.n_kv_heads, axis=1)
     profile = profile.replace(shape=other, budgets=table)
-    make_cache(at.model, profile, allow_other_model="model_id" not in shape)
+    make_cache(model, profile, allow_other_model="model_id" not in shape)
 
 
-def full_layers_for_sliding(at: At) -> None:
-    at = at.of("gemma3")
-    shape = tiny.shape_of(at.model, layer_types=("full",) * 4, sliding_window=None)
-    make_cache(at.model, at.profile(shape=shape))
+def full_layers_for_sliding(model: Any) -> None:
+    model = tiny.tiny_model("gemma3")
+    shape = tiny.shape_of(model, layer_types=("full",) * 4, sliding_window=None)
+    make_cache(model, profile_of(model, shape=shape))
 
 
-def unfit(at: At, budgets: Any = 0.3, **parameters: int) -> None:
-    make_cache(at.model, at.profile(budgets, parameters=parameters))
+def unfit(model: Any, budgets: Any = 0.3, **parameters: int) -> None:
+    make_cache(model, profile_of(model, budgets, parameters=parameters))
 
 
-def compiled_later(at: At) -> None:
+def compiled_later(model: Any) -> None:
     """The model itself goes on with the cache that was refused to the compiled one."""
-    cache = made(at)
+    cache = made(model)
     try:
-        forward(at.of(torch.compile(at.model, backend="eager")), cache)
+        forward(torch.compile(model, backend="eager"), cache)
     finally:
-        forward(at, cache)
+        forward(model, cache)
         assert cache.reduced
 
 
-def beside(at: At, other: Any, scorer: str = "xkv", **options: Any) -> None:
+def beside(model: Any, other: Any, scorer: str = "xkv", **options: Any) -> None:
     """Every second head has another policy."""
-    profile = at.profile(scorer=scorer, level="head")
-    table = by_head(at)["unit_policies"]
+    profile = profile_of(model, scorer=scorer, level="head")
+    table = by_head(model)["unit_policies"]
     policy = changed_policy(profile.policy, other) if isinstance(other, str) else other
     others = (policy.replace(label="other"),)
-    make_cache(at.model, profile.replace(unit_policies=table, other_policies=others), **options)
+    make_cache(model, profile.replace(unit_policies=table, other_policies=others), **options)
 
 
-def at_peak(at: At, **changes: Any) -> Any:
+def at_peak(model: Any, **changes: Any) -> Any:
     """A profile that was decided for a memory."""
     asked = {"target": "memory", "value": 10**6}
-    return at.profile().replace(requested=asked, **changes)
+    return profile_of(model).replace(requested=asked, **changes)
 
 
-def cropped_into_prompt(at: At) -> None:
-    cache = made(at, at.profile([CONTEXT, 20, 20, 20]))
+def cropped_into_prompt(model: Any) -> None:
+    cache = made(model, profile_of(model, [CONTEXT, 20, 20, 20]))
     for tokens in (CONTEXT, 2):
-        forward(at, cache, input_ids=tiny.prompt(tokens))
+        forward(model, cache, input_ids=tiny.prompt(tokens))
     stored = cache.kept_tokens
     try:
         cache.crop(-3)
@@ -212,137 +201,133 @@ def cropped_into_prompt(at: At) -> None:
         assert (cache.kept_tokens == stored).all()
 
 
-def beyond_announced(at: At) -> None:
-    cache = made(at, prompt_tokens=CONTEXT)
-    forward(at, cache, input_ids=tiny.prompt(40))
-    forward(at, cache, input_ids=tiny.prompt(21))
+def beyond_announced(model: Any) -> None:
+    cache = made(model, prompt_tokens=CONTEXT)
+    forward(model, cache, input_ids=tiny.prompt(40))
+    forward(model, cache, input_ids=tiny.prompt(21))
 
 
-def shared(at: At, **changes: Any) -> Any:
-    profile = at.profile([30, 30, 20, 20], scorer="lookahead")
+def shared(model: Any, **changes: Any) -> Any:
+    profile = profile_of(model, [30, 30, 20, 20], scorer="lookahead")
     return profile.replace(share_groups=((2, 3),), **changes)
 
 
-def by_head(at: At, scorer: str = "h2o") -> dict[str, Any]:
-    other = at.profile(scorer=scorer).policy.replace(label="other")
-    table = np.arange(at.model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
+def by_head(model: Any, scorer: str = "h2o") -> dict[str, Any]:
+    other = profile_of(model, scorer=scorer).policy.replace(label="other")
+    table = np.arange(model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
     return {"unit_policies": table, "other_policies": (other,)}
 
 
-def generated(at: At, **options: Any) -> None:
+def generated(model: Any, **options: Any) -> None:
     """Refused before anything runs."""
     ran: list[int] = []
-    at.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
-        with kvalloc.apply(at.model, at.profile()):
-            at.model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+        with kvalloc.apply(model, profile_of(model)):
+            model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
     finally:
         assert not ran
 
 
-def configured(at: At, **settings: Any) -> None:
+def configured(model: Any, **settings: Any) -> None:
     for name, value in settings.items():
-        setattr(at.model.generation_config, name, value)
-    kvalloc.apply(at.model, profile := at.profile())
-    make_cache(at.model, profile)
+        setattr(model.generation_config, name, value)
+    kvalloc.apply(model, profile := profile_of(model))
+    make_cache(model, profile)
 
 
-def of_the_oldest(at: At) -> None:
-    cache = made(at.of("gemma3"))
+def of_the_oldest(model: Any) -> None:
+    cache = made(tiny.tiny_model("gemma3"))
     for layer in cache.layers:
         vars(layer).pop("record_past", None)
     cache.activate_past_recording(CONTEXT)
 
 
-def trained(at: At) -> None:
+def trained(model: Any) -> None:
     """In evaluation the same cache is filled."""
-    at.model.gradient_checkpointing_enable()
-    cache = made(at)
+    model.gradient_checkpointing_enable()
+    cache = made(model)
     try:
-        forward(at.of(at.model.train()), cache)
+        forward(model.train(), cache)
     finally:
-        forward(at.of(at.model.eval()), cache)
+        forward(model.eval(), cache)
         assert cache.reduced
 
 
-def unranked(at: At) -> None:
+def unranked(model: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
-        make_cache(at.model, shared(at))
+        make_cache(model, shared(model))
 
 
-def own_attention(at: At) -> None:
+def own_attention(model: Any) -> None:
     """An implementation of the user's own, whose masks could be of any kind."""
     AttentionInterface.register("mine", sdpa_attention_forward)
-    at.model.set_attn_implementation("mine")
-    forward(at)
+    model.set_attn_implementation("mine")
+    forward(model)
 
 
-def made(at: At, profile: Any = None, **options: Any) -> Any:
-    profile = at.profile() if profile is None else profile
-    return make_cache(at.model, profile, **options)
+def made(model: Any, profile: Any = None, **options: Any) -> Any:
+    profile = profile_of(model) if profile is None else profile
+    return make_cache(model, profile, **options)
 
 
-def of_scorer(at: At, scorer: str, **options: Any) -> Any:
-    return made(at, at.profile(scorer=scorer), **options)
-
-
-def four_bits(at: At) -> Any:
-    profile = at.profile()
+def four_bits(model: Any) -> Any:
+    profile = profile_of(model)
     profile = profile.replace(bits=np.full_like(profile.budgets, 4))
-    return made(at, profile, policy="mpcache")
+    return made(model, profile, policy="mpcache")
 
 
-def crop_a_part(at: At) -> None:
-    cache = made(at, prompt_tokens=CONTEXT)
-    forward(at, cache, input_ids=tiny.prompt(20))
+def crop_a_part(model: Any) -> None:
+    cache = made(model, prompt_tokens=CONTEXT)
+    forward(model, cache, input_ids=tiny.prompt(20))
     cache.crop(-1)
 
 
-def uneven(at: At) -> None:
-    profile = tiny.by_head(at.profile())
-    forward(at, make_cache(at.model, profile, policy="mpcache"))
+def uneven(model: Any) -> None:
+    profile = tiny.by_head(profile_of(model))
+    forward(model, make_cache(model, profile, policy="mpcache"))
 
 
-def too_few(at: At) -> None:
+def too_few(model: Any) -> None:
     kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
     refusals.check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
 
 
-def of_heads(at: At) -> Any:
-    profile = at.profile(level="head")
-    return profile.replace(**by_head(at))
+def of_heads(model: Any) -> Any:
+    profile = profile_of(model, level="head")
+    return profile.replace(**by_head(model))
 
 
-def adding_up(at: At) -> None:
+def adding_up(model: Any) -> None:
     """In one piece it works."""
-    forward(at, made(at, of_heads(at)))
-    cache = made(at, of_heads(at), prompt_tokens=CONTEXT)
-    forward(at, cache, input_ids=tiny.prompt(20))
+    forward(model, made(model, of_heads(model)))
+    cache = made(model, of_heads(model), prompt_tokens=CONTEXT)
+    forward(model, cache, input_ids=tiny.prompt(20))
 
 
-def chunk_of_undecided(at: At) -> None:
+def chunk_of_undecided(model: Any) -> None:
     cache = build_cache(
-        at.model,
-        at.profile(),
+        model,
+        profile_of(model),
         CacheOptions(),
         prompt_tokens=CONTEXT,
         decide=lambda decoder, rows: [],
     )
-    forward(at, cache, input_ids=tiny.prompt(20))
+    forward(model, cache, input_ids=tiny.prompt(20))
 
 
-def without_its_model(at: At) -> None:
-    cache = read(at)
+def without_its_model(model: Any) -> None:
+    cache = read(model)
     cache.decoder = lambda: None
     cache.save("c.kv")
 
 
-def loaded_for(at: At, change: Callable[[Any], Any]) -> None:
+def loaded_for(model: Any, change: Callable[[Any], Any]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "c.kv"
-        read(at).save(path)
-        kvalloc.load_cache(path, change(copy.deepcopy(at.model)))
+        read(model).save(path)
+        kvalloc.load_cache(path, change(copy.deepcopy(model)))
 
 
 def retrained(model: Any) -> Any:
@@ -351,30 +336,30 @@ def retrained(model: Any) -> Any:
     return model
 
 
-def given_to_other(at: At) -> None:
+def given_to_other(model: Any) -> None:
     """Which has the hooks because of a cache of its own."""
-    other = at.of("llama")
+    other = tiny.tiny_model("llama")
     own = made(other)
-    forward(other, read(at))
+    forward(other, read(model))
     del own
 
 
-def other_tokens(at: At) -> None:
+def other_tokens(model: Any) -> None:
     """What `generate` is given begins with other tokens than it read before."""
     ids = tiny.prompt(CONTEXT)
-    with kvalloc.apply(at.model, at.profile()) as applied:
-        at.model.generate(ids, max_new_tokens=1, do_sample=False)
+    with kvalloc.apply(model, profile_of(model)) as applied:
+        model.generate(ids, max_new_tokens=1, do_sample=False)
         ids[0, 3] += 1
         more = torch.cat([ids, ids], dim=1)
-        at.model.generate(more, past_key_values=applied.last_cache, max_new_tokens=1)
+        model.generate(more, past_key_values=applied.last_cache, max_new_tokens=1)
 
 
-def asked(at: At, ids: Any, rows: int = 1, **options: Any) -> None:
+def asked(model: Any, ids: Any, rows: int = 1, **options: Any) -> None:
     """Refused before anything runs."""
-    cache, ran = read(at, rows), list[int]()
-    at.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    cache, ran = read(model, rows), list[int]()
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
-        answer(at.model, cache, ids, **options)
+        answer(model, cache, ids, **options)
     finally:
         assert not ran
 
@@ -382,37 +367,37 @@ def asked(at: At, ids: Any, rows: int = 1, **options: Any) -> None:
 CASES: dict[str, tuple[Callable[..., object], str]] = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
     "shared_by_policies": (
-        lambda at: make_cache(at.model, shared(at, **by_head(at), level="head")),
+        lambda model: make_cache(model, shared(model, **by_head(model), level="head")),
         "layers 2-3 keep the same entries, but heads have different policies",
     ),
     "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
     "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
     "bounded_shared": (
-        lambda at: make_cache(at.model, shared(at), bounded=True),
+        lambda model: make_cache(model, shared(model), bounded=True),
         "layers 2-3 keep the same entries, which choose once; leave out bounded",
     ),
     "beyond_memory": (
-        lambda at: make_cache(at.model, at_peak(at), policy="reconstruction"),
+        lambda model: make_cache(model, at_peak(model), policy="reconstruction"),
         "decided for memory at its peak, and here the policy score takes more",
     ),
     "rounded_beyond_memory": (
-        lambda at: forward(
-            at,
-            make_cache(at.model, at_peak(at, bits=np.full((4, 2), 8)), prompt_tokens=CONTEXT + 1),
+        lambda model: forward(
+            model,
+            make_cache(model, at_peak(model, bits=np.full((4, 2), 8)), prompt_tokens=CONTEXT + 1),
         ),
         "nothing is rounded before the last one; send it in one piece",
     ),
     "assisted": (partial(generated, use_mtp=True), "leave them out, or take prompt_lookup"),
     "drafts_unannounced": (
-        lambda at: made(at).activate_past_recording(),
+        lambda model: made(model).activate_past_recording(),
         "say how long the prompt is.*prompt_tokens",
     ),
     "drafts_slide_out": (of_the_oldest, "takes back no drafts from sliding-window layers"),
     "drafts_read_all": (
-        lambda at: read(at, policy="mpcache").activate_past_recording(),
+        lambda model: read(model, policy="mpcache").activate_past_recording(),
         "the policy mpcache leaves entries unread",
     ),
-    "offloaded": (lambda at: read(at).offload(0), "cannot be offloaded"),
+    "offloaded": (lambda model: read(model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
     "compiled": (partial(configured, compile_config=CompileConfig()), r"without torch\.compile"),
     "unused": (partial(forward, use_cache=False), "use_cache=False"),
@@ -421,13 +406,13 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "checkpointed": (trained, "gradient checkpointing"),
     "attention": (own_attention, "flash and flex attention, not on mine"),
     "other_batch": (
-        lambda at: forward(at, read(at, 2), input_ids=tiny.prompt(1, 3)),
+        lambda model: forward(model, read(model, 2), input_ids=tiny.prompt(1, 3)),
         "a batch of 2, but this input has one of 3",
     ),
     "merges_chunks": (
-        lambda at: forward(
-            at,
-            made(at, policy="merge", prompt_tokens=CONTEXT),
+        lambda model: forward(
+            model,
+            made(model, policy="merge", prompt_tokens=CONTEXT),
             input_ids=tiny.prompt(20),
         ),
         "policy merge merges entries.*in one piece",
@@ -436,37 +421,37 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "reads_unevenly": (uneven, "policy mpcache leaves entries unread"),
     "crop_amid_prompt": (crop_a_part, "before the prompt is complete"),
     "crop_into_held": (
-        lambda at: read(at, scorer="lookahead").crop(-1),
+        lambda model: read(model, scorer="lookahead").crop(-1),
         f"a prompt of {CONTEXT} tokens that is held",
     ),
-    "prompt_begun": (lambda at: read(at).prefill().__enter__(), "has seen one already"),
+    "prompt_begun": (lambda model: read(model).prefill().__enter__(), "has seen one already"),
     "decided_after": (
-        lambda at: read(at).decide({"input_ids": tiny.prompt(CONTEXT)}),
+        lambda model: read(model).decide({"input_ids": tiny.prompt(CONTEXT)}),
         "holds one already",
     ),
     "decides_from_chunk": (chunk_of_undecided, "only a chunk of it has come"),
-    "crop_slid_out": (lambda at: read(at.of("gemma3")).crop(-1), "already dropped"),
-    "saved_incomplete": (lambda at: made(at).save("c.kv"), "nothing to save"),
+    "crop_slid_out": (lambda model: read(tiny.tiny_model("gemma3")).crop(-1), "already dropped"),
+    "saved_incomplete": (lambda model: made(model).save("c.kv"), "nothing to save"),
     "saved_held": (
-        lambda at: read(at, scorer="lookahead").save("c.kv"),
+        lambda model: read(model, scorer="lookahead").save("c.kv"),
         r"until \d+ more tokens have followed it.*cache\.evict",
     ),
     "saved_in_groups": (
-        lambda at: GroupedCache([((0,), made(at))]).save("c.kv"),
+        lambda model: GroupedCache([((0,), made(model))]).save("c.kv"),
         "kept in 1 different ways",
     ),
     "saved_without_model": (without_its_model, "while its model is loaded"),
-    "decided_in_file": (lambda at: loading._decided_before(at.model, []), "not in the file"),
-    "pickled": (lambda at: pickle.dumps(read(at)), r"cache\.save"),
+    "decided_in_file": (lambda model: loading._decided_before(model, []), "not in the file"),
+    "pickled": (lambda model: pickle.dumps(read(model)), r"cache\.save"),
     "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
     "on_or_off": (partial(made, bounded=0.5), "bounded is 0.5, expected"),
     "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
     "no_policy": (partial(made, policy=3), "policy is 3"),
     "kept_by_sliding": (
-        lambda at: read(at.of("gemma3")).kept_indices(0),
+        lambda model: read(tiny.tiny_model("gemma3")).kept_indices(0),
         "layer 0 is a sliding-window layer",
     ),
-    "kept_of_nothing": (lambda at: made(at).kept_indices(0), "no prompt yet"),
+    "kept_of_nothing": (lambda model: made(model).kept_indices(0), "no prompt yet"),
     "asked_in_rows": (partial(asked, ids=torch.ones(2, 3)), "this one has 2"),
     "asked_nothing": (partial(asked, ids=[]), "ask something"),
     "answers_nothing": (partial(asked, ids=[1], max_new_tokens=0), "an answer of 0 tokens"),
@@ -477,20 +462,20 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "other_tokens": (other_tokens, f"token 3 of these .* its {CONTEXT} tokens are another text"),
     "turn_of_nothing": (
-        lambda at: forward(at, read(at), input_ids=tiny.prompt(0)),
+        lambda model: forward(model, read(model), input_ids=tiny.prompt(0)),
         f"no tokens: .* has seen {CONTEXT} already",
     ),
     "turn_beyond": (
-        lambda at: forward(at, read(at), input_ids=tiny.prompt(1000)),
+        lambda model: forward(model, read(model), input_ids=tiny.prompt(1000)),
         f"{CONTEXT} tokens in the cache and 1000 that follow are beyond the 1024 tokens",
     ),
     "given_to_other": (given_to_other, "another LlamaForCausalLM object than the LlamaModel"),
     "outside_forward": (
-        lambda at: read(at).update(*torch.zeros(2, 1, 2, 1, 16), 0),
+        lambda model: read(model).update(*torch.zeros(2, 1, 2, 1, 16), 0),
         "only inside a forward of the LlamaForCausalLM object",
     ),
     "asked_by_other": (
-        lambda at: answer(tiny.tiny_model(), read(at), [1]),
+        lambda model: answer(tiny.tiny_model(), read(model), [1]),
         "another LlamaForCausalLM object than the one that is asked",
     ),
     "other_dtype": (
@@ -512,8 +497,8 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
     ("compiled", partial(generated, compile_config=CompileConfig()), "torch.compile"),
     ("compiled", compiled_later, r"torch\.compile"),
     ("weights", partial(generated, output_attentions=True), "output_attentions"),
-    ("pickled", lambda at: copy.copy(read(at)), r"cache\.save"),
-    ("pickled", lambda at: torch.save(read(at), io.BytesIO()), r"cache\.save"),
+    ("pickled", lambda model: copy.copy(read(model)), r"cache\.save"),
+    ("pickled", lambda model: torch.save(read(model), io.BytesIO()), r"cache\.save"),
     (ModelMismatchError, partial(made_for, model_id="org/giant"), "org/giant.*tiny"),
     (ModelMismatchError, partial(made_for, head_dim=64), "head_dim 64"),
     (ModelMismatchError, partial(made_for, n_kv_heads=4), "heads"),
@@ -562,7 +547,7 @@ def test_what_cannot_work_is_refused_in_one_line(
     table = refusals.REFUSALS
     error = next(kind for kind in table if row in (kind, *table[kind]))
     with pytest.raises(error, match=match) as caught:
-        do(At(model))
+        do(model)
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
     first = "" if row is error else table[error][row].split("{")[0]
