@@ -13,6 +13,7 @@ from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import pose, problem_of
 from kvalloc.allocation.request import Request
+from kvalloc.allocation.sensitivity import limits_of
 from kvalloc.allocation.verification import DUAL, price_at, prove, solve_problem
 from kvalloc.errors import SolverError
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
@@ -308,6 +309,12 @@ def _proof_checks(
     if ended == Termination.OPTIMAL.value:
         gap = f"a gap of {gap_text(relative_gap(objective, stated))}"
         checks.append(Check("ended", ended, ended if closed else gap, closed))
+    if profile.limits:
+        again = limits_of(problem, choice, proof.prices or (proof.multiplier,))
+        wrong = [one for one, other in zip(profile.limits, again, strict=False) if one != other]
+        same = len(again) == len(profile.limits) and not wrong
+        stated_limit = wrong[0].name if wrong else f"{len(profile.limits)} limits"
+        checks.append(Check("limits", stated_limit, "as stated" if same else "another", same))
     if profile.value_per_mib is not None:
         is_optimal = ended == Termination.OPTIMAL.value
         price = price_at(problem, choice, is_optimal, proof.multiplier, proof.prices)

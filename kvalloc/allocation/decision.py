@@ -18,6 +18,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose, problem_of
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.allocation.sensitivity import limits_of
 from kvalloc.allocation.verification import (
     DUAL,
     CheckedSolution,
@@ -358,6 +359,7 @@ def to_budget_profile(
         grouping_bound=posed.grouping_bound,
         value_per_mib=None if price is None else price.value_per_mib,
         price_source="" if price is None else price.source,
+        limits=() if price is None else limits_of(problem, checked.choice, checked.dual_prices),
         **outcome(posed, checked.choice, checked.value),
         **other_cost,
         score_digest=scores.digest,

@@ -71,6 +71,11 @@ class CheckedSolution(Solution):
     seconds: float
 
     @property
+    def dual_prices(self) -> tuple[float, ...]:
+        """Prices of the dual: of the capacity, and of the caps where they are known."""
+        return self.prices or (() if self.multiplier is None else (self.multiplier,))
+
+    @property
     def gap(self) -> float | None:
         """Relative distance between objective and bound."""
         return relative_gap(self.objective, self.bound)

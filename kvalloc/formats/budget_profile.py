@@ -94,6 +94,37 @@ class MeasuredLoss(Record):
     """All decisions that were measured, this one among them."""
 
 
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Limit(Record):
+    """A limit beside the goal, as the decision uses it."""
+
+    NAME: ClassVar[str] = "limit"
+
+    name: str
+    """The capacity, a cap, or the number of different budgets."""
+
+    used: _Size
+    """What the decision takes of it: bytes, or budgets."""
+
+    most: _Size
+    """What it allows."""
+
+    binds: bool
+    """Whether nothing more fits, though more could be had."""
+
+    value_per_mib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """What one more MiB of it would add to the value, in the dual; None if unknown."""
+
+    holds_from: _Size | None = None
+    """Smallest size in bytes at which that price is within a tenth of the best one, all other
+    prices being as they are; None without a price."""
+
+    holds_to: _Size | None = None
+    """Largest such size."""
+
+
 class BudgetProfile(JsonRecord):
     """How many entries each layer and KV head keeps after prefill.
 
@@ -199,6 +230,9 @@ class BudgetProfile(JsonRecord):
     price_source: str = ""
     """Where that comes from: the next entry, the dual, or solving again with a little more; or why
     it was not computed."""
+
+    limits: tuple[Limit, ...] = ()
+    """Which limits bind, what each is worth, and where its price holds; empty if not computed."""
 
     grouping_bound: float | None = None
     """Where the groups were chosen: no budgets of any grouping are better than this."""

@@ -259,6 +259,7 @@ _UNDECIDED: dict[str, Any] = {
             "termination",
             "value_per_mib",
             "price_source",
+            "limits",
             "grouping_bound",
             "requested",
             "retention",

@@ -19,7 +19,7 @@ from kvalloc.report.terminal import number_text
 from kvalloc.units import duration, gap_text, share_text, size
 
 if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.formats.budget_profile import BudgetProfile, Limit, Policy
     from kvalloc.formats.evaluation import Evaluation
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.shape import ModelShape
@@ -57,6 +57,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "objective": objective_text(decided.objective, decided),
         "bound": _bound_text(decided),
         "price": _price_text(decided),
+        "limits": "; ".join(_limit_text(one, decided) for one in decided.limits),
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({decided.share:.1%})",
         "bits": bits_text(decided),
         "cost": _cost_text(decided),
@@ -228,6 +229,23 @@ def _bound_text(decided: BudgetProfile) -> str:
         return text
     gap = gap_text(relative_gap(decided.objective, over_all))
     return f"{text}; bound over all groupings {objective_text(over_all, decided)}, gap {gap}"
+
+
+def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
+    """Return whether a limit binds, what a little more of it is worth, and where that holds."""
+    written = str if limit.value_per_mib is None and limit.name.endswith("budgets") else size
+    text = f"{limit.name} {'binds' if limit.binds else 'does not bind'}"
+    text += f" ({written(limit.used)} of {written(limit.most)})"
+    if not limit.value_per_mib:
+        return text
+    amount = small_amount(limit.used)
+    gained = limit.value_per_mib * amount / 2**20
+    is_loss = decided.requested.get("objective") == "loss"
+    worth = f"{gained:.3g} nats" if is_loss else f"{100 * gained:+.3g}%"
+    text += f", {size(amount)} more are worth {worth}"
+    if limit.holds_from is not None and limit.holds_to is not None:
+        text += f", within a tenth from {size(limit.holds_from)} to {size(limit.holds_to)}"
+    return text
 
 
 def _price_text(decided: BudgetProfile) -> str:

@@ -115,8 +115,9 @@ def test_a_certificate_on_a_solver_s_word_is_no_pass_for_a_script(tmp_path):
 READ = "for each generated token"
 DECIDED = [
     # scores, what is asked, words of solve, verify and inspect
-    ("scores", "--budget 40% --cap 0=300B --cap 0-1=900B", ["layers 0-1 within 900B"],
-     ["cap of layers 0-1"], []),
+    ("scores", "--budget 40% --cap 0=300B --cap 0-1=900B",
+     ["layers 0-1 within 900B", "cap of layer 0 binds (", "more are worth"],
+     ["cap of layers 0-1", "limits"], ["cap of layer 0 binds ("]),
     ("scores", "--budget 40% --max-distinct 2", [], [], []),
     ("scores", "--budget 40% --max-tokens 15", [], [], []),
     ("scores", "--budget 40% --level head --equal-heads", [], [], []),
