@@ -26,8 +26,8 @@ def limits_of(
     problem : AllocationProblem
     choice : ndarray of int64, (n_units,)
     prices : tuple of float
-        Value of a byte of the capacity (or for the target), then of each cap, in the dual; caps
-        without one have no price here.
+        Value of a byte of the capacity (or for the target), then of each cap, in the dual. Where
+        some are missing, or other limits are there, none is stated.
 
     Returns
     -------
@@ -35,7 +35,9 @@ def limits_of(
         The capacity, each cap, and the number of different budgets, where there are such limits.
     """
     caps = [one for one in problem.constraints if isinstance(one, GroupCap)]
-    known = prices if problem.aggregate is Aggregate.SUM else ()
+    # Prices of a dual that leaves limits out are no prices under them.
+    priced = problem.aggregate is Aggregate.SUM and len(caps) == len(problem.constraints)
+    known = prices if priced and len(prices) == 1 + len(caps) else ()
     of_cap = known[1:] or (None,) * len(caps)
     at = np.full(problem.n_units, known[0] if known else 0.0)
     for cap, price in zip(caps, of_cap, strict=True):

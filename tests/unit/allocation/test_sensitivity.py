@@ -112,6 +112,8 @@ def test_limits_are_stated_shown_and_verified(
     profile.save(tmp_path / "p.json")
     assert BudgetProfile.load(tmp_path / "p.json").limits == profile.limits
     assert all(check.passed for check in verify(profile, scores))
+    if "max_distinct" in asked:  # a dual that leaves a limit out has no price under it
+        assert [limit.value_per_mib for limit in profile.limits] == [None, None]
     first = profile.limits[0]
     forged = first.replace(value_per_mib=2 * (first.value_per_mib or 1.0))
     lying = profile.replace(limits=(forged, *profile.limits[1:]))
