@@ -81,7 +81,7 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
     dual = None if problem.aggregate is Aggregate.SUM else dual_bound(problem)
     choice, spacing = problem.last_options // 2, int(problem.last_options.max() + 1) // 2
     answer: Solution | None = None
-    bounds: list[tuple[float | None, tuple[float, ...]]] = []
+    prices: list[tuple[float, ...]] = []
     while answer is None or (spacing > 1 and time.monotonic() < deadline):
         steps = _steps(problem, choice, spacing, solver.sizes(problem)[1])
         columns, counts = _columns(problem, choice, steps)
@@ -111,23 +111,22 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         improved = known is not None and problem.is_better(answer.objective, known.objective)
         if not (improved and ends.any()):
             spacing = finer
-        if dual is not None:
-            bounds.append((dual.bound, answer.prices))
-        elif answer.prices:
-            bounds.append((bound_at(problem, *answer.prices), answer.prices))
+        prices.append(answer.prices)
     others = rule_choices(problem) + ([] if dual is None else [dual.choice])
     for other in others:
         better = problem.is_better(problem.objective(other), problem.objective(choice))
         met = problem.meets_target(problem.objective_value(other))
         if better and met and problem.side_fault(other) is None:
             choice = other
-    best = min if problem.target is None else max
-    bound, prices = best(bounds, default=(None, ()))
+    # The last prices are the best, unless time ran out among them: each bound looks at everything.
+    bounds = [(bound_at(problem, *last), last) for last in prices[-2:] if last and dual is None]
+    bounds += [] if dual is None else [(dual.bound, prices[-1])]
+    bound, last = (min if problem.target is None else max)(bounds, default=(None, ()))
     return Solution.of(
         problem,
         choice,
         bound=bound,
-        prices=prices,
+        prices=last,
         detail=f"{answer.detail}; of {int(problem.option_counts.sum()):,}, some at a time",
         deadline=deadline,
     )
