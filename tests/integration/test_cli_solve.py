@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from cli_tools import prose, refused, run, save_tiny_model
+from cli_tools import prose, refused, run, save_tiny_model, write_prompts
 from factories import (
     make_bits,
     make_choices,
@@ -283,12 +283,7 @@ def measuring(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     save_tiny_model(folder / "tiny", tiny_model(initializer_range=0.3))
     save_tiny_model(folder / "other", tiny_model(num_hidden_layers=2))
-    words = prose(400).split()
-    rows = [
-        {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
-        for i in range(5)
-    ]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_prompts(folder / "prompts.jsonl")
     (folder / "short.jsonl").write_text("\n".join([json.dumps({"text": "w1 w2"})] * 4))
     (folder / "text.txt").write_text(prose(300))
     text = ("--text", folder / "text.txt", "--context", 48, "--samples", 2)

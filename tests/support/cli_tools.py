@@ -106,6 +106,14 @@ def prose(n_words: int) -> str:
     return " ".join(f"w{(7 * number + number // 13) % 90}" for number in range(n_words))
 
 
+def write_prompts(path: Path) -> None:
+    """Five prompts of 48 words with an answer, for the tiny tokenizer."""
+    words = prose(400).split()
+    texts = [" ".join(words[50 * i : 50 * i + 48]) for i in range(5)]
+    rows = [{"text": text, "answer": "w3 w1 w4 w1", "task": "copy"} for text in texts]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
 def profile_arguments(models, folder, name="tiny"):
     return ["profile", models / name, "--text", folder / "text.txt", "--context", CLI_CONTEXT,
             "--samples", 2, "-o", folder / "s.safetensors"]  # fmt: skip

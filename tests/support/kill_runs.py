@@ -24,9 +24,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # a process is copied while it has one thread
@@ -118,8 +118,7 @@ MADE = {
 """Inputs that commands of ours make."""
 
 
-@dataclass
-class Unbroken:
+class Unbroken(NamedTuple):
     """What a job leaves that nobody kills."""
 
     files: dict[str, Any]
@@ -127,48 +126,39 @@ class Unbroken:
     changes: int
 
 
-@dataclass
 class Runs:
-    """Jobs in folders of their own below one, their inputs and what they leave when unbroken."""
+    """Jobs in folders of their own below one, their inputs and what they leave when unbroken.
 
-    folder: Path
-    unbroken: dict[str, Unbroken] = field(default_factory=dict)
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _case: int = 0
+    Parameters
+    ----------
+    folder : Path
+        Where inputs are made, and every job is run once.
+    names : tuple of str
+        Of the jobs.
+    """
 
-    @classmethod
-    def prepared(cls, folder: Path, names: tuple[str, ...] = tuple(JOBS)) -> Runs:
-        """Make the inputs, and run every job once."""
-        from cli_tools import prose, save_tiny_model
+    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+        from cli_tools import prose, save_tiny_model, write_prompts
         from tiny_models import tiny_model
 
-        runs = cls(folder=folder)
+        self.folder, self.kills, self._case = folder, Counter[str](), 0
         inputs = folder / "inputs"
         save_tiny_model(inputs / "model", tiny_model(initializer_range=0.3))
+        write_prompts(inputs / "prompts.jsonl")
         words = prose(400).split()
-        rows = [
-            {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
-            for i in range(5)
-        ]
         questions = [{"prompt": " ".join(words[i : i + 50]), "answer": "w7"} for i in range(3)]
-        (inputs / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (inputs / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
         (inputs / "text.txt").write_text(prose(300))
         for name, arguments in MADE.items():
-            child = Child(inputs, (*arguments, "-o", name))
-            if child.wait():
-                raise Broken(f"{' '.join(arguments)}: {child.printed()}")
-        for name in names:
-            runs.unbroken[name] = runs._unbroken(name)
-        return runs
+            Child(inputs, (*arguments, "-o", name)).end_well(" ".join(arguments))
+        self.unbroken = {name: self._unbroken(name) for name in names}
 
     def _unbroken(self, name: str) -> Unbroken:
         times = []
         for _ in range(2):  # the first one has to import a few modules more
             work, start = self._new_case(name), time.monotonic()
             child = Child(work, JOBS[name].arguments)
-            if child.wait():
-                raise Broken(f"{name}: {child.printed()}")
+            child.end_well(name)
             times.append(time.monotonic() - start)
             for module in child.report()["modules"]:
                 with contextlib.suppress(Exception):
@@ -213,11 +203,9 @@ class Runs:
             if child.wait() != -signal.SIGKILL:
                 continue  # it was faster
             killed += 1
-            self.kills[name, "by time" if by_time else "at a file"] += 1
+            self.kills[name] += 1
             self._check_whole(name, work, old)
-        child = Child(work, self._arguments(job, 1))
-        if child.wait():
-            raise Broken(f"{name} after {killed} kills: {child.printed()}")
+        Child(work, self._arguments(job, 1)).end_well(f"{name} after {killed} kills")
         self._check_equal(name, work, f"after {killed} kills")
         shutil.rmtree(work)
         return killed
@@ -361,6 +349,11 @@ class Child:
         self.kill()
         raise Broken(f"not ended after {MAX_SECONDS:g} s: {self.printed()}")
 
+    def end_well(self, what: str) -> None:
+        """Wait for it; raise where it does not succeed."""
+        if self.wait():
+            raise Broken(f"{what}: {self.printed()}")
+
     def printed(self) -> str:
         """Return what it printed."""
         return self._log.read_text(errors="replace")[-1500:]
@@ -407,7 +400,7 @@ def main() -> int:
     names = tuple(options.jobs.split(",")) if options.jobs else tuple(JOBS)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
-        runs = Runs.prepared(Path(made), names)
+        runs = Runs(Path(made), names)
         broken = []
         for name in names:
             try:
@@ -416,11 +409,8 @@ def main() -> int:
                 broken.append(str(error))
         broken += kill_all(runs, options.kills, options.seed)
     print(f"seed {options.seed}, {time.monotonic() - start:,.0f} s")
-    print(f"{'command':16} {'killed':>7} {'by time':>8} {'at a file':>10} {'unbroken':>9}")
     for name in names:
-        by_time, at_a_file = (runs.kills[name, how] for how in ("by time", "at a file"))
-        seconds = f"{runs.unbroken[name].seconds:.1f} s"
-        print(f"{name:16} {by_time + at_a_file:7} {by_time:8} {at_a_file:10} {seconds:>9}")
+        print(f"{name:16} {runs.kills[name]:4} kills")
     total = runs.kills.total()
     well = total - len(broken)
     print(f"kills: {total}; outputs equal and nothing left after {well} of {total}")
