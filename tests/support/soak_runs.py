@@ -42,6 +42,7 @@ from transformers.utils import logging
 
 import kvalloc
 from kvalloc.errors import KVAllocError
+from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import hooks
@@ -173,7 +174,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
             Prompt(token_ids=tuple(prompt(model, context, 1, seed)[0].tolist()))
             for seed in range(4)
         ]
-        kvalloc.fit(model, None, fitted, output=surrogate, context=context, samples=4)
+        fit_scorer(model, None, fitted, output=surrogate, context=context, samples=4)
     looking = head.policy.replace(
         scorer="lookahead", scorer_parameters={"window": oracle.WINDOW, "tokens": 4, "votes": 0}
     )

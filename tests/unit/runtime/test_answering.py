@@ -61,8 +61,7 @@ def test_a_repetition_penalty_of_the_model_holds_as_in_generate() -> None:
     assert answered() == expected[0, CONTEXT:].tolist() != plain
 
 
-def test_a_conversation_is_the_whole_text_in_one_piece() -> None:
-    model = tiny.tiny_model()
+def test_a_conversation_is_the_whole_text_in_one_piece(model: Any) -> None:
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
     cache = DynamicCache(config=model.config)
     run(model, ids, cache)

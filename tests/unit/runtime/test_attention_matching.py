@@ -328,8 +328,7 @@ def test_it_is_nearer_to_the_full_cache_than_dropping_is() -> None:
 
 
 @pytest.mark.usefixtures("unrounded")
-def test_each_row_is_matched_as_if_it_were_alone() -> None:
-    model = tiny.tiny_model()
+def test_each_row_is_matched_as_if_it_were_alone(model: Any) -> None:
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")

@@ -69,10 +69,9 @@ def check_as_new(model: Any, cache: Any, kind: str) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_between_or_within_chunks(
-    tmp_path: Path, kind: str, error: type[BaseException], place: str
+    model: Any, tmp_path: Path, kind: str, error: type[BaseException], place: str
 ) -> None:
     """Before any layer has seen the chunk, or when some have: layers disagree then."""
-    model = tiny.tiny_model()
     cache, ids = cache_of(model, kind), tiny.prompt(CONTEXT)
 
     def fail(*_: Any) -> None:
@@ -129,9 +128,10 @@ def test_a_turn_that_breaks_off_was_not_read(
     ],
 )
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_a_cache_is_not_changed_amid_a_forward(kind: str, change: Any, said: str) -> None:
+def test_a_cache_is_not_changed_amid_a_forward(
+    model: Any, kind: str, change: Any, said: str
+) -> None:
     """It would be cut in some layers and not in others; afterwards a reset helps as ever."""
-    model = tiny.tiny_model()
     cache, hooked = cache_of(model, kind), model.model.layers[1]
     for tokens in (CONTEXT, 3):
         run(model, tiny.prompt(tokens), cache)
@@ -144,9 +144,8 @@ def test_a_cache_is_not_changed_amid_a_forward(kind: str, change: Any, said: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_begins_anew_within_prefill(kind: str) -> None:
+def test_a_prompt_begins_anew_within_prefill(model: Any, kind: str) -> None:
     """Too large a chunk, and then smaller ones: all of them are the prompt."""
-    model = tiny.tiny_model()
     cache, new = cache_of(model, kind), cache_of(model, kind)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     with cache.prefill():
@@ -165,10 +164,9 @@ def test_a_prompt_begins_anew_within_prefill(kind: str) -> None:
 @pytest.mark.parametrize("scores", ["not finite", "too few"])
 @pytest.mark.parametrize("kind", ["layer", "head", "held", "repeated", "decode_every"])
 def test_what_is_checked_at_the_end_leaves_nothing_half_done(
-    monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
+    model: Any, monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
 ) -> None:
     """Of all layers the host asks once, when all have evicted: the cache then needs a reset."""
-    model = tiny.tiny_model()
     cache = cache_of(model, kind)
 
     def keep_ranked(

@@ -135,10 +135,9 @@ def test_in_bounded_memory_the_best_of_each_layers_heads_stay(family: str) -> No
 @pytest.mark.parametrize("chunk", [CONTEXT, 25])
 @pytest.mark.parametrize("decode_every", [None, 4])
 def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
-    chunk: int, decode_every: int | None
+    model: Any, chunk: int, decode_every: int | None
 ) -> None:
     """Of rows with padding, too, each as if it were alone."""
-    model = tiny.tiny_model()
     profile, rows = at_once(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
     options = {"bounded": True, "decode_every": decode_every, "prompt_tokens": CONTEXT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import runtime_oracle as tiny
@@ -39,8 +40,7 @@ def test_bytes_of_sliding_layers_past_their_window(share: float) -> None:
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
 
 
-def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts() -> None:
-    model = tiny.tiny_model()
+def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(model: Any) -> None:
     cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     run(model, tiny.prompt(CONTEXT, 3), cache)
     own = cache.row_profiles[1:]
@@ -83,8 +83,7 @@ def test_cropping_to_a_number_of_tokens_beside_sliding_layers() -> None:
     assert cache.get_seq_length() == 9
 
 
-def test_cropping_more_than_there_is_leaves_an_empty_cache() -> None:
-    model = tiny.tiny_model()
+def test_cropping_more_than_there_is_leaves_an_empty_cache(model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 1.0)
     cache = kvalloc.make_cache(model, profile)
     cache.crop(-3)
@@ -97,8 +96,7 @@ def test_cropping_more_than_there_is_leaves_an_empty_cache() -> None:
     assert (cache.kept_tokens == profile.budgets).all()
 
 
-def test_a_cache_shows_its_tokens_and_bytes() -> None:
-    model = tiny.tiny_model()
+def test_a_cache_shows_its_tokens_and_bytes(model: Any) -> None:
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     assert repr(cache).endswith("rows=0, tokens=0, empty)")
     with torch.no_grad():

@@ -27,8 +27,9 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.T
 
 @pytest.mark.parametrize("level", ["layer", "head", "prompt"])
 @pytest.mark.parametrize("every", [1, 4])
-def test_the_budget_of_all_tokens_is_met_again_every_so_many(every: int, level: str) -> None:
-    model = tiny.tiny_model()
+def test_the_budget_of_all_tokens_is_met_again_every_so_many(
+    model: Any, every: int, level: str
+) -> None:
     profile = tiny.make_profile(model, CONTEXT, [CONTEXT, 8, 40, 30])
     profile = tiny.by_head(profile) if level == "head" else profile
     profile = profile.replace(level="head", by_prompt=True) if level == "prompt" else profile
@@ -48,8 +49,7 @@ def test_the_budget_of_all_tokens_is_met_again_every_so_many(every: int, level: 
     assert cache.get_seq_length() == CONTEXT + 19
 
 
-def test_a_long_question_is_read_whole_and_then_reduced() -> None:
-    model = tiny.tiny_model()
+def test_a_long_question_is_read_whole_and_then_reduced(model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     often = kvalloc.make_cache(model, profile, decode_every=8)
     seldom = kvalloc.make_cache(model, profile, decode_every=100)
@@ -69,8 +69,9 @@ def test_a_long_question_is_read_whole_and_then_reduced() -> None:
 
 @pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
 @pytest.mark.usefixtures("unrounded")
-def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(policy: str) -> None:
-    model = tiny.tiny_model()
+def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
+    model: Any, policy: str
+) -> None:
     cache = kvalloc.make_cache(
         model, tiny.make_profile(model, CONTEXT, 0.5), policy=policy, decode_every=4
     )

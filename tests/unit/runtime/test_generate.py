@@ -35,8 +35,7 @@ CONTEXT = 90
         ),
     ],
 )
-def test_every_way_to_call_the_model_reduces_once(call: Any) -> None:
-    model = tiny.tiny_model()
+def test_every_way_to_call_the_model_reduces_once(model: Any, call: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     cache = kvalloc.make_cache(model, profile)
     with torch.no_grad():
@@ -44,8 +43,7 @@ def test_every_way_to_call_the_model_reduces_once(call: Any) -> None:
     assert cache.retained_bytes == profile.retained_bytes
 
 
-def test_apply_gives_each_call_a_fresh_cache() -> None:
-    model = tiny.tiny_model()
+def test_apply_gives_each_call_a_fresh_cache(model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 20, seed=2)]
     expected = [
@@ -86,16 +84,14 @@ def test_apply_nests_and_survives_exceptions() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_apply_puts_back_somebody_elses_generate() -> None:
-    model = tiny.tiny_model()
+def test_apply_puts_back_somebody_elses_generate(model: Any) -> None:
     model.generate = theirs = lambda *args, **kwargs: kwargs["past_key_values"]
     with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)) as applied:
         assert model.generate(tiny.prompt(CONTEXT)) is applied.last_cache
     assert model.generate is theirs
 
 
-def test_apply_reads_a_generation_config_that_comes_by_its_place() -> None:
-    model = tiny.tiny_model()
+def test_apply_reads_a_generation_config_that_comes_by_its_place(model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = tiny.prompt(CONTEXT)
     chunked = GenerationConfig(max_new_tokens=NEW, do_sample=False, prefill_chunk_size=32)

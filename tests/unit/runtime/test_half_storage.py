@@ -43,8 +43,7 @@ def test_a_short_row_is_stored_alone_as_in_a_batch(dtype: torch.dtype) -> None:
         assert alone.retained_bytes == alone.full_bytes + positions
 
 
-def test_numbers_that_overflow_float16_are_kept_in_bfloat16() -> None:
-    model = tiny.tiny_model()
+def test_numbers_that_overflow_float16_are_kept_in_bfloat16(model: Any) -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight *= 1e6

@@ -237,9 +237,8 @@ def test_what_cannot_be_right_is_refused() -> None:
         get_scorer("lookahead", tokens=0, votes=0)
 
 
-def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once() -> None:
+def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once(model: Any) -> None:
     """Heads that keep different numbers: said before a chunk runs, not when `prefill` ends."""
-    model = tiny.tiny_model()
     profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="lookahead"), spread=9)
     cache = make_cache(model, profile, policy="mpcache")
     said = pytest.raises(UnsupportedRequestError, match="leaves entries unread")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -37,9 +39,8 @@ def attention_in_loops(
     ("policy", "level"), [("mpcache", "layer"), ("nacl", "layer"), ("nacl", "head")]
 )
 def test_each_query_sees_what_is_left_before_it(
-    monkeypatch: pytest.MonkeyPatch, policy: str, level: str
+    model: Any, monkeypatch: pytest.MonkeyPatch, policy: str, level: str
 ) -> None:
-    model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     if level == "head":
         profile = tiny.by_head(profile, spread=4)

@@ -111,8 +111,7 @@ def noted_reads(monkeypatch: Any) -> list[int]:
     return read
 
 
-def test_decoding_reads_less_and_stores_the_same(monkeypatch: Any) -> None:
-    model = tiny.tiny_model()
+def test_decoding_reads_less_and_stores_the_same(model: Any, monkeypatch: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
     run(model, tiny.prompt(CONTEXT), cache)
@@ -156,8 +155,7 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch: Any, attent
     assert (logits - everything).abs().max() > 1e-3
 
 
-def test_rows_copies_and_new_prompts_have_clusters_of_their_own() -> None:
-    model = tiny.tiny_model()
+def test_rows_copies_and_new_prompts_have_clusters_of_their_own(model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
     ids, tokens = tiny.prompt(CONTEXT, 2), tiny.prompt(2, 2, seed=1)

@@ -127,8 +127,7 @@ def check_random_model(draw: random.Random, attention: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["merge", "attention_matching", "critical", "nacl"])
-def test_policies_decide_and_merge_before_anything_is_rounded(policy: str) -> None:
-    model = tiny.tiny_model()
+def test_policies_decide_and_merge_before_anything_is_rounded(model: Any, policy: str) -> None:
     plain = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5), spread=40)
     profile = plain.replace(bits=widths(plain, "mixed_bits", by_head=True))
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)

@@ -201,9 +201,8 @@ CONTEXT = 120
 
 
 @pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
-def test_chunks_keep_the_same_entries(name: str) -> None:
+def test_chunks_keep_the_same_entries(model: Any, name: str) -> None:
     """As long as nothing has to go before the last chunk."""
-    model = tiny.tiny_model()
     ids = tiny.prompt(CONTEXT, 2)
     for budget, sizes in ((60, [20, 3, 37, CONTEXT - 60]), (CONTEXT - 6, [50, 3, CONTEXT - 60, 7])):
         profile = tiny.make_profile(model, CONTEXT, [budget] * tiny.N_LAYERS)
@@ -260,8 +259,7 @@ def test_soft_caps_and_sink_logits_are_carried(
             shadow.follow(cache, combined=options is AT_ONCE)
 
 
-def test_a_profile_remembers_its_policy(tmp_path: Any) -> None:
-    model = tiny.tiny_model()
+def test_a_profile_remembers_its_policy(model: Any, tmp_path: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     changed = profile.replace(policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
     changed.save(tmp_path / "p.json")
@@ -294,7 +292,8 @@ def test_parameters_build_the_policy_again() -> None:
         ("snapkv:window=60", "they must agree"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_with_the_choices(name: str, said: str) -> None:
-    model = tiny.tiny_model()
+def test_a_policy_that_cannot_be_is_refused_with_the_choices(
+    model: Any, name: str, said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy=name)

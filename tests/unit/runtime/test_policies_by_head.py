@@ -35,9 +35,8 @@ def mixed(model: Any, level: str, names: tuple[str, ...] = NAMES) -> Any:
 
 @pytest.mark.parametrize("chunk", [CONTEXT, 50])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_each_head_keeps_what_its_policy_alone_would(level: str, chunk: int) -> None:
+def test_each_head_keeps_what_its_policy_alone_would(model: Any, level: str, chunk: int) -> None:
     """In chunks in the first layer, which sees the same whatever was evicted before."""
-    model = tiny.tiny_model()
     profile = mixed(model, level)
     alone = [profile.with_policy(policy) for policy in profile.policies]
     cache, *caches = (make_cache(model, each, prompt_tokens=CONTEXT) for each in (profile, *alone))
@@ -53,8 +52,7 @@ def test_each_head_keeps_what_its_policy_alone_would(level: str, chunk: int) -> 
     assert differ >= budgets.size // 2
 
 
-def test_a_policy_that_is_named_counts_for_all_heads() -> None:
-    model = tiny.tiny_model()
+def test_a_policy_that_is_named_counts_for_all_heads(model: Any) -> None:
     profile = mixed(model, "head")
     cache = make_cache(model, profile, policy="streaming")
     assert cache.profile.unit_policies is None

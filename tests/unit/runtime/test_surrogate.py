@@ -11,8 +11,8 @@ import runtime_oracle as tiny
 import torch
 from prompt_runs import run, states_seen
 
-from kvalloc import fit
 from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.attention import AttentionStates
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
@@ -29,7 +29,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
     ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
     prompts = [Prompt(token_ids=each) for each in ids]
-    fit(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
+    fit_scorer(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
     FittedSurrogate.load(path).replace(votes_weight=0.0, votes_ratio=1.0).save(path)
     return str(path)
 
@@ -38,13 +38,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("every", [None, 1, 4])
 def test_an_entry_scores_the_same_at_any_time(
-    file: str, monkeypatch: pytest.MonkeyPatch, level: str, padding: int, every: int | None
+    model: Any,
+    file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    level: str,
+    padding: int,
+    every: int | None,
 ) -> None:
     """In chunks, behind padding, head by head, and while decoding: in layer 0 as in one read.
 
     The keys and values of that layer are the same whatever was evicted.
     """
-    model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     profile = tiny.by_head(profile) if level == "head" else profile
     ids, mask = tiny.prompt(CONTEXT + 12), torch.ones(1, CONTEXT + 12, dtype=torch.long)
@@ -117,8 +121,7 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(file: str) -> None:
             assert {*late.kept_indices(layer)[0, head].tolist()} == protected | {*best}
 
 
-def test_votes_count_where_they_are_larger_than_the_prediction(file: str) -> None:
-    model = tiny.tiny_model()
+def test_votes_count_where_they_are_larger_than_the_prediction(model: Any, file: str) -> None:
     reductions = {"pool": 1, "row_reduce": "max", "group_reduce": "max"}
     lookahead = get_scorer("lookahead", tokens=0, window=3, votes=7, ahead=8, **reductions)
     for states in states_seen(model, tiny.prompt(CONTEXT)).values():

@@ -170,11 +170,10 @@ def test_compiled_parts_are_refused(change: Any, whole: bool) -> None:
             assert filled.get_seq_length() == CONTEXT
 
 
-def test_the_private_names_of_transformers_are_those_that_were_tried() -> None:
+def test_the_private_names_of_transformers_are_those_that_were_tried(model: Any) -> None:
     """`kvalloc.models` uses them, each in one function; another version may have other names."""
     first, last = (tuple(map(int, version.split("."))) for version in TRIED)
     own = tuple(map(int, transformers.__version__.split(".")[:2]))
-    model = tiny.tiny_model()
     assert model.config._attn_implementation == "sdpa"  # models.attention
     assert type(model.model)._supports_attention_backend  # models.attention
     assert model.config._name_or_path == "tiny"  # models.loading
