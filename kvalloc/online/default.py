@@ -251,9 +251,23 @@ class Default:
         return profile or shipped_decisions(shape)[served.name]
 
     def fitted_file(self, shape: ModelShape) -> str | None:
-        """Return the fitted file that is named, else the one of the model, if there is one."""
-        named = self.options.fitted
-        return find_fitted(shape) if named is None else str(named)
+        """Return the fitted file that is named, else the one of the model, if there is one.
+
+        Raises
+        ------
+        ModelMismatchError
+            If the named one is of another model.
+        """
+        if self.options.fitted is None:
+            return find_fitted(shape)
+        named = str(self.options.fitted)
+        load_fitted(named).shape.require_same_model(
+            shape,
+            allow_other_model=self.options.allow_other_model,
+            file=f"fitted file {named}",
+            made_by=FittedModel.MADE_BY,
+        )
+        return named
 
     @property
     def bits(self) -> int:

@@ -41,7 +41,8 @@ def test_a_fitted_file_is_named(models, profiles, folder):
     named = ("--budget", "40%", "--fitted", file, "--prompt-file", folder / "prompt.txt")
     assert f"as {file}, solved for it, says" in run("generate", models / "tiny", *named).err
     said = refused(folder, "generate", models / "twin", *named)
-    assert "is for the weights of tiny" in said
+    assert f"the fitted file {file} is for the weights of tiny" in said
+    assert "with 'kvalloc fit'" in said
     assert "--allow-other-model" in said
     other = run("generate", models / "twin", *named, "--allow-other-model")
     assert "fitted to other weights" in other.err
