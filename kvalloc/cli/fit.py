@@ -43,10 +43,11 @@ def fit(
     kvalloc generate ./my-model --budget 20% --fitted own.safetensors --prompt-file prompt.txt
     """
     from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
     from kvalloc.online.fitting import EACH_KIND
     from kvalloc.online.fitting import fit as measured_model
 
-    require_run_packages()
     given |= {"output": output, "resume": resume}
     fitted, facts, shown = measure(
         measured_model, FitOptions, model, given, each=EACH_KIND, by_tasks=None

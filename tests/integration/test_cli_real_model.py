@@ -57,7 +57,7 @@ def test_entries_at_fewer_bits_from_solve_to_generate_and_eval(folder):
     kvalloc("profile demo --samples 1 --context 384 --bits 16,8,4 -o s.safetensors")
     kvalloc("solve s.safetensors --budget 20% -o plain.json")
     kvalloc("solve s.safetensors --budget 40% --bits 16,8,4 -o bits.json")  # of 16-bit bytes
-    kvalloc("verify bits.json s.safetensors")
+    kvalloc("verify bits.json s.safetensors --resolve")
     generate(folder, "bits.json", 2000, 8)
     measured = "eval demo --profile plain.json --profile bits.json --tasks kl --samples 1"
     rows = {row["name"]: row for row in kvalloc(f"{measured} --context 384 --json").json}
