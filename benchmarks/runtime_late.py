@@ -144,10 +144,10 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
 def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: bool = True) -> Any:
     """A cache as the default makes it for a way; without what was measured of the model or with."""
     default = (Default if measured else NothingMeasured)(share=SHARE)
-    _, shipped = default.decided(shape, tokens)
     if way == "decided":
-        assert shipped is not None, "no decision ships for this model"
-        return kvalloc.make_cache(model, shipped)
+        served = default.decided(shape, tokens)
+        assert served is not None, "nothing is decided for this model"
+        return kvalloc.make_cache(model, default.decision(shape, served))
     return kvalloc.make_cache(model, default.profile(shape, tokens, way), bounded=way == "early")
 
 

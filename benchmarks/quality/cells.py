@@ -242,7 +242,8 @@ def measured(
 def taken_by_default(model: Any, case: Case, share: float | None) -> str:
     """Name of the shipped profile that the default takes for a prompt: the two are one method."""
     default = Default(share=share or 1.0)
-    return default.decided(shape_of(model), len(case.input_ids))[0]
+    served = default.decided(shape_of(model), len(case.input_ids))
+    return "" if served is None else served.name
 
 
 @cache

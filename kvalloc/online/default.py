@@ -80,9 +80,9 @@ of the whole prompt or of twice the budgets; or, layer by layer, the surrogate o
 tokens alone. Or all are kept."""
 
 WAYS: dict[Way, tuple[float, str]] = {
-    "decided": (1.15, "evicts while the prompt is read, as {}"),
+    "decided": (1.3, "evicts while the prompt is read, as {}"),
     "surrogate": (
-        1.15,
+        1.25,
         "holds the full cache while the prompt is read, and evicts as {}, fitted to it, says",
     ),
     "twice": (2.5, "reads the prompt twice and holds the full cache meanwhile"),
@@ -91,7 +91,7 @@ WAYS: dict[Way, tuple[float, str]] = {
         1.1,
         f"keeps {BOUNDED_BUDGETS} times the budget until {AWAITED} tokens have followed the prompt",
     ),
-    "early": (1.1, "evicts while the prompt is read"),
+    "early": (1.2, "evicts while the prompt is read"),
     "whole": (1.0, "evicts nothing"),
 }
 """Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads), and a text
@@ -188,7 +188,7 @@ class Default:
         for how, rows in groups.items():
             alike = [lengths[row] for row in rows]
             if how.way == "decided":
-                profile = self._decision(shape, how)
+                profile = self.decision(shape, how)
             else:
                 profile = self.profile(shape, max(alike), how.way, fitted=fitted)
             text = self._text(profile, how, alike, tokens, chunked=chunked)
@@ -243,7 +243,7 @@ class Default:
                 nearest, chosen = reached, _Served("decided", name)
         return chosen
 
-    def _decision(self, shape: ModelShape, served: _Served) -> BudgetProfile:
+    def decision(self, shape: ModelShape, served: _Served) -> BudgetProfile:
         """Return the budget profile of the way ``decided``."""
         profile: BudgetProfile | None = None
         if served.solved_tokens:
@@ -348,7 +348,7 @@ class Default:
         served = self.decided(shape, tokens) if way == "decided" else None
         if served is None:
             return self._scorer(shape, way, fitted=True).query_rows(tokens)
-        policy = self._decision(shape, served).policy
+        policy = self.decision(shape, served).policy
         return get_scorer(policy.scorer, **policy.scorer_parameters).query_rows(tokens)
 
     def _that_fit(
@@ -402,7 +402,7 @@ class Default:
         one_layer = reading_bytes(shape, columns, rows)
         if way in ("early", "whole") or (way == "decided" and not chunked):
             served = self.decided(shape, tokens) if way == "decided" else None
-            kept = self._decision(shape, served) if served else self.profile(shape, tokens, way)
+            kept = self.decision(shape, served) if served else self.profile(shape, tokens, way)
             return kept.peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
         if way in ("late", "bounded"):
             held = min(LATEST_VOTES, tokens) + AWAITED
@@ -431,7 +431,7 @@ class Default:
         if different := fitted.shape.other_signs(shape):
             advice = f"; fitted to other weights, {different:.1%} of whose signs differ"
         if served.solved_tokens and isinstance(fitted, FittedModel):
-            solved = self._decision(shape, served)
+            solved = self.decision(shape, served)
             predicted, ratio = solved.predicted_loss or 0.0, fitted.error_at(self.share)
             advice += f"; single losses add up to {predicted:.2g} nats a token, proven within "
             advice += f"{gap_text(solved.gap)} of the least"
