@@ -504,7 +504,7 @@ class Eviction:
             del states
             layer.keep_numbers(entries, bits, self.following)
             notes = layer.unfinished
-            notes.grain, notes.observed = max(grains) * self.remember, observed
+            notes.grain, notes.observed = (max(grains) if self.remember else 0), observed
             if self.remember and not self.settles:
                 notes.prompt.trim(self.wanted_rows())
             else:

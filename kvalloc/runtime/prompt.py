@@ -641,7 +641,7 @@ class Prompt:
             self._note_seen(states)
         who, end = self.plan.after, step.seen + step.new_tokens
         every = who.observes or self.given is not None  # drafts may be taken back
-        rows = max(who.query_rows(end), self.plan.awaited * self._waits)
+        rows = max(who.query_rows(end), self.plan.awaited if self._waits else 0)
         latest = layer.unfinished.latest
         latest.add(states.queries.detach(), step.columns, end if every else rows)
 
