@@ -62,7 +62,8 @@ class Common(TypedDict):
     profile : str
         A budget profile, or a shipped one's name.
     solver : str
-        Solver, with its options after colons, such as ilp:gap=0.001; see 'kvalloc list solvers'.
+        Solver, or module:Class, with its options after colons, such as ilp:gap=0.001; see 'kvalloc
+        list solvers'.
     average : str
         Solve once on the mean curves, or solve every sample and average the budgets.
     time_limit : float

@@ -46,7 +46,7 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     group : str
         `SOLVERS`, `SCORERS` or `POLICIES`.
     name : str
-        A registered name.
+        A registered name. A solver is also named as ``"module:Class"``; files never do that.
     base : type
         What the class has to be a subclass of.
 
@@ -59,23 +59,28 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     InputError
         If nothing of that name is registered; lists what is.
     SolverError
-        If the plug-in cannot be imported, or is not a subclass of `base`.
+        If the plug-in cannot be imported, is not a subclass of `base`, or has no name.
     """
     kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
-    points = _group(group)
-    if name not in points:
+    points, way_out = _group(group), "reinstall or remove the package that provides it"
+    point = points.get(name)
+    module, colon, _ = name.partition(":")
+    if point is None and group == SOLVERS and colon and module not in points:
+        point = EntryPoint(name=name, value=name, group=group)
+        way_out = "name a module that Python finds and a class in it, such as my_package.mine:Mine"
+    if point is None:
         known = sorted(points) or ["none: is kvalloc installed, not only on the path?"]
         raise InputError(no_such(kind, name, known))
+    shown = repr(name) if name == point.value else f"{name!r} ({point.value})"
     try:
-        loaded = points[name].load()
+        loaded = point.load()
     except Exception as error:  # a plug-in may fail in any way while it is imported
-        raise SolverError(
-            f"the {kind} {name!r} ({points[name].value}) cannot be loaded: {error}; reinstall or "
-            "remove the package that provides it"
-        ) from error
+        raise SolverError(f"the {kind} {shown} cannot be loaded: {error}; {way_out}") from error
     if not isinstance(loaded, type) or not issubclass(loaded, base):
         what = "class" if base is object else f"subclass of {base.__module__}.{base.__qualname__}"
-        raise SolverError(f"the {kind} {name!r} ({points[name].value}) is not a {what}")
+        raise SolverError(f"the {kind} {shown} is not a {what}")
+    if issubclass(loaded, Solver) and not isinstance(getattr(loaded, "name", None), str):
+        raise SolverError(f"the {kind} {shown} has no name; set the class attributes name, summary")
     return loaded
 
 
@@ -173,7 +178,7 @@ def get_solver(name: str, **options: Any) -> Solver:
     Parameters
     ----------
     name : str
-        A registered name, also with options, see `read_named`.
+        A registered name, or ``"module:Class"``; also with options, see `read_named`.
     **options
         The solver's own options.
 

@@ -107,7 +107,11 @@ def test_every_block_runs(
         monkeypatch.setattr(place, "load_model", load_here)
     demo = loading.load_model("demo")
     write_files(tmp_path)
-    names = prepare_solving(tmp_path) if page.name == "solving.md" else prepare(tmp_path, demo)
+    solves = page.name in ("solving.md", "solvers.md")
+    names = prepare_solving(tmp_path) if solves else prepare(tmp_path, demo)
+    if page.name == "solvers.md":
+        (tmp_path / "my_solver.py").write_text(blocks(page)[0].text, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
     said = ""
     for block in blocks(page):
         if block.reason is not None:
