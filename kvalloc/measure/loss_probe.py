@@ -410,8 +410,7 @@ class LossProbe:
             decoder=decoder_of(self._model),
             stored={layer: (layers[layer].keys, layers[layer].values) for layer in full},
             sliding={layer: each for layer, each in layers.items() if layer not in full},
-            n_prompt=self.n_tokens,
-            visible=None,
+            visible=torch.ones(1, self.n_tokens, dtype=torch.bool),
             next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
             ids=self.prompt_ids[None],
         )

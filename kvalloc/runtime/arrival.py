@@ -13,7 +13,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 
-__all__ = ["Arrival", "Step", "none_if_all", "row_tokens"]
+__all__ = ["Arrival", "Step", "row_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,50 +22,60 @@ class Step:
 
     Attributes
     ----------
-    batch, new_tokens : int
-        Size of its input.
     seen : int
         Columns seen before it.
-    visible : Tensor of bool, (batch, seen + new_tokens), or None
-        False marks padding; None where there is none. On the host.
-    new_visible : Tensor of bool, (batch, new_tokens), or None
-        The same for the new tokens alone.
+    visible : Tensor of bool, (batch, seen + new_tokens)
+        False marks padding. On the host.
     budgets : ndarray of int64, (batch, n_layers, n_kv_heads), or None
         What may stay of the prompt after it; None where its tokens follow the prompt.
     prompt_tokens : int
         Columns of the prompt as far as it is known.
     completes : bool
         Whether the prompt is known to be complete after it.
-    follows : bool
-        Whether its tokens follow the prompt.
     remember : bool
         Whether what the policy notes of it will be wanted later.
     """
 
-    batch: int
-    new_tokens: int
     seen: int
-    visible: Tensor | None
-    new_visible: Tensor | None
+    visible: Tensor
     budgets: IntArray | None
     prompt_tokens: int
     completes: bool
-    follows: bool = False
     remember: bool = True
+
+    @property
+    def batch(self) -> int:
+        """Rows of its input."""
+        return int(self.visible.shape[0])
+
+    @property
+    def new_tokens(self) -> int:
+        """Columns of its input."""
+        return int(self.visible.shape[1]) - self.seen
+
+    @property
+    def new_visible(self) -> Tensor:
+        """What is no padding of its input, bool, (batch, new_tokens)."""
+        return self.visible[:, self.seen :]
+
+    @property
+    def follows(self) -> bool:
+        """Whether its tokens follow the prompt."""
+        return self.budgets is None
 
     def following_visible(self, tokens: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
         key = tokens, str(device)
         if key not in self._following:
-            last = None if self.visible is None else none_if_all(self.visible[:, -tokens:])
-            self._following[key] = None if last is None else last.to(device)
+            last = self.visible[:, self.visible.shape[1] - tokens :]
+            self._following[key] = None if bool(last.all()) else last.to(device)
         return self._following[key]
 
     @cached_property
     def columns(self) -> Tensor:
         """Where its tokens stand, int64, (batch, new_tokens), on the host; -1 for padding."""
         found = torch.arange(self.seen, self.seen + self.new_tokens).expand(self.batch, -1)
-        return found if self.new_visible is None else found.masked_fill(~self.new_visible, -1)
+        return found.masked_fill(~self.new_visible, -1)
 
     @cached_property
     def _following(self) -> dict[tuple[int, str], Tensor | None]:
@@ -94,13 +104,13 @@ class Step:
         if self.budgets is None:
             return None
         budgets, new = self.budgets[:, layer], self.new_visible
-        there = row_tokens(new, self.batch, self.new_tokens)[:, None] + np.zeros_like(budgets)
+        there = row_tokens(new)[:, None] + np.zeros_like(budgets)
         if stored is not None:
             there += stored
         fits = there <= budgets
         if shared:
             fits = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
-        if new is None and fits.all() and not always:
+        if bool(new.all()) and fits.all() and not always:
             return None
         targets: IntArray = np.where(fits, there, budgets)
         return targets
@@ -128,7 +138,7 @@ class Arrival:
         self.settled = 0  # columns up to the latest eviction, which are within the budget
         self.competed = np.zeros(0, np.int64)  # tokens of each row when all of it last competed
         self.open = False
-        self.visible: Tensor | None = None
+        self.visible = torch.ones(0, 0, dtype=torch.bool)
         self.shown_rows: IntArray | None = None  # tokens of each row of a prompt yet to come
         self.row_profiles: tuple[BudgetProfile, ...] | None = None
 
@@ -175,31 +185,26 @@ class Arrival:
                 "separately"
             )
         visible = self.visible_after(seen, batch, new_tokens, mask)
-        new_visible = None if visible is None else none_if_all(visible[:, seen:])
         completes, budgets = in_prompt and not self.open and end == expected, None
         if in_prompt:
-            budgets = self.budgets(self.row_tokens(visible, batch, end, expected))
+            budgets = self.budgets(self.row_tokens(visible, expected))
         return Step(
-            batch=batch,
-            new_tokens=new_tokens,
             seen=seen,
             visible=visible,
-            new_visible=new_visible,
             budgets=budgets,
             prompt_tokens=expected if in_prompt else (self.prompt_tokens or seen),
             completes=completes,
-            follows=not in_prompt,
             remember=in_prompt and not completes,
         )
 
-    def row_tokens(self, visible: Tensor | None, batch: int, end: int, expected: int) -> IntArray:
+    def row_tokens(self, visible: Tensor, expected: int) -> IntArray:
         """Tokens of each row of the complete prompt, (batch,), padding left out.
 
         Where they have not been shown, those so far and all columns that are still announced.
         """
-        if self.shown_rows is not None and len(self.shown_rows) == batch:
+        if self.shown_rows is not None and len(self.shown_rows) == len(visible):
             return self.shown_rows
-        return row_tokens(visible, batch, end) + (expected - end)
+        return row_tokens(visible) + (expected - visible.shape[1])
 
     def commit(self, step: Step) -> None:
         """The forward went through."""
@@ -211,8 +216,7 @@ class Arrival:
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has seen."""
-        if self.visible is not None:
-            self.visible = self.visible[rows.cpu()]
+        self.visible = self.visible[rows.cpu()]
         if len(self.competed):
             self.competed = self.competed[rows.cpu().numpy()]
         if self.row_profiles is not None:
@@ -221,8 +225,7 @@ class Arrival:
     def crop(self, columns: int) -> None:
         """Forget all but the first columns."""
         self.settled = min(self.settled, columns)
-        if self.visible is not None:
-            self.visible = self.visible[:, :columns]
+        self.visible = self.visible[:, :columns]
 
     def budgets(self, tokens: IntArray) -> IntArray:
         """What may stay of rows of so many tokens, (batch,), padding left out.
@@ -237,8 +240,8 @@ class Arrival:
         found = {key: _row_budgets(profile, key[1]) for key, profile in each.items()}
         return np.stack([found[id(profile), n] for profile, n in rows])
 
-    def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
-        """What is no padding, old and new, ``(batch, seen + new_tokens)``; None where all is.
+    def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor:
+        """What is no padding, old and new, bool, ``(batch, seen + new_tokens)``, on the host.
 
         A mask is read here, once, and no later forward reads it again unless it brings one.
 
@@ -247,10 +250,7 @@ class Arrival:
         UnsupportedRequestError
             If the mask cannot be followed.
         """
-        if mask is None and self.visible is None:
-            return None
-        old = self.visible
-        old = torch.ones(batch, seen, dtype=torch.bool) if old is None else old
+        old = self.visible if seen else torch.ones(batch, 0, dtype=torch.bool)
         if mask is None:
             return torch.nn.functional.pad(old, (0, new_tokens), value=True)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -271,20 +271,13 @@ class Arrival:
                 "arrived, but what was padding is gone and what was not is kept; pass the same "
                 "values for them again"
             )
-        return none_if_all(shown) if self.visible is None else shown
+        return shown
 
 
 def _row_budgets(profile: BudgetProfile, tokens: int) -> IntArray:
     return np.zeros_like(profile.budgets) if tokens == 0 else profile.budgets_for(tokens)
 
 
-def row_tokens(visible: Tensor | None, batch: int, columns: int) -> IntArray:
-    """Tokens of each row in so many columns, padding left out, (batch,)."""
-    if visible is None:
-        return np.full(batch, columns, dtype=np.int64)
+def row_tokens(visible: Tensor) -> IntArray:
+    """Tokens of each row, padding left out, (batch,)."""
     return visible.sum(dim=1).numpy()
-
-
-def none_if_all(visible: Tensor) -> Tensor | None:
-    """What hides padding; None where there is none."""
-    return None if bool(visible.all()) else visible

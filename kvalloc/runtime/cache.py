@@ -231,8 +231,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def _of_16_bits(self) -> tuple[int, int]:
         """What `share` is made of: bytes that are stored, and those of a cache at 16 bits."""
-        shape, seen = self.profile.shape, self.get_seq_length()
-        tokens = int(row_tokens(self.arrival.visible, self.batch, seen).sum())
+        shape, tokens = self.profile.shape, int(self.arrival.visible.sum())
         whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
         return bytes_at_16_bits(self.layers), tokens * whole
 
@@ -251,7 +250,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         if not self.batch:
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
-        tokens = row_tokens(self.arrival.visible, self.batch, self.get_seq_length())
+        tokens = row_tokens(self.arrival.visible)
         slid_out: int = sum(
             tensor.untyped_storage().nbytes() - tensor.nbytes
             for layer in self.layers
@@ -404,7 +403,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         self._masks.clear()
         self._mask_function = mask_function
         reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
-        if mask is not None or step.visible is None or reduced:
+        if mask is not None or reduced or bool(step.visible.all()):
             return None
         return {"attention_mask": step.visible.to(self.layers[0].device, torch.long)}
 

@@ -35,14 +35,14 @@ class Decide(Protocol):
         """
 
 
-def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[IntArray]:
+def prompt_rows(arguments: Mapping[str, Any], visible: Tensor) -> list[IntArray]:
     """Token ids of each row of a prompt, without padding.
 
     Parameters
     ----------
     arguments : mapping
         Arguments of a forward, or of ``generate()``.
-    visible : Tensor of bool, (batch, n_tokens), or None
+    visible : Tensor of bool, (batch, n_tokens)
         False marks padding.
 
     Raises
@@ -57,8 +57,6 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[In
             "inputs_embeds; pass input_ids, or use a stored profile"
         )
     rows = ids.cpu().numpy().astype(np.int64)
-    if visible is None:
-        return list(rows)
     return [row[shown] for row, shown in zip(rows, visible.numpy(), strict=True)]
 
 

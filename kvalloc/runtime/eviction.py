@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.following import Tail
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
@@ -120,8 +121,8 @@ class Eviction:
         First and last tokens of each row, which always stay.
     prompt_tokens : int
         Length of the prompt as far as it is known.
-    visible : Tensor of bool, (batch, n), or None
-        False marks padding among the latest tokens, all that can be candidates.
+    visible : Tensor of bool, (batch, n_seen)
+        False marks padding among all tokens seen.
     remember : bool
         Whether there will be another chunk, for which the policy has to note something.
     bits : mapping
@@ -132,14 +133,10 @@ class Eviction:
         Whether the prompt is held whole: its queries are noted, and none is observed.
     settles : bool
         Whether what followed chooses, and not the prompt's last tokens.
-    row_tokens : ndarray of int64, (batch,), or None
-        Length of each row's prompt without padding, where it is complete.
     scorers : mapping of int to sequence of Scorer
         For each layer, those that look at tokens after the prompt.
     following : int
         How many of the latest tokens are no candidates, and stay.
-    following_visible : Tensor of bool, (batch, following), or None
-        False marks padding among them.
     voting : int
         How many of each row's latest tokens among them vote.
     idle : frozenset of int
@@ -158,16 +155,14 @@ class Eviction:
     sinks: int
     window: int
     prompt_tokens: int
-    visible: Tensor | None
+    visible: Tensor
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
     new_from: int = 0
     held: bool = False
     settles: bool = False
-    row_tokens: IntArray | None = None
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following: int = 0
-    following_visible: Tensor | None = None
     voting: int = 0
     idle: frozenset[int] = frozenset()
     chooser: EvictionPolicy | None = None
@@ -175,6 +170,10 @@ class Eviction:
     scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
         default_factory=dict
     )
+
+    def of(self, layer: BudgetLayer | Tail) -> Eviction:
+        """Return the same for a layer, of which what stands in front always stays."""
+        return replace(self, sinks=layer.front) if layer.front else self
 
     @torch.no_grad()
     def note(self, layer: BudgetLayer, states: AttentionStates, columns: Tensor) -> None:
@@ -188,7 +187,7 @@ class Eviction:
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
         notes = layer.unfinished
-        for part in parts(self._grain(layer), *self._sizes(states)) if self.policy.observes else ():
+        for part in self._pieces(layer, states) if self.policy.observes else ():
             found = self.policy.observe(self._candidates(layer, states, part)[0], sinks=self.sinks)
             _keep_note(notes.observed, part, found)
         notes.prompt.trim(self.wanted_rows())
@@ -196,21 +195,20 @@ class Eviction:
     def wanted_rows(self, row: int | None = None) -> int:
         """Return how many of a row's latest queries the policy is to see."""
         n_tokens = self.prompt_tokens
-        if row is not None and self.row_tokens is not None:
-            n_tokens = int(self.row_tokens[row])  # no more than the row would have alone
+        if row is not None:  # no more than the row would have alone
+            n_tokens -= int((~self.visible[row, :n_tokens]).sum())
         if self.held and (self.policy.observes or self.policy.needs_whole_prompt):
             return n_tokens
         return max(one.query_rows(n_tokens) for one in (self.policy, self._who))
 
-    def _grain(self, layer: BudgetLayer | Tail) -> int:
+    def _grain(self, layer: BudgetLayer | Tail, keys: Tensor) -> int:
         if layer.reduced and not layer.even:
             return 2
-        padded = self.visible is not None or self.following_visible is not None
-        return max(layer.unfinished.grain, int(padded))
+        first = self._end(layer) - int(keys.shape[2]) + _n_in_front(layer)
+        return max(layer.unfinished.grain, int(not self.visible[:, first:].all()))
 
-    @staticmethod
-    def _sizes(states: AttentionStates) -> tuple[int, int]:
-        return int(states.keys.shape[0]), int(states.keys.shape[1])
+    def _pieces(self, layer: BudgetLayer | Tail, states: AttentionStates) -> list[Part]:
+        return parts(self._grain(layer, states.keys), *states.keys.shape[:2])
 
     # What there is to choose from
 
@@ -227,7 +225,7 @@ class Eviction:
             Column of each candidate.
         """
         row, head = part
-        columns = self._columns(states.keys, row)
+        columns = self._columns(layer, states.keys, row)
         if layer.reduced and not layer.even:
             assert row is not None
             assert head is not None
@@ -272,8 +270,8 @@ class Eviction:
             keys, values = layer.latest()  # no padding, no copy
             return replace(states, keys=keys, values=values)
         latest = [rows_of(own, row, head) for own in layer.latest(self.following)]
-        if row is not None and self.following_visible is not None:
-            shown = self.following_visible[row].nonzero()[:, 0].to(queries.device)
+        if row is not None:
+            shown = self.visible[row, self._end(layer) :].nonzero()[:, 0].to(queries.device)
             latest = [own[:, :, shown] for own in latest]
         pairs = zip((states.keys, states.values), latest, strict=True)
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
@@ -288,8 +286,7 @@ class Eviction:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Keys, values, columns and bias of a layer that is not ragged, (batch, n_kv_heads, n)."""
         keys, end = states.keys, self._end(layer)
-        kept = 0 if layer.entries is None else int(layer.entries.lengths[0, 0])
-        first, bias = end - int(keys.shape[2]) + kept, None
+        first, bias = end - int(keys.shape[2]) + _n_in_front(layer), None
         columns = torch.arange(first, end, dtype=torch.int32, device=keys.device)
         columns = columns.expand(*keys.shape[:2], -1)
         if layer.entries is not None:
@@ -347,24 +344,26 @@ class Eviction:
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
 
-    def _columns(self, states: Tensor, row: int | None) -> slice | Tensor:
-        """Columns of keys or queries, new tokens last, of this row without its padding."""
-        if row is None or self.visible is None:
+    def _dense_visible(self, layer: BudgetLayer | Tail, keys: Tensor) -> Tensor:
+        """What is no padding of a layer's keys that no eviction has kept yet, (batch, n)."""
+        end = self._end(layer)
+        return self.visible[:, end - int(keys.shape[2]) + _n_in_front(layer) : end]
+
+    def _columns(self, layer: BudgetLayer | Tail, keys: Tensor, row: int | None) -> slice | Tensor:
+        """Columns of a layer's keys, of this row without its padding."""
+        if row is None:
             return slice(None)
-        older = int(states.shape[2]) - int(self.visible.shape[1])
-        found = torch.nn.functional.pad(self.visible[row], (older, 0), value=True).nonzero()[:, 0]
+        shown, front = self._dense_visible(layer, keys)[row], _n_in_front(layer)
+        found = torch.nn.functional.pad(shown, (front, 0), value=True).nonzero()[:, 0]
         first, count = (int(found[0]), int(found.numel())) if found.numel() else (0, 0)
         if count and int(found[-1]) == first + count - 1:
             return slice(first, first + count)  # a view, where padding is at one end only
-        return found.to(states.device)
+        return found.to(keys.device)
 
     def _part_states(
         self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
     ) -> tuple[AttentionStates, Tensor]:
-        """The states of a piece, but for keys and values, and columns of its queries' tokens.
-
-        Without padding, plain causal.
-        """
+        """The states of a piece, but for keys and values, and columns of its queries' tokens."""
         row, head = part
         notes, n_kv_heads = layer.unfinished, int(states.keys.shape[1])
         queries, places = (notes.latest if self.settles else notes.prompt).of(row)
@@ -405,7 +404,7 @@ class Eviction:
         who = self._who
         assert isinstance(who, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
-        for part in parts(self._grain(layer), *self._sizes(states)):
+        for part in self._pieces(layer, states):
             own, _ = self._candidates(layer, states, part)
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
             end = self.sinks if part[0] in self.idle else end
@@ -486,7 +485,10 @@ class Eviction:
         """
         # some of a group may be packed, and then all are looked at in the same pieces
         packed = len(members) > 1 and any((bits != 16).any() for bits in self.bits.values())
-        grains = [2 if layer.reduced and packed else self._grain(layer) for layer, _, _ in members]
+        grains = [
+            2 if layer.reduced and packed else self._grain(layer, states.keys)
+            for layer, states, _ in members
+        ]
         pieces = parts(max(grains), *members[0][2].shape)
         together = self._chosen_together(members, pieces) if len(members) > 1 else None
         while members:
@@ -539,12 +541,14 @@ class Eviction:
         self, layer: BudgetLayer | Tail, states: AttentionStates, targets: IntArray
     ) -> BoolArray:
         """Whether any head of a row gives up an entry that is no padding, (batch,)."""
-        columns = np.full(targets.shape[0], int(states.keys.shape[2]), dtype=np.int64)
-        if self.visible is not None:
-            columns -= (~self.visible).sum(dim=1).numpy()
-        apart = 0 if layer.entries is None or layer.even else layer.entries.lengths
-        there = columns[:, None] + apart
+        there = row_tokens(self._dense_visible(layer, states.keys))[:, None]
+        there = there if layer.entries is None else there + layer.entries.lengths
         return np.asarray((targets < there).any(axis=1))
+
+
+def _n_in_front(layer: BudgetLayer | Tail) -> int:
+    """Entries that earlier evictions kept and that stand in front of a layer's dense ones."""
+    return int(layer.entries.lengths[0, 0]) if layer.entries and layer.even else 0
 
 
 def _keep_note(

@@ -87,8 +87,9 @@ def filled_cache(
     arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
     arrival.settled, arrival.competed = header.seen_tokens, np.array(header.competed_tokens)
     arrival.row_profiles = header.row_profiles
-    visible = tensors.get("visible")
-    arrival.visible = None if visible is None else _tensor(visible).bool()
+    arrival.visible = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool)
+    if (visible := tensors.get("visible")) is not None:
+        arrival.visible = _tensor(visible).bool()
     return cache
 
 

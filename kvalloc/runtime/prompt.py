@@ -19,13 +19,14 @@ from kvalloc.accounting.stored import layer_tensors
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime import refusals
-from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
+from kvalloc.runtime.arrival import Arrival, Step, row_tokens
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Member
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
 from kvalloc.runtime.layer import SPARE, BudgetLayer
 from kvalloc.runtime.plan import Plan
+from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.repetition import (
     HeldPrompt,
     check_context,
@@ -152,9 +153,7 @@ class Prompt:
     @property
     def _n_voting(self) -> int:
         """Tokens that have followed the prompt in every row, padding left out."""
-        visible, columns = self.arrival.visible, self._n_following
-        shown = None if visible is None or not columns else visible[:, -columns:]
-        return int(row_tokens(shown, self._batch, columns).min())
+        return int(row_tokens(self.arrival.visible[:, self.arrival.prompt_tokens :]).min())
 
     @property
     def reduced(self) -> bool:
@@ -207,7 +206,7 @@ class Prompt:
         refusals.refuse(decided_after=self._n_seen)
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
-        self.arrival.shown_rows = row_tokens(visible, batch, tokens)
+        self.arrival.shown_rows = row_tokens(visible)
         if self.plan.decide is not None:
             self._decide_rows(prompt_rows(inputs, visible))
             self._decided_ahead = True
@@ -317,13 +316,10 @@ class Prompt:
         if not (held or layer.awaits_eviction or remember):
             layer.unfinished = Unfinished()
             return
-        policy = self.profile.policy
-        eviction = Eviction(
-            policy=self.plan.policy,
-            sinks=policy.sinks,
-            window=policy.window,
+        eviction = self._eviction(
+            self.plan.policy,
             prompt_tokens=step.prompt_tokens,
-            visible=step.new_visible,
+            visible=step.visible,
             remember=remember,
             bits=self.plan.bits if step.completes and not schedule.late else self.plan.halves,
             new_from=step.seen,
@@ -346,6 +342,16 @@ class Prompt:
             eviction.evict(self._members)
         if self.reader is not None:
             self.reader.forget()
+
+    def _eviction(self, policy: EvictionPolicy, **event: Any) -> Eviction:
+        """Return an eviction of what has been seen by a policy; see `Eviction` for the rest."""
+        seen = {
+            "visible": self.arrival.visible,
+            "remember": self._goes_on_observing,
+            "bits": self.plan.bits,
+        }
+        own = self.profile.policy
+        return Eviction(policy=policy, sinks=own.sinks, window=own.window, **{**seen, **event})
 
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
@@ -388,11 +394,8 @@ class Prompt:
         positions = arguments.get("position_ids")
         self._new = ids, self._positions_after(step, positions)
         # any chunk may be the last one inside `prefill`
-        visible = step.visible
-        if visible is not None and visible.shape[1] < step.prompt_tokens:
-            more = step.prompt_tokens - int(visible.shape[1])
-            visible = nn.functional.pad(visible, (0, more), value=True)
-        layers = self._final_targets(step.batch, step.prompt_tokens, visible)
+        more = step.prompt_tokens - int(step.visible.shape[1])
+        layers = self._final_targets(nn.functional.pad(step.visible, (0, more), value=True))
         self._check_read(layers)
         self._check_room(step, layers)
 
@@ -404,9 +407,8 @@ class Prompt:
             asked.append(Later(kind="following", tokens=awaited))
         if self.plan.limit is None or not asked:
             return
-        seen = step.seen + step.new_tokens
-        tokens = self.arrival.row_tokens(step.visible, step.batch, seen, step.prompt_tokens)
-        coming = tokens - row_tokens(step.visible, step.batch, seen)
+        tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
+        coming = tokens - row_tokens(step.visible)
         places = self._new[1] + torch.from_numpy(coming)
         for later in asked:
             check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
@@ -442,8 +444,6 @@ class Prompt:
         if not isinstance(positions, Tensor):
             positions = torch.arange(step.seen, step.seen + step.new_tokens)[None]
         positions, rows = positions.cpu().expand(step.batch, -1), torch.arange(step.batch)
-        if step.new_visible is None:
-            return positions[:, -1] + 1
         shown = step.new_visible
         last = (shown * torch.arange(step.new_tokens)).amax(dim=1)
         found = positions[rows, last] + 1
@@ -485,13 +485,11 @@ class Prompt:
         assert self._next_positions is not None
         layers = dict(enumerate(self._layers))
         whole = {i: layer for i, layer in layers.items() if isinstance(layer, BudgetLayer)}
-        visible = self.arrival.visible
         return HeldPrompt(
             decoder=decoder,
             stored={index: (layer.keys, layer.values) for index, layer in whole.items()},
             sliding={i: layer for i, layer in layers.items() if i not in whole},
-            n_prompt=self._n_seen,
-            visible=None if visible is None else none_if_all(visible),
+            visible=self.arrival.visible,
             next_positions=self._next_positions,
             ids=self._ids,
         )
@@ -507,49 +505,34 @@ class Prompt:
             return
         columns = self.arrival.prompt_tokens
         assert columns is not None
-        visible, following_visible = self.arrival.visible, None
-        if visible is not None:
-            following_visible = none_if_all(visible[:, columns:])
-            visible = none_if_all(visible[:, :columns])
-        tokens = row_tokens(visible, self._batch, columns)
-        if self._schedule.while_read:  # the padding of the prompt has gone
-            visible = None
-        policy = self.profile.policy
-        eviction = Eviction(
-            policy=self.plan.policy,
-            sinks=policy.sinks,
-            window=policy.window,
+        eviction = self._eviction(
+            self.plan.policy,
             prompt_tokens=columns,
-            visible=visible,
-            remember=self._goes_on_observing,
-            bits=self.plan.bits,
             new_from=columns,
             held=True,
-            row_tokens=tokens,
             scorers=self.plan.wanted,
             following=self._n_following,
-            following_visible=following_visible,
             voting=self.plan.awaited,
         )
-        targets = self._final_targets()
         with self._half_way():
-            self._evict_layers(dict.fromkeys(targets, eviction), targets)
+            self._evict_layers(eviction, self._final_targets())
         self._settle()
 
     def _evict_layers(
         self,
-        evictions: Mapping[int, Eviction],
+        eviction: Eviction,
         targets: dict[int, IntArray],
         *,
         layers: Mapping[int, BudgetLayer | Tail] | None = None,
         kept: Mapping[int, IntArray] | None = None,
     ) -> None:
-        """Evict in these layers, each in its own way; all together, where heads of all compete.
+        """Evict in these layers; in all together, where heads of all compete.
 
         Parameters
         ----------
-        evictions, targets
-            For each layer.
+        eviction : Eviction
+        targets : dict of int to ndarray of int64, (batch, n_kv_heads)
+            Entries that stay of each layer.
         layers : mapping of int to BudgetLayer or Tail, optional
             In which; the cache's own by default.
         kept : mapping of int to ndarray of int64, (batch, n_kv_heads), optional
@@ -558,7 +541,7 @@ class Prompt:
         among = dict(enumerate(self._layers)) if layers is None else layers
         self._check_read(targets)
         if self.profile.by_prompt:
-            targets = self._by_prompt(evictions, targets, among, kept)
+            targets = self._by_prompt(eviction, targets, among, kept)
         for index in targets:
             group = self.plan.groups.get(index, (index,))
             if index != group[-1]:
@@ -566,10 +549,10 @@ class Prompt:
             members: list[Member] = []
             for one in group:
                 layer = among[one]
-                states = self._layer_states(one, layer, evictions[one])
+                states = self._layer_states(one, layer, eviction)
                 members.append((layer, states, targets[one] + layer.front))
                 del states  # its keys are the layer's old ones
-            evictions[index].evict(members)
+            eviction.of(among[index]).evict(members)
         if self.reader is not None:
             self.reader.forget()
 
@@ -586,9 +569,7 @@ class Prompt:
             if self._goes_on_observing:
                 layer.unfinished.grain, layer.unfinished.observed = own.grain, own.observed
         self.arrival.settled = columns = self.arrival.prompt_tokens or 0
-        shown = self.arrival.visible
-        shown = None if shown is None else shown[:, :columns]
-        self.arrival.competed = row_tokens(shown, self._batch, columns)
+        self.arrival.competed = row_tokens(self.arrival.visible[:, :columns])
         self._waits, seen = False, self._seen
         self._forget_held()
         self._seen = seen  # of queries that have been noted since
@@ -655,7 +636,7 @@ class Prompt:
         if seen == self.arrival.settled or not noted:
             return
         batch = self._batch
-        tokens = row_tokens(self.arrival.visible, batch, seen)
+        tokens = row_tokens(self.arrival.visible)
         budgets = np.maximum(self.arrival.budgets(tokens), policy.protected_tokens)
         budgets = self._within_memory(budgets, tokens)
         followed = {
@@ -695,22 +676,16 @@ class Prompt:
             or self.plan.rounds(index)
             or (own < np.where(settling.new_alone[:, None], 0, followed[index].there)).any()
             or (settling.new_alone.any() and self._layers[index].reduced)
-            or self._visible_tail(self._layers[index]) is not None  # padding goes
+            or (followed[index].new < self._layers[index].dense_tokens).any()  # padding goes
         }
-        policy, seen = self.profile.policy, self._n_seen
         parts = []
         for new_alone, rows in groups:
-            layers: dict[int, BudgetLayer | Tail] = {}
-            evictions, own_rows = {}, torch.from_numpy(rows)
+            own_rows = torch.from_numpy(rows)
             idle = np.flatnonzero(next(iter(followed.values())).idle[rows])
-            eviction = Eviction(
-                policy=self.plan.after,
-                sinks=policy.sinks,
-                window=policy.window,
-                prompt_tokens=seen,
-                visible=None,
-                remember=self._goes_on_observing,
-                bits=self.plan.bits,
+            eviction = self._eviction(
+                self.plan.after,
+                prompt_tokens=self._n_seen,
+                visible=self.arrival.visible[own_rows],
                 settles=True,
                 idle=frozenset(idle.tolist()),
             )
@@ -718,17 +693,14 @@ class Prompt:
             if len(groups) > 1:
                 own = {i: layer.of_rows(own_rows) for i, layer in own.items()}
             parts.append((rows, own))
-            for index, layer in own.items():
-                visible = self._visible_tail(layer, own_rows)
-                tail = new_alone and layer.reduced
-                layers[index] = Tail(layer) if tail else layer
-                sinks = layers[index].front or policy.sinks
-                evictions[index] = replace(eviction, visible=visible, sinks=sinks)
             self._evict_layers(
-                evictions,
-                {i: settling.targets[i][rows] for i in layers},
-                layers=layers,
-                kept={i: followed[i].kept[rows] * new_alone for i in layers},
+                eviction,
+                {i: settling.targets[i][rows] for i in own},
+                layers={
+                    i: Tail(layer) if new_alone and layer.reduced else layer
+                    for i, layer in own.items()
+                },
+                kept={i: followed[i].kept[rows] * new_alone for i in own},
             )
         if len(groups) > 1:
             order = np.argsort(np.concatenate([rows for rows, _ in parts]))
@@ -753,36 +725,20 @@ class Prompt:
 
     def _followed(self, layer: BudgetLayer, budgets: IntArray, tokens: IntArray) -> Followed:
         """What is known of a layer whose latest tokens have followed."""
-        tail = self._visible_tail(layer)
-        new = row_tokens(tail, layer.batch, layer.dense_tokens)
-        since = None if tail is None else tail[:, self.arrival.settled - self._n_seen :]
-        idle = row_tokens(since, layer.batch, 1) == 0
+        visible = self.arrival.visible
+        new = row_tokens(visible[:, self._n_seen - layer.dense_tokens :])
+        idle = row_tokens(visible[:, self.arrival.settled :]) == 0
         kept = np.zeros_like(budgets) if layer.entries is None else layer.entries.lengths
         return Followed(budgets=budgets, kept=kept, new=new, idle=idle, tokens=tokens)
 
-    def _visible_tail(self, layer: BudgetLayer, rows: Tensor | None = None) -> Tensor | None:
-        """What is no padding of the tokens in a layer's dense storage; None where all is.
-
-        Of all rows by default.
-        """
-        if self.arrival.visible is None:
-            return None
-        tail = self.arrival.visible[:, self._n_seen - layer.dense_tokens :]
-        return none_if_all(tail if rows is None else tail[rows])
-
-    def _final_targets(
-        self, batch: int | None = None, columns: int | None = None, visible: Tensor | None = None
-    ) -> dict[int, IntArray]:
+    def _final_targets(self, visible: Tensor | None = None) -> dict[int, IntArray]:
         """Entries that each layer is to keep of the complete prompt, where any has to go.
 
-        Of the prompt that is there, unless told of which.
+        Defaults to the current prompt.
         """
-        if batch is None or columns is None:
-            batch, columns = self._batch, self.arrival.prompt_tokens
-            visible = self.arrival.visible
-            assert columns is not None
-            visible = None if visible is None else visible[:, :columns]
-        tokens = row_tokens(visible, batch, columns)
+        if visible is None:
+            visible = self.arrival.visible[:, : self.arrival.prompt_tokens]
+        tokens, columns = row_tokens(visible), int(visible.shape[1])
         budgets = self.arrival.budgets(tokens)
         found: dict[int, IntArray] = {}
         for index in self.profile.shape.full_layers:
@@ -797,7 +753,7 @@ class Prompt:
 
     def _by_prompt(
         self,
-        evictions: Mapping[int, Eviction],
+        eviction: Eviction,
         targets: dict[int, IntArray],
         layers: Mapping[int, BudgetLayer | Tail],
         kept: Mapping[int, IntArray] | None,
@@ -805,8 +761,8 @@ class Prompt:
         """As many entries in all, handed out by each row's own scores."""
         by_row: list[list[Tensor]] = []
         for index in targets:
-            states = self._layer_states(index, layers[index], evictions[index])
-            by_row.append(evictions[index].evictable_scores(layers[index], states))
+            states = self._layer_states(index, layers[index], eviction)
+            by_row.append(eviction.of(layers[index]).evictable_scores(layers[index], states))
         found = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
             if not scores[0].shape[-1]:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime.arrival import none_if_all, row_tokens
+from kvalloc.runtime.arrival import row_tokens
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import repetitions
 from kvalloc.scorers.later_pass import (
@@ -97,10 +97,8 @@ class HeldPrompt:
         Keys and values of each full-attention layer, (batch, n_kv_heads, n_prompt, head_dim).
     sliding : mapping of int to CacheLayerMixin
         transformers' own layers, which a pass copies.
-    n_prompt : int
-        Columns, padding included.
-    visible : Tensor of bool, (batch, n_prompt), or None
-        False marks padding; None where there is none.
+    visible : Tensor of bool, (batch, n_prompt)
+        False marks padding.
     next_positions : Tensor of int64, (batch,)
         Position of the token after each row.
     ids : Tensor of int64 or None, (batch, n_prompt)
@@ -115,8 +113,7 @@ class HeldPrompt:
     decoder: nn.Module
     stored: dict[int, tuple[Tensor, Tensor]]
     sliding: dict[int, Any]
-    n_prompt: int
-    visible: Tensor | None
+    visible: Tensor
     next_positions: Tensor
     ids: Tensor | None
     rows: tuple[int, ...] | None = None
@@ -125,7 +122,12 @@ class HeldPrompt:
     @property
     def batch(self) -> int:
         """Rows that this is about."""
-        return int(self.next_positions.shape[0])
+        return int(self.visible.shape[0])
+
+    @property
+    def n_prompt(self) -> int:
+        """Columns, padding included."""
+        return int(self.visible.shape[1])
 
     @property
     def ends_alike(self) -> bool:
@@ -134,7 +136,7 @@ class HeldPrompt:
         It has one column for the last entries of both, which are of different tokens where some of
         the prompt are not shown; so none of these may be padding.
         """
-        return self.visible is None or not self.sliding or bool(self.visible[:, -1].all())
+        return not self.sliding or bool(self.visible[:, -1].all())
 
     def cache(self) -> Cache:
         """A new cache for tokens after the prompt, which go with it."""
@@ -154,23 +156,19 @@ class HeldPrompt:
 
         Of a row of padding alone nothing is kept, so it may be read like any other.
         """
-        if self.visible is None:
-            return [self]
         whole = replace(self, visible=self.visible | ~self.visible.any(dim=1, keepdim=True))
-        assert whole.visible is not None
         groups: dict[bytes, list[int]] = {}
         for row, shown in enumerate(whole.visible.numpy()):
             groups.setdefault(shown.tobytes(), []).append(row)
-        return [whole._some(tuple(rows)) for rows in groups.values()]
+        return [whole] if len(groups) == 1 else [whole._some(rows) for rows in groups.values()]
 
-    def _some(self, rows: tuple[int, ...]) -> HeldPrompt:
-        own, visible = list(rows), self.visible
+    def _some(self, rows: list[int]) -> HeldPrompt:
         return replace(
             self,
-            rows=rows,
-            visible=None if visible is None else none_if_all(visible[own]),
-            next_positions=self.next_positions[own],
-            ids=None if self.ids is None else self.ids[own],
+            rows=tuple(rows),
+            visible=self.visible[rows],
+            next_positions=self.next_positions[rows],
+            ids=None if self.ids is None else self.ids[rows],
         )
 
     def run(self, cache: Cache, ids: Tensor) -> None:
@@ -178,7 +176,7 @@ class HeldPrompt:
         n_new = int(ids.shape[1])
         positions = torch.arange(n_new, device=ids.device)
         mask = None
-        if self.visible is not None and (self.shown is None or self.sliding):
+        if not self.visible.all() and (self.shown is None or self.sliding):
             mask = nn.functional.pad(self.visible.long(), (0, n_new), value=1).to(ids.device)
         self.decoder(
             input_ids=ids,
@@ -213,8 +211,6 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
 
     Raises
     ------
-    UnsupportedRequestError
-        If the prompt came as embeddings.
     InputError
         If a repetition goes beyond the tokens that the model was made for.
     """
@@ -225,8 +221,9 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
             for layer, each in wanted.items()
         }
         looks = {layer: each for layer, each in served.items() if each}
-        check_repeat(prompt.ids)
-        _check_room(prompt, later)
+        if (limit := context_limit(prompt.decoder)) is not None:
+            tokens = row_tokens(prompt.visible)
+            check_context(later, prompt.next_positions.tolist(), tokens.tolist(), limit)
         found: list[LaterNotes] = []
         for part in (parts := prompt.alike()):
             found.append({layer: {} for layer in looks})
@@ -295,21 +292,11 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
         )
 
 
-def _check_room(part: HeldPrompt, later: Later) -> None:
-    """Refuse as `check_context` does."""
-    limit = context_limit(part.decoder)
-    if limit is not None:
-        tokens = row_tokens(part.visible, part.batch, part.n_prompt)
-        check_context(later, part.next_positions.tolist(), tokens.tolist(), limit)
-
-
 def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
     """Tokens of each repetition, (n_rows, n), and what they are."""
     assert part.ids is not None
     ids = part.ids
-    columns = torch.arange(part.n_prompt, device=ids.device)
-    if part.visible is not None:
-        columns = part.visible[0].nonzero()[:, 0].to(ids.device)
+    columns = part.visible[0].nonzero()[:, 0].to(ids.device)
     pieces = []
     for begin in range(0, columns.numel(), later.tokens):
         repeated = columns[begin : begin + later.tokens]

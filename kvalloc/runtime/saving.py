@@ -87,9 +87,8 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
         for name, tensor in own.items():
             if tensor is not None:
                 tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
-    visible = cache.arrival.visible
-    if visible is not None:
-        tensors["visible"] = visible.to(torch.uint8)
+    if not cache.arrival.visible.all():
+        tensors["visible"] = cache.arrival.visible.to(torch.uint8)
     return tensors
 
 
