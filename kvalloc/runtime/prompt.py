@@ -30,8 +30,8 @@ from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.repetition import (
     HeldPrompt,
     check_context,
-    check_repeat,
     repeat_prompt,
+    repeated_tokens,
 )
 from kvalloc.runtime.selection import handed_out
 from kvalloc.runtime.unfinished import Queries, Unfinished
@@ -113,13 +113,11 @@ class Prompt:
         self._waits = False  # for tokens that follow a held prompt
         self.given: int | None = None  # columns behind which drafts may stand; None without any
         self._schedule = self.plan.chunks  # unless the first forward is the whole prompt
+        self._seen: dict[int, AttentionStates] = {}
         self._forget_held()
 
     def _forget_held(self) -> None:
-        self._seen: dict[int, AttentionStates] = {}
-        self._ids: Tensor | None = None
-        self._next_positions: Tensor | None = None
-        self._new: tuple[Tensor | None, Tensor]  # of the forward that runs now
+        self._ids = self._positions = torch.empty(0, 0, dtype=torch.long)  # of a held prompt
 
     def forked(self) -> None:
         """Go on as the prompt of a copy of the cache, which no hook and no ``with`` will end."""
@@ -193,10 +191,8 @@ class Prompt:
         if failed and arrival.prompt_tokens is not None:
             self._broken = self._broken or refusals.BROKEN_OFF.format(arrival.prompt_tokens)
         arrival.complete = arrival.prompt_tokens is not None and not failed
-        if self._schedule.late and arrival.complete:
-            self._complete_held()
-        elif arrival.complete:
-            self._settle()
+        if arrival.complete:
+            self._complete()
         for index, bits in self.plan.bits.items() if arrival.complete else ():
             if not self._waits:
                 self._layers[index].pack(bits)
@@ -214,10 +210,10 @@ class Prompt:
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what is known of row ``rows[i]``."""
         self.arrival.select(rows)
-        for name in ("_ids", "_next_positions"):
-            states: Tensor | None = getattr(self, name)
-            if states is not None:
-                setattr(self, name, states[rows.to(states.device)])
+        if len(self._positions):
+            self._positions = self._positions[rows.cpu()]
+        if len(self._ids):
+            self._ids = self._ids[rows.to(self._ids.device)]
         if self.reader is not None:
             self.reader.forget()
 
@@ -364,10 +360,8 @@ class Prompt:
             with self._half_way():
                 pass  # what was noted in its layers
             self.arrival.commit(step)
-            if not step.follows and self._schedule.late:
-                self._end_held(step)
-            elif step.completes:
-                self._settle()
+            if step.completes:
+                self._complete()
             if self.given is None:
                 self.catch_up()
             return
@@ -386,13 +380,16 @@ class Prompt:
     # A prompt that is held
 
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
-        ids = arguments.get("input_ids")
-        if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
-            ids = None
+        seen, end = step.seen, step.seen + step.new_tokens
         if repetitions(self.plan.scorers):
-            check_repeat(ids)
+            ids = repeated_tokens(arguments)
+            self._ids = torch.cat([self._ids[:, :seen], ids], dim=1) if seen else ids
         positions = arguments.get("position_ids")
-        self._new = ids, self._positions_after(step, positions)
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(seen, end)[None]
+        positions = positions.cpu().expand(step.batch, -1)
+        before = self._positions[:, :seen]
+        self._positions = torch.cat([before, positions], dim=1) if seen else positions
         # any chunk may be the last one inside `prefill`
         more = step.prompt_tokens - int(step.visible.shape[1])
         layers = self._final_targets(nn.functional.pad(step.visible, (0, more), value=True))
@@ -409,7 +406,7 @@ class Prompt:
             return
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         coming = tokens - row_tokens(step.visible)
-        places = self._new[1] + torch.from_numpy(coming)
+        places = self._next_positions(step.visible) + torch.from_numpy(coming)
         for later in asked:
             check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
 
@@ -428,46 +425,25 @@ class Prompt:
             mask=None,
         )
 
-    def _end_held(self, step: Step) -> None:
-        """A forward of the prompt went through: note where each row is."""
-        ids, self._next_positions = self._new
-        if ids is not None:
-            self._ids = ids if self._ids is None else torch.cat([self._ids, ids], dim=1)
-        if step.completes:
-            self._complete_held()
+    def _next_positions(self, visible: Tensor) -> Tensor:
+        """Position of what follows each row of a held prompt, (batch,), on the host."""
+        return self._positions.masked_fill(~visible, -1).amax(dim=1) + 1
 
-    def _positions_after(self, step: Step, positions: object) -> Tensor:
-        """Position of what follows each row after a forward, (batch,), on the host.
-
-        Whatever padding comes behind a row; one of padding only is where it was before.
-        """
-        if not isinstance(positions, Tensor):
-            positions = torch.arange(step.seen, step.seen + step.new_tokens)[None]
-        positions, rows = positions.cpu().expand(step.batch, -1), torch.arange(step.batch)
-        shown = step.new_visible
-        last = (shown * torch.arange(step.new_tokens)).amax(dim=1)
-        found = positions[rows, last] + 1
-        if self._next_positions is None:
-            return found
-        return torch.where(shown.any(dim=1), found, self._next_positions)
-
-    def _complete_held(self) -> None:
-        """The held prompt is complete: let it be repeated, then evict or wait for what follows."""
-        decoder = self.plan.decoder()
-        if decoder is None:  # the model is gone, and nobody can ask the cache any more
-            return
-        targets = self._final_targets()
+    def _complete(self) -> None:
+        """The prompt is complete; a held one is repeated, and evicted or waits for what follows."""
+        targets = self._final_targets() if self._schedule.late else {}
         if not targets:
             self._settle()
             return
         looks = {layer: each for layer, each in self.plan.wanted.items() if layer in targets}
-        if repetitions(scorer for each in looks.values() for scorer in each):
+        scorers = [scorer for each in looks.values() for scorer in each]
+        if repetitions(scorers):
             with self._half_way():
-                notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
+                notes = repeat_prompt(self._held(), looks, sinks=self.profile.policy.sinks)
             for index, found in notes.items():
                 self._layers[index].unfinished.later |= found
         self._waits = True
-        if not awaited_tokens(scorer for each in looks.values() for scorer in each):
+        if not awaited_tokens(scorers):
             self.evict()
 
     def catch_up(self) -> None:
@@ -480,9 +456,10 @@ class Prompt:
         if self._n_seen - settled >= self.plan.every_from(settled, self._token_bytes):
             self.settle_following()
 
-    def _held(self, decoder: nn.Module) -> HeldPrompt:
+    def _held(self) -> HeldPrompt:
         """The complete prompt, as the model can read on from it."""
-        assert self._next_positions is not None
+        decoder = self.plan.decoder()
+        assert decoder is not None, "it has just read the prompt"
         layers = dict(enumerate(self._layers))
         whole = {i: layer for i, layer in layers.items() if isinstance(layer, BudgetLayer)}
         return HeldPrompt(
@@ -490,7 +467,7 @@ class Prompt:
             stored={index: (layer.keys, layer.values) for index, layer in whole.items()},
             sliding={i: layer for i, layer in layers.items() if i not in whole},
             visible=self.arrival.visible,
-            next_positions=self._next_positions,
+            next_positions=self._next_positions(self.arrival.visible),
             ids=self._ids,
         )
 
@@ -570,9 +547,8 @@ class Prompt:
                 layer.unfinished.grain, layer.unfinished.observed = own.grain, own.observed
         self.arrival.settled = columns = self.arrival.prompt_tokens or 0
         self.arrival.competed = row_tokens(self.arrival.visible[:, :columns])
-        self._waits, seen = False, self._seen
+        self._waits = False
         self._forget_held()
-        self._seen = seen  # of queries that have been noted since
 
     # What follows a prompt
 
@@ -823,5 +799,5 @@ class Prompt:
         chunk = self.arrival.open or self.arrival.announced not in (None, tokens)
         refusals.refuse(decides_from_chunk=chunk)
         self.arrival.row_profiles = None  # of an attempt that failed
-        step = self.arrival.step(0, batch, tokens, mask)  # refuses before anything runs
-        self._decide_rows(prompt_rows(arguments, step.visible))
+        visible = self.arrival.visible_after(0, batch, tokens, mask)
+        self._decide_rows(prompt_rows(arguments, visible))

@@ -26,7 +26,14 @@ from kvalloc.scorers.later_pass import (
     LaterStep,
 )
 
-__all__ = ["HeldPrompt", "LaterNotes", "Wanted", "check_context", "check_repeat", "repeat_prompt"]
+__all__ = [
+    "HeldPrompt",
+    "LaterNotes",
+    "Wanted",
+    "check_context",
+    "repeated_tokens",
+    "repeat_prompt",
+]
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -101,8 +108,8 @@ class HeldPrompt:
         False marks padding.
     next_positions : Tensor of int64, (batch,)
         Position of the token after each row.
-    ids : Tensor of int64 or None, (batch, n_prompt)
-        The prompt; None where it came as embeddings.
+    ids : Tensor of int64, (batch, n_prompt)
+        The prompt.
     rows : tuple of int, or None
         Which rows of ``stored`` and ``sliding`` this is about; None for all.
     shown : Tensor of int64, (n_shown,), or None
@@ -115,7 +122,7 @@ class HeldPrompt:
     sliding: dict[int, Any]
     visible: Tensor
     next_positions: Tensor
-    ids: Tensor | None
+    ids: Tensor
     rows: tuple[int, ...] | None = None
     shown: Tensor | None = None
 
@@ -168,7 +175,7 @@ class HeldPrompt:
             rows=tuple(rows),
             visible=self.visible[rows],
             next_positions=self.next_positions[rows],
-            ids=None if self.ids is None else self.ids[rows],
+            ids=self.ids[rows],
         )
 
     def run(self, cache: Cache, ids: Tensor) -> None:
@@ -237,19 +244,21 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
     return notes
 
 
-def check_repeat(ids: object) -> None:
-    """Refuse to repeat a prompt whose tokens are not known.
+def repeated_tokens(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the tokens of a forward whose prompt will be repeated, (batch, n_tokens).
 
     Raises
     ------
     UnsupportedRequestError
         If it came as embeddings.
     """
-    if not isinstance(ids, Tensor):
+    ids = arguments.get("input_ids")
+    if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
         raise UnsupportedRequestError(
             "a scorer has the model repeat the prompt's tokens, but this prompt came as "
             "inputs_embeds; pass input_ids, or choose another scorer"
         )
+    return ids
 
 
 def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], limit: int) -> None:
@@ -294,7 +303,6 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
 
 def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
     """Tokens of each repetition, (n_rows, n), and what they are."""
-    assert part.ids is not None
     ids = part.ids
     columns = part.visible[0].nonzero()[:, 0].to(ids.device)
     pieces = []
