@@ -41,6 +41,10 @@ PART_CAPPED = 2**13
 """The same under caps: their linear program takes .2 s, and 5 s for four times as many."""
 
 
+RESERVED = 0.25
+"""Share of the time limit that is left for what looks at all options: bounds, before and after."""
+
+
 class ByParts(Solver):
     """A solver that looks at some options at a time where there are too many."""
 
@@ -56,10 +60,10 @@ class ByParts(Solver):
         SolverError
             If no choice is found.
         """
-        deadline = deadline_after(time_limit_seconds)
-        if int(problem.option_counts.sum()) > self.sizes(problem)[0]:
-            return _by_parts(self, problem, deadline)
-        return self.solve_whole(problem, deadline)
+        if int(problem.option_counts.sum()) <= self.sizes(problem)[0]:
+            return self.solve_whole(problem, deadline_after(time_limit_seconds))
+        seconds = time_limit_seconds and (1 - RESERVED) * time_limit_seconds
+        return _by_parts(self, problem, deadline_after(seconds))
 
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
         """Return the options beyond which it looks at parts, and those of a part."""
@@ -119,7 +123,8 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         if better and met and problem.side_fault(other) is None:
             choice = other
     # The last prices are the best, unless time ran out among them: each bound looks at everything.
-    bounds = [(bound_at(problem, *last), last) for last in prices[-2:] if last and dual is None]
+    best = prices[-1 if spacing <= 1 else -2 :]
+    bounds = [(bound_at(problem, *last), last) for last in best if last and dual is None]
     bounds += [] if dual is None else [(dual.bound, prices[-1])]
     bound, last = (min if problem.target is None else max)(bounds, default=(None, ()))
     return Solution.of(

@@ -18,7 +18,6 @@ from kvalloc.problem import (
     Sense,
     dual_bound,
     is_closed,
-    tail_bound,
 )
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._choices import Choices
@@ -393,5 +392,5 @@ class Search:
         here too; its losses say which options cannot be part of anything better than what is
         known, and the program holds the others.
         """
-        prices = tail_prices(self.problem, tail_bound(self.problem))
+        prices, _ = tail_prices(self.problem)
         return self._core(self.choices, prices, self._start(self.choices, prices), self.limit)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, deadline_after
 
 Rule = Callable[[int], IntArray]
 """The choice that a rule makes of each number, ``(n_units,)``; it costs more for a larger one."""
@@ -26,8 +26,11 @@ class SharingRule(Solver):
     needs_one_step: ClassVar[bool] = True
 
     @abstractmethod
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
-        """Return the choices by number, from 0 on, and the largest number."""
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
+        """Return the choices by number, from 0 on, and the largest number.
+
+        What needs long raises a `SolverError` when ``time.monotonic()`` is past the deadline.
+        """
 
     @abstractmethod
     def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
@@ -43,9 +46,9 @@ class SharingRule(Solver):
         InfeasibleError
             If the rule's largest choice does not meet the target.
         SolverError
-            If the rule's choice breaks a side constraint.
+            If the rule's choice breaks a side constraint, or the time is up before there is one.
         """
-        rule, largest = self.rule(problem)
+        rule, largest = self.rule(problem, deadline_after(time_limit_seconds))
         maximise = problem.sense is Sense.MAX_VALUE
 
         def is_beyond(number: int) -> bool:

@@ -60,7 +60,7 @@ class AdaptiveHead(SharingRule):
         self.alpha = alpha
         self.safeguard = safeguard
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return Ada-KV's budgets by the steps that they add up to."""
         members = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
         room = np.array([int(problem.last_options[units].sum()) for units in members])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.bounds import tail_bound
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices, tail_prices
 from kvalloc.solvers.lagrangian import Lagrangian
@@ -52,7 +51,7 @@ class CVaR(Lagrangian):
         self, problem: AllocationProblem, choices: Choices, deadline: float
     ) -> tuple[Prices, float, str]:
         """Return the prices at the best weights of the workloads, a bound, and those weights."""
-        tail = tail_bound(problem)
+        prices, tail = tail_prices(problem)
         shares = ", ".join(f"{weight:.3g}" for weight in tail.weights[:8])
         more = ", ..." if tail.weights.size > 8 else ""
-        return tail_prices(problem, tail), tail.bound, f"weights of the workloads {shares}{more}"
+        return prices, tail.bound, f"weights of the workloads {shares}{more}"

@@ -88,7 +88,7 @@ class HeadClasses(SharingRule):
             )
         return True
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the choices by the number of retrieval heads."""
         streaming, last = self._streaming(problem), problem.last_options
         extra = self._extra_bytes(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -11,7 +12,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, SolverError, option
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
 from kvalloc.solvers._rules import Rule, SharingRule, mean_budget_tokens, numbers, tokens_per_step
 
@@ -145,22 +146,24 @@ class Proportional(SharingRule):
             )
         return super().can_solve(problem)
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the budgets by weight, by the steps that they add up to."""
-        shares = self._shares(problem)
+        shares = self._shares(problem, deadline)
         return partial(self._share_steps, problem, shares), problem.spendable_steps
 
-    def _shares(self, problem: AllocationProblem) -> FloatArray:
+    def _shares(self, problem: AllocationProblem, deadline: float) -> FloatArray:
         """Return weights with mean 1, ``(n_units,)``."""
         if self.weight == "threshold":
             raw = _tokens_needed(problem, self.threshold)
         elif self.weights is None:
-            raw = np.array(
-                [
-                    _entropy(problem, unit, normalized=self.weight == "normalized_entropy")
-                    for unit in range(problem.n_units)
-                ]
-            )
+            normalized, raw = self.weight == "normalized_entropy", np.zeros(problem.n_units)
+            for unit in range(problem.n_units):
+                raw[unit] = _entropy(problem, unit, normalized=normalized)
+                if time.monotonic() > deadline:
+                    raise SolverError(
+                        f"proportional weighed {unit + 1} of {problem.n_units} units in the time "
+                        f"it had; give it more, or larger pages with {option('page')}"
+                    )
         else:
             raw = self.weights
             if raw.size != problem.n_units:
@@ -207,15 +210,17 @@ class Proportional(SharingRule):
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
     """Return the entropy of the gains of a unit's entries, nats, or as a share of its maximum."""
     count = int(problem.option_counts[unit])
-    gains = np.maximum(np.diff(problem.values[unit, :count]), 0.0)
+    share = np.diff(problem.values[unit, :count])
+    np.maximum(share, 0.0, out=share)
     entries = np.diff(problem.tokens[unit, :count])
-    total = float(gains.sum())
+    total = float(share.sum())
     if total <= 0.0:
         return 0.0
-    kept = gains > 0.0
-    share = gains[kept] / total
+    share /= total
     # An option of several entries: each gains an equal part of it.
-    entropy = -float(np.sum(share * np.log(share / entries[kept])))
+    each = share / entries
+    logs = np.log(each, out=each, where=each > 0.0)
+    entropy = -float(share @ logs)
     largest = np.log(float(entries.sum()))
     return entropy / largest if normalized and largest > 0 else entropy
 

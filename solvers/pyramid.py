@@ -46,7 +46,7 @@ class Pyramid(SharingRule):
             raise InputError(f"pyramid: beta is {beta:g}, expected more than 1")
         self.beta = beta
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the pyramids by the steps that they add up to."""
         _, unit_layer = np.unique(problem.layers, return_inverse=True)
 

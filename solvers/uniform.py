@@ -30,7 +30,7 @@ class Uniform(SharingRule):
     handles: ClassVar[frozenset[type[SideConstraint]]] = EVERY_KIND
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
-    def rule(self, problem: AllocationProblem) -> tuple[Rule, int]:
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
         """Return the common budgets by their tokens."""
 
         def same(tokens: int) -> IntArray:

@@ -332,19 +332,22 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
         Prices of the capacity and of each cap that may prove more than kvalloc's own, which leave
         caps out. Any prices give a bound that holds.
     """
-    is_sum = problem.aggregate is Aggregate.SUM
+    is_sum, objective = problem.aggregate is Aggregate.SUM, problem.objective(choice)
+    tried: list[tuple[float, ...]] = []  # before the search for the best price
     if is_sum and problem.target is None and not problem.constraints and problem.is_concave:
-        price, objective = _next_gain(problem, choice), problem.objective_value(choice)
-        bound = bound_at(problem, price)
+        tried.append((_next_gain(problem, choice),))
+    if is_sum and prices and are_prices(problem, prices):
+        tried.append(prices)
+    priced = [(bound_at(problem, *each), each) for each in tried]
+    for bound, each in priced:
         if abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
-            return Proof(bound=bound, prices=(), multiplier=price, known=(objective,))
+            used = prices if each is prices else ()
+            return Proof(bound=bound, prices=used, multiplier=each[0], known=(objective,))
     dual = dual_bound(problem)
-    choices, bound = [dual.choice], dual.bound
-    used: tuple[float, ...] = ()
-    if prices[1:] and is_sum and are_prices(problem, prices):
-        priced = bound_at(problem, *prices)
-        if not problem.is_better(priced, bound, PROOF_TOLERANCE):
-            bound, used = priced, prices
+    choices, bound, used = [dual.choice], dual.bound, ()
+    for other, each in priced:
+        if each[1:] and not problem.is_better(other, bound, PROOF_TOLERANCE):
+            bound, used = other, each
     equal = get_solver("uniform")
     if problem.constraints and equal.can_solve(problem) is True:
         with contextlib.suppress(KVAllocError):  # no equal budgets fit

@@ -41,6 +41,9 @@ _PER_OPTION = ("tokens", "costs", "bits", "policies")
 _PER_UNIT = ("option_counts", "weights", "layers", "heads")
 _ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies", "scenarios")
 
+BOUND = "dual_bound"
+"""Where `kvalloc.problem.dual_bound` stores its result in a problem; `replace` drops it."""
+
 _OF_VALUES = frozenset((*_ARRAYS, "aggregate", "tail_share"))
 _CACHED = ("max_value", "is_concave", "best_so_far", "largest_gain")
 """Cached properties computed from them: `replace` keeps these if none of them changes."""
@@ -225,9 +228,8 @@ class AllocationProblem:
             raise TypeError(f"a problem has no field {', '.join(sorted(unknown))}")
         other = object.__new__(AllocationProblem)
         other.__dict__.update(self.__dict__ | changes)
-        if not _OF_VALUES.isdisjoint(changes):
-            for name in _CACHED:
-                other.__dict__.pop(name, None)
+        for name in (BOUND, *(_CACHED if not _OF_VALUES.isdisjoint(changes) else ())):
+            other.__dict__.pop(name, None)
         other._check(changed=changes.keys())
         return other
 

@@ -30,6 +30,7 @@ from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import SolverError
 from kvalloc.problem.arrays import (
+    BOUND,
     Aggregate,
     AllocationProblem,
     first_where,
@@ -111,10 +112,12 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
     InfeasibleError
         If no choice meets the capacity or the target.
     """
-    if problem.aggregate is Aggregate.TAIL:
-        return tail_bound(problem)
-    problem.check_feasible()
-    return (_worst_bound if problem.aggregate is Aggregate.WORST else _sum_bound)(problem)
+    if BOUND not in problem.__dict__:  # whoever solved it has asked for it, as a rule
+        bounds = {Aggregate.TAIL: tail_bound, Aggregate.WORST: _worst_bound}
+        problem.check_feasible()
+        problem.__dict__[BOUND] = bounds.get(problem.aggregate, _sum_bound)(problem)
+    bound: DualBound = problem.__dict__[BOUND]
+    return bound
 
 
 def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> float:

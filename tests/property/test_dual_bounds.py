@@ -108,3 +108,19 @@ def test_an_option_of_nothing_but_floors() -> None:
         problem = make_problem([[0.3], [0.4]], protected_tokens=2, **goal)  # type: ignore[arg-type]
         assert dual_bound(problem).bound == (0.7 if "capacity" in goal else 4)
         assert dual_bound(problem).choice.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["losses", "worst:losses", "tail:losses"])
+def test_another_capacity_has_another_bound(kind: str) -> None:
+    """A problem remembers its bound, and what is made of it does not."""
+    for _, problem in tiny_problems(4, kinds=[kind], seed=60, level="head"):
+        if problem.sense is Sense.MAX_VALUE:
+            before, after = (
+                problem.with_capacity(size)
+                for size in (problem.max_cost_bytes, problem.min_cost_bytes)
+            )
+            assert dual_bound(before) is dual_bound(before)
+            assert dual_bound(before.with_capacity(after.capacity_bytes or 0)).bound == (
+                dual_bound(after).bound
+            )
+            assert dual_bound(after).bound < dual_bound(before).bound

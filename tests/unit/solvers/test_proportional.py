@@ -67,7 +67,7 @@ def test_pages_spread_their_gain_over_their_entries():
     tokens = np.broadcast_to(np.array([0, 16, 32], dtype=np.int64), (2, 3))
     problem = make_problem([[0.0, 0.5, 1.0], [0.0, 1.0, 1.0]], tokens=tokens, capacity=32)
     solver = get_solver("proportional")
-    shares = solver._shares(problem)
+    shares = solver._shares(problem, math.inf)
     assert shares[0] / shares[1] == pytest.approx(math.log(32) / math.log(16))
 
 
@@ -102,3 +102,10 @@ def test_bad_options(options, message):
 def test_weights_of_another_problem():
     with pytest.raises(SolverError, match=r"got 3 weights, expected 2 \(units\)"):
         chosen(make_problem([EVEN, HALF], capacity=4), weights=[1, 2, 3])
+
+
+def test_weighing_ends_at_the_time_limit() -> None:
+    """It took twice the limit where there are a hundred million options."""
+    problem = make_problem([EVEN, HALF, ONE], capacity=10)
+    with pytest.raises(SolverError, match=r"weighed 1 of 3 units .* give it more"):
+        solve_problem(problem, get_solver("proportional"), time_limit_seconds=1e-9)
