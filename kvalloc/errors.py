@@ -150,8 +150,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     --------
     >>> nearest("TVOA", ["snapkv", "tova"]), nearest("xyz", ["snapkv", "tova"])
     ("the nearest is 'tova'; ", '')
-    >>> nearest("bits-20", ["smollm2-bits-20", "smollm2-bits-10"])
-    "the nearest is 'smollm2-bits-20'; "
+    >>> nearest("layers-20", ["smollm2-layers-20", "smollm2-layers-10"])
+    "the nearest is 'smollm2-layers-20'; "
     """
     from difflib import get_close_matches  # only a mistake needs it
 

@@ -31,10 +31,8 @@ from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import KVAllocError
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
 from kvalloc.evaluate.scoring import Outcome, measure
-from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
 from kvalloc.interop.kvpress import KvpressMethod, read_peer_name
 from kvalloc.models.loading import load_model, shape_of
-from kvalloc.online.default import Default
 from kvalloc.prompts.cases import Case
 from kvalloc.prompts.tasks import TASKS
 
@@ -70,14 +68,13 @@ class Named:
     name: str
     share: float | None
     method: Any
-    profile: str = ""
 
 
 def main() -> int:
     asked = parse_arguments()
     loaded = load_model(asked.model)
     methods = [
-        one for one in methods_of(loaded, asked) if not asked.methods or label(one) in asked.methods
+        one for one in methods_of(loaded, asked) if not asked.methods or one.name in asked.methods
     ]
     until = time.monotonic() + asked.seconds
     for number in ORDER[: asked.samples]:
@@ -96,7 +93,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="quality cells on held-out prompts")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--shares", nargs="+", type=float, default=[50, 20, 10], help="percent")
+    parser.add_argument("--shares", nargs="+", type=float, default=[50, 20, 10, 5], help="percent")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--methods", nargs="*", help="only these, by the names of the tables")
     parser.add_argument("--samples", type=int, default=OF, help=f"prompts a cell, at most {OF}")
@@ -125,16 +122,6 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
     if not shape_of(model).sliding_layers:  # kvpress takes all layers for quantised ones
         for name in PEERS[:2]:
             yield from presses(loaded, name, 4, shares, asked.methods, backend="quanto")
-    for name in shipped_profiles():
-        profile = load_profile(name)
-        half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
-        share = half.retained_bytes / half.full_bytes
-        near = min(shares, key=lambda one: abs(one - share))
-        if abs(near - share) <= 0.02 and fits(profile, model):
-            make = CacheMethod(make_cache=lambda one=profile: kvalloc.make_cache(model, one))
-            digest = digest_of(profile)
-            short = name.removeprefix(f"{profile.shape.model_id.split('/')[-1].lower()}-")
-            yield Named(name=f"{short}#{digest}", share=near, method=make, profile=name)
     for name in PEERS[2:]:
         yield from presses(loaded, name, 16, shares, asked.methods)
 
@@ -172,33 +159,11 @@ def presses(
         yield Named(name=said, share=share, method=method)
 
 
-def fits(profile: Any, model: Any) -> bool:
-    """Whether a shipped profile is of the model."""
-    try:
-        kvalloc.make_cache(model, profile)
-    except KVAllocError:
-        return False
-    return True
-
-
-def label(one: Named) -> str:
-    return one.name.partition("#")[0]
-
-
 def digest_of_case(case: Case) -> str:
     """Digest of the tokens that are read and of what is compared."""
     turn = case.turns[0]
     said = json.dumps([case.input_ids, turn.question_ids, turn.continuation_ids])
     return hashlib.sha256(said.encode()).hexdigest()[:12]
-
-
-def digest_of(profile: Any) -> str:
-    """Of the budgets, bits and policies, whatever else a profile says."""
-    records = [policy.record() for policy in profile.policies]
-    records = [{k: v for k, v in one.items() if v or k != "label"} for one in records]
-    arrays = (profile.budgets, profile.unit_policies, None, profile.bits)  # as stored cells have it
-    decided = json.dumps([records, *(None if one is None else one.tolist() for one in arrays)])
-    return hashlib.sha256(decided.encode()).hexdigest()[:8]
 
 
 def measured(
@@ -217,12 +182,7 @@ def measured(
     if ("full", None) not in done:
         yield {**known, "method": "full", "share": None, **row_of(full.outcome)}
     answers = asked.answers and cell.startswith("facts")
-    by_default: dict[float | None, dict[str, Any]] = {}
     for one in missing:
-        taken = one.profile and one.profile == taken_by_default(loaded.model, case, one.share)
-        if taken and one.share in by_default:
-            yield {**known, **by_default[one.share], "method": one.name}
-            continue
         begun = time.monotonic()
         try:
             found = measure(
@@ -233,17 +193,7 @@ def measured(
             continue
         seconds = round(time.monotonic() - begun, 2)
         print(f"{cell} {number}: {one.name} {one.share}, KL {found.kl}, {seconds} s", flush=True)
-        row = {"method": one.name, "share": one.share, **row_of(found)}
-        if one.name == DEFAULT:
-            by_default[one.share] = row
-        yield {**known, **row}
-
-
-def taken_by_default(model: Any, case: Case, share: float | None) -> str:
-    """Name of the shipped profile that the default takes for a prompt: the two are one method."""
-    default = Default(share=share or 1.0)
-    served = default.decided(shape_of(model), len(case.input_ids))
-    return "" if served is None else served.name
+        yield {**known, "method": one.name, "share": one.share, **row_of(found)}
 
 
 @cache

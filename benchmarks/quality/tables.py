@@ -67,24 +67,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """Without the rows of profiles, and of prompts, that have changed since."""
-    newest = {name_of(row): row["method"] for row in rows}
+    """Without the rows of prompts that have changed since."""
     prompts = {(row["cell"], row["seed"], row["number"]): row["digest"] for row in rows}
     return [
-        row
-        for row in rows
-        if newest[name_of(row)] == row["method"]
-        and prompts[row["cell"], row["seed"], row["number"]] == row["digest"]
+        row for row in rows if prompts[row["cell"], row["seed"], row["number"]] == row["digest"]
     ]
-
-
-def name_of(row: Row) -> str:
-    """The method without the digest of a profile."""
-    return str(row["method"]).partition("#")[0]
-
-
-def is_ours(row: Row) -> bool:
-    return row["method"] == DEFAULT or "#" in row["method"]
 
 
 def at_share(rows: Sequence[Row], share: float) -> list[Row]:
@@ -125,7 +112,7 @@ def by_method(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Row]]]:
     """Method, cell and prompt's digest of each row; methods in the order in which they came."""
     found: dict[str, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        found[name_of(row)][row["cell"]][row["digest"]] = row
+        found[str(row["method"])][row["cell"]][row["digest"]] = row
     return found
 
 
@@ -175,7 +162,7 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     Losses below `LEAST_KL` count as that.
     """
     methods = by_method(rows)
-    peers = [name for name, own in methods.items() if not is_ours(_any(own))]
+    peers = [name for name in methods if name != DEFAULT]
     found: dict[str, Ratio] = {}
     ours, best, counts = [], [], []
     for cell in cells:
@@ -212,7 +199,7 @@ def where_peers_are_better(
     Losses below `LEAST_KL` count as equal.
     """
     methods, found = by_method(rows), []
-    peers = [name for name, own in methods.items() if not is_ours(_any(own))]
+    peers = [name for name in methods if name != DEFAULT]
     for cell, position, peer in itertools.product(cells, positions, peers):
         ours, theirs = methods[mine][cell], methods[peer][cell]
         both = [(ours[one], theirs[one]) for one in theirs if one in ours]
@@ -263,7 +250,3 @@ def answer_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
             means = (f"{np.mean(some):.0%} of {len(some)}" if some else "-" for some in scores)
             lines.append(f"{method:28s}" + "".join(f"{mean:>20s}" for mean in means))
     return lines
-
-
-def _any(found: Mapping[str, Mapping[str, Row]]) -> Row:
-    return next(row for own in found.values() for row in own.values())

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 from kvalloc.cli.measuring import PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import print_result
-from kvalloc.formats.score_profile import shards_text
-from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.scorer_fitting import FitOptions
 from kvalloc.report.wording import fitted_fields
 from kvalloc.units import Option
@@ -52,10 +50,7 @@ def fit(
     fitted, facts, shown = measure(
         measured_model, FitOptions, model, given, each=EACH_KIND, by_tasks=None
     )
-    if isinstance(fitted, SurrogatePart):
-        stated = {"part": shards_text(fitted.shards), "samples": fitted.sample_places.size}
-    else:
-        names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
-        stated = {name: getattr(fitted.surrogate, name) for name in names.split()}
-        stated |= {"model": fitted.shape.model_id, "errors": fitted.record()["errors"]}
+    names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
+    stated = {name: getattr(fitted.surrogate, name) for name in names.split()}
+    stated |= {"model": fitted.shape.model_id, "errors": fitted.record()["errors"]}
     print_result({**stated, **facts}, {**fitted_fields(fitted), **shown})

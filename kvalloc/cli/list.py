@@ -72,9 +72,9 @@ def _profiles() -> None:
     from kvalloc.formats.shipped_profiles import (
         fitted_files,
         load_profile,
+        shipped_fitted,
         shipped_profiles,
         shipped_scores,
-        shipped_surrogates,
     )
 
     rows = []
@@ -84,7 +84,7 @@ def _profiles() -> None:
         except KVAllocError as error:  # a damaged one in the cache hides no other
             note(str(error))
     print_result(rows, lambda: _show_profiles(rows))
-    named = {"score profiles": shipped_scores(), "fitted files": shipped_surrogates()}
+    named = {"score profiles": shipped_scores(), "fitted files": shipped_fitted()}
     shipped = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
     note(f"also shipped, by name: {shipped}", beside_json=False)
     for file in fitted_files():

@@ -28,7 +28,7 @@ GROUPS = {
     "Measure": {
         "profile": "Measure on text what each layer and KV head can do without.",
         "fit": "Measure a model once, so that each prompt is read once and reduced well.",
-        "merge": "Put the parts together that 'profile' or 'fit' made with --shard.",
+        "merge": "Put the parts together that 'profile' made with --shard.",
     },
     "Decide": {
         "solve": "Decide how many entries each layer and KV head keeps.",

@@ -7,8 +7,6 @@ from typing import Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
-from kvalloc.formats.record import kind_of
-from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.units import Option, size
 
 
@@ -19,7 +17,7 @@ def merge(
     output: Annotated[Path, Option("OUT.safetensors")],
     accept_missing: bool = False,
 ) -> None:
-    """Put the parts together that 'profile' or 'fit' made with --shard.
+    """Put the parts together that 'profile' made with --shard.
 
     The file is the one that the same command without --shard writes, byte for byte, whatever the
     order of the parts.
@@ -29,7 +27,7 @@ def merge(
     parts : list of Path
         What shards wrote, or was merged of some of them.
     output : Path
-        The score profile or surrogate to write.
+        The score profile to write.
     accept_missing : bool
         Merge what there is; the missing shards can be added later by another merge.
 
@@ -41,12 +39,7 @@ def merge(
     """
     from kvalloc.formats.merging import merge as merged_parts
 
-    if kind_of(parts[0]) == SurrogatePart.NAME:
-        from kvalloc.measure.scorer_fitting import merge_surrogates
-
-        merged = merge_surrogates(parts, output, accept_missing=accept_missing)
-    else:
-        merged = merged_parts(parts, output, accept_missing=accept_missing)
+    merged = merged_parts(parts, output, accept_missing=accept_missing)
     facts = {**vars(merged), "parts": len(parts), "file_bytes": output.stat().st_size}
     many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
     shown = {

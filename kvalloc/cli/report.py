@@ -31,7 +31,7 @@ def report(
     --------
     kvalloc report s.safetensors p.json -o report.html
     kvalloc report p.json q.json result.json -o report.html
-    kvalloc report smollm2-135m-instruct-bits-20 -o report.html
+    kvalloc report smollm2-135m-instruct-retention-90 -o report.html
     """
     from kvalloc.cli.progress import slow
     from kvalloc.report.page import write_report

@@ -164,9 +164,8 @@ def _check(file: str | Path) -> None:
     from kvalloc.formats.fitted import FittedModel
     from kvalloc.formats.record import kind_of
     from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.formats.surrogate import FittedSurrogate
 
-    kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedModel, FittedSurrogate)}
+    kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedModel)}
     kinds.get(kind_of(file), BudgetProfile).load(file)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import resources
@@ -28,7 +28,6 @@ SHIPPED: dict[type[Any], str] = {
     ScoreProfile: ".scores.safetensors",
     BudgetProfile: ".json",
     FittedModel: ".fitted.safetensors",
-    FittedSurrogate: ".surrogate.safetensors",
 }
 """Endings of what ships, by kind; a name can be that of one of each kind."""
 
@@ -54,9 +53,9 @@ def shipped_scores() -> list[str]:
     return _shipped(ScoreProfile)
 
 
-def shipped_surrogates() -> list[str]:
-    """Return the names of the surrogates that ship with kvalloc, sorted."""
-    return _shipped(FittedSurrogate)
+def shipped_fitted() -> list[str]:
+    """Return the names of the fitted files that ship with kvalloc, sorted."""
+    return _shipped(FittedModel)
 
 
 def _shipped(kind: type[Any]) -> list[str]:
@@ -115,7 +114,13 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
-    """Load a surrogate from a file, from the hub, or a shipped one by its name.
+    """Load the surrogate of a fitted file, or one alone, as `kvalloc.fit` has it while it works."""
+    fitted = _fitted_in(source, changed_ns(source), (FittedModel, FittedSurrogate))
+    return fitted.surrogate if isinstance(fitted, FittedModel) else fitted
+
+
+def load_fitted(source: str) -> FittedModel:
+    """Load a fitted file, one on the hub, or a shipped one by its name; once while it stays.
 
     Parameters
     ----------
@@ -125,28 +130,27 @@ def load_surrogate(source: str) -> FittedSurrogate:
 
     Returns
     -------
-    FittedSurrogate
+    FittedModel
 
     Raises
     ------
     InputError
         If there is neither such a file nor such a name.
     ProfileFileError
-        If the file is not a sound surrogate.
+        If the file is not a sound fitted file.
     """
-    fitted = load_fitted(source)
-    return fitted.surrogate if isinstance(fitted, FittedModel) else fitted
-
-
-def load_fitted(source: str) -> FittedModel | FittedSurrogate:
-    """Load a fitted file, or a surrogate alone, as `load_surrogate` does; once while it stays."""
-    return _fitted_in(source, os.stat(source).st_mtime_ns if os.path.exists(source) else 0)
+    fitted: FittedModel = _fitted_in(source, changed_ns(source), (FittedModel,))
+    return fitted
 
 
 @lru_cache(maxsize=16)
-def _fitted_in(source: str, changed_ns: int) -> FittedModel | FittedSurrogate:
-    fitted: FittedModel | FittedSurrogate = load_file(source, [FittedModel, FittedSurrogate])
-    return fitted
+def _fitted_in(source: str, changed_ns: int, kinds: tuple[type[Any], ...]) -> Any:
+    return load_file(source, kinds)
+
+
+def changed_ns(source: str) -> int:
+    """Return when a file was last changed; 0 of what is none."""
+    return os.stat(source).st_mtime_ns if os.path.exists(source) else 0
 
 
 def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
@@ -250,7 +254,7 @@ def find_fitted(shape: ModelShape) -> str | None:
             with suppress(ModelMismatchError):
                 theirs.require_same_model(shape)
                 return str(file)
-    return _shipped_surrogate(shape)
+    return _shipped_fitted(shape)
 
 
 def _weights_key(shape: ModelShape) -> str:
@@ -259,25 +263,10 @@ def _weights_key(shape: ModelShape) -> str:
 
 
 @cache
-def _shipped_surrogate(shape: ModelShape) -> str | None:
-    """Return the name of the shipped surrogate that was fitted to a model, if any."""
-    return next((name for name, _ in _of_model(shape, FittedSurrogate)), None)
-
-
-@cache
-def shipped_decisions(shape: ModelShape) -> dict[str, BudgetProfile]:
-    """Return shipped budgets and bits decided from a model's measured losses, by name."""
-    return {
-        name: profile
-        for name, profile in _of_model(shape, BudgetProfile)
-        if profile.bits is not None and profile.predicted_loss is not None
-    }
-
-
-def _of_model(shape: ModelShape, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what ships for a model, with its name."""
-    for name in _shipped(kind):
-        record = _load_shipped(name, [kind])
+def _shipped_fitted(shape: ModelShape) -> str | None:
+    """Return the name of the shipped fitted file of a model, if any."""
+    for name in _shipped(FittedModel):
         with suppress(ModelMismatchError):
-            record.shape.require_same_model(shape)
-            yield name, record
+            load_fitted(name).shape.require_same_model(shape)
+            return name
+    return None

@@ -12,14 +12,8 @@ from kvalloc.formats.record import (
     ArrayOf,
     ArrayRecord,
     FileRecord,
-    FloatArray2D,
     FloatArray3D,
-    FloatArray5D,
-    IntArray1D,
-    IntArray5D,
-    Mask1D,
     MeasuredHeader,
-    require,
     require_shape,
 )
 
@@ -87,65 +81,4 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
         require_shape("weights", self.weights, (layers, heads, self.weights.shape[-1]))
         require_shape("r_squared", self.r_squared, (layers,))
         require_shape("rank_correlation", self.rank_correlation, (layers,))
-        return self
-
-
-class SurrogatePartHeader(MeasuredHeader):
-    """All of a part of a fit but its arrays."""
-
-    NAME: ClassVar[str] = "surrogate part"
-    MADE_BY: ClassVar[str] = "kvalloc fit --shard"
-
-    kind: Literal["kvalloc.surrogate_part"] = "kvalloc.surrogate_part"
-    """What the file is."""
-
-    schema_version: Literal[1] = 1
-    """How the file is to be read."""
-
-    samples: int = Field(ge=2)
-    """Number of prompts of all parts."""
-
-
-class SurrogatePart(ArrayRecord, SurrogatePartHeader):
-    """The part of a fit that comes from some of its samples.
-
-    Raises
-    ------
-    InputError
-        If arrays do not fit each other or the model, or are not finite.
-    """
-
-    HEADER: ClassVar[type[FileRecord]] = SurrogatePartHeader
-
-    shards: Mask1D
-    """1 for each shard that is in here and 0 for the others, ``(n_shards,)``."""
-
-    sample_places: IntArray1D
-    """Places of the samples among all of them, rising, ``(n_samples,)``."""
-
-    sums: IntArray5D
-    """Sums of the first half's moments in four digits, then of the second half's, ``(8,
-    n_full_layers, n_kv_heads, n_features + 2, n_features + 2)``."""
-
-    ranked: FloatArray5D
-    """Features of some tokens, the target last, ``(n_samples, n_full_layers, n_kv_heads,
-    n_tokens, n_features + 1)``."""
-
-    vote_losses: FloatArray2D
-    """Loss of each sample's cache at each weight of the votes, nats per token, ``(n_samples,
-    n_weights)``; `kvalloc.measure.vote_weights.WEIGHTS` has the weights."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        units = (len(self.shape.full_layers), self.shape.n_kv_heads)
-        n_moments = self.sums.shape[-1]
-        require_shape("sums", self.sums, (8, *units, n_moments, n_moments))
-        size = (self.sample_places.size, *units, self.ranked.shape[3], n_moments - 1)
-        require_shape("ranked", self.ranked, size)
-        n_weights = self.vote_losses.shape[1]
-        require_shape("vote_losses", self.vote_losses, (self.sample_places.size, n_weights))
-        places = self.sample_places
-        rising = places.size > 0 and (np.diff(places) > 0).all()
-        sound = rising and places[0] >= 0 and places[-1] < self.samples
-        require(sound, "sample_places", places.tolist()[:8], f"rising, below {self.samples}")
         return self

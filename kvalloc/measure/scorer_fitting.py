@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
@@ -22,15 +21,13 @@ from kvalloc.engine.contract import (
 )
 from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
-from kvalloc.formats.merging import Merged, check_fields, check_given, held_shards
-from kvalloc.formats.score_profile import shards_text
-from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
+from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import check_finite
 from kvalloc.measure.exact_sums import from_digits, to_digits
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import SampleSet, Shard, choose_samples
+from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.measure.vote_weights import best_weight, vote_losses
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
@@ -157,15 +154,11 @@ class FitOptions(TypedDict, total=False):
         Longest prompt, tokens; each is read twice, one reading after the other.
     seed : int, default 0
         Of the choice of samples.
-    shard : str
-        Measure every N-th sample alone, such as 2/8, and write a part of the surrogate: with all N,
-        'kvalloc merge' makes the surrogate, without loss curves.
     """
 
     samples: Annotated[int | None, Option("N", "On which text or prompts")]
     context: int
     seed: int
-    shard: Annotated[str | None, Option("I/N", "On which text or prompts")]
 
 
 @keywords_of(FitOptions)
@@ -180,7 +173,7 @@ def fit_scorer(
     model_id: str | None = None,
     stage: Checkpoint | None = None,
     **options: Unpack[FitOptions],
-) -> FittedSurrogate | SurrogatePart:
+) -> FittedSurrogate:
     """Fit the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
 
     Each sample runs through the decoder once, written twice. In every full-attention layer the
@@ -213,7 +206,7 @@ def fit_scorer(
 
     Returns
     -------
-    FittedSurrogate, or SurrogatePart of a shard
+    FittedSurrogate
         Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the others
         stay in the half that they would have been in.
 
@@ -255,15 +248,13 @@ def fit_scorer(
             f"give more text, or {option('samples', 16)}"
         )
     _check_tokens(shape, samples)
-    shard = None if (text := options.get("shard")) is None else Shard.read(text)
-    fitting = _Fitting(shape=shape, samples=samples, context=context, shard=shard)
+    fitting = _Fitting(shape=shape, samples=samples, context=context)
     with kept_work(output, partial(fitting.record, facts), resume=resume) as kept:
-        part = fitting.run(engine, stage or kept, progress)
-        result = part if shard is not None else _fitted(part)
+        fitted = fitting.run(engine, stage or kept, progress)
         if kept is not None:
-            result.save(kept.output)
+            fitted.save(kept.output)
             kept.finish()
-    return result
+    return fitted
 
 
 def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
@@ -285,7 +276,6 @@ class _Fitting:
     shape: ModelShape
     samples: SampleSet
     context: int
-    shard: Shard | None
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:
         return {
@@ -294,7 +284,6 @@ class _Fitting:
             "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
             "answers": self.samples.answers_digest(),
-            "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
 
     def run(
@@ -302,14 +291,12 @@ class _Fitting:
         engine: Engine,
         kept: Checkpoint | None,
         progress: Callable[[int, int], None] | None,
-    ) -> SurrogatePart:
-        """Return the sums over all samples, or over those of the shard."""
+    ) -> FittedSurrogate:
+        """Return the fit of both halves at the best ridge, each half tested by the other's fit."""
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
-        groups: Sequence[list[int]] = [[index] for index in range(n_samples)]
-        shard = self.shard or Shard(number=1, of=1)
-        groups = shard.of_groups(groups)
-        steps = Steps(len(groups) * layers, progress)
-        sums: IntArray | None = None
+        groups = [[index] for index in range(n_samples)]
+        steps = Steps(n_samples * layers, progress)
+        halves: dict[int, NormalEquations] = {}
         ranked: dict[int, FloatArray] = {}
         losses: dict[int, FloatArray] = {}
         failed: dict[int, Failed] = {}
@@ -319,28 +306,44 @@ class _Fitting:
             if isinstance(result, Failed):
                 failed[index] = result
                 continue
-            if sums is None:
-                sums = np.zeros((2, *result["moments"].shape), dtype=np.int64)
-            sums[_half(index, n_samples)] += result["moments"]
+            half, sums = self._half(index), NormalEquations(digits=result["moments"])
+            halves[half] = halves[half] + sums if half in halves else sums
             ranked[index], losses[index] = result["ranked"], result["vote_losses"]
-        halves = {_half(index, n_samples) for index in ranked}
-        if failed and len(halves) < (2 if self.shard is None else 1):
+        if len(halves) < 2:  # so that some failed: there are two samples at least
             raise failed[min(failed)].error
-        assert sums is not None  # of all samples some did not fail
-        return SurrogatePart(
+        first, second = halves[0], halves[1]
+        explained = {
+            ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
+            for ridge in RIDGES
+        }
+        ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
+        by_other, order = (second.fit(ridge), first.fit(ridge)), sorted(ranked)
+        correlations = [
+            _rank_correlation(ranked[index], by_other[self._half(index)]) for index in order
+        ]
+        votes_weight, votes_ratio = best_weight(np.stack([losses[index] for index in order]))
+        return FittedSurrogate(
             shape=self.shape,
+            target=TARGET.name,
+            target_parameters=TARGET.parameters(),
             context_tokens=self.context,
-            samples=n_samples,
+            samples=len(order),
+            sinks=SINKS,
+            ridge=ridge,
+            weights=(first + second).fit(ridge),
+            r_squared=explained[ridge].mean(axis=1),
+            rank_correlation=np.mean(correlations, axis=(0, 2)),
+            votes_weight=votes_weight,
+            votes_ratio=votes_ratio,
             text_digest=self.samples.digest(),
             text_description=self.samples.description,
             set_aside=self.samples.set_aside(failed),
-            shards=(np.arange(shard.of) == shard.number - 1).astype(np.int64),
-            sample_places=np.array(sorted(ranked), dtype=np.int64),
-            sums=sums.reshape(-1, *sums.shape[2:]),
-            ranked=np.stack([ranked[index] for index in sorted(ranked)]).astype(np.float64),
-            vote_losses=np.stack([losses[index] for index in sorted(losses)]),
             **provenance(*MEASURED_WITH),
         )
+
+    def _half(self, index: int) -> int:
+        """Return the half of a sample, 0 or 1: neighbours in the text are in the same one."""
+        return int(2 * index >= len(self.samples.samples))
 
     def sums(self, model: Any, group: list[int], advance: Advance) -> list[dict[str, Any]]:
         """Return what is kept of a sample: moments of its tokens, tokens to rank, vote losses."""
@@ -392,106 +395,6 @@ class _Fitting:
         twice = torch.cat([ids, ids])[None].to(device)
         mini_prefill(model, twice, look, layers=self.shape.full_layers)
         return np.stack(features), np.stack(targets)
-
-
-def merge_surrogates(
-    parts: Sequence[str | Path], output: str | Path, *, accept_missing: bool = False
-) -> Merged:
-    """Put the parts of a fit together, as ``kvalloc fit --shard`` made them.
-
-    The file is the one that an unbroken fit writes, byte for byte, in whatever order the parts are
-    given.
-
-    Parameters
-    ----------
-    parts, output, accept_missing
-        As `kvalloc.formats.merging.merge` takes them. With parts missing the result is a part, too.
-
-    Returns
-    -------
-    Merged
-
-    Raises
-    ------
-    InputError
-        If parts are missing, overlap or do not belong together.
-    ProfileFileError
-        If a file is no sound part.
-    """
-    check_given(parts, output)
-    loaded = [SurrogatePart.load(path) for path in parts]
-    for path, other in zip(parts[1:], loaded[1:], strict=True):
-        one, two = (
-            {
-                **part.header(),
-                "the shape of sums": part.sums.shape,
-                "the shape of a sample of ranked": part.ranked.shape[1:],
-            }
-            for part in (loaded[0], other)
-        )
-        check_fields((parts[0], path), one, two)
-    shards = [part.shards for part in loaded]
-    held = held_shards(parts, shards, accept_missing=accept_missing)
-    places = np.concatenate([part.sample_places for part in loaded])
-    order = np.argsort(places)
-    aside = {place: said for part in loaded for place, said in part.set_aside.items()}
-    whole = loaded[0].replace(
-        shards=held,
-        sample_places=places[order],
-        sums=reduce(operator.add, (part.sums for part in loaded)),
-        ranked=np.concatenate([part.ranked for part in loaded])[order],
-        vote_losses=np.concatenate([part.vote_losses for part in loaded])[order],
-        set_aside=dict(sorted(aside.items())),
-        created=max(part.created for part in loaded),
-    )
-    missing = "" if held.all() else shards_text(held, held=0)
-    result = whole if missing else _fitted(whole)
-    result.save(output)
-    return Merged(output=Path(output), samples=places.size, missing=missing, digest=result.digest)
-
-
-def _half(index: int, n_samples: int) -> int:
-    """Return the half of a sample, 0 or 1: neighbours in the text are in the same one."""
-    return int(2 * index >= n_samples)
-
-
-def _fitted(part: SurrogatePart) -> FittedSurrogate:
-    """Return the fit of both halves at the best ridge, each half tested by the other's fit."""
-    first, second = (NormalEquations(digits=half) for half in np.split(part.sums, 2))
-    if not (first.digits.any() and second.digits.any()):
-        raise InputError(
-            "no sample of one half could be measured, so nothing tests the other's fit"
-        )
-    explained = {
-        ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
-        for ridge in RIDGES
-    }
-    ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
-    by_other = second.fit(ridge), first.fit(ridge)
-    correlations = [
-        _rank_correlation(rows, by_other[_half(index, part.samples)])
-        for index, rows in zip(part.sample_places.tolist(), part.ranked, strict=True)
-    ]
-    votes_weight, votes_ratio = best_weight(part.vote_losses)
-    return FittedSurrogate(
-        shape=part.shape,
-        target=TARGET.name,
-        target_parameters=TARGET.parameters(),
-        context_tokens=part.context_tokens,
-        samples=len(correlations),
-        sinks=SINKS,
-        ridge=ridge,
-        weights=(first + second).fit(ridge),
-        r_squared=explained[ridge].mean(axis=1),
-        rank_correlation=np.mean(correlations, axis=(0, 2)),
-        votes_weight=votes_weight,
-        votes_ratio=votes_ratio,
-        text_digest=part.text_digest,
-        text_description=part.text_description,
-        set_aside=part.set_aside,
-        versions=part.versions,
-        created=part.created,
-    )
 
 
 def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:

@@ -1,14 +1,13 @@
 """The default for any model, nothing measured: the best way known within a share of the bytes.
 
 At equal bytes it pays to round first and to evict then, and to evict what a second read of the
-prompt does not look up. Where a profile ships for the model whose entries and bits were decided
-head by head from measured losses, within the share and near it, that one is taken. Otherwise
-entries are stored at 5 bits (8 where the share is large, 4 where it is small), as many as fit, and
-the values of those that stay are fitted to what all of them gave. Which entries stay, a surrogate
-of the second read says where there is one for the model and the share is not small. Otherwise the
-model reads the prompt twice; and where it cannot, the first tokens after the prompt choose. For
-all heads to compete, these hold the full cache; where memory does not allow that, the heads of each
-layer compete as it is read.
+prompt does not look up. Where there is a fitted file of the model, its curves say how many entries
+each head keeps, and at how many bits, and its surrogate of a second read says which. Below what
+they cover, and without a file, entries are stored at 5 bits (8 where the share is large, 4 where it
+is small), as many as fit, and the values of those that stay are fitted to what all of them gave.
+The model then reads the prompt twice; and where it cannot, the first tokens after the prompt
+choose. For all heads to compete, these hold the full cache; where memory does not allow that, the
+heads of each layer compete as it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.shipped_profiles import find_fitted, load_fitted, shipped_decisions
+from kvalloc.formats.shipped_profiles import find_fitted, load_fitted
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
@@ -54,8 +53,7 @@ _LOG = logging.getLogger(__name__)
 
 EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, FEW_BELOW
 """Shares of the bytes from which on fewer entries at 8 bits lose less than more at 5, and below
-which more at 4 do, and a second read loses half of what a surrogate without votes does
-(SmolLM2-135M); with votes the surrogate loses no more."""
+which more at 4 do (SmolLM2-135M)."""
 
 PIECE, NEARBY = 256, 0
 """Tokens of the prompt that are read again at once, and how many around them are seen meanwhile:
@@ -70,21 +68,14 @@ SmolLM2-135M .0025 and not .0037; where layers are evicted as they are read, .00
 FAR = 8
 """Times the length of the curves' prompts beyond which the line of detail says so."""
 
-NEAR = 0.8
-"""A shipped profile is taken that needs at most the share, and at least this much of it."""
-
-Way = Literal["decided", "surrogate", "twice", "late", "bounded", "early", "whole"]
-"""What chooses the entries: a surrogate with the budgets and bits of each head that were decided by
-measured losses; a surrogate, a second read, or the prompt's last tokens with those that follow it,
-of the whole prompt or of twice the budgets; or, layer by layer, the surrogate or the prompt's last
-tokens alone. Or all are kept."""
+Way = Literal["decided", "twice", "late", "bounded", "early", "whole"]
+"""What chooses the entries: a surrogate, with the budgets and bits of each head that were solved
+from measured losses; a second read, or the prompt's last tokens with those that follow it, of the
+whole prompt or of twice the budgets; or, layer by layer, the surrogate or the prompt's last tokens
+alone. Or all are kept."""
 
 WAYS: dict[Way, tuple[float, str]] = {
-    "decided": (1.3, "evicts while the prompt is read, as {}"),
-    "surrogate": (
-        1.25,
-        "holds the full cache while the prompt is read, and evicts as {}, fitted to it, says",
-    ),
+    "decided": (1.3, "evicts while the prompt is read, as solved from {}"),
     "twice": (2.5, "reads the prompt twice and holds the full cache meanwhile"),
     "late": (1.1, f"holds the full cache until {AWAITED} tokens have followed the prompt"),
     "bounded": (
@@ -95,12 +86,12 @@ WAYS: dict[Way, tuple[float, str]] = {
     "whole": (1.0, "evicts nothing"),
 }
 """Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads), and a text
-with a place for the name of what ships."""
+with a place for the fitted file."""
 
 ADVICE = f"; 'kvalloc fit' once, and one read does, {WAYS['decided'][0]} times a plain prefill"
 """What is said where nothing was fitted to the model."""
 
-IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as {}"
+IN_CHUNKS = "holds the full cache until the prompt is complete, and evicts as solved from {}"
 """Text of the way ``decided``, whose new values are fitted to the prompt's last queries."""
 
 
@@ -110,16 +101,13 @@ class _Served(NamedTuple):
     Attributes
     ----------
     way : Way
-    name : str
-        Of the way ``decided``: the shipped profile, or the fitted file that it is solved from.
     solved_tokens : int
-        Of a fitted file: the length at which it is solved.
+        Of the way ``decided``: the length at which the fitted file is solved.
     width : int
         Of the way ``whole``: at how many bits the row is kept.
     """
 
     way: Way
-    name: str = ""
     solved_tokens: int = 0
     width: int = 0
 
@@ -207,7 +195,7 @@ class Default:
 
     def _served(self, model: Any, shape: ModelShape, tokens: int | None, embedded: bool) -> _Served:
         """Return how a row is served where it may hold its full cache."""
-        bounded, fitted = self.options.bounded, self.options.fitted
+        bounded = self.options.bounded
         if tokens is not None:
             if not bounded and (decided := self.decided(shape, tokens)) is not None:
                 return decided
@@ -216,39 +204,28 @@ class Default:
         repeatable, limit = tokens is not None and not (embedded or bounded), context_limit(model)
         if tokens is not None and limit is not None:
             repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
-        if not bounded and self.fitted_file(shape) is not None:
-            suffices = fitted or self.share >= FOUR_BITS_BELOW or not repeatable
-            if suffices or self._votes(shape, "surrogate", 1):
-                return _Served("surrogate")
         return _Served("bounded" if bounded else "twice" if repeatable else "late")
 
     def decided(self, shape: ModelShape, tokens: int) -> _Served | None:
-        """Return what decides entries and widths of each head for a prompt of a length.
+        """Return how a prompt is served whose entries and widths the fitted file's curves decide.
 
-        The curves of the fitted file; without any, the shipped profile that takes the largest part
-        of the share. None where there is none near the share.
+        None where there is no file, or its curves do not cover the share.
         """
-        file, chosen, nearest = self.fitted_file(shape), None, NEAR * self.share
-        if file is not None:
+        if (file := self.fitted_file(shape)) is not None:
             longest = min(tokens, shape.max_context_tokens or tokens)
             for length in (grid_length(longest), longest):
                 solved = solve_share(file, self.share, length)
                 if solved is not None and solved.share_at(tokens) <= self.share:
-                    return _Served("decided", file, length)
-        if self.options.fitted is not None:
-            return None
-        for name, profile in shipped_decisions(shape).items():
-            reached = profile.share_at(tokens)
-            if nearest <= reached <= self.share:
-                nearest, chosen = reached, _Served("decided", name)
-        return chosen
+                    return _Served("decided", length)
+        return None
 
     def decision(self, shape: ModelShape, served: _Served) -> BudgetProfile:
         """Return the budget profile of the way ``decided``."""
-        profile: BudgetProfile | None = None
-        if served.solved_tokens:
-            profile = solve_share(served.name, self.share, served.solved_tokens)
-        return profile or shipped_decisions(shape)[served.name]
+        file = self.fitted_file(shape)
+        assert file is not None  # or nothing is served so
+        solved = solve_share(file, self.share, served.solved_tokens)
+        assert solved is not None
+        return solved
 
     def fitted_file(self, shape: ModelShape) -> str | None:
         """Return the fitted file that is named, else the one of the model, if there is one.
@@ -286,7 +263,7 @@ class Default:
         shape : ModelShape
         tokens : int, optional
             For which the budgets are written down; they hold for all lengths.
-        way : {"surrogate", "twice", "late", "bounded", "early", "whole"}
+        way : {"twice", "late", "bounded", "early", "whole"}
             What chooses the entries.
         fitted : bool
             Fit values and biases where a way does; not every model lets its queries be put behind
@@ -297,7 +274,7 @@ class Default:
         width = self._width(shape, context) if way == "whole" else self.bits
         scorer = self._scorer(shape, way, fitted=fitted)
         matching: dict[str, Any] = {}
-        if fitted and way in ("surrogate", "twice"):
+        if fitted and way == "twice":
             parameters = matching_options(self.share, biases=self.share < FEW_BELOW)
             matching = {"name": "attention_matching", "parameters": parameters}
         policy = Policy(
@@ -338,7 +315,7 @@ class Default:
         file = self.fitted_file(shape)
         if way == "twice":
             return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
-        if way == "surrogate" or (way in ("early", "whole") and file is not None):
+        if way in ("early", "whole") and file is not None:
             return get_scorer("surrogate", file=file, window=WINDOW)
         votes = latest_votes(window=WINDOW, rotates=fitted)
         return replace(votes, tokens=AWAITED) if way in ("late", "bounded") else votes
@@ -430,13 +407,13 @@ class Default:
         fitted, advice = load_fitted(file), ""
         if different := fitted.shape.other_signs(shape):
             advice = f"; fitted to other weights, {different:.1%} of whose signs differ"
-        if served.solved_tokens and isinstance(fitted, FittedModel):
+        if served.way == "decided":
             solved = self.decision(shape, served)
             predicted, ratio = solved.predicted_loss or 0.0, fitted.error_at(self.share)
-            advice += f"; single losses add up to {predicted:.2g} nats a token, proven within "
-            advice += f"{gap_text(solved.gap)} of the least"
+            advice += f"; predicted loss {predicted * (ratio or 1):.2g} nats a token, a sum of "
+            advice += f"single losses within {gap_text(solved.gap)} of the least"
             if ratio is not None:
-                advice += f"; whole caches lost {ratio:.2g} times that"
+                advice += f", times {ratio:.2g} as whole caches measured"
             if tokens > FAR * fitted.scores.context_tokens:
                 measured = fitted.scores.context_tokens
                 advice += f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"
@@ -459,8 +436,7 @@ class Default:
         reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
         cost, text = WAYS[way]
         text = IN_CHUNKS if chunked and way == "decided" else text
-        says = f"{served.name}, {'solved for it' if served.solved_tokens else 'which ships'}, says"
-        text = text.format(says if way == "decided" else self.fitted_file(shape))
+        text = text.format(self.fitted_file(shape))
         peak = self.peak_bytes(shape, longest, rows, way, chunked=chunked, columns=columns)
         if kept == 1:
             (cost, text), peak = WAYS["whole"], shape.plain_bytes(columns, rows)
@@ -472,7 +448,7 @@ class Default:
         if profile.bits is not None:
             widths = np.unique(profile.bits[full]).tolist()
             width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
-        measured = "" if way in ("decided", "surrogate") else ", nothing measured"
+        measured = "" if way == "decided" else ", nothing measured"
         return (
             f"by default{measured}: {text}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {share_text(reached)}; about {size(peak)} while it is read, and "

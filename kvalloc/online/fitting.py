@@ -20,7 +20,6 @@ from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel, ShareError
 from kvalloc.formats.shipped_profiles import fitted_file
-from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Steps, measured_samples
@@ -56,7 +55,7 @@ def fit(
     progress: Callable[[int, int], None] | None = None,
     model_id: str | None = None,
     **options: Unpack[FitOptions],
-) -> FittedModel | SurrogatePart:
+) -> FittedModel:
     """Measure once what the default needs of a model, so that each prompt is read once.
 
     The file goes into kvalloc's cache folder under the digest of the weights.
@@ -91,12 +90,12 @@ def fit(
 
     Returns
     -------
-    FittedModel, or SurrogatePart of a shard
+    FittedModel
 
     Raises
     ------
     KVAllocError
-        As `kvalloc.profile`; or if there is too little text, or a shard has no output.
+        As `kvalloc.profile`; or if there is too little text.
 
     Examples
     --------
@@ -106,7 +105,7 @@ def fit(
     require_run_packages()
     engine = engine_of(model)
     facts = engine.facts(model_id)
-    output = _output(output, fitted_file(facts.shape), options)
+    output = _output(output, fitted_file(facts.shape))
     second, losses, others = _texts(tokenizer, texts, options)
     record = {
         **facts.record(),
@@ -119,8 +118,8 @@ def fit(
 
     def stage(number: int) -> Callable[[int, int], None] | None:
         """Return the progress of one stage within that of the job."""
-        if progress is None or "shard" in options:
-            return progress
+        if progress is None:
+            return None
         before, own = sum(steps[:number]), steps[number]
         return lambda done, total: progress(before + own * done // max(total, 1), sum(steps))
 
@@ -134,10 +133,6 @@ def fit(
             model_id=model_id,
             **FitOptions(**{**options, "samples": second.count}),
         )
-        if isinstance(surrogate, SurrogatePart):
-            surrogate.save(output)
-            kept.finish()
-            return surrogate
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)
         how: ProfileOptions = {
@@ -231,15 +226,10 @@ def _texts(
     return second, measured, replace(drawn, samples=unseen)
 
 
-def _output(output: str | Path | None, found: Path, options: FitOptions) -> Path:
+def _output(output: str | Path | None, found: Path) -> Path:
     """Return the file to write; make the cache folder where none is named."""
     if output is not None:
         return Path(output)
-    if options.get("shard") is not None:
-        raise InputError(
-            f"{option('shard')} makes a part, which is put together with others by 'kvalloc "
-            f"merge'; name its file with {option('output')}"
-        )
     try:
         found.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 
 from kvalloc.allocation.decision import decide
@@ -10,8 +9,7 @@ from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.shipped_profiles import load_fitted
+from kvalloc.formats.shipped_profiles import changed_ns, load_fitted
 from kvalloc.problem.registry import get_solver
 from kvalloc.scorers import get_scorer
 
@@ -69,15 +67,15 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     Returns
     -------
     BudgetProfile or None
-        None where the file has no curves, or the share is less than they cover.
+        None where the share, or the prompt, is less than the curves cover.
     """
-    return _solved(file, os.stat(file).st_mtime_ns if os.path.exists(file) else 0, share, tokens)
+    return _solved(file, changed_ns(file), share, tokens)
 
 
 @lru_cache(maxsize=256)
 def _solved(file: str, changed_ns: int, share: float, tokens: int) -> BudgetProfile | None:
     fitted = load_fitted(file)
-    if not isinstance(fitted, FittedModel) or tokens <= fitted.scores.protected_tokens:
+    if tokens <= fitted.scores.protected_tokens:
         return None
     request = Request.parse(
         budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens

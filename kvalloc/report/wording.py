@@ -11,9 +11,7 @@ import numpy as np
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.score_profile import shards_text
 from kvalloc.formats.sharing_groups import groups_text, shared_text
-from kvalloc.formats.surrogate import SurrogatePart
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
 from kvalloc.units import duration, gap_text, share_text, size
@@ -515,11 +513,8 @@ def _cell(value: Any, form: str) -> str:
     return str(value) if isinstance(value, str) else number_text(value, form, "-")
 
 
-def fitted_fields(fitted: FittedModel | SurrogatePart) -> dict[str, str]:
-    """Return the fields of a fitted file, or of a part of a surrogate, for people."""
-    if isinstance(fitted, SurrogatePart):
-        part, count = shards_text(fitted.shards), fitted.sample_places.size
-        return {"part": part, "measured": f"{count} samples"}
+def fitted_fields(fitted: FittedModel) -> dict[str, str]:
+    """Return the fields of a fitted file for people."""
     surrogate, scores = fitted.surrogate, fitted.scores
     explained, ranks = (
         f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"

@@ -35,7 +35,6 @@ SCHEMAS = {
     "evaluation": "kvalloc.formats.evaluation:Evaluation",
     "fitted_file": "kvalloc.formats.fitted:FittedHeader",
     "score_profile": "kvalloc.formats.score_profile:ScoreHeader",
-    "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
 }
 """Files docs/NAME.schema.json, and the types that they describe."""
 
@@ -48,7 +47,6 @@ FORMATS = {
     "evaluation": ("kvalloc.formats.evaluation:Evaluation", "load", "evaluation.json"),
     "fitted file": ("kvalloc.formats.fitted:FittedModel", "load", "fitted.safetensors"),
     "score profile": ("kvalloc.formats.score_profile:ScoreProfile", "load", "scores.safetensors"),
-    "surrogate": ("kvalloc.formats.surrogate:FittedSurrogate", "load", "surrogate.safetensors"),
     "saved cache": ("kvalloc.formats.saved_cache:SavedCacheHeader", "read", "cache.safetensors"),
 }
 """Who reads a file of each format, how, and the file's name below a folder of its version."""
@@ -56,7 +54,6 @@ FORMATS = {
 HEADERS = {
     "fitted file": "kvalloc.formats.fitted:FittedHeader",
     "score profile": "kvalloc.formats.score_profile:ScoreHeader",
-    "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
 }
 """Where the reader itself is no record: the one that its file begins with."""
 
@@ -361,7 +358,6 @@ def write_file(name: str, path: Path) -> None:
     from factories import make_evaluation
 
     from kvalloc import fit
-    from kvalloc.measure.scorer_fitting import fit_scorer
     from kvalloc.prompts.texts import Prompt
 
     path.parent.mkdir(exist_ok=True)
@@ -372,10 +368,9 @@ def write_file(name: str, path: Path) -> None:
         make_scores().save(path)
     elif name == "evaluation":
         make_evaluation().save(path)
-    elif name in ("surrogate", "fitted file"):
+    elif name == "fitted file":
         prompts = [Prompt(token_ids=tuple(tiny.prompt(60, seed=i)[0].tolist())) for i in range(4)]
-        make = fit if name == "fitted file" else fit_scorer
-        make(model, None, prompts, output=path, context=60, samples=4)
+        fit(model, None, prompts, output=path, context=60, samples=4)
     else:
         cache = kvalloc.make_cache(model, tiny.make_profile(model, 20, 0.5))
         model(tiny.prompt(20), past_key_values=cache)

@@ -97,7 +97,7 @@ def test_the_published_schemas(name: str) -> None:
     ("name", "file"),
     [
         ("score_profile", SETS[0].scores),
-        ("surrogate", DOCS.parent / "profiles" / "smollm2-135m-instruct.surrogate.safetensors"),
+        ("fitted_file", DOCS.parent / "profiles" / "smollm2-135m-instruct.fitted.safetensors"),
         ("budget_profile", PROFILE),
         ("budget_profile", CHOICE_PROFILE),
     ],

@@ -7,9 +7,7 @@ import json
 import pytest
 from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, refused_with, run
 
-from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure import profiling
 
 
@@ -122,22 +120,17 @@ def test_profile_refuses(models, folder, changes, words):
     refused_with(folder, models, "profile", {**options, "-o": "s.safetensors", **changes}, words)
 
 
-def test_shards_of_both_commands_are_merged_to_what_one_call_writes(models, folder):
+def test_shards_are_merged_to_what_one_call_writes(models, folder):
     text = ("--text", folder / "text.txt", "--context", CLI_CONTEXT, "--samples", 4)
-    for command in ("profile", "fit"):
-        assert run(command, models / "tiny", *text, "-o", folder / "whole").code == 0
-        for number in (1, 2):
-            shard = ("--shard", f"{number}/2", "-o", folder / f"part{number}")
-            ran = run(command, models / "tiny", *text, *shard)
-            assert f"shard {number} of 2" in ran.out
-            assert "2 samples" in ran.out
-        ran = run("merge", folder / "part2", folder / "part1", "-o", folder / "merged")
-        assert "4 samples of 2 parts" in ran.out
-        whole, merged = folder / "whole", folder / "merged"
-        if command == "fit":  # parts are of the surrogate alone
-            assert FittedSurrogate.load(merged) == FittedModel.load(whole).surrogate
-        else:
-            assert merged.read_bytes() == whole.read_bytes()
+    assert run("profile", models / "tiny", *text, "-o", folder / "whole").code == 0
+    for number in (1, 2):
+        shard = ("--shard", f"{number}/2", "-o", folder / f"part{number}")
+        ran = run("profile", models / "tiny", *text, *shard)
+        assert f"shard {number} of 2" in ran.out
+        assert "2 samples" in ran.out
+    ran = run("merge", folder / "part2", folder / "part1", "-o", folder / "merged")
+    assert "4 samples of 2 parts" in ran.out
+    assert (folder / "merged").read_bytes() == (folder / "whole").read_bytes()
 
 
 @pytest.mark.parametrize(("loss", "facts", "shown"), [

@@ -28,7 +28,7 @@ from kvalloc.errors import KVAllocError, ProfileFileError, one_line
 from kvalloc.formats.record import digest_of, digest_over
 from kvalloc.formats.saved_cache import StoredTensor, tensor_digest
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
+from kvalloc.formats.surrogate import FittedSurrogate
 
 MAX_SECONDS = 20.0
 """Processor time of one file: far above what the slowest takes."""
@@ -61,11 +61,7 @@ NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 NAMES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "F8_E4M3": "float8"}
 
 FIELDS = tuple(
-    dict.fromkeys(
-        name
-        for kind in (ScoreProfile, FittedSurrogate, SurrogatePart)
-        for name in kind.model_fields
-    )
+    dict.fromkeys(name for kind in (ScoreProfile, FittedSurrogate) for name in kind.model_fields)
 )
 """Arrays of records in the order of their digests."""
 

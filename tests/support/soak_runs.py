@@ -42,7 +42,6 @@ from transformers.utils import logging
 
 import kvalloc
 from kvalloc.errors import KVAllocError
-from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import hooks
@@ -165,16 +164,16 @@ def prompt(model: Any, tokens: int, rows: int, seed: int) -> torch.Tensor:
     return torch.randint(2, model.config.vocab_size, (rows, tokens), generator=generator)
 
 
-def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, Any] | None]:
+def ways_of(model: Any, context: int, fitted: Path) -> dict[str, dict[str, Any] | None]:
     """Every way to reduce a cache that needs no other package."""
     layer = oracle.make_profile(model, context, 0.4, shape=shape_of(model))
     head = oracle.by_head(layer)
-    if not surrogate.exists():
-        fitted = [
+    if not fitted.exists():
+        prompts = [
             Prompt(token_ids=tuple(prompt(model, context, 1, seed)[0].tolist()))
             for seed in range(4)
         ]
-        fit_scorer(model, None, fitted, output=surrogate, context=context, samples=4)
+        kvalloc.fit(model, None, prompts, output=fitted, context=context, samples=4)
     looking = head.policy.replace(
         scorer="lookahead", scorer_parameters={"window": oracle.WINDOW, "tokens": 4, "votes": 0}
     )
@@ -188,7 +187,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
         **{f"{n} bits": {"profile": head.replace(bits=bits)} for n, bits in packed.items()},
         **{f"policy {name}": {"profile": layer, "policy": name} for name in policy_names()},
         **{f"scorer {name}": {"profile": head, "policy": name} for name in SCORERS},
-        "scorer surrogate": {"profile": head, "policy": f"surrogate:file={surrogate}"},
+        "scorer surrogate": {"profile": head, "policy": f"surrogate:file={fitted}"},
         "bounded": {**late, "bounded": True},
         "every 3": {"profile": head, "decode_every": 3},
         "every 3, late": {**late, "decode_every": 3},
@@ -198,7 +197,7 @@ def ways_of(model: Any, context: int, surrogate: Path) -> dict[str, dict[str, An
         "each prompt": {"target_retention": 0.8, "level": "head"},
         "each prompt, a solver": {"budget": "40%", "solver": "uniform", "scorer": "h2o"},
         **{f"default {share}": {"budget": share} for share in ("15%", "20%", "30%", "60%")},
-        "default, surrogate": {"budget": "40%", "fitted": surrogate},
+        "default, fitted": {"budget": "40%", "fitted": fitted},
         "default, every 3": {"budget": "40%", "decode_every": 3},
     }
 

@@ -73,7 +73,7 @@ def test_a_help_has_an_example_and_fits_on_two_screens(command, monkeypatch):
         ("profile demo --loss fsat -o s", ["'fsat' is not one of 'measured', 'fast'"]),
         ("solve s --solver gredy --budget 1 --json", ["nearest is 'greedy'"]),
         ("generate demo --policy tvoa --budget 20% --prompt x", ["nearest is 'tova'"]),
-        ("inspect bits-10", ["nearest is 'smollm2-135m-instruct-bits-10'"]),
+        ("inspect retention-90", ["nearest is 'smollm2-135m-instruct-retention-90'"]),
         ("generate demo --profile loss20 --prompt x", ["shipped ones: smollm2"]),
         (
             "generate demo --budget 100% --prompt x --temperature 0",
@@ -145,10 +145,7 @@ COMPLETED = {
     "so": ["solve"],
     "list s": ["solvers", "scorers"],
     "solve s.safetensors --solver a": ["adaptive_head", "auto"],
-    "generate demo --profile smollm2-135m-instruct-b": [
-        "smollm2-135m-instruct-bits-10",
-        "smollm2-135m-instruct-bits-20",
-    ],
+    "generate demo --profile smollm2-135m-instruct-b": [],
     "eval demo --tasks needle,pa": ["needle,pairs"],
     "eval demo --question se": ["second-turn"],
     "profile demo --scorer sn": ["snapkv"],

@@ -59,7 +59,8 @@ def test_a_table_in_a_pipe_has_a_line_a_row_whatever_its_width(monkeypatch, caps
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
 @pytest.mark.parametrize(
-    "words", ["frontier smollm2-135m-instruct --points 4", "inspect smollm2-135m-instruct-bits-20"]
+    "words",
+    ["frontier smollm2-135m-instruct --points 4", "inspect smollm2-135m-instruct-retention-90"],
 )
 def test_pictures_are_plain_in_a_pipe_and_fit_a_terminal(monkeypatch, words, stream):
     monkeypatch.setattr(sys, "stdout", stream)

@@ -60,7 +60,7 @@ from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.interop.exporting import TARGETS
 from kvalloc.interop.target import ExportTarget
 from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
-from kvalloc.measure.scorer_fitting import fit_scorer, merge_surrogates
+from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.prompts.tasks.longbench import read_records
 from kvalloc.prompts.texts import read_prompts, read_texts
 
@@ -220,10 +220,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         )
     )
     fit = {"model": tiny_model(), "tokenizer": WordTokenizer(), "texts": [words(200)]}
-    fitted = [
-        fit_scorer(**fit, context=30, samples=4, shard=shard) for shard in (None, "1/2", "2/2")
-    ]
-    surrogate, *surrogates = made(*fitted)
+    (surrogate,) = made(fit_scorer(**fit, context=30, samples=4))
     scores = made(SCORES, make_losses(), make_bits(), make_shared_scores())
     decided = [solve(SCORES, **one) for one in REQUESTS]
     decided += [solve(make_losses(), target_loss=0.5), solve(make_bits(), budget="30%", bits="8,4")]
@@ -240,10 +237,6 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "budget profile": (budgets, loaded(BudgetProfile, then=use_budgets)),
         "surrogate": ((surrogate,), loaded(FittedSurrogate)),
         "fitted file": ((FITTED.read_bytes(),), loaded(FittedModel)),
-        "part of a surrogate": (
-            surrogates[:1],
-            merged(surrogates[1], merge_surrogates, FittedSurrogate),
-        ),
         "evaluation": (evaluation, loaded(Evaluation)),
         "prompts": (LINES, read_any_lines),
         "weights": ((b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"), read_weights),

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 
 from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError
 from kvalloc.formats import hub as ours
-from kvalloc.formats.shipped_profiles import load_file, load_profile, load_surrogate
+from kvalloc.formats.shipped_profiles import load_file, load_fitted, load_profile
 
 REPO, CLOSED = "me/budgets", "me/closed"
 
@@ -195,7 +195,7 @@ def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
     with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: \w+ is"):
         load_profile(f"hf://{REPO}/p.json")
     with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: file is a budget profile"):
-        load_surrogate(f"hf://{REPO}/p.json")
+        load_fitted(f"hf://{REPO}/p.json")
 
 
 def test_only_sound_files_are_sent(server, tmp_path):
@@ -218,8 +218,4 @@ def test_shipped_profiles_are_listed():
     ran = run("list", "profiles")
     assert ran.code == 0
     assert "score profiles: smollm2-135m-instruct; fitted files: smollm2" in ran.err
-    measured = load_profile("smollm2-135m-instruct-bits-20").evaluation
-    worst = max(measured["rows"], key=lambda row: row["kl"])
-    line = next(line for line in ran.out.splitlines() if "instruct-bits-20" in line)
-    assert "19.7%" in line
-    assert f"{worst['task']} {worst['kl']:.4f}" in line
+    assert "smollm2-135m-instruct-retention-90" in ran.out

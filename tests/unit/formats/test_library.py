@@ -9,8 +9,13 @@ from cli_tools import run
 
 import kvalloc
 from kvalloc.errors import InputError
-from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_scores
-from kvalloc.online.default import NEAR
+from kvalloc.formats.shipped_profiles import (
+    find_fitted,
+    load_fitted,
+    shipped_fitted,
+    shipped_scores,
+)
+from kvalloc.online.solved import solve_share
 
 README = Path(__file__).parents[3] / "profiles" / "README.md"
 
@@ -27,16 +32,6 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     assert profile.bound is not None
     assert profile.score_digest
     assert profile.problem_digest
-    if profile.bits is not None:  # those that the default takes by itself
-        rows = {row["task"]: row for row in profile.evaluation["rows"]}
-        cells = {"text", "own-answer", "facts-inside", "facts-after", "facts-second-turn"}
-        assert cells <= rows.keys()
-        share = int(name.rpartition("-")[2]) / 100
-        assert all(0.95 * share < row["share_of_16_bits"] <= share for row in rows.values())
-        assert profile.gap == 0
-        assert shipped_decisions(profile.shape)[name] == profile
-        for tokens in (400, 1000, 8192):
-            assert NEAR * share < profile.share_at(tokens) <= share  # it is taken
     assert f"`{name}`" in README.read_text(encoding="utf-8")
 
 
@@ -49,6 +44,23 @@ def test_shipped_scores_load_by_name_wherever_a_file_does(name: str) -> None:
     assert run("inspect", name).code == 0
     assert (README.parent / f"{name}.scores.safetensors").stat().st_size < 300_000
     assert f"`{name}.scores.safetensors`" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", shipped_fitted())
+def test_a_shipped_fitted_file_decides_every_share(name: str, fitted_here: Path) -> None:
+    """It is the one that its model takes by itself, and stores no more than each share."""
+    fitted = load_fitted(name)
+    assert find_fitted(fitted.shape) == name
+    assert {one.share for one in fitted.errors} == {0.05, 0.1, 0.2}
+    for share in (0.05, 0.1, 0.2, 0.5):
+        for tokens in (400, 1000, 8192):
+            solved = solve_share(name, share, tokens)
+            assert solved is not None
+            assert 0.95 * share < solved.share_at(tokens) <= share
+            assert solved.gap is not None
+            assert solved.gap < 0.01
+    assert (README.parent / f"{name}.fitted.safetensors").stat().st_size < 2 * 2**20
+    assert f"`{name}.fitted.safetensors`" in README.read_text(encoding="utf-8")
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:

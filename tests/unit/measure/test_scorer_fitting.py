@@ -14,12 +14,11 @@ from scorer_oracle import make_states
 from tiny_models import WordTokenizer, tiny_model, words
 
 import kvalloc
-from kvalloc.cli.main import main
 from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, UnsupportedRequestError
-from kvalloc.formats.surrogate import FittedSurrogate, SurrogatePart
+from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure import scorer_fitting
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.scorer_fitting import NormalEquations, fit_scorer, merge_surrogates
+from kvalloc.measure.scorer_fitting import NormalEquations, fit_scorer
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
@@ -204,9 +203,7 @@ def test_only_full_layers_are_fitted():
 def test_missing_and_other_files_are_refused(tmp_path):
     with pytest.raises(InputError, match="file is '', expected what 'kvalloc fit' wrote"):
         get_scorer("surrogate")
-    with pytest.raises(
-        InputError, match="there is no fitted file or surrogate .*none: no such file"
-    ):
+    with pytest.raises(InputError, match="there is no fitted file .*none: no such file"):
         get_scorer("surrogate", file=str(tmp_path / "none"))
     (tmp_path / "text").write_text("no such thing")
     with pytest.raises(ProfileFileError, match="expected a fitted file or a surrogate"):
@@ -261,57 +258,3 @@ def tiny_budgets(model):
     from tiny_models import equal_budgets
 
     return equal_budgets(model, 20).replace(shape=shape_of(model))
-
-
-def shards(folder, n_shards, **options):
-    paths = [folder / f"part{number}" for number in range(1, n_shards + 1)]
-    for number, path in enumerate(paths, 1):
-        fit(output=path, shard=f"{number}/{n_shards}", **options)
-    return paths
-
-
-def test_parts_of_a_fit_make_the_unbroken_file_in_any_order(tmp_path, capsys):
-    fit(output=tmp_path / "whole", samples=5)
-    one, two, three = shards(tmp_path, 3, samples=5)
-    found = merge_surrogates([three, one], tmp_path / "some", accept_missing=True)
-    assert found.missing == "shard 2 of 3"
-    assert main(["merge", str(two), str(tmp_path / "some"), "-o", str(tmp_path / "merged")]) == 0
-    assert "5 samples of 2 parts" in capsys.readouterr().out
-    assert (tmp_path / "merged").read_bytes() == (tmp_path / "whole").read_bytes()
-
-
-def test_parts_that_do_not_belong_together_are_refused(tmp_path):
-    one, two = shards(tmp_path, 2)
-    part, other = SurrogatePart.load(one), tmp_path / "other"
-    few, short = part.ranked[:, :, :, :5].copy(), part.ranked[..., :3].copy()
-    made = (
-        ("shape.weights", lambda: fit(output=other, shard="1/2", model=tiny_model(seed=1))),
-        ("text_digest is", lambda: fit(output=other, shard="1/2", seed=1)),
-        ("sample of ranked is .*, 5, ", lambda: part.replace(ranked=few).save(other)),
-        (
-            "the shape of sums is .* in the first and",
-            lambda: part.replace(sums=part.sums[..., :4, :4].copy(), ranked=short).save(other),
-        ),
-    )
-    for said, make in made:
-        make()
-        with pytest.raises(InputError, match=said):
-            merge_surrogates([other, two], tmp_path / "s")
-    with pytest.raises(InputError, match="shard 2 of 2 is missing"):
-        merge_surrogates([one], tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-
-
-def test_a_part_of_a_fit_is_no_surrogate_and_checks_itself(tmp_path):
-    part = shards(tmp_path, 2)[0]
-    with pytest.raises(ProfileFileError, match="kvalloc merge"):
-        FittedSurrogate.load(part)
-    made = SurrogatePart.load(part)
-    for changes, said in (
-        ({"sums": made.sums[:4]}, "sums is"),
-        ({"ranked": made.ranked * np.nan}, "ranked is not finite"),
-        ({"shards": made.shards * 2}, "shards is"),
-        ({"sample_places": made.sample_places[::-1]}, "sample_places is"),
-    ):
-        with pytest.raises(InputError, match=said):
-            made.replace(**changes)

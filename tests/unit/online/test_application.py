@@ -256,6 +256,6 @@ def test_apply_takes_the_file_or_the_name_of_a_profile(
     for given in (tmp_path / "p.json", str(tmp_path / "p.json")):
         assert applied(model, ids, given).retained_bytes == profile.retained_bytes_at(CONTEXT)
     with pytest.raises(KVAllocError, match="SmolLM2"):
-        kvalloc.apply(model, "smollm2-135m-instruct-bits-20")
+        kvalloc.apply(model, "smollm2-135m-instruct-retention-90")
     with pytest.raises(InputError, match="the profile is a int, expected a BudgetProfile"):
         kvalloc.apply(model, 3)

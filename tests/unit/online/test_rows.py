@@ -15,11 +15,9 @@ import torch
 from other_attention import STAND_IN, attention_on_cpu
 from prompt_runs import padded_rows, run
 from runtime_oracle import VOCABULARY
-from tiny_models import WordTokenizer
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import AWAITED, Default
 from kvalloc.online.per_prompt import PromptTarget
@@ -50,7 +48,7 @@ def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, A
     """What `kvalloc.apply` makes for a batch."""
     if not Default.applies(**{**options, "decode_every": None, "bounded": False}):
         return PromptTarget.parse(**options).cache(model)
-    names = ("surrogate", "decode_every", "bounded")
+    names = ("fitted", "decode_every", "bounded")
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
     default, shape = Default.parse(options["budget"], kept), shape_of(model)
     if options.get("memory") == "least":
@@ -143,28 +141,15 @@ def test_every_kind_of_attention_serves_rows_of_different_ways(
     assert isinstance(cache, GroupedCache)
 
 
-def test_a_shipped_profile_and_a_surrogate_serve_rows_of_one_batch(
-    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_rows_of_several_lengths_are_solved_each_for_its_own(
+    tiny: ModuleType, fitted_file: Path
 ) -> None:
-    theirs = tiny.by_head(tiny.make_profile(model, MIDDLE, 0.4), spread=9)
-    widths = np.resize([8, 5, 4, 3], theirs.budgets.shape)
-    theirs = theirs.replace(bits=widths, predicted_loss=0.01, length_rule="fixed")
-    share = theirs.share_at(MIDDLE) + 0.01
-    monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
-    file = tmp_path / "s.safetensors"
-    fit_scorer(
-        model, WordTokenizer(), ["some text of some length " * 400], output=file,
-        samples=8, context=64,
-    )  # fmt: skip
-    monkeypatch.setattr("kvalloc.online.default.find_fitted", lambda shape: str(file))
-    rows = rows_of(tiny, (LONG, MIDDLE, SHORT, MIDDLE - 3))
-    cache = assert_rows_as_alone(model, rows, budget=share)
-    details = [profile.detail for profile in cache.row_profiles]
-    assert details[0].startswith("row 0: by default: holds the full cache")
-    assert details[1] == details[3]
-    assert details[1].startswith("rows 1, 3: by default: evicts while the prompt is read, as it, ")
+    model = tiny.tiny_model(head_dim=16).double()
+    rows = rows_of(tiny, (50, MIDDLE, SHORT, MIDDLE - 3))
+    cache = assert_rows_as_alone(model, rows, budget="20%", fitted=str(fitted_file))
+    details = list(dict.fromkeys(profile.detail for profile in cache.row_profiles))
+    assert all("evicts while the prompt is read, as solved from" in details[i] for i in (0, 1, 3))
     assert details[2].startswith("row 2: by default, nothing measured: keeps the prompt whole")
-    assert cache.profile.detail == "; ".join([details[0], details[1], details[2]])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
