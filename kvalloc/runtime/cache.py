@@ -328,22 +328,18 @@ class BudgetCache(Cache, hooks.HookedCache):
         prompt, outputs = self._prompt, list[Any]()
         if self._ahead:
             return outputs, arguments
-        seen, (_, new_tokens) = self.get_seq_length(), refusals.new_tokens_shape(arguments)
-        if prompt.given is None:
-            cuts = self._cuts_for_memory(seen + new_tokens)
-        else:
-            arguments = unread(arguments, seen, new_tokens)
+        seen = self.get_seq_length()
+        if prompt.given is not None:
+            arguments = unread(arguments, seen)
             self._take()
-            cuts = prompt.cuts(seen + refusals.new_tokens_shape(arguments)[1])
+        cuts = self._cuts(seen + refusals.new_tokens_shape(arguments)[1])
         self._ahead = True
         try:
             for column in cuts:
                 new = column - self.get_seq_length()
                 outputs.append(decoder(**part(arguments, slice(new), column)))
                 arguments = part(arguments, slice(new, None))
-                if prompt.given is None:
-                    continue
-                if column > prompt.given:
+                if prompt.given is not None and column > prompt.given:
                     shared = {id(tensor): tensor for tensor in self._tensors()}
                     self._before.append(copy.deepcopy(self, {**shared, id(self._before): []}))
                 prompt.catch_up()
@@ -351,8 +347,8 @@ class BudgetCache(Cache, hooks.HookedCache):
             self._ahead = False
         return outputs, arguments
 
-    def _cuts_for_memory(self, end: int) -> list[int]:
-        return self._prompt.cuts_for_memory(end)
+    def _cuts(self, end: int) -> list[int]:
+        return self._prompt.cuts(end)
 
     def _take(self) -> None:
         """Nothing that is there is taken back any more: let go of what was kept for that."""

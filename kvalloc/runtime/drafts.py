@@ -37,14 +37,14 @@ def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -
     return found
 
 
-def unread(arguments: Mapping[str, Any], seen: int, new_tokens: int) -> Mapping[str, Any]:
+def unread(arguments: Mapping[str, Any], seen: int) -> Mapping[str, Any]:
     """Return the arguments without tokens that the cache holds.
 
     transformers (5.23) starts assisted generation with a filled cache by all tokens again, at
     positions from 0 on.
     """
     positions = arguments.get("position_ids")
-    if not 0 < seen < new_tokens or positions is None or int(positions.min()):
+    if positions is None or not 0 < seen < positions.shape[-1] or int(positions.min()):
         return arguments
     return part(arguments, slice(seen, None))
 

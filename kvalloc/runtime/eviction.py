@@ -19,7 +19,6 @@ from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.following import Tail
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import longer
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
@@ -225,15 +224,30 @@ class Eviction:
             Column of each candidate.
         """
         row, head = part
-        columns = self._columns(layer, states.keys, row)
+        columns, end = self._columns(layer, states.keys, row), self._end(layer)
+        first = end - int(states.keys.shape[2]) + _n_in_front(layer)
+        positions = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
+        positions, bias = positions.expand(*states.keys.shape[:2], -1), None
+        if layer.even:
+            assert layer.entries is not None
+            there, bias = layer.entries.columns
+            positions = torch.cat([there, positions], dim=-1)
+            bias = None if bias is None else torch.nn.functional.pad(bias, (0, end - first))
+        every = (states.keys, states.values, positions)
+        keys, values, positions = (rows_of(own, row, head)[:, :, columns] for own in every)
+        bias = None if bias is None else rows_of(bias, row, head)[:, :, columns]
         if layer.reduced and not layer.even:
+            assert isinstance(layer, BudgetLayer)  # a tail is even
+            assert layer.entries is not None
             assert row is not None
             assert head is not None
-            keys, values, positions, bias = self._segment(layer, states, row, head, columns)
-        else:
-            *every, bias = self._all_candidates(layer, states)
-            keys, values, positions = (rows_of(own, row, head)[:, :, columns] for own in every)
-            bias = None if bias is None else rows_of(bias, row, head)[:, :, columns]
+            piece = layer.entries.piece(row, head)
+            kept = (piece.keys, piece.values, piece.positions)
+            pairs = zip(kept, (keys, values, positions), strict=True)
+            keys, values, positions = (torch.cat([a[None, None], b], dim=2) for a, b in pairs)
+            if piece.bias is not None:
+                more = int(keys.shape[2]) - len(piece.keys)
+                bias = torch.nn.functional.pad(piece.bias, (0, more))[None, None]
         own, places = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
@@ -280,49 +294,6 @@ class Eviction:
     def _end(self, layer: BudgetLayer | Tail) -> int:
         """Column behind the last candidate."""
         return layer.seen_tokens - self.following
-
-    def _all_candidates(
-        self, layer: BudgetLayer | Tail, states: AttentionStates
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Keys, values, columns and bias of a layer that is not ragged, (batch, n_kv_heads, n)."""
-        keys, end = states.keys, self._end(layer)
-        first, bias = end - int(keys.shape[2]) + _n_in_front(layer), None
-        columns = torch.arange(first, end, dtype=torch.int32, device=keys.device)
-        columns = columns.expand(*keys.shape[:2], -1)
-        if layer.entries is not None:
-            positions, bias = layer.entries.columns
-            columns = torch.cat([positions, columns], dim=-1)
-            bias = None if bias is None else torch.nn.functional.pad(bias, (0, end - first))
-        return keys, states.values, columns, bias
-
-    def _segment(
-        self,
-        layer: BudgetLayer | Tail,
-        states: AttentionStates,
-        row: int,
-        head: int,
-        columns: slice | Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Keys, values, columns and bias of one head of a ragged layer and of what followed."""
-        assert isinstance(layer, BudgetLayer)  # a tail is even
-        assert layer.entries is not None
-        keys, values = states.keys[row, head], states.values[row, head]
-        end = self._end(layer)
-        new = torch.arange(end - len(keys), end, dtype=torch.int32, device=keys.device)
-        followed = KeptEntries(
-            keys=keys[columns],
-            values=values[columns],
-            positions=new[columns],
-            lengths=np.array([[len(new[columns])]]),
-        )
-        joined = longer(layer.entries.piece(row, head), followed)
-        bias = None if joined.bias is None else joined.bias[None, None]
-        return (
-            joined.keys[None, None],
-            joined.values[None, None],
-            joined.positions[None, None],
-            bias,
-        )
 
     def _gaps(
         self, layer: BudgetLayer | Tail, own: AttentionStates, positions: Tensor, places: Tensor
@@ -636,10 +607,10 @@ def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Ranki
         found = []
         for place, last in enumerate(leading):
             own = [mass[part[0]][place].to(last.device) for mass in masses]
-            rows = [rankings[part][place].to(last.device).double() for rankings in members]
             total = torch.zeros_like(last, dtype=torch.float64)
             # from the last one back, as the curves are added up
-            for ranking, mass in reversed(list(zip(rows, own, strict=True))):
+            for rankings, mass in reversed(list(zip(members, own, strict=True))):
+                ranking = rankings[part][place].to(last.device).double()
                 total += ranking / torch.where(mass > 0, mass, 1.0)[:, None, None]
             scale = torch.stack(own).mean(dim=0) / len(members)
             found.append(total * torch.where(scale > 0, scale, 1.0)[:, None, None])
@@ -647,14 +618,11 @@ def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Ranki
     return joint
 
 
-def _row_masses(rankings: Rankings, sinks: int, window: int) -> dict[int | None, list[Tensor]]:
-    """Of each row, or of all (None): each ranking's sum over all heads, (n_rows,)."""
-    masses: dict[int | None, list[Tensor]] = {}
+def _row_masses(rankings: Rankings, sinks: int, window: int) -> dict[int | None, Tensor]:
+    """Of each row, or of all (None): each ranking's sum over all heads, (n_rankings, n_rows)."""
+    masses: dict[int | None, Tensor] = {}
     for (row, _), numbers in rankings.items():
-        own = []
-        for ranking in numbers:
-            evictable = ranking[..., sinks : max(int(ranking.shape[-1]) - window, sinks)]
-            own.append(evictable.double().sum(dim=(1, 2)))
-        before = masses.get(row)
-        masses[row] = own if before is None else [a + b for a, b in zip(before, own, strict=True)]
+        evictable = slice(sinks, max(int(numbers[0].shape[-1]) - window, sinks))
+        sums = [ranking[..., evictable].double().sum(dim=(1, 2)) for ranking in numbers]
+        masses[row] = masses.get(row, 0) + torch.stack(sums)
     return masses

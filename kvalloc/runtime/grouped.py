@@ -188,8 +188,8 @@ class GroupedCache(BudgetCache):
         return {"attention_mask": self._joined(every)}
 
     @override
-    def _cuts_for_memory(self, end: int) -> list[int]:
-        return sorted({cut for cache in self._caches for cut in cache._cuts_for_memory(end)})
+    def _cuts(self, end: int) -> list[int]:
+        return sorted({cut for cache in self._caches for cut in cache._cuts(end)})
 
     def _of(self, arguments: Mapping[str, Any], place: slice | Tensor) -> dict[str, Any]:
         """Arguments of a forward for the rows of one group."""

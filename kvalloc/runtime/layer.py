@@ -276,10 +276,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def keep_numbers(self, entries: KeptEntries, bits: IntArray | None, following: int) -> None:
         """`keep` entries that are rounded to these bits, (n_kv_heads,); None as they are."""
-        if bits is None or (bits == 16).all():
-            stored = LayerEntries.whole(entries, rounds=bits is not None)
-        else:
-            stored = LayerEntries.packed(entries, bits)
+        whole = LayerEntries.whole
+        stored = whole(entries) if bits is None else LayerEntries.packed(entries, bits)
         self.keep(stored, following)
 
     def add(self, more: KeptEntries) -> None:

@@ -280,10 +280,9 @@ class LayerEntries:
     like: tuple[Tensor, Tensor]
 
     @classmethod
-    def whole(cls, entries: KeptEntries, *, rounds: bool = False) -> LayerEntries:
-        """Return entries of all KV heads, as the model made them or rounded to 16 bits."""
-        like = entries.keys[:0].clone(), entries.values[:0].clone()
-        return cls(parts=(entries.halved() if rounds else entries,), like=like)
+    def whole(cls, entries: KeptEntries) -> LayerEntries:
+        """Return entries of all KV heads, as the model made them."""
+        return cls(parts=(entries,), like=(entries.keys[:0].clone(), entries.values[:0].clone()))
 
     @classmethod
     @torch.no_grad()
@@ -371,15 +370,19 @@ class LayerEntries:
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
-        (n_rows, n_heads), most = self.lengths.shape, int(self.lengths.max())
-        found = self.parts[0].positions.new_full((n_rows * n_heads * most,), -1)
+        shape = (*self.lengths.shape, int(self.lengths.max()))
+        found = self.parts[0].positions.new_full((int(np.prod(shape)),), -1)
         for part in self.parts:
-            heads = np.array(part.heads or range(n_heads))
-            first = (np.arange(n_rows)[:, None] * n_heads + heads).ravel() * most
-            spans = part.spans
-            places = np.repeat(first - spans.starts, spans.lengths) + np.arange(len(part.positions))
-            found[on_device(places, found.device)] = part.positions
-        return found.view(n_rows, n_heads, most)
+            found[self._padded_places(part)] = part.positions
+        return found.view(shape)
+
+    def _padded_places(self, part: KeptEntries) -> Tensor:
+        """Return where the entries of a part stand among those of all rows and heads, padded."""
+        (n_rows, n_heads), most = self.lengths.shape, int(self.lengths.max())
+        heads = np.array(part.heads or range(n_heads))
+        firsts = (np.arange(n_rows)[:, None] * n_heads + heads).ravel() * most
+        index = np.repeat(firsts - part.spans.starts, part.spans.lengths)
+        return on_device(index + np.arange(len(index)), part.keys.device)
 
     def rows(self, indices: Tensor) -> LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
@@ -408,24 +411,18 @@ class LayerEntries:
             Beyond all columns at these.
         bias : Tensor of float32, (batch, n_kv_heads, most), or None
         """
-        n_rows, n_heads = self.lengths.shape
-        places, most = n_rows * n_heads, int(self.lengths.max())
-        keys, values = (own.new_zeros(places * most, own.shape[-1]) for own in self.like)
-        device = keys.device
-        positions = torch.full((places * most,), NO_COLUMN, dtype=torch.int32, device=device)
+        shape = (*self.lengths.shape, int(self.lengths.max()))
+        places = int(np.prod(shape))
+        keys, values = (own.new_zeros(places, own.shape[-1]) for own in self.like)
+        positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)
         biased = any(part.bias is not None for part in self.parts)
-        bias = positions.new_zeros(places * most, dtype=torch.float32) if biased else None
+        bias = positions.new_zeros(places, dtype=torch.float32) if biased else None
         for part in self.parts:
-            heads = np.array(part.heads or range(n_heads))
-            firsts = (np.arange(n_rows)[:, None] * n_heads + heads).ravel() * most
-            numbers, lengths = unpack(part, self.like), part.spans.lengths
-            index = np.repeat(firsts - part.spans.starts, lengths) + np.arange(lengths.sum())
-            at = on_device(index, device)
+            numbers, at = unpack(part, self.like), self._padded_places(part)
             keys[at], values[at] = numbers.keys, numbers.values
             positions[at] = numbers.positions
             if bias is not None and numbers.bias is not None:
                 bias[at] = numbers.bias
-        shape = (n_rows, n_heads, most)
         return (
             keys.view(*shape, keys.shape[-1]),
             values.view(*shape, values.shape[-1]),

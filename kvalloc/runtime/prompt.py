@@ -229,12 +229,14 @@ class Prompt:
             raise UnsupportedRequestError(self.interrupted)
 
     def cuts(self, end: int) -> list[int]:
-        """Columns at which a forward up to `end` is cut, if what is not given may be taken back.
+        """Columns at which a forward up to `end` is cut, in order.
 
-        Behind what is given, and wherever something is then evicted: each token sees what it would
-        see if it had come alone.
+        Where what is not given may be taken back: behind what is given, and wherever something is
+        then evicted, so that each token sees what it would see if it had come alone. Else where
+        what followed competes, if the memory does not take the forward whole.
         """
-        given = self.given or 0
+        if (given := self.given) is None:
+            return self._cuts_for_memory(end)
         prompt = self.arrival.prompt_tokens if self.arrival.complete else given
         assert prompt is not None
         found = {given, prompt + self.plan.awaited}
@@ -563,11 +565,8 @@ class Prompt:
     def _batch(self) -> int:
         return int(self._layers[0].keys.shape[0]) if self._n_seen else 0
 
-    def cuts_for_memory(self, end: int) -> list[int]:
-        """Columns at which a forward up to `end` is cut, since the memory does not take it whole.
-
-        At each of them what followed competes.
-        """
+    def _cuts_for_memory(self, end: int) -> list[int]:
+        """Columns at which a forward up to `end` is cut so that the memory takes it."""
         if self.plan.memory is None or not self.arrival.complete:
             return []
         tensors = (own for layer in self._layers for own in layer_tensors(layer))
