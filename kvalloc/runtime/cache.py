@@ -580,22 +580,17 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._rows_change(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        rows = torch.arange(self.batch).repeat_interleave(repeats)
-        super().batch_repeat_interleave(repeats)
-        self._rows_change(rows)
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        super().batch_select_indices(indices)
-        self._rows_change(row_numbers(indices))
-
-    def _rows_change(self, rows: Tensor) -> None:
+        """Keep only these rows; one may be kept more than once."""
         if self.batch:
+            rows = row_numbers(indices)
+            super().batch_select_indices(rows)
             self._prompt.select(rows)
 
     # What it cannot do

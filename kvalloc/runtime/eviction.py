@@ -271,12 +271,13 @@ class Eviction:
     ) -> AttentionStates:
         """Return the piece with the tokens that followed, whose queries are those that vote."""
         row, head = part
-        queries, n_kv_heads = states.queries[:, :, :0], int(layer.keys.shape[1])
+        queries = states.queries[:, :, :0]
         if layer.unfinished.latest.pieces:
             queries, columns = layer.unfinished.latest.of(row)
             voting = min(self.voting, int((columns >= self.prompt_tokens).sum()))
             queries = queries[:, :, int(columns.shape[0]) - voting :]
-            queries = _query_heads(queries, head, n_kv_heads)
+            group = queries.shape[1] // int(layer.keys.shape[1])
+            queries = queries if head is None else queries[:, head * group : (head + 1) * group]
         bias = states.bias
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, self.following))
         states = replace(states, queries=queries, bias=bias, mask=None, gaps=False)
@@ -340,19 +341,10 @@ class Eviction:
         queries, places = (notes.latest if self.settles else notes.prompt).of(row)
         new, wanted = int((places >= self.new_from).sum()), self.wanted_rows(row)
         first = max(len(places) - max(wanted, new if self.policy.observes else 0), 0)
-        queries, places = _query_heads(queries[:, :, first:], head, n_kv_heads), places[first:]
-        own = replace(
-            states,
-            queries=queries,
-            mask=None,
-            older=max(len(places) - new, 0),
-            observed=notes.observed_of(part, n_kv_heads),
-        )
-        if head is not None:
-            sinks = own.sink_logits
-            sinks = None if sinks is None else _query_heads(sinks[None], head, n_kv_heads)[0]
-            own = replace(own, sink_logits=sinks, first_head=states.first_head + head)
-        return own, places
+        own, places = replace(states, queries=queries[:, :, first:], mask=None), places[first:]
+        own = own if head is None else own.kv_head(head)
+        older, observed = max(len(places) - new, 0), notes.observed_of(part, n_kv_heads)
+        return replace(own, older=older, observed=observed), places
 
     # What is chosen
 
@@ -546,12 +538,6 @@ def _keep_note(
         own = part_of(observed, (row, head), budgets.shape[1])
         key = (row if part[0] is None else part[0], head if part[1] is None else part[1])
         notes[key] = own.kept(indices[None, None])
-
-
-def _query_heads(states: Tensor, head: int | None, n_kv_heads: int) -> Tensor:
-    """Return those that share a KV head, of all query heads along axis 1, as a view."""
-    group = states.shape[1] // n_kv_heads
-    return states if head is None else states[:, head * group : (head + 1) * group]
 
 
 def _places(kept: Tensor, budgets: Tensor) -> tuple[Tensor, ...]:

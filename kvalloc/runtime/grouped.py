@@ -55,12 +55,7 @@ class GroupedCache(BudgetCache):
         self._rows = rows
         every = [row for own in rows for row in own]
         self._order = torch.tensor(every).argsort()
-        self._places = [
-            slice(own[0], own[-1] + 1)
-            if own == [*range(own[0], own[-1] + 1)]
-            else torch.tensor(own)
-            for own in rows
-        ]
+        self._places = [torch.tensor(own) for own in rows]
 
     def _joined(self, states: Sequence[Tensor]) -> Tensor:
         """States of each group as those of the batch."""
@@ -177,21 +172,18 @@ class GroupedCache(BudgetCache):
         with ExitStack() as begun:
             for place, cache in zip(self._places, self._caches, strict=True):
                 changed = cache.begin_forward(decoder, self._of(arguments, place))
-                masks.append(None if changed is None else changed["attention_mask"])
+                masks += [] if changed is None else [changed["attention_mask"]]
                 begun.callback(cache.end_forward, completed=False)
             begun.pop_all()
-        shown = next((mask for mask in masks if mask is not None), None)
-        if shown is None:
-            return None
-        each = zip(masks, self._rows, strict=True)
-        every = [shown.new_ones(len(own), shown.shape[1]) if m is None else m for m, own in each]
-        return {"attention_mask": self._joined(every)}
+        steps = [cache._prompt.step for cache in self._caches]
+        visible = self._joined([step.visible for step in steps if step is not None])
+        return {"attention_mask": visible.to(masks[0])} if masks else None
 
     @override
     def _cuts(self, end: int) -> list[int]:
         return sorted({cut for cache in self._caches for cut in cache._cuts(end)})
 
-    def _of(self, arguments: Mapping[str, Any], place: slice | Tensor) -> dict[str, Any]:
+    def _of(self, arguments: Mapping[str, Any], place: Tensor) -> dict[str, Any]:
         """Arguments of a forward for the rows of one group."""
         own, batch = dict(arguments), len(self._order)
         for name in _BY_ROW:
@@ -258,27 +250,17 @@ class GroupedCache(BudgetCache):
             cache.crop(tokens_to_remove)
 
     @override
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx.tolist())
-
-    @override
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(np.arange(len(self._order)).repeat(repeats).tolist())
-
-    @override
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(row_numbers(indices).tolist())
-
-    def _select(self, rows: list[int]) -> None:
-        """Let row i go on with what row ``rows[i]`` has seen."""
+        rows = row_numbers(indices).tolist() if self.batch else []
         caches, groups = [], []
         for own, cache in zip(self._rows, self._caches, strict=True):
             if now := [row for row, was in enumerate(rows) if was in own]:
                 cache.batch_select_indices(torch.tensor([own.index(rows[row]) for row in now]))
                 caches.append(cache)
                 groups.append(now)
-        self._caches, self.layers = caches, caches[0].layers
-        self._regroup(groups)
+        if caches:
+            self._caches, self.layers = caches, caches[0].layers
+            self._regroup(groups)
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedCache:
@@ -289,7 +271,7 @@ class GroupedCache(BudgetCache):
 def _attention(
     compute: Compute,
     own: AttentionStates,
-    place: slice | Tensor,
+    place: Tensor,
     together: Tensor | None,
     mask: Any,
     keys: Tensor | None = None,

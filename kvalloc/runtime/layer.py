@@ -374,23 +374,16 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._select_kept(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        if self.keys is not None and self.keys.ndim == 4:
-            batch = int(self.keys.shape[0]) // repeats
-            self._select_kept(torch.arange(batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        super().batch_select_indices(indices)
-        self._select_kept(row_numbers(indices))
-
-    def _select_kept(self, rows: Tensor) -> None:
-        """Bring what belongs to the kept entries in line with the rows of ``keys``."""
+        """Keep only these rows; one may be kept more than once."""
+        rows = row_numbers(indices)
+        super().batch_select_indices(rows)
         self._following = None
         if self.entries is not None:
             self.entries = self.entries.rows(rows)
@@ -403,5 +396,5 @@ def cropped_tokens(tokens_to_remove: int, seen: int) -> int:
 
 
 def row_numbers(indices: Tensor) -> Tensor:
-    """Rows that are named by their numbers, or by a mask, as numbers."""
-    return indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+    """Rows that are named by their numbers, or by a mask, as numbers on the host."""
+    return (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()

@@ -244,8 +244,7 @@ class Plan:
         tokens : ndarray of int64, (batch,)
         taken : int
         """
-        if self.memory is None:
-            return budgets
+        assert self.memory is not None
         found, full = budgets.copy(), list(profile.shape.full_layers)
         for row, own in enumerate(budgets[:, full]):
             if profile.fits_a_peak:
