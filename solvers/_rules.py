@@ -65,7 +65,7 @@ class SharingRule(Solver):
             best = problem.objective_value(rule(largest))
             raise InfeasibleError(
                 f"{self.name} reaches {best:.6g} at most, below the target of "
-                f"{problem.target:g}; use greedy",
+                f"{problem.target:g}; use auto",
                 nearest=best,
             )
         choice = rule(max(number, 0))
