@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import compare as compare
     from kvalloc.allocation.decision import solve as solve
+    from kvalloc.allocation.pool import solve_pool as solve_pool
     from kvalloc.errors import KVAllocError as KVAllocError
     from kvalloc.formats.budget_profile import BudgetProfile as BudgetProfile
     from kvalloc.formats.budget_profile import Policy as Policy
@@ -39,6 +40,7 @@ __version__ = "0.1.0.dev0"
 
 _NAMES = {
     "kvalloc.allocation.decision": ("compare", "solve"),
+    "kvalloc.allocation.pool": ("solve_pool",),
     "kvalloc.errors": ("KVAllocError",),
     "kvalloc.formats.budget_profile": ("BudgetProfile", "Policy"),
     "kvalloc.formats.score_profile": ("ScoreProfile",),

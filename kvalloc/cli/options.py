@@ -133,7 +133,7 @@ RARE = frozenset(
     {
         *("workloads", "tail", "min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
         *("cap", "equal_heads", "weights", "loss_policies", "cost", "measure_prompts", "average"),
-        *("shard", "share_length"),
+        *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
         *("fitted", "bounded", "allow_other_model", "accept_missing"),
@@ -304,7 +304,7 @@ class GroupedCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the command's name, without the marks that some versions add."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options by group, in the order in which groups first occur."""

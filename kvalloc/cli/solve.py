@@ -5,15 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
-from kvalloc.cli.output import note, print_result, wants_json
+from kvalloc.cli.output import note, print_result, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.errors import InputError, option
-from kvalloc.report.wording import LOSS_NOTE, RETENTION_NOTE, decision_fields, requested_bytes
-from kvalloc.units import Option, duration
+from kvalloc.report.wording import (
+    LOSS_NOTE,
+    RETENTION_NOTE,
+    decision_cells,
+    decision_fields,
+    requested_bytes,
+)
+from kvalloc.units import Option, duration, gap_text
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -43,10 +49,11 @@ class MeasureFlags(TypedDict, total=False):
 
 @takes(RequestOptions, MeasureFlags, ModelFlags)
 def solve(
-    scores: Path,
+    scores: list[str],
     solver: str = "auto",
     average: str = "curves",
     time_limit: float | None = None,
+    fairness: Literal["sum", "worst"] = "sum",
     output: Annotated[Path | None, Option("OUT.json")] = None,
     **options: Any,
 ) -> None:
@@ -54,33 +61,43 @@ def solve(
 
     What was decided comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
+    Several score profiles share one --memory; a target beside it is a floor for each.
 
     Parameters
     ----------
+    scores : list of str
+        Score profiles that 'kvalloc profile' wrote, or shipped ones' names.
+    fairness : {"sum", "worst"}
+        Of several that share a memory, whether their sum counts, or the worst.
     output : Path
-        The budget profile to write; may be left out with --json.
+        The budget profile to write, or the folder of several; may be left out with --json.
 
     Examples
     --------
     kvalloc solve s.safetensors --target-retention 0.9 -o p.json
     kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
     kvalloc solve s.safetensors --budget 20% --solver pyramid:beta=10 --json
+    kvalloc solve a.safetensors b.safetensors --memory 2GiB --fairness worst -o folder
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
     from kvalloc.allocation.decision import solve as decide
     from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver
 
+    if scores[1:]:
+        return _solve_pool(scores, solver, time_limit, fairness, average, output, options)
+    if fairness != "sum":
+        raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
     request = Request.parse(**from_typed(RequestOptions, options))  # before anything is read
     beside = options.keys() - RequestOptions.__annotations__
     if beside and "measure" not in beside:
         raise InputError(f"{option(min(beside))} goes with --measure MODEL; name the model")
-    _check_output(output, scores)
+    _check_output(output, Path(scores[0]))
     how: dict[str, Any] = {
         **{"solver": get_solver(solver), "time_limit": time_limit},
         **{"average": average, "notify": note},
     }
-    profile = load_scores(scores)
+    profile = load_scores(scores[0])
     start = time.perf_counter()
     if "measure" in options:
         decided = _measured(profile, request, options, output, how)
@@ -94,6 +111,58 @@ def solve(
     facts = {**decision_facts(decided, seconds), "predicted_loss_interval": interval}
     summary = {**_summary(decided, seconds, interval), "written": str(output or "")}
     print_result({**facts, "output": output}, summary)
+
+
+def _solve_pool(
+    scores: Sequence[str],
+    solver: str,
+    time_limit: float | None,
+    fairness: Literal["sum", "worst"],
+    average: str,
+    output: Path | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
+    from kvalloc.allocation.pool import solve_pool
+    from kvalloc.cli.values import make_folder
+
+    alone = options.keys() - RequestOptions.__annotations__
+    if average != "curves":
+        alone.add("average")
+    if alone:
+        raise InputError(f"{option(min(alone))} is for one score profile, and these are several")
+    if "memory" not in options:
+        raise InputError(f"several score profiles share a memory; give {option('memory', '2GiB')}")
+    names = [f"{Path(one).stem}.json" for one in scores]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"two of the score profiles would write {twice}; rename one of the files")
+    if output is None and not wants_json():
+        raise InputError("say where the budget profiles go with -o FOLDER, or print with --json")
+    request = {key: value for key, value in options.items() if key != "memory"}
+    start = time.perf_counter()
+    with slow(f"solving with {solver}"):
+        pool = solve_pool(
+            [(one, request, 1.0) for one in scores],
+            memory=options["memory"],
+            fairness=fairness,
+            solver=solver,
+            time_limit=time_limit,
+        )
+    if output is not None:
+        make_folder(output)
+        for name, profile in zip(names, pool, strict=True):
+            profile.save(output / name)
+    seconds = time.perf_counter() - start
+    facts = [decision_facts(profile, seconds) for profile in pool]
+    columns = [decision_cells(profile, seconds) for profile in pool]
+
+    def shown() -> None:
+        rows = [[name, *column.values()] for name, column in zip(names, columns, strict=True)]
+        print_table(["profile", *columns[0]], rows)
+        found = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
+        print(f"{found}: no split of the memory reaches more than {pool.bound:.6g}")
+
+    print_result({"profiles": facts, **facts[0]["requested"]["pool"], "output": output}, shown)
 
 
 def _check_output(output: Path | None, scores: Path) -> None:

@@ -45,7 +45,7 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of ``--output-dir`` where there is none.
+    """Make the folder of an output where there is none.
 
     Raises
     ------
@@ -55,6 +55,6 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise InputError(f"{folder} is a file; name a folder with --output-dir") from None
+        raise InputError(f"{folder} is a file; name a folder") from None
     except OSError as error:
         raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error

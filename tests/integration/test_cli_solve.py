@@ -352,3 +352,44 @@ def test_policies_and_bits_are_decided_by_what_is_lost_with_them(tmp_path):
     said = refused(tmp_path, *unmeasured)
     assert "what 5 bits lose was not measured" in said
     assert "'kvalloc profile --loss fast --bits 16,8,5,4'" in said
+
+
+def test_several_score_profiles_share_a_memory(tmp_path):
+    files = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for seed, path in enumerate(files):
+        make_scores(seed).save(path)
+    asked = ["solve", *files, "--memory", "6000B", "--fairness", "worst"]
+    ran = run(*asked, "-o", tmp_path / "out", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    saved = [BudgetProfile.load(tmp_path / "out" / f"{name}.json") for name in "ab"]
+    assert [one["budgets"] for one in ran.json["profiles"]] == [p.budgets.tolist() for p in saved]
+    assert sum(one.requested["value"] for one in saved) <= 6000
+    assert ran.json["objective"] == min(one.retention for one in saved)
+    assert ran.json["bound"] == saved[1].requested["pool"]["bound"]
+    assert run("verify", tmp_path / "out" / "a.json", files[0]).code == 0
+    assert "no split of the memory reaches more" in run(*asked, "-o", tmp_path / "out").out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["a", "a", "--memory", "1MiB", "-o", "out"],
+            "would write a.json; rename one of the files",
+        ),
+        (["a", "b", "--budget", "20%", "-o", "out"], "share a memory; give --memory 2GiB"),
+        (["a", "b", "--memory", "1MiB"], "say where the budget profiles go with -o FOLDER"),
+        (["a", "b", "--memory", "1MiB", "-o", "a"], "is a file; name a folder"),
+        (["a", "b", "--memory", "1KiB", "-o", "out"], "ask for at least"),
+        (["a", "b", "--memory", "1MiB", "--max-distinct", "2", "-o", "out"], "values add up"),
+        (["a", "b", "--memory", "1MiB", "--measure", "demo", "-o", "out"], "--measure is for one"),
+        (["a", "none", "--memory", "1MiB", "-o", "out"], "none.safetensors"),
+        (["a", "--memory", "1MiB", "--fairness", "worst", "-o", "p.json"], "add one"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        make_scores(ord(name)).save(tmp_path / f"{name}.safetensors")
+    files = {name: f"{name}.safetensors" for name in ("a", "b", "none")}
+    assert words in refused(tmp_path, "solve", *(files.get(word, word) for word in options))

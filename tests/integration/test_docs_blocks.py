@@ -150,7 +150,8 @@ def prepare_solving(folder: Path) -> dict[str, Any]:
     losses = make_losses(shape=shape, context_tokens=120)
     measured |= {name: getattr(losses, name) for name in ("loss_tokens", "losses", "loss_stderr")}
     shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=2, context_tokens=120)
-    shared.replace(shape=shape, **measured).save(folder / "s.safetensors")
+    for name in "sab":
+        shared.replace(shape=shape, **measured).save(folder / f"{name}.safetensors")
     (folder / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
     return {}
 

@@ -1,0 +1,384 @@
+"""One memory for several score profiles: the same problem with more units.
+
+The members' problems become one problem, whose units are those of all members. Its value is the
+weighted sum of the members' values, or the value of the worst member. A floor of a member is a
+limit on its value. Its price raises the member's weight, and any prices mu >= 0 prove
+
+    max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.allocation.decision import decide, solver_of
+from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
+from kvalloc.allocation.request import Request, Target
+from kvalloc.allocation.verification import solve_problem
+from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_scores
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    SameBudget,
+    Sense,
+    SideConstraint,
+    Solver,
+    deadline_after,
+)
+from kvalloc.problem.arrays import VALUE_TOLERANCE
+from kvalloc.units import parse_bytes
+
+Fairness = Literal["sum", "worst"]
+
+MAX_VALUES = 2**27
+"""Largest number of values where the worst member counts: those of each member, for all units."""
+
+HALVINGS, SWEEPS, MAX_POWER = 14, 2, 30.0
+"""Weights tried for each floor, how often, and the power of two up to which; any give a bound."""
+
+
+class Pool(list[BudgetProfile]):
+    """The budget profiles of the members, in their order.
+
+    Attributes
+    ----------
+    fairness : {"sum", "worst"}
+    objective, bound : float
+        The weighted sum of the members' values, or the worst one's; and what no other split of
+        the memory can beat.
+    """
+
+    def __init__(
+        self, profiles: Iterable[BudgetProfile], fairness: Fairness, objective: float, bound: float
+    ) -> None:
+        super().__init__(profiles)
+        self.fairness, self.objective, self.bound = fairness, objective, bound
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance between objective and bound."""
+        return relative_gap(self.objective, self.bound)
+
+
+def solve_pool(
+    members: Sequence[tuple[ScoreProfile | str | Path, Mapping[str, Any], float]],
+    *,
+    memory: str | int,
+    fairness: Fairness = "sum",
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+) -> Pool:
+    """Decide the budgets of several prompts, models or tenants that share one memory.
+
+    Parameters
+    ----------
+    members : sequence of (scores, request, weight)
+        Each one's score profile, keywords of `kvalloc.solve` without a size, and how much its
+        value counts. ``target_retention`` or ``target_loss`` is a floor: the least that this
+        member gets.
+    memory : str or int
+        What all caches may take together, such as ``"2GiB"``: the sum of their peaks.
+    fairness : {"sum", "worst"}
+        Whether the weighted sum of the members' values counts, or the worst member's.
+    solver : str or Solver
+        As in `kvalloc.solve`.
+    time_limit : float, optional
+        Seconds, for the joint problem, and again for each member's part.
+
+    Returns
+    -------
+    Pool
+        A `BudgetProfile` for each member, each decided and proven for its part of the memory.
+
+    Raises
+    ------
+    InputError
+        If there is no member, or a request, a weight or the fairness does not go with a pool.
+    InfeasibleError
+        If the memory is too small for all members, or for their floors.
+    SolverError
+        If the solver refuses, fails or misreports.
+
+    Examples
+    --------
+    >>> pool = solve_pool([(a, {}, 1.0), (b, {}, 2.0)], memory="2GiB")  # doctest: +SKIP
+    >>> pool[0].save("a.json")  # doctest: +SKIP
+    """
+    if fairness not in get_args(Fairness):
+        raise InputError(f"the fairness is {fairness!r}, expected 'sum' or 'worst'")
+    if not members:
+        raise InputError("the pool has no members; give at least one (scores, request, weight)")
+    chosen, memory_bytes = solver_of(solver), parse_bytes(memory)
+    named = {_objective(keywords) for _, keywords, _ in members} - {None}
+    common = named.pop() if len(named) == 1 else None
+    read = [
+        _Member.of(place, scores, {"objective": common, **keywords}, weight, memory_bytes, chosen)
+        for place, (scores, keywords, weight) in enumerate(members, 1)
+    ]
+    worst = fairness == "worst"
+    if worst and any(one.weight != 1 or one.floor is not None for one in read):
+        raise InputError(
+            "the worst member is the worst whatever it weighs; leave weights and floors out"
+        )
+    if len({one.posed.request.objective for one in read}) > 1:
+        raise InputError(
+            "some members are decided by loss and others by retention, which do not add up; give "
+            f"each {option('objective', 'mean')}"
+        )
+    joint = _joint(read, memory_bytes, worst)
+    choice, bound = _best(joint, read, chosen, deadline_after(time_limit))
+    ends = np.cumsum([one.posed.problem.n_units for one in read])[:-1]
+    parts = zip(read, np.split(choice, ends), strict=True)
+    profiles = [
+        one.profile(one.posed.problem.cost(part), chosen, time_limit) for one, part in parts
+    ]
+    values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
+    objective = min(values) if worst else math.fsum(values)
+    bound = max(bound, objective)
+    counted = {"memory": memory_bytes, "members": len(read), "fairness": fairness}
+    stated = {"pool": {**counted, "objective": objective, "bound": bound}}
+    marked = (one.replace(requested={**one.requested, **stated}) for one in profiles)
+    return Pool(marked, fairness, objective, bound)
+
+
+def _objective(keywords: Mapping[str, Any]) -> str | None:
+    """Return the objective that a request names, or that its floor is about."""
+    by_floor = {"target_retention": "mean", "target_loss": "loss"}
+    floors = (by_floor[key] for key in by_floor if keywords.get(key) is not None)
+    return keywords.get("objective") or next(floors, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    """One of several that share a memory: its request for all of it, its weight and its floor."""
+
+    name: str
+    posed: PosedRequest
+    weight: float
+    floor: float | None
+
+    @classmethod
+    def of(
+        cls, place: int, scores: Any, keywords: Any, weight: float, memory: int, solver: Solver
+    ) -> _Member:
+        """Return a member, checked."""
+        name = f"member {place} of the pool"
+        if not 0 < weight < math.inf:
+            raise InputError(f"{name} has the weight {weight!r}, expected a number above 0")
+        given = {key: value for key, value in dict(keywords).items() if value is not None}
+        for key in sorted(given.keys() & _ALONE.keys()):
+            raise InputError(
+                f"{name} gives {option(key, given[key])}, and {_ALONE[key]}; leave it out"
+            )
+        floor = Target.of(given) if given.keys() & _FLOORS else None
+        given = {key: value for key, value in given.items() if key not in _FLOORS}
+        request = Request.parse(**given, memory=memory)
+        if request.objective == "worst":
+            raise InputError(f"{name} asks for its worst unit, and {_SUM}; leave it out")
+        scores = load_scores(scores)
+        request, problem, _ = choose_objective(scores, request, solver)
+        return cls(
+            name=name,
+            posed=pose(scores, request, problem),
+            weight=float(weight),
+            floor=None if floor is None else floor.needed_value,
+        )
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of its peak beside what is kept."""
+        return int(self.posed.request.target.nearest(0, self.posed.curves.costs)[0])
+
+    def profile(self, cost: int, solver: Solver, time_limit: float | None) -> BudgetProfile:
+        """Return what is decided for its part of the memory, which a choice of a cost takes."""
+        request = self.posed.request
+        _, target = request.target.nearest(cost, self.posed.curves.costs)
+        part = pose(self.posed.curves.scores, replace(request, target=target))
+        return decide(part, solver, time_limit=time_limit)
+
+
+_SUM = "the members' values add up"
+_FLOORS = frozenset({"target_retention", "target_loss"})
+_ALONE = {
+    **dict.fromkeys(("budget", "budget_tokens", "memory"), "the memory of the pool is its size"),
+    **dict.fromkeys(("max_distinct", "workloads", "tail", "cost"), _SUM),
+}
+
+
+def _joint(members: Sequence[_Member], memory: int, worst: bool) -> AllocationProblem:
+    """Return the problem of all members, within what their peaks leave of the memory."""
+    problems = [one.posed.problem for one in members]
+    capacity = memory - sum(one.beside_bytes for one in members)
+    if (missing := sum(one.min_cost_bytes for one in problems) - capacity) > 0:
+        raise InfeasibleError(
+            f"{Target.of({'memory': memory})} is too small for {len(members)} members: "
+            f"their smallest budgets, and one layer of each in full, take {memory + missing:,} "
+            "bytes; ask for at least that",
+            nearest=memory + missing,
+        )
+    width, count = max(one.n_options for one in problems), len(problems)
+    units, layers = (
+        np.cumsum([0, *sizes])[:-1].tolist()
+        for sizes in (
+            [one.n_units for one in problems],
+            [int(one.layers.max()) + 1 for one in problems],
+        )
+    )
+
+    def stacked(arrays: Iterable[Any]) -> Any:
+        # Padding repeats the last option; it is never selected.
+        return np.vstack([np.pad(a, ((0, 0), (0, width - a.shape[1])), "edge") for a in arrays])
+
+    bits = [one.bits for one in problems]
+    widths = [
+        np.full_like(p.tokens, 16) if b is None else b for p, b in zip(problems, bits, strict=True)
+    ]
+    values = stacked(one.values for one in problems)
+    weights = np.concatenate([m.weight * m.posed.problem.weights for m in members])
+    tail: dict[str, Any] = {}
+    if worst:
+        if count * values.size > MAX_VALUES:
+            raise InputError(
+                f"the worst of {count} members takes {count * values.size:,} values, more than fit "
+                f"in memory; give larger pages, such as {option('page', 16)}"
+            )
+        # The worst scenario, where each is about one member alone; values are their mean.
+        owner = np.repeat(np.arange(count), [one.n_units for one in problems])
+        scenarios = np.where(owner[:, None] == np.arange(count)[:, None, None], count * values, 0.0)
+        tail = {"aggregate": Aggregate.TAIL, "scenarios": scenarios, "tail_share": 1.0 / count}
+        weights = weights / count
+    return AllocationProblem(
+        tokens=stacked(one.tokens for one in problems),
+        values=values,
+        costs=stacked(one.costs for one in problems),
+        bits=None if all(one is None for one in bits) else stacked(widths),
+        option_counts=np.concatenate([one.option_counts for one in problems]),
+        weights=weights,
+        layers=np.concatenate([p.layers + at for p, at in zip(problems, layers, strict=True)]),
+        heads=np.concatenate([one.heads for one in problems]),
+        sense=Sense.MAX_VALUE,
+        capacity_bytes=capacity,
+        context_tokens=max(one.context_tokens for one in problems),
+        protected_tokens=min(one.protected_tokens for one in problems),
+        constraints=tuple(
+            limit for one, at in zip(members, units, strict=True) for limit in _limits(one, at)
+        ),
+        **tail,
+    )
+
+
+def _limits(member: _Member, at: int) -> list[SideConstraint]:
+    """Return the limits of a member on units that are numbered from a place on."""
+    problem, costs = member.posed.problem, member.posed.curves.costs
+    limits: list[SideConstraint] = []
+    for one in problem.constraints:
+        if isinstance(one, GroupCap):
+            moved = tuple(at + unit for unit in one.units)
+            limits.append(replace(one, name=f"{one.name} of {member.name}", units=moved))
+        elif isinstance(one, SameBudget):
+            groups = tuple(tuple(at + unit for unit in group) for group in one.groups)
+            limits.append(replace(one, groups=groups))
+    # A cache that keeps everything stays as the model made it, which may take more.
+    if (
+        problem.max_cost_bytes >= costs.everything
+        and costs.plain_bytes > costs.everything + member.beside_bytes
+    ):
+        every = tuple(at + unit for unit in range(problem.n_units))
+        limits.append(GroupCap(name=member.name, units=every, capacity_bytes=costs.everything - 1))
+    return limits
+
+
+def _best(
+    joint: AllocationProblem, members: Sequence[_Member], solver: Solver, deadline: float
+) -> tuple[IntArray, float]:
+    """Return the best choice that keeps all floors, and a bound on what keeps them."""
+    sizes = [one.posed.problem.n_units for one in members]
+    floored = [place for place, one in enumerate(members) if one.floor is not None]
+
+    def solved(scales: FloatArray) -> tuple[IntArray, float]:
+        left = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.1)
+        scaled = joint.replace(weights=joint.weights * np.repeat(scales, sizes))
+        answer = solve_problem(scaled, solver, time_limit_seconds=left)
+        assert answer.bound is not None  # a bound by duality at least
+        paid = (
+            (scales[at] - 1.0) * members[at].weight * (members[at].floor or 0.0) for at in floored
+        )
+        return answer.choice, answer.bound - math.fsum(paid)
+
+    def keeps(choice: IntArray, at: int) -> bool:
+        part = np.split(choice, np.cumsum(sizes)[:-1])[at]
+        value, floor = members[at].posed.problem.objective_value(part), members[at].floor
+        return floor is None or value >= floor - VALUE_TOLERANCE
+
+    scales = np.ones(len(members))
+    choice, bound = solved(scales)
+    if all(keeps(choice, at) for at in floored):
+        return choice, bound
+    least = _cheapest_floors(joint, members, solver)
+    choices = [least, solve_problem(_above(joint, least), solver).choice + least]
+    for at in floored * SWEEPS:
+        low, high = 0.0, MAX_POWER
+        for _ in range(HALVINGS):
+            scales[at] = 2.0 ** (0.5 * (low + high))
+            choice, proven = solved(scales)
+            choices.append(choice)
+            bound = min(bound, proven)
+            low, high = (
+                (low, 0.5 * (low + high)) if keeps(choice, at) else (0.5 * (low + high), high)
+            )
+            if time.monotonic() > deadline:
+                break
+        scales[at] = 2.0**high
+    able = [one for one in choices if all(keeps(one, at) for at in floored)]
+    return max(able, key=joint.objective_value), bound
+
+
+def _cheapest_floors(
+    joint: AllocationProblem, members: Sequence[_Member], solver: Solver
+) -> IntArray:
+    """Return the cheapest choice that keeps all floors; the smallest budgets of other members."""
+    parts = []
+    for one in members:
+        problem = one.posed.problem
+        if one.floor is None:
+            parts.append(np.zeros(problem.n_units, dtype=np.int64))
+            continue
+        try:
+            parts.append(solve_problem(problem.with_target(one.floor), solver).choice)
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"the floor of {one.name}: {error}", nearest=error.nearest
+            ) from None
+    least, capacity = np.concatenate(parts), joint.capacity_bytes or 0
+    if (missing := joint.cost(least) - capacity) > 0:
+        memory = capacity + sum(one.beside_bytes for one in members)
+        raise InfeasibleError(
+            f"the floors of {len(members)} members take {memory + missing:,} bytes together, "
+            f"beyond {Target.of({'memory': memory})}; ask for at least that, or lower them",
+            nearest=memory + missing,
+        )
+    return least
+
+
+def _above(joint: AllocationProblem, least: IntArray) -> AllocationProblem:
+    """Return the problem without the options that are smaller than those of a choice."""
+    columns = np.minimum(least[:, None] + np.arange(joint.n_options), joint.last_options[:, None])
+    arrays = {name: getattr(joint, name) for name in ("tokens", "values", "costs", "bits")}
+    kept = {
+        name: np.take_along_axis(array, columns, axis=1)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    return joint.replace(**kept, option_counts=joint.option_counts - least)

@@ -1,0 +1,173 @@
+"""Pools of several members against every choice of all of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import make_losses, make_scores, make_shape
+
+from kvalloc import solve_pool
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.problem import AllocationProblem
+
+SLACK = 1e-9
+
+
+def members_of(random: np.random.Generator, count: int, **shape: Any) -> list[ScoreProfile]:
+    """Score profiles of different models and lengths, two or three layers each."""
+    return [
+        make_scores(
+            int(random.integers(1000)),
+            shape=make_shape(n_layers=int(random.integers(2, 4)), n_kv_heads=2, **shape),
+            context_tokens=int(random.integers(6, 9)),
+            sinks=1,
+            window=1,
+        )
+        for _ in range(count)
+    ]
+
+
+def costs_of(scores: ScoreProfile, request: Request) -> Any:
+    return RequestCurves(scores=scores, request=request).costs
+
+
+def every_choice(problem: AllocationProblem) -> tuple[Any, Any]:
+    """Cost and value of every choice that keeps the side constraints."""
+    options = itertools.product(*map(range, problem.option_counts.tolist()))
+    kept = [c for c in map(np.array, options) if problem.side_fault(c) is None]
+    costs = np.array([problem.cost(choice) for choice in kept])
+    return costs, np.array([problem.objective_value(choice) for choice in kept])
+
+
+def best_of_all(
+    problems: list[AllocationProblem],
+    peaks: list[int],
+    memory: int,
+    weights: list[float],
+    floors: list[float],
+    worst: bool,
+) -> float | None:
+    """The best value of all choices of all members together; None where none fits."""
+    spent, worth = np.array([sum(peaks)]), np.array([np.inf if worst else 0.0])
+    for problem, weight, floor in zip(problems, weights, floors, strict=True):
+        costs, values = every_choice(problem)
+        costs, values = costs[values >= floor - 1e-12], weight * values[values >= floor - 1e-12]
+        spent = (spent[:, None] + costs).ravel()
+        worth = (np.minimum if worst else np.add)(worth[:, None], values).ravel()
+        spent, worth = spent[spent <= memory], worth[spent <= memory]
+        order = np.lexsort((-worth, spent))  # only what is worth more than all that takes less
+        higher = np.maximum.accumulate(worth[order])
+        first = order[np.diff(higher, prepend=-np.inf) > 0]
+        spent, worth = spent[first], worth[first]
+    return float(worth.max()) if worth.size else None
+
+
+@pytest.mark.parametrize("fairness", ["sum", "worst"])
+@pytest.mark.parametrize("floored", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"cap": ["0-1=280B"]}, {"page": 2}])
+def test_a_pool_is_what_every_choice_of_all_members_says(
+    fairness: str, floored: bool, limits: dict[str, Any]
+) -> None:
+    if floored and fairness == "worst":
+        return
+    met = 0
+    for seed in range(6):
+        random = np.random.default_rng(seed)
+        members = members_of(random, 2 + seed % 2)
+        weights = (
+            [1.0] * len(members) if fairness == "worst" else random.uniform(0.2, 2, 3).tolist()
+        )
+        weights = weights[: len(members)]
+        asked = [dict(limits) for _ in members]
+        whole = [Request.parse(memory="1MiB", **one) for one in asked]
+        problems = [formulate(s, one) for s, one in zip(members, whole, strict=True)]
+        peaks = [
+            int(one.target.nearest(0, costs_of(s, one))[0])
+            for s, one in zip(members, whole, strict=True)
+        ]
+        least = sum(peaks) + sum(one.min_cost_bytes for one in problems)
+        room = sum(one.max_cost_bytes - one.min_cost_bytes for one in problems)
+        memory = int(least + random.uniform(0.2, 0.7) * room)
+        floors = [-np.inf] * len(members)
+        if floored:
+            floors[0], weights[0] = 0.6, 0.02  # nobody would give it so much otherwise
+            asked[0]["target_retention"] = 0.6
+        best = best_of_all(problems, peaks, memory, weights, floors, fairness == "worst")
+        try:
+            pool = solve_pool(
+                list(zip(members, asked, weights, strict=True)), memory=memory, fairness=fairness
+            )
+        except InfeasibleError:
+            assert best is None
+            continue
+        assert best is not None
+        assert pool.objective <= best + SLACK
+        assert pool.bound >= best - SLACK
+        assert pool.objective == pytest.approx(best, abs=0.01 if floored else SLACK)
+        met += 1
+        assert sum(one.requested["value"] for one in pool) <= memory
+        for profile, scores, floor in zip(pool, members, floors, strict=True):
+            assert profile.peak_bytes_at(scores.context_tokens) <= profile.requested["value"]
+            assert profile.retention >= floor - SLACK
+            assert all(check.passed and check.proven for check in verify(profile, scores))
+            assert profile.requested["pool"]["bound"] == pool.bound
+    assert met >= 3
+
+
+A, LOSSES = make_scores(1), make_losses(1)
+
+
+@pytest.mark.parametrize(
+    ("members", "more", "words"),
+    [
+        ([], {}, "the pool has no members"),
+        ([(A, {}, 0.0)], {}, "member 1 of the pool has the weight 0.0, expected a number above 0"),
+        ([(A, {}, 1.0), (A, {}, float("nan"))], {}, "member 2 of the pool has the weight nan"),
+        ([(A, {"budget": "20%"}, 1.0)], {}, "the memory of the pool is its size; leave it out"),
+        ([(A, {"max_distinct": 2}, 1.0)], {}, "the members' values add up; leave it out"),
+        ([(A, {"objective": "worst"}, 1.0)], {}, "asks for its worst unit"),
+        ([(A, {"target_retention": 2}, 1.0)], {}, "a target retention of 2 is not a share"),
+        ([(A, {}, 1.0)], {"fairness": "equal"}, "the fairness is 'equal', expected 'sum' or"),
+        ([(A, {}, 2.0)], {"fairness": "worst"}, "leave weights and floors out"),
+        ([(A, {}, 1.0), (LOSSES, {}, 1.0)], {}, "give each objective='mean'"),
+        ([(A, {}, 1.0)], {"memory": "much"}, "much"),
+        ([(A, {}, 1.0)], {"solver": "gredy"}, "no solver 'gredy'"),
+        ([("none.safetensors", {}, 1.0)], {}, "none.safetensors"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(members: Any, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words.replace("(", r"\(")):
+        solve_pool(members, **{"memory": "1MiB", **more})
+
+
+@pytest.mark.parametrize(
+    ("memory", "floor", "words"),
+    [
+        (100, 0.5, "member|below the floors"),
+        ("3000B", 0.5, "is too small for 2 members"),
+        ("5200B", 0.99, "the floors of 2 members take"),
+    ],
+)
+def test_a_memory_that_is_too_small_names_one_that_does(
+    memory: Any, floor: float, words: str
+) -> None:
+    members = [(A, {"target_retention": floor}, 1.0), (make_scores(2), {}, 1.0)]
+    with pytest.raises(InfeasibleError, match=words) as raised:
+        solve_pool(members, memory=memory)
+    assert raised.value.nearest is not None
+    if memory != 100:  # that is about the first member alone
+        solve_pool(members if "floors of" in words else [(A, {}, 1.0), members[1]],
+                   memory=raised.value.nearest)  # fmt: skip
+
+
+def test_a_floor_above_what_a_member_can_reach_names_the_member() -> None:
+    with pytest.raises(InfeasibleError, match=r"the floor of member 1 of the pool: .* at most"):
+        solve_pool([(A, {"target_retention": 0.99, "max_tokens": 10}, 1.0)], memory="1MiB")
