@@ -27,14 +27,25 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.models.structure import context_limit
-from kvalloc.online.default import AWAITED, PIECE, Default, Way
+from kvalloc.online.default import Default
+from kvalloc.online.ways import (
+    AWAITED,
+    PIECE,
+    Decided,
+    Early,
+    Late,
+    Setting,
+    Twice,
+    Way,
+    chosen_way,
+)
 from kvalloc.prompts.intervals import resampled_means
 from kvalloc.shape import ModelShape
 
 NEW, SHARE = 64, 0.2
-TARGETS: dict[Way, float] = {"decided": 1.12, "twice": 2.5, "early": 1.10}
+TARGETS = {"decided": 1.12, "twice": 2.5, "early": 1.10}
 """What a prefill may cost over a plain one."""
-PAIRS: list[tuple[tuple[Way, bool], tuple[Way, bool]]] = [
+PAIRS = [
     (("twice", True), ("decided", True)),
     (("twice", True), ("early", True)),
     (("late", False), ("early", False)),
@@ -59,7 +70,7 @@ def main() -> int:
 
 def rows_of(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
     """Return the rows of every length, then those of the loss."""
-    profile = Default(share=SHARE).profile(shape_of(loaded.model), None, "late")
+    profile = Late(setting=Default(share=SHARE).setting(shape_of(loaded.model))).profile(None)
     ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
     for length, repeats in zip(arguments.lengths, arguments.repeats, strict=True):
         yield from speed(loaded.model, profile, ids[:, :length], repeats)
@@ -141,21 +152,18 @@ def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterat
         }
 
 
-def cache_of(model: Any, shape: ModelShape, tokens: int, way: Way, *, measured: bool = True) -> Any:
+def cache_of(
+    model: Any, shape: ModelShape, tokens: int, name: str, *, measured: bool = True
+) -> Any:
     """A cache as the default makes it for a way; without what was measured of the model or with."""
-    default = (Default if measured else NothingMeasured)(share=SHARE)
-    if way == "decided":
-        served = default.decided(shape, tokens)
-        assert served is not None, "nothing is decided for this model"
-        return kvalloc.make_cache(model, default.decision(shape, served))
-    return kvalloc.make_cache(model, default.profile(shape, tokens, way), bounded=way == "early")
-
-
-class NothingMeasured(Default):
-    """The default for a model that nothing was fitted to."""
-
-    def fitted_file(self, shape: ModelShape) -> None:
-        """None."""
+    setting = Default(share=SHARE).setting(shape)
+    setting = setting if measured else Setting(shape=shape, share=SHARE)
+    way: Way = chosen_way(setting, tokens)
+    if name == "decided":
+        assert isinstance(way, Decided), "nothing is decided for this model"
+    else:
+        way = {"twice": Twice, "late": Late, "early": Early}[name](setting=setting)
+    return kvalloc.make_cache(model, way.profile(tokens), bounded=way.bounded)
 
 
 @torch.inference_mode()
@@ -184,7 +192,7 @@ def kl_of(expected: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def harm(loaded: LoadedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> Iterator[Row]:
     """Measure the KL along what the full cache writes, after the tokens that some ways wait for."""
     model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
-    found: dict[tuple[Way, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
+    found: dict[tuple[str, bool], list[float]] = {key: [] for pair in PAIRS for key in pair}
     for place in range(arguments.samples):
         first = place * arguments.kl_tokens
         prompt = ids[:, first : first + arguments.kl_tokens]

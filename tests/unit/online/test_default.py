@@ -21,9 +21,21 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
-from kvalloc.online.default import AWAITED, WAYS, Default
+from kvalloc.online.default import Default
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length
+from kvalloc.online.ways import (
+    AWAITED,
+    Bounded,
+    Decided,
+    Early,
+    Late,
+    Rows,
+    Setting,
+    Twice,
+    Whole,
+    chosen_way,
+)
 from kvalloc.runtime import CacheOptions, load_cache
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.units import size
@@ -123,8 +135,8 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(
     assert "reads the prompt twice and holds the full cache meanwhile; 45%" in said[0]
     assert "evicts while the prompt is read; 45%" in said[1]
     for one, stored, reached, cost in (
-        (said[0], "14.81", "19.8", WAYS["twice"][0]),
-        (said[1], "14.81", "19.8", WAYS["early"][0]),
+        (said[0], "14.81", "19.8", Twice.cost),
+        (said[1], "14.81", "19.8", Early.cost),
     ):
         told = f"at 5 bits, {stored} KiB, {reached}% of a cache at 16 bits; about"
         assert f"% of the entries {told}" in one
@@ -243,10 +255,10 @@ def test_memory_that_is_bounded_is_said_and_kept(
         generate(model, ids, max_new_tokens=AWAITED)
     detail, shape = applied.last_cache.profile.detail, shape_of(model)
     assert f"keeps 2 times the budget until {AWAITED} tokens have followed the prompt" in detail
-    default = Default.parse("15%", CacheOptions(bounded=True))
-    peak = default.peak_bytes(shape, TOKENS, 1, "bounded")
+    setting, read = Default.parse("15%").setting(shape), Rows(TOKENS, 1, TOKENS)
+    peak = Bounded(setting=setting).peak_bytes(read)
     assert f"about {size(peak)} while it is read" in detail
-    assert max(stored) <= peak < default.peak_bytes(shape, TOKENS, 1, "late")
+    assert max(stored) <= peak < Late(setting=setting).peak_bytes(read)
     assert max(stored) < shape.plain_bytes(TOKENS)
     with pytest.raises(InputError, match="full cache is held"):
         run(model, ids, budget="15%", bounded=True, memory="10KiB")
@@ -262,12 +274,30 @@ def ways_of(
     return str(cache.profile.policy.scorer)
 
 
+@pytest.mark.parametrize(
+    ("share", "tokens", "asked", "way"),
+    [
+        (0.2, TOKENS, {}, Twice),
+        (0.2, 760, {"limit": 1024}, Twice),  # a piece of 256, and 8 tokens that lead over
+        (0.2, 761, {"limit": 1024}, Late),
+        (0.2, TOKENS, {"embedded": True}, Late),
+        (0.2, None, {}, Late),
+        (0.2, TOKENS, {"bounded": True}, Bounded),
+        (0.2, 12, {}, Whole),
+        (0.2, 12, {"bounded": True}, Whole),
+        (1.0, TOKENS, {}, Whole),
+    ],
+)
+def test_a_way_is_chosen_by_numbers(
+    model: Any, share: float, tokens: int | None, asked: dict[str, Any], way: type
+) -> None:
+    setting = Setting(shape=shape_of(model), share=share)
+    assert type(chosen_way(setting, tokens, **asked)) is way
+
+
 def test_a_prompt_that_cannot_be_read_again_is_not(tiny: ModuleType, model: Any) -> None:
     assert ways_of(model, budget="20%") == "reconstruction"
-    assert ways_of(model, budget="20%", embedded=True) == "lookahead"
     assert ways_of(model, budget="20%", decode_every=8) == "reconstruction"  # has no part in it
-    assert ways_of(model, tokens=None, budget="20%") == "lookahead"
-    assert ways_of(model, tokens=760, budget="20%") == "reconstruction"
     assert ways_of(model, tokens=761, budget="20%") == "lookahead"  # of 1,024 positions
     embeds = model.get_input_embeddings()(tiny.prompt(TOKENS))
     with kvalloc.apply(model, budget="20%") as applied:
@@ -350,13 +380,15 @@ def test_what_a_fitted_file_decides_takes_what_it_says(
     assert cache.profile.detail.startswith(
         f"by default: evicts while the prompt is read, as solved from {fitted_file}; "
     )
-    peak = default.peak_bytes(shape, TOKENS, 1, "decided")
+    way = chosen_way(default.setting(shape), TOKENS)
+    assert isinstance(way, Decided)
+    peak = way.peak_bytes(Rows(TOKENS, 1, TOKENS))
     assert peak == cache.profile.peak_bytes_at(TOKENS)
     whole = run(model, tiny.prompt(TOKENS), budget="20%", fitted=fitted_file, memory=f"{peak}B")
     assert "as solved from" in whole.profile.detail
     chunked = default.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert "holds the full cache until the prompt is complete" in chunked.profile.detail
-    full = default.peak_bytes(shape, TOKENS, 1, "decided", chunked=True)
+    full = way.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=True))
     assert full > shape.plain_bytes(TOKENS)
     within = replace(default, options=replace(options, memory=full - 1))
     short = within.cache(model, PromptSize(tokens=TOKENS, chunked=True))

@@ -19,9 +19,10 @@ from runtime_oracle import VOCABULARY
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.loading import shape_of
-from kvalloc.online.default import AWAITED, Default
+from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.online.prompt_size import PromptSize
+from kvalloc.online.ways import AWAITED, Early, Rows
 from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.making import build_cache
@@ -52,7 +53,8 @@ def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, A
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
     default, shape = Default.parse(options["budget"], kept), shape_of(model)
     if options.get("memory") == "least":
-        least = default.peak_bytes(shape, columns, len(lengths), "early")
+        early = Early(setting=default.setting(shape))
+        least = early.peak_bytes(Rows(columns, len(lengths), columns))
         default = replace(default, options=replace(kept, memory=least))
     with patch("kvalloc.online.default.build_cache", of_the_prompt_alone):
         return default.cache(model, PromptSize(tokens=columns, lengths=tuple(lengths)))

@@ -15,6 +15,7 @@ import kvalloc
 from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
+from kvalloc.online.ways import Early, Rows
 from kvalloc.runtime.attention import torch as by_torch
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
@@ -120,7 +121,7 @@ SERVED: dict[str, dict[str, Any]] = {
 def test_memory_is_a_peak(
     way: str, dtype: torch.dtype, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("kvalloc.online.default", "kvalloc.scorers.lookahead"):
+    for place in ("kvalloc.online.ways", "kvalloc.scorers.lookahead"):
         monkeypatch.setattr(f"{place}.LATEST_VOTES", 8)  # what scores take is not the cache's
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
@@ -142,7 +143,8 @@ def test_memory_is_a_peak(
         found = watched.peaks(lambda: read(past_key_values=cache))
     else:
         if "budget" in SERVED[way]:
-            memory = Default.parse(**SERVED[way]).peak_bytes(shape, TOKENS, 2, "early")
+            early = Early(setting=Default.parse(**SERVED[way]).setting(shape))
+            memory = early.peak_bytes(Rows(TOKENS, 2, TOKENS))
         with kvalloc.apply(model, memory=memory, **SERVED[way]) as applied:
             found = watched.peaks(read)[-len(plain) :]  # without the mini-prefill
         assert applied.last_cache is not None
@@ -154,9 +156,9 @@ def test_memory_is_a_peak(
 def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet() -> None:
     """Codes are made when the last chunk has come."""
     model, ids = tiny.tiny_model(num_hidden_layers=LAYERS), tiny.prompt(TOKENS)
-    default, shape, stored = Default.parse("20%"), shape_of(model), [0]
+    early, stored = Early(setting=Default.parse("20%").setting(shape_of(model))), [0]
     rounded, whole = (
-        default.peak_bytes(shape, TOKENS, 1, "early", chunked=chunked) for chunked in (False, True)
+        early.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=chunked)) for chunked in (False, True)
     )
     model.generation_config.prefill_chunk_size = 250
 

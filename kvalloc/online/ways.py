@@ -1,0 +1,392 @@
+"""The ways in which the default serves a prompt: what each keeps, what it takes and what it costs.
+
+At equal bytes it pays to round first and to evict then, and to evict what a second read of the
+prompt does not look up. Where there is a fitted file of the model, its curves say how many entries
+each head keeps, and at how many bits, and its surrogate of a second read says which. Below what
+they cover, and without a file, entries are stored at 5 bits (8 where the share is large, 4 where it
+is small), as many as fit, and the values of those that stay are fitted to what all of them gave.
+The model then reads the prompt twice; and where it cannot, the first tokens after the prompt
+choose. For all heads to compete, these hold the full cache; where memory does not allow that, the
+heads of each layer compete as it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.shipped_profiles import load_fitted
+from kvalloc.online.solved import (
+    FEW_BELOW,
+    SINKS,
+    WINDOW,
+    grid_length,
+    matching_options,
+    solve_share,
+)
+from kvalloc.runtime.plan import BOUNDED_BUDGETS
+from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
+from kvalloc.scorers.lookahead import LATEST_VOTES, latest_votes
+from kvalloc.shape import ModelShape
+from kvalloc.units import gap_text
+
+EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, FEW_BELOW
+"""Shares of the bytes from which on fewer entries at 8 bits lose less than more at 5, and below
+which more at 4 do (SmolLM2-135M)."""
+
+PIECE, NEARBY = 256, 0
+"""Tokens of the prompt that are read again at once, and how many around them are seen meanwhile:
+to see more takes longer and loses no less."""
+
+AWAITED = 16
+"""Tokens whose queries vote where nothing is read twice, of those that follow a prompt, beside its
+last ones from behind the end (`kvalloc.scorers.lookahead.latest_votes`). From behind the end they
+lose less than in their own places (three speeches of 700 tokens, 20%, mean KL of 64 tokens:
+SmolLM2-135M .0025 and not .0037; where layers are evicted as they are read, .0041 not .0144)."""
+
+FAR = 8
+"""Times the length of the curves' prompts beyond which the line of detail says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every way of a model is asked.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    share : float
+        Of the bytes of a cache at 16 bits a number.
+    file : str or None
+        The model's fitted file.
+    rotates : bool
+        Whether the model's queries can be put behind the prompt, to which values are fitted.
+    """
+
+    shape: ModelShape
+    share: float
+    file: str | None = None
+    rotates: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Return the width of the entries that are kept."""
+        if self.share >= EIGHT_BITS_FROM:
+            return 16 if self.share == 1 else 8
+        return 5 if self.share >= FOUR_BITS_BELOW else 4
+
+    def entries(self, tokens: int, *, biased: bool = False) -> int:
+        """Return the number of entries that each head keeps of a row."""
+        least, share = SINKS + WINDOW, self.share
+        return entries_in_share(share, tokens, self.bits, self.shape, least=least, biased=biased)
+
+    def solved_tokens(self, tokens: int) -> int | None:
+        """Return the length at which the curves of the fitted file are solved for a prompt.
+
+        None where there is no file, or its curves do not cover the share.
+        """
+        if self.file is None:
+            return None
+        longest = min(tokens, self.shape.max_context_tokens or tokens)
+        for length in (grid_length(longest), longest):
+            solved = solve_share(self.file, self.share, length)
+            if solved is not None and solved.share_at(tokens) <= self.share:
+                return length
+        return None
+
+
+class Rows(NamedTuple):
+    """Rows of a prompt that are served alike.
+
+    Attributes
+    ----------
+    tokens, rows : int
+        Length of the longest, without padding, and how many there are.
+    columns : int
+        Length with padding.
+    chunked : bool
+        Whether the prompt comes in several forwards.
+    """
+
+    tokens: int
+    rows: int
+    columns: int
+    chunked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a row is served; rows that are served alike have equal ways.
+
+    Attributes
+    ----------
+    cost : float
+        Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads).
+    text : str
+        What it does, in a line of detail.
+    bounded : bool
+        What a cache is asked by this name, see `CacheOptions`.
+    by_prompt : bool
+        Whether heads share what they may keep, and each prompt hands it out.
+    fits_values : bool
+        Whether values are fitted to what all entries gave.
+    width : int or None
+        At how many bits entries are stored; as the setting has it where it is None.
+    """
+
+    cost: ClassVar[float]
+    text: ClassVar[str]
+    bounded: ClassVar[bool] = False
+    by_prompt: ClassVar[bool] = True
+    fits_values: ClassVar[bool] = False
+
+    setting: Setting
+    width: int | None = None
+
+    @property
+    def scorer(self) -> Scorer:
+        """Return who chooses the entries: the surrogate, or the votes of the last tokens."""
+        if self.setting.file is not None:
+            return get_scorer("surrogate", file=self.setting.file, window=WINDOW)
+        return latest_votes(window=WINDOW, rotates=self.setting.rotates)
+
+    def profile(self, tokens: int | None) -> BudgetProfile:
+        """Return the budget profile, whose budgets hold for all lengths.
+
+        Parameters
+        ----------
+        tokens : int or None
+            Length of the prompt for which they are written down, where it is known.
+        """
+        setting, shape, scorer = self.setting, self.setting.shape, self.scorer
+        context = tokens or min(shape.max_context_tokens or 4096, 4096)
+        matching: dict[str, Any] = {}
+        if self.fits_values and setting.rotates:
+            parameters = matching_options(setting.share, biases=setting.share < FEW_BELOW)
+            matching = {"name": "attention_matching", "parameters": parameters}
+        policy = Policy(
+            scorer=scorer.name,
+            scorer_parameters=scorer.parameters(),
+            sinks=SINKS,
+            window=WINDOW,
+            **matching,
+        )
+        table, width = (shape.n_layers, shape.n_kv_heads), self.width or setting.bits
+        kept = setting.entries(context, biased=policy.biased)
+        bits, budgets = np.full(table, width), np.full(table, kept)
+        bits[list(shape.sliding_layers)] = 16
+        budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
+        return BudgetProfile(
+            shape=shape,
+            level="head",
+            context_tokens=context,
+            budgets=budgets,
+            share_of_16_bits=setting.share,
+            bits=None if width == 16 else bits,
+            by_prompt=self.by_prompt,
+            policy=policy,
+            requested={"target": "budget", "value": setting.share},
+        )
+
+    def peak_bytes(self, read: Rows) -> int:
+        """Return the bytes of K, V and stored queries while rows of a prompt are read."""
+        tokens, rows, columns, chunked = read
+        return self.profile(tokens).peak_bytes_at(tokens, rows, columns=columns, chunked=chunked)
+
+    def says(self, *, chunked: bool) -> str:
+        """Return what it does with a prompt that comes in several forwards, or in one."""
+        return self.text
+
+    def advice(self, tokens: int) -> str:
+        """Return what to know of the fitted file, or of a model without one."""
+        if self.setting.file is None:
+            return ""
+        if different := load_fitted(self.setting.file).shape.other_signs(self.setting.shape):
+            return f"; fitted to other weights, {different:.1%} of whose signs differ"
+        return ""
+
+    def _holding_bytes(self, read: Rows, queries: int | None = None) -> int:
+        """Return the bytes of the full cache and of stored queries of each row.
+
+        Defaults to the queries by which entries are chosen and to which values are fitted.
+        """
+        shape, rows = self.setting.shape, matching_options(self.setting.share)["rows"]
+        if queries is None:
+            queries = min(max(rows, self.scorer.query_rows(read.tokens)), read.tokens)
+        each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
+        return shape.plain_bytes(read.columns, read.rows) + read.rows * queries * each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Way):
+    """All entries stay, rounded where that takes less."""
+
+    cost = 1.0
+    text = "evicts nothing"
+    by_prompt = False
+
+    @classmethod
+    def of(cls, setting: Setting, tokens: int) -> Whole:
+        """Return the way at the bits at which a row takes least, scales included."""
+        rounded = int(head_bytes(tokens, setting.bits, setting.shape))
+        less = rounded < tokens * setting.shape.bytes_per_entry
+        return cls(setting=setting, width=setting.bits if less else 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Early(Way):
+    """The heads of each layer compete as it is read, by the surrogate or the last tokens' votes."""
+
+    cost = 1.2
+    text = "evicts while the prompt is read"
+    bounded = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided(Way):
+    """The surrogate chooses, within entries and bits of each head that are solved from losses.
+
+    Attributes
+    ----------
+    solved_tokens : int
+        The length at which the fitted file is solved.
+    """
+
+    cost = 1.3
+    text = "evicts while the prompt is read, as solved from {}"
+    in_chunks = "holds the full cache until the prompt is complete, and evicts as solved from {}"
+
+    solved_tokens: int
+
+    def profile(self, tokens: int | None) -> BudgetProfile:
+        """Return the budgets that are solved; see `Way.profile`."""
+        solved = solve_share(str(self.setting.file), self.setting.share, self.solved_tokens)
+        assert solved is not None  # or nothing is served so
+        return solved
+
+    def peak_bytes(self, read: Rows) -> int:
+        """Return it; in chunks, values are fitted to queries that come last."""
+        return self._holding_bytes(read) if read.chunked else super().peak_bytes(read)
+
+    def says(self, *, chunked: bool) -> str:
+        """Return what it does, and the fitted file; see `Way.says`."""
+        return (self.in_chunks if chunked else self.text).format(self.setting.file)
+
+    def advice(self, tokens: int) -> str:
+        """Return what loss is predicted, and how well; see `Way.advice`."""
+        solved, fitted = self.profile(tokens), load_fitted(str(self.setting.file))
+        ratio, measured = fitted.error_at(self.setting.share), fitted.scores.context_tokens
+        advice = f"{super().advice(tokens)}; predicted loss "
+        advice += f"{(solved.predicted_loss or 0.0) * (ratio or 1):.2g} nats a token, a sum of "
+        advice += f"single losses within {gap_text(solved.gap)} of the least"
+        if ratio is not None:
+            advice += f", times {ratio:.2g} as whole caches measured"
+        if tokens > FAR * measured:
+            advice += f"; its curves were measured at {measured:,} tokens, this is {tokens:,}"
+        return advice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twice(Way):
+    """A second read of the prompt chooses."""
+
+    cost = 2.5
+    text = "reads the prompt twice and holds the full cache meanwhile"
+    fits_values = True
+
+    @property
+    def scorer(self) -> Scorer:
+        """Return what notes the second read."""
+        return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
+
+    def peak_bytes(self, read: Rows) -> int:
+        """Return it, with what is read again and what one layer shows of the prompt."""
+        tokens, rows, columns, _ = read
+        shown = min(SHOWN_FIRST + PIECE, tokens)
+        again = self.setting.shape.plain_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
+        one_layer = reading_bytes(self.setting.shape, columns, rows)
+        return self._holding_bytes(read) + one_layer * shown // columns + again
+
+    def advice(self, tokens: int) -> str:
+        """Return what spares the second read; see `Way.advice`."""
+        if self.setting.file is not None:
+            return super().advice(tokens)
+        return f"; 'kvalloc fit' once, and one read does, {Decided.cost} times a plain prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late(Way):
+    """The prompt's last tokens and those that follow it choose, of the whole prompt."""
+
+    cost = 1.1
+    text = f"holds the full cache until {AWAITED} tokens have followed the prompt"
+
+    @property
+    def scorer(self) -> Scorer:
+        """Return the votes of all these tokens."""
+        votes = latest_votes(window=WINDOW, rotates=self.setting.rotates)
+        return replace(votes, tokens=AWAITED)
+
+    def peak_bytes(self, read: Rows) -> int:
+        """Return it, with the queries of these tokens."""
+        return self._holding_bytes(read, min(LATEST_VOTES, read.tokens) + AWAITED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded(Late):
+    """As `Late`, of twice the budgets, which the heads of each layer keep as it is read."""
+
+    text = (
+        f"keeps {BOUNDED_BUDGETS} times the budget until {AWAITED} tokens have followed the prompt"
+    )
+    bounded = True
+
+    def peak_bytes(self, read: Rows) -> int:
+        """Return it; at 16 bits until the last eviction."""
+        (tokens, rows, columns, _), shape = read, self.setting.shape
+        peak, one_layer = super().peak_bytes(read), reading_bytes(shape, columns, rows)
+        entries = min(BOUNDED_BUDGETS * self.setting.entries(tokens), tokens)
+        if entries < columns:
+            stays = entries * shape.n_kv_heads * shape.bytes_per_entry * rows
+            peak += one_layer - len(shape.full_layers) * (one_layer - stays)
+        return peak
+
+
+def chosen_way(
+    setting: Setting,
+    tokens: int | None,
+    *,
+    limit: int | None = None,
+    embedded: bool = False,
+    bounded: bool = False,
+) -> Way:
+    """Return how a row is served that may hold its full cache.
+
+    Parameters
+    ----------
+    setting : Setting
+    tokens : int or None
+        Its length, where it is known.
+    limit : int or None
+        Tokens that the model was made for.
+    embedded : bool
+        Whether the prompt comes as embeddings, which cannot be read again.
+    bounded : bool
+        Whether memory is to be bounded until tokens have followed.
+    """
+    if tokens is not None:
+        if not bounded and (solved := setting.solved_tokens(tokens)) is not None:
+            return Decided(setting=setting, solved_tokens=solved)
+        if setting.entries(tokens) == tokens:
+            return Whole.of(setting, tokens)
+    if bounded:
+        return Bounded(setting=setting)
+    if tokens is None or embedded:
+        return Late(setting=setting)
+    again = tokens + min(PIECE, tokens) + CARRIED_TOKENS
+    return (Late if limit is not None and again > limit else Twice)(setting=setting)
