@@ -16,7 +16,7 @@ def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here):
     (file,) = fitted_here.iterdir()
     assert str(file) in said.out
     assert file.name.startswith("tiny-")
-    assert f"as {file}, solved for it, says" in run(*ask).err
+    assert f"as solved from {file}" in run(*ask).err
     assert f"as {file}" in run(*ask, "--dtype", "float16").err
     assert f"fitted here: {file}" in run("list", "profiles").err
     assert "fitted" not in run("generate", models / "twin", *ask[2:]).err.replace("fit'", "")
@@ -39,7 +39,7 @@ def test_a_fitted_file_is_named(models, profiles, folder):
         assert ran.json["scorer"] == "surrogate"
         assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
     named = ("--budget", "40%", "--fitted", file, "--prompt-file", folder / "prompt.txt")
-    assert f"as {file}, solved for it, says" in run("generate", models / "tiny", *named).err
+    assert f"as solved from {file}" in run("generate", models / "tiny", *named).err
     said = refused(folder, "generate", models / "twin", *named)
     assert f"the fitted file {file} is for the weights of tiny" in said
     assert "with 'kvalloc fit'" in said
