@@ -336,7 +336,7 @@ def to_budget_profile(
         other_cost = {"cost_bytes": checked.cost_bytes, "full_cost_bytes": costs.full}
     elif (granted := request.target.granted(costs)) is not None:
         requested["bytes"] = granted + costs.sliding_bytes
-    return BudgetProfile(
+    profile = BudgetProfile(
         shape=scores.shape,
         level=request.level,
         context_tokens=problem.context_tokens,
@@ -366,6 +366,17 @@ def to_budget_profile(
         problem_digest=problem.digest(),
         **provenance("python", "numpy"),
     )
+    return profile.replace(model_error=model_error(profile, scores))
+
+
+def model_error(profile: BudgetProfile, scores: ScoreProfile) -> float | None:
+    """Return how far the sum of single losses is from what caches lose that were decided alike.
+
+    None where the score profile has no such measurement: they are of entries and bits of each head.
+    """
+    if profile.predicted_loss is None or profile.bits is None or profile.level != "head":
+        return None
+    return scores.error_at(profile.share)
 
 
 def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, Any]:

@@ -52,5 +52,5 @@ def fit(
     )
     names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
     stated = {name: getattr(fitted.surrogate, name) for name in names.split()}
-    stated |= {"model": fitted.shape.model_id, "errors": fitted.record()["errors"]}
+    stated |= {"model": fitted.shape.model_id, "errors": fitted.scores.record()["errors"]}
     print_result({**stated, **facts}, {**fitted_fields(fitted), **shown})

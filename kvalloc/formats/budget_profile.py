@@ -251,6 +251,10 @@ class BudgetProfile(JsonRecord):
     """Predicted loss at these budgets, nats per token: the sum of the losses that were measured
     with each unit reduced alone. None where no losses were measured."""
 
+    model_error: float | None = Field(default=None, gt=0)
+    """Measured over predicted loss of whole caches at this share that were decided alike; None
+    where it was not measured."""
+
     measured_loss: MeasuredLoss | None = None
     """What all units together lose when measured (`kvalloc.solve_measured`)."""
 

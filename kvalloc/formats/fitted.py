@@ -10,33 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from kvalloc.formats.record import ArrayRecord, FileRecord, MeasuredHeader, Record
-from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.formats.record import ArrayRecord, FileRecord, MeasuredHeader
+from kvalloc.formats.score_profile import ScoreProfile, ShareError, interpolate_curves
 from kvalloc.formats.surrogate import FittedSurrogate
 
 DENSE, POINTS = 8, 32
 """Ranks of the retention curves that are stored one by one, and all."""
-
-
-class ShareError(Record):
-    """What whole caches lose at one share, beside what the sum of single losses predicts."""
-
-    NAME: ClassVar[str] = "error at a share"
-
-    share: float = Field(gt=0, le=1)
-    """Of the bytes of a cache at 16 bits."""
-
-    predicted: float = Field(gt=0)
-    """Sum of the losses of single heads, nats per token."""
-
-    loss: float = Field(gt=0)
-    """Measured loss of the whole cache, nats per token: the mean over tasks."""
-
-    interval: tuple[float, float] | None = None
-    """95% bootstrap interval of the loss over the prompts; None where a task has a single one."""
-
-    prompts: int = Field(ge=1)
-    """Prompts that it was measured on; no curve was."""
 
 
 class FittedHeader(MeasuredHeader):
@@ -50,9 +29,6 @@ class FittedHeader(MeasuredHeader):
 
     schema_version: Literal[1] = 1
     """How the file is to be read."""
-
-    errors: tuple[ShareError, ...] = ()
-    """Error of the predicted loss at some shares, the smallest share first."""
 
     parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Headers of the parts by name, as their own files state them."""
@@ -84,13 +60,10 @@ class FittedModel(ArrayRecord, FittedHeader):
         parts = {"surrogate": surrogate.header(), "scores": scores.header()}
         return cls(surrogate=surrogate, scores=scores, parts=parts, **described)
 
-    def error_at(self, share: float) -> float | None:
-        """Return measured over predicted loss at a share, between the shares that were measured."""
-        if not self.errors:
-            return None
-        shares = np.log([one.share for one in self.errors])
-        ratios = np.log([one.loss / one.predicted for one in self.errors])
-        return float(np.exp(np.interp(np.log(share), shares, ratios)))
+    def with_errors(self, errors: tuple[ShareError, ...]) -> Self:
+        """Return the same with what whole caches lost that were decided by its losses."""
+        scores = self.scores.replace(errors=errors)
+        return self.replace(scores=scores, parts={**self.parts, "scores": scores.header()})
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of the parts, with the part's name before theirs."""

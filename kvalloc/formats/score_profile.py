@@ -25,6 +25,7 @@ from kvalloc.formats.record import (
     IntArray2D,
     Mask1D,
     MeasuredHeader,
+    Record,
     require,
     require_none,
     require_shape,
@@ -41,12 +42,34 @@ LOSS_NOISE_NATS = 1e-3
 """A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
 
 
+class ShareError(Record):
+    """What whole caches lose at one share, beside what the sum of single losses predicts."""
+
+    NAME: ClassVar[str] = "error at a share"
+
+    share: float = Field(gt=0, le=1)
+    """Of the bytes of a cache at 16 bits."""
+
+    predicted: float = Field(gt=0)
+    """Sum of the losses of single heads, nats per token."""
+
+    loss: float = Field(gt=0)
+    """Measured loss of the whole cache, nats per token: the mean over tasks."""
+
+    interval: tuple[float, float] | None = None
+    """95% bootstrap interval of the loss over the prompts; None where a task has a single one."""
+
+    prompts: int = Field(ge=1)
+    """Prompts that it was measured on; no curve was."""
+
+
 class ScoreHeader(MeasuredHeader):
     """All of a score profile but its arrays."""
 
     NAME: ClassVar[str] = "score profile"
     MADE_BY: ClassVar[str] = "kvalloc profile"
     PROVENANCE: ClassVar[tuple[str, ...]] = ("interpolation_error", *MeasuredHeader.PROVENANCE)
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("errors", *MeasuredHeader.OPTIONAL)
 
     kind: Literal["kvalloc.score_profile"] = "kvalloc.score_profile"
     """What the file is."""
@@ -77,6 +100,10 @@ class ScoreHeader(MeasuredHeader):
     interpolation_error: float = Field(default=0.0, ge=0, lt=1)
     """Largest measured difference between a curve and its interpolation on the grid; 0 when
     ``ranks`` holds every rank."""
+
+    errors: tuple[ShareError, ...] = ()
+    """Model error: what whole caches lost whose entries and bits of each head were solved from
+    these losses, the smallest share first."""
 
 
 class ScoreProfile(ArrayRecord, ScoreHeader):
@@ -232,6 +259,14 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         if self.losses is None:
             return ()
         return (16,) if self.loss_bits is None else tuple(self.loss_bits.tolist())
+
+    def error_at(self, share: float) -> float | None:
+        """Return measured over predicted loss at a share, between the shares that were measured."""
+        if not self.errors:
+            return None
+        shares = np.log([one.share for one in self.errors])
+        ratios = np.log([one.loss / one.predicted for one in self.errors])
+        return float(np.exp(np.interp(np.log(share), shares, ratios)))
 
     @property
     def part_text(self) -> str:

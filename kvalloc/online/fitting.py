@@ -18,7 +18,8 @@ from kvalloc.accounting import FloatArray
 from kvalloc.engine.contract import Advance, Engine, Failed, engine_of
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.fitted import FittedModel, ShareError
+from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.score_profile import ShareError
 from kvalloc.formats.shipped_profiles import fitted_file
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
@@ -151,7 +152,7 @@ def fit(
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
         errors = _errors(engine, str(file), others.samples, kept.stage("error"), stage(2))
-        fitted = fitted.replace(errors=errors)
+        fitted = fitted.with_errors(errors)
         fitted.save(output)
         kept.finish()
     return fitted

@@ -280,7 +280,7 @@ class Decided(Way):
     def advice(self, tokens: int) -> str:
         """Return what loss is predicted, and how well; see `Way.advice`."""
         solved, fitted = self.profile(tokens), load_fitted(str(self.setting.file))
-        ratio, measured = fitted.error_at(self.setting.share), fitted.scores.context_tokens
+        ratio, measured = solved.model_error, fitted.scores.context_tokens
         advice = f"{super().advice(tokens)}; predicted loss "
         advice += f"{(solved.predicted_loss or 0.0) * (ratio or 1):.2g} nats a token, a sum of "
         advice += f"single losses within {gap_text(solved.gap)} of the least"

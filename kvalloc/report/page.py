@@ -208,6 +208,8 @@ def _summary(material: Material) -> list[dict[str, str]]:
             text += f", {bits}"
         if profile.predicted_loss is not None:
             text += f"; predicted loss {profile.predicted_loss:.4g} nats per token"
+            if profile.model_error is not None:
+                text += f", {profile.model_error:.2g} times that in whole caches"
         lines.append({"name": name, "text": f"{text}. {proof_text(profile)}"})
     for name, evaluation in material.evaluations.items():
         methods = {row["name"] for row in evaluation.rows} - {"full"}

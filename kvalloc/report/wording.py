@@ -51,6 +51,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "why": decided.detail.removeprefix(f"{decided.decided_by}: "),
         "retention": _retention_text(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
+        "model error": _error_text(decided),
         **_measured_fields(decided),
         "objective": objective_text(decided.objective, decided),
         "bound": _bound_text(decided),
@@ -61,6 +62,17 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "cost": _cost_text(decided),
         "chosen": policies_text(decided),
     }
+
+
+def _error_text(decided: BudgetProfile) -> str:
+    """Return what whole caches lose beside the sum of single losses; empty if nobody measured."""
+    if decided.model_error is None or decided.predicted_loss is None:
+        return ""
+    expected = decided.model_error * decided.predicted_loss
+    return (
+        f"whole caches decided so lost {decided.model_error:.2g} times the sum of single losses, "
+        f"so about {expected:.2g} nats per token"
+    )
 
 
 def decision_cells(decided: BudgetProfile, seconds: float) -> dict[str, str]:
@@ -522,7 +534,7 @@ def fitted_fields(fitted: FittedModel) -> dict[str, str]:
     )
     errors = "; ".join(
         f"{one.share:.0%}: {one.loss / one.predicted:.1f} times {one.predicted:.4f}"
-        for one in fitted.errors
+        for one in scores.errors
     )
     votes = "of the last queries are left out: they do not surely help"
     if surrogate.votes_weight:

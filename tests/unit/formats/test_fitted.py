@@ -12,21 +12,22 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from kvalloc.errors import ProfileFileError
-from kvalloc.formats.fitted import FittedModel, ShareError, mean_scores
+from kvalloc.formats.fitted import FittedModel, mean_scores
+from kvalloc.formats.score_profile import ShareError
 
 FILE = Path(__file__).parents[2] / "golden" / "data" / "version_1" / "fitted.safetensors"
 
 
 def test_the_error_lies_between_those_measured() -> None:
-    fitted = FittedModel.load(FILE)
+    scores = FittedModel.load(FILE).scores
     errors = [
         ShareError(share=share, predicted=0.01, loss=loss, prompts=8)
         for share, loss in ((0.05, 0.02), (0.2, 0.005))
     ]
-    fitted = fitted.replace(errors=tuple(errors))
-    ratios = [fitted.error_at(share) for share in (0.01, 0.05, 0.1, 0.2, 0.6)]
+    scores = scores.replace(errors=tuple(errors))
+    ratios = [scores.error_at(share) for share in (0.01, 0.05, 0.1, 0.2, 0.6)]
     assert ratios == pytest.approx([2, 2, 1, 0.5, 0.5])
-    assert fitted.replace(errors=()).error_at(0.1) is None
+    assert scores.replace(errors=()).error_at(0.1) is None
 
 
 def test_the_mean_of_the_samples_is_what_is_solved() -> None:

@@ -51,7 +51,7 @@ def test_a_shipped_fitted_file_decides_every_share(name: str, fitted_here: Path)
     """It is the one that its model takes by itself, and stores no more than each share."""
     fitted = load_fitted(name)
     assert find_fitted(fitted.shape) == name
-    assert {one.share for one in fitted.errors} == {0.05, 0.1, 0.2}
+    assert {one.share for one in fitted.scores.errors} == {0.05, 0.1, 0.2}
     for share in (0.05, 0.1, 0.2, 0.5):
         for tokens in (400, 1000, 8192):
             solved = solve_share(name, share, tokens)

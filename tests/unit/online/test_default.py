@@ -341,7 +341,7 @@ def test_any_share_is_solved_from_a_fitted_file(
     """A budget profile with a bound, of which every claim is verified from the two files."""
     file, profile = fitted_file, tmp_path / "p.json"
     fitted = FittedModel.load(file)
-    assert [one.share for one in fitted.errors] == [0.1, 0.2]
+    assert [one.share for one in fitted.scores.errors] == [0.1, 0.2]
     assert file.stat().st_size < 2 * 2**20
     predicted = []
     for share in (0.13, 0.2, 0.37):
