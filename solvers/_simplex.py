@@ -60,8 +60,7 @@ def flow_graph(problem: AllocationProblem) -> tuple[Any, float]:
     Returns
     -------
     networkx.MultiDiGraph
-        Nodes are the model, each cap, each unit, and what is kept. A cap hangs on the smallest cap
-        around it.
+        The tree of caps and units, and what is kept below all units.
     float
 
     Raises
@@ -77,19 +76,15 @@ def flow_graph(problem: AllocationProblem) -> tuple[Any, float]:
     graph.add_node(SOURCE, demand=-steps)
     graph.add_node(SINK, demand=steps)
     graph.add_edge(SOURCE, SINK, weight=0)
-    inner: list[str | int] = [SOURCE] * problem.n_units  # the innermost cap so far
-    for place, cap in nested(problem):
-        around = {inner[unit] for unit in cap.units}
-        if len(around) != 1:
-            raise SolverError(f"the caps are no tree at {cap.name}; use lagrangian or ilp")
+    tree = cap_tree(problem)
+    graph.add_edges_from(tree.edges, weight=0)
+    for place, cap in caps_of(tree).items():
         room = cap.capacity_bytes - int(problem.costs[list(cap.units), 0].sum())
-        graph.add_edge(around.pop(), place, capacity=room // grain, weight=0)
-        for unit in cap.units:
-            inner[unit] = place
+        [outer] = tree.predecessors(place)
+        graph.edges[outer, place, 0]["capacity"] = room // grain
     scale = SLOPES / (problem.largest_gain or 1.0)
     for unit, last in enumerate(problem.last_options.tolist()):
         node = f"unit {unit}"
-        graph.add_edge(inner[unit], node, weight=0)
         widths = np.diff(problem.costs[unit, : last + 1]) // grain
         gains = problem.weights[unit] * np.diff(problem.values[unit, : last + 1])
         weights = np.rint(-scale * gains / widths).astype(np.int64).tolist()
@@ -98,10 +93,44 @@ def flow_graph(problem: AllocationProblem) -> tuple[Any, float]:
     return graph, 1.0 / scale
 
 
-def nested(problem: AllocationProblem) -> list[tuple[int, GroupCap]]:
-    """Return the caps of a problem with their places, outermost first."""
-    caps = [(at, one) for at, one in enumerate(problem.constraints) if isinstance(one, GroupCap)]
-    return sorted((one for one in caps if one[1].units), key=lambda one: -len(one[1].units))
+def cap_tree(problem: AllocationProblem) -> Any:
+    """Return the tree of the caps of a problem: each hangs on the smallest cap around it.
+
+    Returns
+    -------
+    networkx.DiGraph
+        From the model through each cap, named by its place, to each unit.
+
+    Raises
+    ------
+    SolverError
+        If two caps overlap and neither is inside the other; names them.
+    """
+    import networkx as nx
+
+    caps = {at: one for at, one in enumerate(problem.constraints) if isinstance(one, GroupCap)}
+    inner: list[str | int] = [SOURCE] * problem.n_units  # the innermost cap so far
+    tree = nx.DiGraph()
+    for place in sorted((at for at in caps if caps[at].units), key=lambda at: -len(caps[at].units)):
+        cap, around = caps[place], {inner[unit] for unit in caps[place].units}
+        if len(around) > 1:
+            others = (caps[at] for at in around if isinstance(at, int))
+            other = next(one for one in others if not {*cap.units} <= {*one.units})
+            raise SolverError(
+                f"flow needs caps that nest, and {other.name} and {cap.name} overlap; use "
+                "lagrangian or ilp"
+            )
+        tree.add_node(place, cap=cap)
+        tree.add_edge(around.pop(), place)
+        for unit in cap.units:
+            inner[unit] = place
+    tree.add_edges_from((outer, f"unit {unit}") for unit, outer in enumerate(inner))
+    return tree
+
+
+def caps_of(tree: Any) -> dict[int, GroupCap]:
+    """Return the caps of a tree by their places, outermost first."""
+    return {place: cap for place, cap in tree.nodes(data="cap") if cap is not None}
 
 
 def _prices(
@@ -120,7 +149,7 @@ def _prices(
     distance = nx.single_source_bellman_ford_path_length(residual, SOURCE)
     per_byte = slope / problem.lattice_bytes
     prices = [-per_byte * distance[SINK], *(0.0 for _ in problem.constraints)]
-    for place, _ in nested(problem):
+    for place in (node for node in graph if isinstance(node, int)):
         [outer] = graph.predecessors(place)
         # One that lets nothing in cannot be reached: beyond it nothing is worth its price.
         beyond = distance.get(place, distance.get(outer, 0) + SLOPES)

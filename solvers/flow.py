@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from itertools import combinations
 from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, bound_at
 from kvalloc.problem.constraints import GroupCap
-from kvalloc.solvers._simplex import NetworkSimplex, nested
+from kvalloc.solvers._simplex import NetworkSimplex, cap_tree, caps_of
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 METHODS = ("thresholds", "network_simplex")
@@ -66,12 +65,10 @@ class Flow(Solver):
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return True for concave curves of one cost step under nested caps."""
-        crossing = _crossing([c for c in problem.constraints if isinstance(c, GroupCap)])
-        if crossing is not None:
-            return (
-                f"flow needs caps that nest, and {crossing[0].name} and {crossing[1].name} "
-                "overlap; use lagrangian or ilp"
-            )
+        try:
+            cap_tree(problem)
+        except SolverError as error:
+            return str(error)
         return super().can_solve(problem)
 
     def solve(
@@ -114,15 +111,6 @@ class Flow(Solver):
         )
 
 
-def _crossing(caps: list[GroupCap]) -> tuple[GroupCap, GroupCap] | None:
-    """Return two caps that share some units, none of them inside the other; None where all nest."""
-    for first, second in combinations(caps, 2):
-        shared = len({*first.units} & {*second.units})
-        if 0 < shared < min(len(first.units), len(second.units)):
-            return first, second
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Group:
     """Units under one cap, and the steps beyond their floors that matter to it.
@@ -157,7 +145,7 @@ class _Tree:
         self.problem = problem
         self.limits = problem.last_options.copy()
         self.groups: list[_Group] = []
-        for place, cap in reversed(nested(problem)):
+        for place, cap in reversed(caps_of(cap_tree(problem)).items()):
             units = np.unique(np.asarray(cap.units, dtype=np.int64))
             room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
             steps = max(0, room // (problem.step_bytes or 1))
