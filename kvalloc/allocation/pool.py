@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,9 +21,9 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.decision import decide, solver_of
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
-from kvalloc.allocation.request import Request, Target
-from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.allocation.request import Request, RequestOptions, Target
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.errors import InfeasibleError, InputError, no_such, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
@@ -42,6 +42,9 @@ from kvalloc.units import parse_bytes
 
 Fairness = Literal["sum", "worst"]
 
+Bound = tuple[float, str]
+"""A bound, and what proves it: ``"dual"``, or a solver by name."""
+
 MAX_VALUES = 2**27
 """Largest number of values where the worst member counts: those of each member, for all units."""
 
@@ -58,13 +61,16 @@ class Pool(list[BudgetProfile]):
     objective, bound : float
         The weighted sum of the members' values, or the worst one's; and what no other split of
         the memory can beat.
+    bound_source : str
+        ``"dual"``, or the solver on whose word the bound stands.
     """
 
     def __init__(
-        self, profiles: Iterable[BudgetProfile], fairness: Fairness, objective: float, bound: float
+        self, profiles: Iterable[BudgetProfile], fairness: Fairness, objective: float, bound: Bound
     ) -> None:
         super().__init__(profiles)
-        self.fairness, self.objective, self.bound = fairness, objective, bound
+        self.fairness, self.objective = fairness, objective
+        self.bound, self.bound_source = max(bound[0], objective), bound[1]
 
     @property
     def gap(self) -> float | None:
@@ -120,6 +126,11 @@ def solve_pool(
         raise InputError(f"the fairness is {fairness!r}, expected 'sum' or 'worst'")
     if not members:
         raise InputError("the pool has no members; give at least one (scores, request, weight)")
+    given: Sequence[Any] = members  # a user may give anything
+    for place, one in enumerate(given, 1):
+        if not (isinstance(one, Sequence) and len(one) == 3 and isinstance(one[1], Mapping)):
+            expected = "(scores, request, weight)"
+            raise InputError(f"member {place} of the pool is {one_line(one, 60)}, not {expected}")
     chosen, memory_bytes = solver_of(solver), parse_bytes(memory)
     named = {_objective(keywords) for _, keywords, _ in members} - {None}
     common = named.pop() if len(named) == 1 else None
@@ -146,11 +157,10 @@ def solve_pool(
     ]
     values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
     objective = min(values) if worst else math.fsum(values)
-    bound = max(bound, objective)
-    counted = {"memory": memory_bytes, "members": len(read), "fairness": fairness}
-    stated = {"pool": {**counted, "objective": objective, "bound": bound}}
-    marked = (one.replace(requested={**one.requested, **stated}) for one in profiles)
-    return Pool(marked, fairness, objective, bound)
+    pool = Pool(profiles, fairness, objective, bound)
+    stated = {"memory": memory_bytes, "members": len(read), **vars(pool)}
+    pool[:] = [one.replace(requested={**one.requested, "pool": stated}) for one in pool]
+    return pool
 
 
 def _objective(keywords: Mapping[str, Any]) -> str | None:
@@ -171,13 +181,17 @@ class _Member:
 
     @classmethod
     def of(
-        cls, place: int, scores: Any, keywords: Any, weight: float, memory: int, solver: Solver
+        cls, place: int, scores: Any, keywords: Any, weight: Any, memory: int, solver: Solver
     ) -> _Member:
         """Return a member, checked."""
         name = f"member {place} of the pool"
-        if not 0 < weight < math.inf:
+        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InputError(f"{name} has the weight {weight!r}, expected a number above 0")
-        given = {key: value for key, value in dict(keywords).items() if value is not None}
+        given = {key: value for key, value in keywords.items() if value is not None}
+        if unknown := sorted(given.keys() - RequestOptions.__annotations__.keys()):
+            raise InputError(
+                f"{name}: {no_such('option', unknown[0], RequestOptions.__annotations__)}"
+            )
         for key in sorted(given.keys() & _ALONE.keys()):
             raise InputError(
                 f"{name} gives {option(key, given[key])}, and {_ALONE[key]}; leave it out"
@@ -302,72 +316,72 @@ def _limits(member: _Member, at: int) -> list[SideConstraint]:
 
 def _best(
     joint: AllocationProblem, members: Sequence[_Member], solver: Solver, deadline: float
-) -> tuple[IntArray, float]:
+) -> tuple[IntArray, Bound]:
     """Return the best choice that keeps all floors, and a bound on what keeps them."""
     sizes = [one.posed.problem.n_units for one in members]
-    floored = [place for place, one in enumerate(members) if one.floor is not None]
+    floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
 
-    def solved(scales: FloatArray) -> tuple[IntArray, float]:
+    def solved(problem: AllocationProblem) -> CheckedSolution:
         left = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.1)
-        scaled = joint.replace(weights=joint.weights * np.repeat(scales, sizes))
-        answer = solve_problem(scaled, solver, time_limit_seconds=left)
+        return solve_problem(problem, solver, time_limit_seconds=left)
+
+    def weighted(scales: FloatArray) -> tuple[IntArray, Bound]:
+        answer = solved(joint.replace(weights=joint.weights * np.repeat(scales, sizes)))
         assert answer.bound is not None  # a bound by duality at least
-        paid = (
-            (scales[at] - 1.0) * members[at].weight * (members[at].floor or 0.0) for at in floored
-        )
-        return answer.choice, answer.bound - math.fsum(paid)
+        paid = ((scales[at] - 1) * members[at].weight * floor for at, floor in floors.items())
+        return answer.choice, (answer.bound - math.fsum(paid), answer.bound_source)
 
     def keeps(choice: IntArray, at: int) -> bool:
         part = np.split(choice, np.cumsum(sizes)[:-1])[at]
-        value, floor = members[at].posed.problem.objective_value(part), members[at].floor
-        return floor is None or value >= floor - VALUE_TOLERANCE
+        value = members[at].posed.problem.objective_value(part)
+        return value >= floors[at] - VALUE_TOLERANCE
 
     scales = np.ones(len(members))
-    choice, bound = solved(scales)
-    if all(keeps(choice, at) for at in floored):
+    choice, bound = weighted(scales)
+    if all(keeps(choice, at) for at in floors):
         return choice, bound
-    least = _cheapest_floors(joint, members, solver)
-    choices = [least, solve_problem(_above(joint, least), solver).choice + least]
-    for at in floored * SWEEPS:
+    least = _cheapest_floors(joint, members, solved)
+    choices = [least, solved(_above(joint, least)).choice + least]
+    for at in [*floors] * SWEEPS:
         low, high = 0.0, MAX_POWER
         for _ in range(HALVINGS):
-            scales[at] = 2.0 ** (0.5 * (low + high))
-            choice, proven = solved(scales)
+            middle = 0.5 * (low + high)
+            scales[at] = 2.0**middle
+            choice, proven = weighted(scales)
             choices.append(choice)
             bound = min(bound, proven)
-            low, high = (
-                (low, 0.5 * (low + high)) if keeps(choice, at) else (0.5 * (low + high), high)
-            )
+            low, high = (low, middle) if keeps(choice, at) else (middle, high)
             if time.monotonic() > deadline:
                 break
         scales[at] = 2.0**high
-    able = [one for one in choices if all(keeps(one, at) for at in floored)]
+    able = [one for one in choices if all(keeps(one, at) for at in floors)]
     return max(able, key=joint.objective_value), bound
 
 
 def _cheapest_floors(
-    joint: AllocationProblem, members: Sequence[_Member], solver: Solver
+    joint: AllocationProblem,
+    members: Sequence[_Member],
+    solved: Callable[[AllocationProblem], CheckedSolution],
 ) -> IntArray:
     """Return the cheapest choice that keeps all floors; the smallest budgets of other members."""
     parts = []
     for one in members:
         problem = one.posed.problem
-        if one.floor is None:
-            parts.append(np.zeros(problem.n_units, dtype=np.int64))
-            continue
         try:
-            parts.append(solve_problem(problem.with_target(one.floor), solver).choice)
+            answer = None if one.floor is None else solved(problem.with_target(one.floor))
         except InfeasibleError as error:
-            raise InfeasibleError(
-                f"the floor of {one.name}: {error}", nearest=error.nearest
-            ) from None
+            text = f"the floor of {one.name}: {error}"
+            raise InfeasibleError(text, nearest=error.nearest) from None
+        parts.append(0 * problem.last_options if answer is None else answer.choice)
     least, capacity = np.concatenate(parts), joint.capacity_bytes or 0
-    if (missing := joint.cost(least) - capacity) > 0:
+    missing = joint.cost(least) - capacity
+    if missing > 0 or (fault := joint.side_fault(least)):
         memory = capacity + sum(one.beside_bytes for one in members)
+        more = f"{memory + missing:,} bytes together" if missing > 0 else f"too much: {fault}"
         raise InfeasibleError(
-            f"the floors of {len(members)} members take {memory + missing:,} bytes together, "
-            f"beyond {Target.of({'memory': memory})}; ask for at least that, or lower them",
-            nearest=memory + missing,
+            f"the floors of {len(members)} members take {more}, beyond "
+            f"{Target.of({'memory': memory})}; ask for at least that, or lower them",
+            nearest=memory + missing if missing > 0 else None,
         )
     return least
 

@@ -160,7 +160,8 @@ def _solve_pool(
         rows = [[name, *column.values()] for name, column in zip(names, columns, strict=True)]
         print_table(["profile", *columns[0]], rows)
         found = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
-        print(f"{found}: no split of the memory reaches more than {pool.bound:.6g}")
+        source = "" if pool.bound_source == "dual" else f" ({pool.bound_source}'s word)"
+        print(f"{found}: no split of the memory reaches more than {pool.bound:.6g}{source}")
 
     print_result({"profiles": facts, **facts[0]["requested"]["pool"], "output": output}, shown)
 

@@ -129,6 +129,10 @@ A, LOSSES = make_scores(1), make_losses(1)
     ("members", "more", "words"),
     [
         ([], {}, "the pool has no members"),
+        ([(A, {})], {}, "member 1 of the pool is .*, not (scores, request, weight)"),
+        (["a.safetensors"], {}, "member 1 of the pool is a.safetensors, not"),
+        ([(A, {"levle": "head"}, 1.0)], {}, "member 1 of the pool: there is no option 'levle'"),
+        ([(A, {}, "much")], {}, "has the weight 'much', expected a number above 0"),
         ([(A, {}, 0.0)], {}, "member 1 of the pool has the weight 0.0, expected a number above 0"),
         ([(A, {}, 1.0), (A, {}, float("nan"))], {}, "member 2 of the pool has the weight nan"),
         ([(A, {"budget": "20%"}, 1.0)], {}, "the memory of the pool is its size; leave it out"),
@@ -144,7 +148,7 @@ A, LOSSES = make_scores(1), make_losses(1)
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(members: Any, more: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=words.replace("(", r"\(")):
+    with pytest.raises(InputError, match=words.replace("(", r"\(").replace(")", r"\)")):
         solve_pool(members, **{"memory": "1MiB", **more})
 
 

@@ -84,7 +84,9 @@ def test_caps_that_are_no_tree_are_no_flow() -> None:
         GroupCap(name="b", units=(1, 2), capacity_bytes=9),
     )
     problem = hand_problem(costs=np.array([[0, 1, 2]] * 3), capacity_bytes=4, constraints=caps)
-    with pytest.raises(SolverError, match="caps that nest, and a and b overlap; use lagrangian or ilp"):
+    with pytest.raises(
+        SolverError, match="caps that nest, and a and b overlap; use lagrangian or ilp"
+    ):
         flow_graph(problem)
     with pytest.raises(InputError, match="method is 'simplex', expected one of thresholds, netw"):
         Flow(method="simplex")
