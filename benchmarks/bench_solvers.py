@@ -59,7 +59,8 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.verification import DUAL, CheckedSolution, solve_problem
+from kvalloc.allocation.sensitivity import limits_of
+from kvalloc.allocation.verification import DUAL, CheckedSolution, price_of, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
@@ -89,7 +90,8 @@ LIMITED_CASES = (
         "hull",
     ),
     *("max_min worst", "ilp worst crossing", "ilp crossing", "ilp few", "lagrangian crossing"),
-    *("hull dents", "lagrangian dents", "ilp dents", "cvar workloads"),
+    *("hull dents", "lagrangian dents", "ilp dents", "lagrangian crossing dents"),
+    "cvar workloads",
 )
 MEMORY_CASES = {
     "every rank, budget": "every rank in the score profile, solve --budget",
@@ -184,7 +186,7 @@ def code_lines(path: Path) -> int:
 
 
 def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
-    """Time and peak of one solver with a limit, on a problem of 126 x 8 x 131,072.
+    """Time and peak of solving, checking and pricing on a problem of 126 x 8 x 131,072.
 
     With four workloads it is one of 80 x 8 x 32,768.
     """
@@ -209,7 +211,10 @@ def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
     if "few" in what:
         problem = problem.replace(constraints=(MaxDistinct(most=4),))
     start = time.perf_counter()
-    answer = solve_problem(problem, get_solver(name), time_limit_seconds=SHORT_LIMIT_SECONDS)
+    solver, seconds = get_solver(name), SHORT_LIMIT_SECONDS
+    answer = solve_problem(problem, solver, time_limit_seconds=seconds)
+    price_of(problem, solver, answer, time_limit_seconds=seconds)
+    limits_of(problem, answer.choice, answer.dual_prices)
     return {
         "seconds": time.perf_counter() - start,
         "peak_bytes": memory_bytes("VmHWM"),

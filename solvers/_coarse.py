@@ -41,7 +41,7 @@ PART_CAPPED = 2**13
 """The same under caps: their linear program takes .2 s, and 5 s for four times as many."""
 
 
-RESERVED = 0.25
+RESERVED = 0.3
 """Share of the time limit that is left for what looks at all options: bounds, before and after."""
 
 

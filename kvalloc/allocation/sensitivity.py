@@ -12,6 +12,10 @@ HOLDS_WITHIN = 1.1
 """A price holds at the sizes at which it is at most this factor higher or lower."""
 
 
+MOST_OPTIONS = 2**24
+"""With more options of curves that are not concave, the sizes at which prices hold take seconds."""
+
+
 def limits_of(
     problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...]
 ) -> tuple[Limit, ...]:
@@ -72,7 +76,8 @@ def _limit(
     after = np.minimum(choice + 1, problem.last_options)[units]
     steps = problem.costs[units, after] - problem.costs[units, choice[units]]
     larger = steps[steps > 0]
-    low, high = _holds(problem, units, price, at) if price else (None, None)
+    quick = problem.is_concave or int(problem.option_counts.sum()) <= MOST_OPTIONS
+    low, high = _holds(problem, units, price, at) if price and quick else (None, None)
     return Limit(
         name=name,
         used=used,

@@ -185,10 +185,13 @@ def best_response(
     prices = np.broadcast_to(price, problem.n_units)
     best = np.zeros(problem.n_units, dtype=np.int64) if low is None else low.copy()
     last = problem.last_options if high is None else high
+    buffers = np.empty((2, problem.n_options))
     for unit in np.flatnonzero(best < last).tolist():  # row by row: all may be gigabytes
         between = slice(best[unit], last[unit] + 1)
-        worth = problem.weights[unit] * problem.values[unit, between]
-        best[unit] += np.argmax(worth - prices[unit] * problem.costs[unit, between])
+        worth, paid = buffers[:, : last[unit] + 1 - best[unit]]
+        np.multiply(problem.values[unit, between], problem.weights[unit], out=worth)
+        np.multiply(problem.costs[unit, between], prices[unit], out=paid)
+        best[unit] += np.argmax(np.subtract(worth, paid, out=worth))
     return best
 
 
