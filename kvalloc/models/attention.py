@@ -313,6 +313,25 @@ class AttentionSwitch:
         self._rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
         self._decoder = weakref.ref(decoder)
         self._modules = _attention_modules(decoder)
+        # the layers of some families have an index, too; their attention comes behind them
+        self._attention = {module.layer_idx: module for module in self._modules}
+        self.renames = all(module.config is decoder.config for module in self._modules)
+
+    def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
+        """Return what a handler answers for one layer, without interception.
+
+        Parameters
+        ----------
+        handler : callable
+        layer : int
+        *states : Tensor or None
+            Query, key, value and mask, as an attention function gets them.
+        **kwargs
+            As an attention function gets them.
+        """
+        module = self._attention[layer]
+        active = _Active(handler, self._module_ids, self._rotary, None)
+        return _answered(active, base_implementation(module.config), module, *states, **kwargs)
 
     def enter(self, handler: Handler) -> Token[_Active | None]:
         """Switch interception on; returns what `leave` needs."""
@@ -375,6 +394,21 @@ def base_implementation(config: Any) -> str:
     return config._attn_implementation or "eager"
 
 
+def set_implementation(config: Any, name: str) -> None:
+    """Let a model that Dynamo traces read the name of another implementation in its config.
+
+    Dynamo writes to the config itself after the graph, what was set last.
+    """
+    config._attn_implementation_internal = name
+
+
+def register_implementation(name: str, function: Callable[..., AttentionResult]) -> None:
+    """Add an implementation to transformers' table."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, function)
+
+
 def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
     check_decoder_only(model)
     if not getattr(decoder, "_supports_attention_backend", False):
@@ -388,9 +422,7 @@ def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
 @cache
 def _wrapper_name(base: str) -> str:
     """Register the wrapper of an implementation, and return its name."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_PREFIX + base, _wrapper_of(base))
+    register_implementation(_PREFIX + base, _wrapper_of(base))
     return _PREFIX + base
 
 
@@ -404,49 +436,66 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         *more: Any,  # dropout, where another package calls this one: kvpress wraps all there are
         **kwargs: Any,
     ) -> AttentionResult:
-        kind: Any = type(module)
-        function = _base_function(kind, base)
         active = _handler_of(id(module))
         if active is None:
+            kind: Any = type(module)
+            function = _base_function(kind, base)
             return function(module, query, key, value, attention_mask, *more, **kwargs)
-
-        def compute(
-            mask: Tensor | None,
-            keys: Tensor | None = None,
-            values: Tensor | None = None,
-            rows: slice | Tensor | None = None,
-        ) -> AttentionResult:
-            keys = key if keys is None else keys
-            values = value if values is None else values
-            asking, named = query, kwargs
-            if rows is not None:
-                asking, positions = query[rows], kwargs.get("position_ids")
-                if positions is not None and len(positions) == len(query):
-                    named = {**kwargs, "position_ids": positions[rows]}
-            # Flash attention reads its own name from the config again, to pick a kernel.
-            token = _active.set(None)
-            try:
-                return function(module, asking, keys, values, mask, *more, **named)
-            finally:
-                _active.reset(token)
-
-        scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
-        states = AttentionStates(
-            layer=int(module.layer_idx),  # type: ignore[arg-type]
-            queries=query,
-            keys=key,
-            values=value,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            mask=attention_mask,
-            # sdpa knows neither, and says so: what it leaves out must not be scored either
-            softcap=None if softcap is None or base == "sdpa" else float(softcap),
-            sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
-            output_projection=_output_projection(module, query.shape[1] * value.shape[-1]),
-            frequencies=layer_frequencies(module, active.rotary),
-        )
-        return active.handler(states, compute)
+        return _answered(active, base, module, query, key, value, attention_mask, *more, **kwargs)
 
     return attention
+
+
+def _answered(
+    active: _Active,
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *more: Any,
+    **kwargs: Any,
+) -> AttentionResult:
+    """Return what a handler answers in place of an implementation."""
+    kind: Any = type(module)
+    function = _base_function(kind, base)
+
+    def compute(
+        mask: Tensor | None,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+        rows: slice | Tensor | None = None,
+    ) -> AttentionResult:
+        keys = key if keys is None else keys
+        values = value if values is None else values
+        asking, named = query, kwargs
+        if rows is not None:
+            asking, positions = query[rows], kwargs.get("position_ids")
+            if positions is not None and len(positions) == len(query):
+                named = {**kwargs, "position_ids": positions[rows]}
+        # Flash attention reads its own name from the config again, to pick a kernel.
+        token = _active.set(None)
+        try:
+            return function(module, asking, keys, values, mask, *more, **named)
+        finally:
+            _active.reset(token)
+
+    scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    states = AttentionStates(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        queries=query,
+        keys=key,
+        values=value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        mask=attention_mask,
+        # sdpa knows neither, and says so: what it leaves out must not be scored either
+        softcap=None if softcap is None or base == "sdpa" else float(softcap),
+        sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
+        output_projection=_output_projection(module, query.shape[1] * value.shape[-1]),
+        frequencies=layer_frequencies(module, active.rotary),
+    )
+    return active.handler(states, compute)
 
 
 def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:

@@ -22,7 +22,12 @@ def decoder_of(model: Any) -> Any:
     """Return the model without its language-model head; each forward passes through it once."""
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
-    return model if decoder is None else decoder
+    return uncompiled(model if decoder is None else decoder)
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model that ``torch.compile`` has wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def decoder_layers(model: Any) -> Any:
@@ -30,16 +35,15 @@ def decoder_layers(model: Any) -> Any:
     return getattr(decoder_of(model), "layers", None) or None
 
 
-def is_compiled(model: Any) -> bool:
-    """Whether ``torch.compile`` has taken a model, its decoder, a layer, or a part of a layer.
+def has_compiled_layers(model: Any) -> bool:
+    """Return whether ``torch.compile`` has taken a layer of a model, or a part of one.
 
     What is compiled reads once which attention it goes through, and a cache may come later.
     torch has no public name for it: these are those of 2.9 to 2.13.
     """
-    decoder = decoder_of(model)
-    layers = list(decoder_layers(decoder) or ())
+    layers = list(decoder_layers(model) or ())
     parts = [part for layer in layers for part in vars(layer)["_modules"].values()]
-    for one in (model, decoder, *layers, *parts):
+    for one in (*layers, *parts):
         attributes = vars(one)  # once a forward: a failing attribute search of a module takes long
         if (
             attributes.get("_compiled_call_impl") is not None

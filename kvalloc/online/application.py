@@ -18,7 +18,7 @@ from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequest
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import decoder_of
+from kvalloc.models.structure import decoder_of, uncompiled
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
@@ -105,6 +105,7 @@ def apply(
     )
     given = {"profile": profile, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])
+    model = uncompiled(model)
     return Applied(model, partial(cache_maker(profile, options, **keywords), model))
 
 

@@ -532,7 +532,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         checked = self if before is None else before
         checked.check_crop(end - checked.get_seq_length())
         if before is not None:
-            self.__dict__.update(before.__dict__, _ahead=False)
+            self.__dict__.update(before.__dict__, _ahead=False, number=self.number)
         if remove := self.get_seq_length() - end:
             super().crop(-remove)  # not every layer of transformers' own knows a number to keep
             self._prompt.crop()
@@ -612,6 +612,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         for tensor in self._tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
+        memo[id(self.number)] = clone.number
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         clone._prompt.forked()
         if (decoder := self.decoder()) is not None:

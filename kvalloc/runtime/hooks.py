@@ -10,6 +10,7 @@ cache made for the model is gone.
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -21,12 +22,28 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
+from typing_extensions import Self
 
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
-from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
+from kvalloc.models.attention import (
+    AttentionStates,
+    AttentionSwitch,
+    Compute,
+    base_implementation,
+    register_implementation,
+    set_implementation,
+)
 from kvalloc.runtime import refusals
+from kvalloc.runtime.attention.masks import mask_function, stored_mask
 from kvalloc.runtime.drafts import joined
 
 __all__ = [
@@ -40,6 +57,10 @@ __all__ = [
 ]
 
 
+_numbers = itertools.count()
+_caches: weakref.WeakValueDictionary[int, HookedCache] = weakref.WeakValueDictionary()
+
+
 class HookedCache(ABC):
     """What the hooks ask of a cache.
 
@@ -47,6 +68,21 @@ class HookedCache(ABC):
     """
 
     layers: list[Any]
+    decoder: weakref.ref[nn.Module]
+    number: Tensor  # its own, by which the operations of a compiled forward find it
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Give every cache, a copy too, a number."""
+        cache = super().__new__(cls)
+        number = next(_numbers)
+        cache.number = torch.full((1, 1, 1, 1), number)
+        _caches[number] = cache
+        return cache
+
+    @property
+    @abstractmethod
+    def prompt_complete(self) -> bool:
+        """Whether all that comes follows the prompt."""
 
     @abstractmethod
     def begin_forward(
@@ -77,10 +113,32 @@ Serve: TypeAlias = Callable[
 
 @dataclass(slots=True)
 class _OpenForward:
+    """A forward that runs.
+
+    Attributes
+    ----------
+    cache : HookedCache
+    outputs : list
+        Of what came first of it.
+    begun : bool
+        Whether the cache has begun it.
+    token : Token or None
+        What the switch needs to be left.
+    attended : int
+        Layers that have attended.
+    visible : Tensor of bool, (batch, n_tokens), or None
+        Known padding of a compiled forward, for layers that store some.
+    callback : callable or None
+        What of Dynamo's is to watch Python again after it.
+    """
+
     cache: HookedCache
     outputs: list[Any] = field(default_factory=list)
+    begun: bool = False
     token: Token[Any] | None = None
     attended: int = 0
+    visible: Tensor | None = None
+    callback: Any = None
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         self.attended += 1
@@ -97,6 +155,14 @@ class _Installed:
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
 
+
+_ATTENTION = "kvalloc_token"
+"""Name of the attention of a compiled decoder."""
+
+_HOOK = -1
+"""Number of the hooks, which torch counts from 0."""
+
+_NEVER_FIRST = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 
 _INSTALLED = "_kvalloc_installed"
 """The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
@@ -161,11 +227,19 @@ def end_serving(decoder: nn.Module, method: Serve) -> None:
 
 def _install(decoder: nn.Module) -> _Installed:
     switch = AttentionSwitch(decoder)
+    for hook in (_before, _after):  # Dynamo follows them into a graph, but never begins with them
+        set_code_exec_strategy(hook.__code__, _NEVER_FIRST)
+    register_implementation(_ATTENTION, _attention)
     keep_from_copies(decoder, _without_hooks)
     handles = (
         decoder.register_forward_pre_hook(_before, with_kwargs=True),
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True),
     )
+    for handle in handles:  # graphs are made for the numbers of hooks
+        for name, each in vars(decoder).items():
+            if name.startswith("_forward_") and handle.id in each:
+                each[_HOOK] = each.pop(handle.id)
+        handle.id = _HOOK
     return _Installed(switch, handles)
 
 
@@ -239,12 +313,25 @@ def _without_hooks(state: dict[str, Any]) -> None:
 def _before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_compiling():
+        return _before_traced(module, args, kwargs)
+    # What torch.compile has left to Python is not traced piece by piece.
+    callback, begun = set_eval_frame(None), None
+    try:
+        begun = _before_eager(module, args, kwargs)
+    finally:
+        if begun is None:
+            set_eval_frame(callback)
+        else:
+            vars(module)[_INSTALLED].open_forwards[threading.get_ident()].callback = callback
+    return begun
+
+
+def _before_eager(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache = _cache_among(args, kwargs)
     entry = _installed(module)
-    if cache is None and torch.compiler.is_compiling():
-        if entry is not None and entry.serving:
-            _say_that_it_is_compiled()
-        return None
     if entry is not None:
         # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
         _close(entry, completed=False)
@@ -259,29 +346,28 @@ def _before(
     return None if changed is None else ((), changed)
 
 
-def _say_that_it_is_compiled() -> None:
-    refusals.warn_of_plain(refusals.REFUSALS[UnsupportedRequestError]["compiled"])
-
-
-# Run while Dynamo traces: what torch.compiler.assume_constant_result sets, which imports Dynamo.
-vars(_say_that_it_is_compiled)["_dynamo_marked_constant"] = True
-
-
 def _begin(
     module: nn.Module,
     entry: _Installed | None,
     cache: HookedCache,
     arguments: Mapping[str, Any],
+    *,
+    decoded: bool = False,
 ) -> dict[str, Any]:
-    """Begin a forward with a cache; returns its arguments."""
+    """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
     outputs, arguments = cache.ahead(module, arguments)
     with _claimed(entry, cache):
         changed = cache.begin_forward(module, arguments)
         # It has checked that this is the cache's own model, so it carries the hooks.
         entry = vars(module)[_INSTALLED]
         forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache, outputs)
-        forward.token = entry.switch.enter(forward.attend)
-    return {**arguments, "past_key_values": cache, **(changed or {})}
+        forward.begun = True
+        arguments = {**arguments, "past_key_values": cache, **(changed or {})}
+        if decoded:
+            forward.visible = arguments.get("attention_mask")
+        else:
+            forward.token = entry.switch.enter(forward.attend)
+    return arguments
 
 
 def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -315,10 +401,18 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if isinstance(token := kwargs.get("past_key_values"), _Decoding):
+        return _after_token(module, token, output)
     if torch.compiler.is_compiling():
         return None
     entry = _installed(module)
-    outputs = [] if entry is None else _close(entry, completed=output is not None)
+    forward = None if entry is None else entry.open_forwards.get(threading.get_ident())
+    if entry is None or forward is None:
+        return None
+    try:
+        outputs = _close(entry, completed=output is not None)
+    finally:
+        set_eval_frame(forward.callback)
     return joined([*outputs, output]) if outputs and output is not None else None
 
 
@@ -326,8 +420,9 @@ def _close(entry: _Installed, *, completed: bool) -> list[Any]:
     """End this thread's forward, if one is open; returns the outputs of what came first of it."""
     with _lock:  # another thread may be looking through them
         forward = entry.open_forwards.pop(threading.get_ident(), None)
-    if forward is not None and forward.token is not None:
-        entry.switch.leave(forward.token)
+    if forward is not None and forward.begun:
+        if forward.token is not None:
+            entry.switch.leave(forward.token)
         missed = len(forward.cache.layers) - forward.attended
         if completed and missed > 0:
             forward.cache.end_forward(completed=False)
@@ -353,3 +448,169 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return bound
+
+
+# In a model that torch.compile has taken
+
+@torch.library.custom_op("kvalloc::begin", mutates_args=())
+def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Begin a forward of one token; returns the cache's number again, and the tokens seen."""
+    cache, decoder = _cache_of(number)
+    seen = cache.layers[0].get_seq_length()
+    name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"
+    entry = _installed(decoder)
+    if entry is not None:
+        _close(entry, completed=False)
+    arguments = {name: tokens, "attention_mask": mask}
+    _begin(decoder, entry, cache, arguments, decoded=True)
+    return number.clone(), torch.tensor(seen, device=tokens.device)
+
+
+@_begin_token.register_fake
+def _(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(number), tokens.new_empty((), dtype=torch.long)
+
+
+@torch.library.custom_op("kvalloc::attend", mutates_args=())
+def _attend_token(
+    number: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scaling: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Add a token to a layer and attend; what is to happen after the last layer happens here."""
+    cache, decoder = _cache_of(number)
+    entry: _Installed = vars(decoder)[_INSTALLED]
+    forward = entry.open_forwards[threading.get_ident()]
+    given = {"scaling": scaling, "softcap": softcap, "sliding_window": sliding_window}
+    named = {name: one for name, one in given.items() if one is not None}
+    completed = False
+    try:
+        keys, values = cache.update(key, value, layer)  # type: ignore[attr-defined]
+        mask = _token_mask(decoder, query, keys, forward.visible)
+        output, _ = entry.switch.answer(forward.attend, layer, query, keys, values, mask, **named)
+        completed = True
+    finally:
+        if not completed or forward.attended == len(cache.layers):
+            _close(entry, completed=completed)
+    return output.to(query.dtype).contiguous()
+
+
+@_attend_token.register_fake
+def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+def _cache_of(number: Tensor) -> tuple[HookedCache, nn.Module]:
+    """Return a cache and its model, which are alive while a forward with them runs."""
+    cache = _caches[int(number)]
+    decoder = cache.decoder()
+    assert decoder is not None
+    return cache, decoder
+
+
+def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, visible: Tensor | None) -> Any:
+    """Return the mask of one new token over what a layer stores, where padding may be stored."""
+    if visible is None:
+        return None
+    function = mask_function(base_implementation(decoder.config))
+    assert function is not None
+    stored = int(keys.shape[2])
+    return stored_mask(
+        function,
+        1,
+        stored,
+        dtype=query.dtype,
+        device=query.device,
+        batch=int(query.shape[0]),
+        visible=visible[:, -stored:].bool(),
+    )
+
+
+class _Decoding(Cache):
+    """What a compiled decoder sees of a cache: new keys and values, and how many tokens came."""
+
+    def __init__(self, cache: HookedCache, seen: Tensor, implementation: str) -> None:
+        self.cache, self.seen, self.implementation = cache, seen, implementation
+        self.layers = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.seen
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What a layer of a compiled decoder calls; a cache's number is in the place of its mask."""
+    output = torch.ops.kvalloc.attend(
+        attention_mask, query, key, value, module.layer_idx, scaling, softcap, sliding_window
+    )
+    return output, None
+
+
+def _before_traced(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let one token that follows a prompt be decoded in the graph, all else outside of it."""
+    cache = _cache_among(args, kwargs)
+    entry = _installed(module)
+    if cache is None:
+        if entry is not None and entry.serving:
+            _say_that_it_is_plain()
+        return None
+    if entry is None:
+        return None
+    tokens = kwargs.get("inputs_embeds")
+    tokens = kwargs.get("input_ids") if tokens is None else tokens
+    implementation = base_implementation(module.config)
+    if (
+        args
+        or tokens is None
+        or tokens.shape[1] != 1
+        or not cache.prompt_complete
+        or torch.is_grad_enabled()
+        or implementation not in ("sdpa", "eager")
+        or not entry.switch.renames
+        or kwargs.get("use_cache") is False
+        or kwargs.get("output_attentions")
+    ):
+        torch._dynamo.graph_break(msg=refusals.UNCOMPILED)
+    number, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))
+    set_implementation(module.config, _ATTENTION)
+    decoding = _Decoding(cache, seen, implementation)
+    return (), {**kwargs, "attention_mask": number, "past_key_values": decoding}
+
+
+def _after_token(module: nn.Module, token: _Decoding, output: Any) -> Any:
+    """Give the config its implementation back, and the output its cache."""
+    set_implementation(module.config, token.implementation)
+    if isinstance(output, tuple):
+        return tuple(token.cache if one is token else one for one in output)
+    if output is not None:  # None where it failed
+        output.past_key_values = token.cache
+    return output
+
+
+def _say_that_it_is_plain() -> None:
+    refusals.warn_of_plain(refusals.COMPILED_MAKES_NONE)
+
+
+# Run while Dynamo traces: what torch.compiler.assume_constant_result sets, which imports Dynamo.
+vars(_say_that_it_is_plain)["_dynamo_marked_constant"] = True

@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
-from kvalloc.models.structure import text_config
+from kvalloc.models.structure import text_config, uncompiled
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.cache import BudgetCache
@@ -103,8 +103,8 @@ def make_cache(
     UnsupportedModelError
         If the model's attention or cache is of a kind that cannot be reduced.
     UnsupportedRequestError
-        If the model is compiled, or prefills in chunks of unannounced length, or the policy
-        cannot keep the budget while decoding.
+        If a layer of the model is compiled by itself, or it prefills in chunks of unannounced
+        length, or the policy cannot keep the budget while decoding.
     InputError
         If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """
@@ -141,7 +141,7 @@ def build_cache(
         Decides the budgets of each row when the prompt has come; the profile then says which
         entries are kept, and holds for later prompts no more than for this one.
     """
-    profile = options.with_policy(profile)
+    profile, model = options.with_policy(profile), uncompiled(model)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
     shape, other = shape_of(model), options.allow_other_model

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kvalloc.errors import (
@@ -21,15 +20,17 @@ from kvalloc.errors import (
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
-from kvalloc.models.structure import is_compiled
+from kvalloc.models.structure import has_compiled_layers
 from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 
 __all__ = [
     "BROKEN_OFF",
+    "COMPILED_MAKES_NONE",
     "HALF_WAY",
     "REFUSALS",
+    "UNCOMPILED",
     "at_least_1",
     "check_forward",
     "check_generate",
@@ -51,6 +52,15 @@ HALF_WAY = (
 BROKEN_OFF = (
     "prefill() was left by an error after {:,} tokens, so this cache lacks the rest of the prompt; "
     "call cache.reset() and start with the prompt again"
+)
+COMPILED_MAKES_NONE = (
+    "a compiled forward makes no reduced cache; pass it one, "
+    "past_key_values=kvalloc.make_cache(model, profile), or call generate()"
+)
+UNCOMPILED = (
+    "with a kvalloc cache a graph holds one token that follows a complete prompt, without "
+    "gradients; all else runs uncompiled: leave out fullgraph=True, or read the prompt with the "
+    "model that is not compiled"
 )
 REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
     UnsupportedRequestError: {
@@ -86,8 +96,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "other_cache": "the generation config asks for a {0} cache, which does not go with another "
         "one; leave cache_implementation out, or set "
         "model.generation_config.cache_implementation to None",
-        "compiled": "a compiled model sees fixed cache sizes, but here layers differ and grow; use "
-        "the model without torch.compile",
+        "compiled_layers": "a layer of this model is compiled by itself, which sees nothing of a "
+        "cache; compile the whole model, or none of it",
         "unused": "use_cache=False asks for no cache, so there is nothing to reduce; leave it out",
         "weights": "output_attentions=True is not supported: layers keep different entries, so the "
         "weights' columns would not mean the same tokens",
@@ -241,15 +251,15 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For a compiled model, or one whose generation config asks for compilation or for another
-        cache.
+        For a model whose layers are compiled one by one, or whose generation config asks for
+        another cache.
     InputError
         For a prompt length that is not positive.
     """
     cache = setting(model, {}, "cache_implementation")
     refuse(
         no_prompt_tokens=prompt_tokens is not None and prompt_tokens < 1 and (prompt_tokens,),
-        compiled=is_compiled(model) or setting(model, {}, "compile_config") is not None,
+        compiled_layers=has_compiled_layers(model),
         other_cache=cache not in (None, "dynamic") and cache,
     )
 
@@ -267,8 +277,8 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For another cache implementation, compilation, attention weights, drafts of the model's
-        own, or no cache at all.
+        For another cache implementation, attention weights, drafts of the model's own, or no
+        cache at all.
     """
     asked = partial(setting, model, arguments)
     cache = asked("cache_implementation") or "dynamic"
@@ -277,7 +287,6 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         offloaded="offloaded" in cache,
         other_cache=cache != "dynamic" and cache,
         unused=asked("use_cache") is False,
-        compiled=asked("compile_config") is not None,
         weights=asked("output_attentions"),
     )
 
@@ -317,7 +326,7 @@ def check_forward(
     masks, weights = mask_function(base), arguments.get("output_attentions")
     refuse(
         # Looked for once a prompt; `hooks` notices layers that are compiled after it.
-        compiled=_is_compiling() or (stored_rows == 0 and is_compiled(decoder)),
+        compiled_layers=stored_rows == 0 and has_compiled_layers(decoder),
         unused=arguments.get("use_cache") is False,
         checkpointed=decoder.training
         and any(getattr(one, "gradient_checkpointing", False) for one in decoder.modules()),
@@ -345,17 +354,6 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
         refuse(budget_missed=(policy.name, kept_here, row, head, budget))
 
     ensure((found == wanted).all(), fail)
-
-
-def _is_compiling() -> bool:
-    """Whether this runs inside ``torch.compile``, also where its tracing has broken off."""
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback
-    except ImportError:  # not a public name: without it, what torch.compile breaks off at is unseen
-        return False
-    return callable(get_eval_frame_callback())
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:

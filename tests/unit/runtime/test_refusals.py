@@ -20,7 +20,6 @@ from transformers import (
     AttentionInterface,
     BloomConfig,
     BloomForCausalLM,
-    CompileConfig,
     GenerationConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -165,14 +164,9 @@ def unfit(model: Any, budgets: Any = 0.3, **parameters: int) -> None:
     make_cache(model, profile_of(model, budgets, parameters=parameters))
 
 
-def compiled_later(model: Any) -> None:
-    """The model itself goes on with the cache that was refused to the compiled one."""
-    cache = made(model)
-    try:
-        forward(torch.compile(model, backend="eager"), cache)
-    finally:
-        forward(model, cache)
-        assert cache.reduced
+def with_compiled_layer(model: Any) -> None:
+    model.model.layers[1].compile(backend="eager")
+    make_cache(model, profile_of(model))
 
 
 def beside(model: Any, other: Any, scorer: str = "xkv", **options: Any) -> None:
@@ -399,7 +393,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "offloaded": (lambda model: read(model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
-    "compiled": (partial(configured, compile_config=CompileConfig()), r"without torch\.compile"),
+    "compiled_layers": (with_compiled_layer, "compile the whole model"),
     "unused": (partial(forward, use_cache=False), "use_cache=False"),
     "weights": (partial(forward, output_attentions=True), "output_attentions=True"),
     "no_tokens": (partial(forward, input_ids=None), "neither input_ids nor inputs_embeds"),
@@ -494,8 +488,6 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
     ("other_cache", partial(generated, cache_implementation="static"), "static"),
     ("offloaded", partial(generated, cache_implementation="offloaded"), "offloaded"),
     ("unused", partial(generated, use_cache=False), "use_cache=False"),
-    ("compiled", partial(generated, compile_config=CompileConfig()), "torch.compile"),
-    ("compiled", compiled_later, r"torch\.compile"),
     ("weights", partial(generated, output_attentions=True), "output_attentions"),
     ("pickled", lambda model: copy.copy(read(model)), r"cache\.save"),
     ("pickled", lambda model: torch.save(read(model), io.BytesIO()), r"cache\.save"),

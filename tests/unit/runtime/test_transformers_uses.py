@@ -1,6 +1,6 @@
 """What users of transformers do, one by one: it works with a reduced cache, or is refused by name.
 
-Layers on two devices are in test_several_devices.py, compiled whole models in test_refusals.py.
+Layers on two devices are in test_several_devices.py, compiled whole models in test_compiled.py.
 """
 
 from __future__ import annotations
@@ -141,15 +141,14 @@ def in_torch_compile(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "whole"),
+    "change",
     [
-        (lambda model: model.model.layers[1].compile(backend="eager"), False),
-        (lambda model: model.model.layers[1].self_attn.compile(backend="eager"), False),
-        (in_torch_compile, False),
-        (lambda model: model.compile(backend="eager"), True),
+        lambda model: model.model.layers[1].compile(backend="eager"),
+        lambda model: model.model.layers[1].self_attn.compile(backend="eager"),
+        in_torch_compile,
     ],
 )
-def test_compiled_parts_are_refused(change: Any, whole: bool) -> None:
+def test_compiled_layers_are_refused(change: Any) -> None:
     """Before the cache is made, before its prompt comes, and after it."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4), 6)
@@ -157,12 +156,10 @@ def test_compiled_parts_are_refused(change: Any, whole: bool) -> None:
     with torch.no_grad():
         model(ids, past_key_values=filled)
     change(model)
-    with pytest.raises(UnsupportedRequestError, match=r"without torch\.compile"):
+    with pytest.raises(UnsupportedRequestError, match="compile the whole model"):
         kvalloc.make_cache(model, profile)
-    if whole:  # a plain call compiles it; see test_refusals
-        return
     with torch.no_grad():
-        with pytest.raises(UnsupportedRequestError, match=r"without torch\.compile"):
+        with pytest.raises(UnsupportedRequestError, match="compile the whole model"):
             model(ids, past_key_values=empty)
         for _ in range(2):  # what was refused was not read
             with pytest.raises(UnsupportedModelError, match="do not compile its layers"):

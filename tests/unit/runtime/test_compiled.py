@@ -1,0 +1,242 @@
+"""Decoding in one graph of `torch.compile`, whatever a cache keeps, and uncompiled all else."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import runtime_oracle as tiny
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import kvalloc
+from kvalloc.errors import UnsupportedRequestError
+
+LENGTHS = (60, 41, 77, 50, 64)
+WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
+
+
+@pytest.fixture(autouse=True)
+def no_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def profile_for(model: Any, tokens: int, widths: list[int] | None = None, **options: Any) -> Any:
+    """By head, at widths that follow each other over heads and layers."""
+    profile = tiny.by_head(tiny.make_profile(model, tokens, 0.5, **options), 6)
+    if widths is None:
+        return profile
+    every = np.resize(np.array(widths), profile.budgets.shape)
+    return profile.replace(bits=every + np.zeros_like(profile.budgets))
+
+
+def decoded(
+    forward: Callable[..., Any], cache: Any, logits: torch.Tensor, tokens: int, **inputs: Any
+) -> torch.Tensor:
+    """Logits of tokens that are decoded one after the other, (batch, tokens, vocabulary)."""
+    found = []
+    for _ in range(tokens):
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = torch.nn.functional.pad(
+                inputs["attention_mask"], (0, 1), value=1
+            )
+        output = forward(logits[:, -1:].argmax(dim=-1), past_key_values=cache, **inputs)
+        assert output.past_key_values is cache
+        logits = output.logits
+        found.append(logits)
+    return torch.cat(found, dim=1)
+
+
+def both(
+    model: Any,
+    compiled: Any,
+    make: Callable[[], Any],
+    ids: torch.Tensor,
+    tokens: int,
+    *,
+    exact: bool = True,
+    **inputs: Any,
+) -> Any:
+    """Decode after a prompt with the model and compiled, to the same bit; returns the cache."""
+    logits, caches = [], []
+    for forward in (model, compiled):
+        cache = make()
+        first = model(ids, past_key_values=cache, **inputs).logits
+        logits.append(decoded(forward, cache, first, tokens, **inputs))
+        caches.append(cache)
+    if exact:
+        assert torch.equal(*logits)
+    assert torch.allclose(*logits, atol=1e-5)
+    one, other = caches
+    assert one.get_seq_length() == other.get_seq_length() == ids.shape[1] + tokens
+    assert (one.kept_tokens_by_row == other.kept_tokens_by_row).all()
+    assert tiny.same_kept(one, other)
+    return other
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_one_graph_serves_all_prompts(either_way: None, widths: str) -> None:
+    """Of other ragged lengths, with evictions between the tokens, and where no cache is left."""
+    model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for tokens in LENGTHS:
+        profile = profile_for(model, tokens, WIDTHS[widths])
+        cache = both(
+            model,
+            compiled,
+            partial(kvalloc.make_cache, model, profile),
+            tiny.prompt(tokens, batch=2, seed=tokens),
+            64,
+        )
+        assert cache.reduced
+        del cache
+        gc.collect()
+        assert not model.model._forward_hooks
+    assert graphs.frame_count == 1
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "gemma3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_padding_sliding_layers_and_families(family: str, attention: str, padded: bool) -> None:
+    model, graphs = tiny.tiny_model(family, attention), CompileCounter()
+    compiled, ids = torch.compile(model, fullgraph=True, backend=graphs), tiny.prompt(60, batch=3)
+    inputs = {}
+    if padded:
+        inputs["attention_mask"] = (torch.arange(60) >= torch.tensor([[0], [7], [20]])).long()
+    profile = profile_for(model, 60)
+    # of sliding layers transformers makes a mask that hides nothing, which we leave out
+    exact = family != "gemma3" or attention == "eager"
+    make = partial(kvalloc.make_cache, model, profile)
+    both(model, compiled, make, ids, 12, exact=exact, **inputs)
+    # a mask that grows makes torch give its length a symbol at the second token
+    assert graphs.frame_count == 1 + padded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = tiny.tiny_model(dtype=dtype)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    profile = profile_for(model, 60)
+    both(model, compiled, partial(kvalloc.make_cache, model, profile), tiny.prompt(60), 8)
+
+
+@pytest.mark.parametrize("policy", ["mpcache", "merge", "attention_matching", "tova", "h2o"])
+def test_every_policy_is_served(model: Any, policy: str) -> None:
+    """Also one that reads by the query, or awaits tokens and evicts between two of them."""
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    make = partial(kvalloc.make_cache, model, tiny.make_profile(model, 60, 0.5), policy=policy)
+    both(model, compiled, make, tiny.prompt(60), 40)
+
+
+@pytest.mark.parametrize("wrap", ["model", "decoder", "inside"])
+def test_what_is_no_single_token_runs_uncompiled(model: Any, wrap: str) -> None:
+    """Prompts, chunks, turns and forwards with gradients, whatever is compiled."""
+    profile, ids = profile_for(model, 60), tiny.prompt(60)
+    plain = kvalloc.make_cache(model, profile)
+    compiled, graphs = model, CompileCounter()
+    expected = [model(part, past_key_values=plain).logits for part in ids.split([55, 5], dim=1)]
+    expected += [model(ids[:, :n], past_key_values=plain).logits for n in (1, 7, 1, 1)]
+    if wrap == "model":
+        compiled = torch.compile(model, backend=graphs)
+    elif wrap == "decoder":
+        model.model.compile(backend=graphs)
+    else:
+        model.model = torch.compile(model.model, backend=graphs)
+    cache = kvalloc.make_cache(compiled, profile)
+    found = [compiled(part, past_key_values=cache).logits for part in ids.split([55, 5], dim=1)]
+    found += [compiled(ids[:, :n], past_key_values=cache).logits for n in (1, 7, 1)]
+    assert bool(graphs.frame_count) == (wrap == "model")  # torch gives a decoder alone up
+    with torch.enable_grad():
+        found.append(compiled(ids[:, :1], past_key_values=cache).logits)
+        found[-1].sum().backward()
+    assert model.lm_head.weight.grad is not None
+    assert all(map(torch.equal, found[:-1], expected))
+    assert torch.allclose(found[-1], expected[-1], atol=1e-5)  # torch's operations, with gradients
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_fullgraph_says_what_a_graph_holds(model: Any) -> None:
+    cache = kvalloc.make_cache(model, profile_for(model, 60))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="one token that follows a complete"):
+        compiled(tiny.prompt(60), past_key_values=cache)
+    logits = model(tiny.prompt(60), past_key_values=cache).logits
+    decoded(compiled, cache, logits, 3)
+    assert cache.get_seq_length() == 63
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_compiled_token_that_fails_can_be_repeated(
+    model: Any, monkeypatch: Any, error: type[BaseException]
+) -> None:
+    profile, ids = profile_for(model, 60), tiny.prompt(60)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    caches = [kvalloc.make_cache(model, profile) for _ in range(2)]
+    logits = [model(ids, past_key_values=cache).logits for cache in caches]
+    expected = decoded(model, caches[0], logits[0], 5)
+    first = decoded(compiled, caches[1], logits[1], 2)
+    update = type(caches[1].layers[2]).update
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error("amid a token")
+
+    monkeypatch.setattr(type(caches[1].layers[2]), "update", fail)
+    with pytest.raises(error, match="amid a token"):
+        compiled(ids[:, :1], past_key_values=caches[1])
+    monkeypatch.setattr(type(caches[1].layers[2]), "update", update)
+    assert torch.equal(torch.cat([first, decoded(compiled, caches[1], first, 3)], dim=1), expected)
+
+
+def test_what_is_wrong_is_said_as_uncompiled(model: Any) -> None:
+    """By the operation, in our own words; a mask that hides the token is followed, too."""
+    cache = kvalloc.make_cache(model, profile_for(model, 60))
+    model(tiny.prompt(60, batch=2), past_key_values=cache)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(UnsupportedRequestError, match="holds a batch of 2"):
+        compiled(tiny.prompt(1), past_key_values=cache)
+    with pytest.raises(UnsupportedRequestError, match="expected 61"):
+        compiled(tiny.prompt(1, 2), past_key_values=cache, attention_mask=torch.ones(2, 60))
+    mask = torch.ones(2, 61)
+    mask[1, -1] = 0
+    twin = copy.deepcopy(cache)
+    one, other = (
+        forward(tiny.prompt(1, 2), past_key_values=own, attention_mask=mask).logits
+        for forward, own in ((model, twin), (compiled, cache))
+    )
+    assert torch.equal(one[0], other[0])
+    assert cache.arrival.visible[1, -1] == 0
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_generate_of_a_compiled_model(model: Any, applied: bool) -> None:
+    """The prompt and a later turn are read outside of the graph, all tokens decoded in it."""
+    ids, turn, profile = tiny.prompt(60), tiny.prompt(9, seed=5), profile_for(model, 60)
+    own = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    answers = []
+    graphs = CompileCounter()
+    with ExitStack() as stack:
+        if applied:
+            stack.enter_context(kvalloc.apply(model, profile))
+        for _ in range(2):
+            cache = None if applied else kvalloc.make_cache(model, profile)
+            out = model.generate(ids, past_key_values=cache, max_new_tokens=12, **own)
+            more = torch.cat([out.sequences, turn], dim=1)
+            cache = out.past_key_values
+            assert cache.reduced
+            out = model.generate(more, past_key_values=cache, max_new_tokens=12, **own)
+            answers.append(out.sequences)
+            model.compile(backend=graphs)
+    assert torch.equal(*answers)
+    # at most one for a mask that grows, and what follows the decoder for prompts of two lengths
+    assert 1 <= graphs.frame_count <= 4
