@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
-from typing_extensions import Self
 
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import (
@@ -452,7 +451,11 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 # In a model that torch.compile has taken
 
-@torch.library.custom_op("kvalloc::begin", mutates_args=())
+_UNSEEN = (torch.Tag.cudagraph_unsafe,)
+"""What an operation changes stands in a cache, and not in its arguments: no graph repeats it."""
+
+
+@torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
 def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Begin a forward of one token; returns the cache's number again, and the tokens seen."""
     cache, decoder = _cache_of(number)
@@ -471,7 +474,7 @@ def _(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     return torch.empty_like(number), tokens.new_empty((), dtype=torch.long)
 
 
-@torch.library.custom_op("kvalloc::attend", mutates_args=())
+@torch.library.custom_op("kvalloc::attend", mutates_args=(), tags=_UNSEEN)
 def _attend_token(
     number: Tensor,
     query: Tensor,

@@ -105,9 +105,17 @@ def test_one_graph_serves_all_prompts(either_way: None, widths: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "gemma3"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "attention", "padded"),
+    [
+        ("llama", "sdpa", True),
+        ("phi3", "eager", False),
+        ("qwen3", "sdpa", False),
+        ("gemma3", "sdpa", True),
+        ("gemma3", "eager", True),
+        ("gemma3", "sdpa", False),
+    ],
+)
 def test_padding_sliding_layers_and_families(family: str, attention: str, padded: bool) -> None:
     model, graphs = tiny.tiny_model(family, attention), CompileCounter()
     compiled, ids = torch.compile(model, fullgraph=True, backend=graphs), tiny.prompt(60, batch=3)
