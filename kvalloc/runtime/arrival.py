@@ -237,7 +237,10 @@ class Arrival:
         profiles = self._profiles_of(len(tokens)) or (self._profile,) * len(tokens)
         rows = list(zip(profiles, tokens.tolist(), strict=True))
         each = {(id(profile), n): profile for profile, n in rows}
-        found = {key: _row_budgets(profile, key[1]) for key, profile in each.items()}
+        found = {
+            (name, n): profile.budgets_for(n) if n else np.zeros_like(profile.budgets)
+            for (name, n), profile in each.items()
+        }
         return np.stack([found[id(profile), n] for profile, n in rows])
 
     def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor:
@@ -272,10 +275,6 @@ class Arrival:
                 "values for them again"
             )
         return shown
-
-
-def _row_budgets(profile: BudgetProfile, tokens: int) -> IntArray:
-    return np.zeros_like(profile.budgets) if tokens == 0 else profile.budgets_for(tokens)
 
 
 def row_tokens(visible: Tensor) -> IntArray:

@@ -27,7 +27,7 @@ from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best, kept_places
 from kvalloc.runtime.unfinished import Part, Queries, part_of, parts
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.base import following_notes
+from kvalloc.scorers.base import awaited_tokens, following_notes
 
 __all__ = ["Eviction", "Member", "groups_by_layer", "rows_of"]
 
@@ -136,8 +136,6 @@ class Eviction:
         For each layer, those that look at tokens after the prompt.
     following : int
         How many of the latest tokens are no candidates, and stay.
-    voting : int
-        How many of each row's latest tokens among them vote.
     idle : frozenset of int
         Rows of which nothing goes, and which have no queries to choose by.
     chooser : EvictionPolicy, optional
@@ -162,7 +160,6 @@ class Eviction:
     settles: bool = False
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following: int = 0
-    voting: int = 0
     idle: frozenset[int] = frozenset()
     chooser: EvictionPolicy | None = None
     hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
@@ -257,24 +254,28 @@ class Eviction:
         mask = self._gaps(layer, own, positions, places)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
-        if self.voting and (scorers := self.scorers.get(states.layer, ())):
+        scorers = self.scorers.get(states.layer, ())
+        if voting := awaited_tokens(scorers):
             assert isinstance(layer, BudgetLayer)
             _, notes = self.scored.get((states.layer, part), (None, None))
             if notes is None:
-                seen, n_prompt = self._with_following(layer, own, part), int(keys.shape[2])
+                seen, n_prompt = self._with_following(layer, own, part, voting), int(keys.shape[2])
                 notes = following_notes(scorers, seen, n_prompt, sinks=self.sinks)
             own = replace(own, later={**(own.later or {}), **notes})
         return own, positions
 
     def _with_following(
-        self, layer: BudgetLayer, states: AttentionStates, part: Part
+        self, layer: BudgetLayer, states: AttentionStates, part: Part, voting: int
     ) -> AttentionStates:
-        """Return the piece with the tokens that followed, whose queries are those that vote."""
+        """Return the piece with the tokens that followed, whose queries are those that vote.
+
+        So many of the latest do.
+        """
         row, head = part
         queries = states.queries[:, :, :0]
         if layer.unfinished.latest.pieces:
             queries, columns = layer.unfinished.latest.of(row)
-            voting = min(self.voting, int((columns >= self.prompt_tokens).sum()))
+            voting = min(voting, int((columns >= self.prompt_tokens).sum()))
             queries = queries[:, :, int(columns.shape[0]) - voting :]
             group = queries.shape[1] // int(layer.keys.shape[1])
             queries = queries if head is None else queries[:, head * group : (head + 1) * group]

@@ -89,6 +89,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         What a reduced or packed layer keeps of all that had come at the latest eviction.
     joins : bool
         Whether `update` puts kept entries, where they are even, in front of what it returns.
+    evicts_next : bool
+        Whether an eviction will follow the next `update`.
     seen_tokens : int
         Tokens seen, kept or not, padding included.
     unfinished : Unfinished
@@ -110,7 +112,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.joins = True
         self.seen_tokens = 0
         self.unfinished = Unfinished()
-        self._evict_next = False
+        self.evicts_next = False
         self._held: tuple[Tensor, Tensor] | None = None
         self._following: Following | None = None  # whose states keys and values are
 
@@ -124,10 +126,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Kept entries that stand in front of what `update` returns."""
         entries = self.entries
         return int(entries.lengths[0, 0]) if entries and self.joins and entries.even else 0
-
-    def expect_eviction(self) -> None:
-        """`evict` will follow the next update."""
-        self._evict_next = True
 
     def of_rows(self, rows: Tensor) -> BudgetLayer:
         """Return a copy of these rows, to be reduced apart from the others."""
@@ -143,10 +141,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Store reduced copies of all rows, where they stand one after the other: `order`."""
         entries = [part.entries for part in parts if part.entries is not None]
         self.keep(LayerEntries.joined(entries, order))
-
-    def cancel_eviction(self) -> None:
-        """The forward that was to end in an eviction failed."""
-        self._evict_next = False
 
     @property
     def awaits_eviction(self) -> bool:
@@ -233,7 +227,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             The dense ones, the new ones last; behind `in_front` kept ones.
         """
         self.seen_tokens += int(key_states.shape[-2])
-        if not self._evict_next:
+        if not self.evicts_next:
             if self.entries is None:
                 return super().update(key_states, value_states, *args, **kwargs)
             if self._following is None:
@@ -243,7 +237,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return self._joined((self.keys, self.values)) if self.in_front else self.latest()
         # Of these only a part will stay: hold on to what the model made instead of copying it,
         # and let `evict` copy the kept part.
-        self._evict_next = False
+        self.evicts_next = False
         self._held = (key_states, value_states)
         if self.dense_tokens:
             dense = zip((self.keys, self.values), self._held, strict=True)

@@ -96,7 +96,10 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
         none = entries.bias.new_zeros(len(more.positions))
         found = replace(found, bias=behind(entries.bias, none))
     if entries.key_scales is None:
-        keys, values = map(behind, *_of_one_type(entries, more))
+        stored, added = [entries.keys, entries.values], [more.keys, more.values]
+        added = added if stored[0].dtype == added[0].dtype else halved(*added)
+        pairs = zip(stored, added, strict=True)
+        keys, values = (behind(*_of_a_type(pair)) for pair in pairs)
         return replace(found, keys=keys, values=values)
     last = np.where(new > 0, old % KEY_BLOCK_TOKENS, 0)  # in blocks that are filled now
     full = -(-(old - last) // KEY_BLOCK_TOKENS)
@@ -144,18 +147,6 @@ def _of_a_type(several: Sequence[Tensor]) -> list[Tensor]:
 def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
     """Return of each segment one piece behind the other."""
     return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
-
-
-def _of_one_type(entries: KeptEntries, more: KeptEntries) -> tuple[list[Tensor], list[Tensor]]:
-    """Return stored keys and values, and more of them, in types that take all numbers."""
-    stored, added = [entries.keys, entries.values], [more.keys, more.values]
-    if stored[0].dtype == added[0].dtype:
-        return stored, added
-    halves = halved(*added)
-    for place, half in enumerate(halves):
-        if half.dtype != stored[place].dtype:
-            stored[place], halves[place] = stored[place].bfloat16(), added[place].bfloat16()
-    return stored, halves
 
 
 def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,6 @@ class Prompt:
         self.arrival.open = self._prefilling
         self.profile = self.plan.profile
         self.decision_seconds: float | None = None
-        self._decided_ahead = False
         self.step: Step | None = None
         self._broken: str | None = None
         self._targets: dict[int, IntArray] = {}
@@ -177,35 +176,29 @@ class Prompt:
         """All forwards inside are of the prompt; see `BudgetCache.prefill`."""
         refusals.refuse(prompt_begun=self._n_seen or self.arrival.announced is not None)
         self._prefilling = self.arrival.open = True
-        failed = True
         try:
             yield
-            failed = False
+        except BaseException:
+            if (tokens := self.arrival.prompt_tokens) is not None:
+                self._broken = self._broken or refusals.BROKEN_OFF.format(tokens)
+            raise
         finally:
             self._prefilling = self.arrival.open = False
-            self._end_reading(failed=failed)
-
-    def _end_reading(self, *, failed: bool) -> None:
-        """Nothing more of the prompt comes: either it is complete, or it never will be."""
-        arrival = self.arrival
-        if failed and arrival.prompt_tokens is not None:
-            self._broken = self._broken or refusals.BROKEN_OFF.format(arrival.prompt_tokens)
-        arrival.complete = arrival.prompt_tokens is not None and not failed
-        if arrival.complete:
-            self._complete()
-        for index, bits in self.plan.bits.items() if arrival.complete else ():
-            if not self._waits:
-                self._layers[index].pack(bits)
+        if self.arrival.prompt_tokens is None:
+            return
+        self.arrival.complete = True
+        self._complete()
+        for index, bits in self.plan.bits.items() if not self._waits else ():
+            self._layers[index].pack(bits)
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
         refusals.refuse(decided_after=self._n_seen)
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
-        self.arrival.shown_rows = row_tokens(visible)
         if self.plan.decide is not None:
             self._decide_rows(prompt_rows(inputs, visible))
-            self._decided_ahead = True
+        self.arrival.shown_rows = row_tokens(visible)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what is known of row ``rows[i]``."""
@@ -266,31 +259,33 @@ class Prompt:
             late = not step.completes and self.plan.bits
             refusals.refuse(rounded_beyond_memory=late and self.plan.profile.fits_a_peak)
         schedule = self._schedule
-        holds = not (step.follows or schedule.while_read)
-        if step.budgets is not None and schedule.times > 1:
-            step = replace(step, budgets=schedule.times * step.budgets, remember=True)
-        if not step.follows and schedule.late:
-            self._begin_held(arguments, step)
-        if not holds:
-            whole = step.seen == 0 and step.completes
-            policy, some = self.plan.policy, step.budgets is not None and not whole
-            refusals.refuse(
-                merges_chunks=some and policy.combines and not schedule.chooser and policy.name,
-                adds_up_chunks=step.remember and policy.needs_whole_prompt,
-            )
-        if step.budgets is not None and not holds:
-            for index in self.plan.profile.shape.full_layers:
-                packs = step.completes and not schedule.late
-                always = packs and self.plan.rounds(index)
-                stored = self._layers[index].stored_counts()
-                targets = step.targets(index, stored, always=always, shared=schedule.by_layer)
-                if targets is not None:
-                    self._targets[index] = targets
+        if step.budgets is not None:
+            if schedule.times > 1:
+                step = replace(step, budgets=schedule.times * step.budgets, remember=True)
+            if schedule.late:
+                self._begin_held(arguments, step)
+            if schedule.while_read:
+                self._targets = self._targets_while_read(step)
         self._check_read(self._targets)
         for index in self._targets:
-            self._layers[index].expect_eviction()
+            self._layers[index].evicts_next = True
         self.step = step
         return step
+
+    def _targets_while_read(self, step: Step) -> dict[int, IntArray]:
+        """Entries that each layer is to keep once it has read a forward, where any has to go."""
+        schedule, policy, some = self._schedule, self.plan.policy, step.seen or not step.completes
+        refusals.refuse(
+            merges_chunks=some and policy.combines and not schedule.chooser and policy.name,
+            adds_up_chunks=step.remember and policy.needs_whole_prompt,
+        )
+        packs, found = step.completes and not schedule.late, dict[int, IntArray]()
+        for index in self.plan.profile.shape.full_layers:
+            always, stored = packs and self.plan.rounds(index), self._layers[index].stored_counts()
+            targets = step.targets(index, stored, always=always, shared=schedule.by_layer)
+            if targets is not None:
+                found[index] = targets
+        return found
 
     @contextmanager
     def _half_way(self) -> Iterator[None]:
@@ -369,7 +364,7 @@ class Prompt:
             return
         self.checks = Checks()
         for layer in self._budget_layers:
-            layer.cancel_eviction()
+            layer.evicts_next = False
             more = layer.get_seq_length() - step.seen
             # a turn that broke off was not read
             if step.follows and more > 0:
@@ -491,7 +486,6 @@ class Prompt:
             held=True,
             scorers=self.plan.wanted,
             following=self._n_following,
-            voting=self.plan.awaited,
         )
         with self._half_way():
             self._evict_layers(eviction, self._final_targets())
@@ -792,7 +786,8 @@ class Prompt:
 
     def _decide_on_arrival(self, batch: int, arguments: Mapping[str, Any], mask: object) -> None:
         """Decide the budgets in the first forward, unless that was done before."""
-        if self.plan.decide is None or self._n_seen or self._decided_ahead:
+        ahead = self.arrival.shown_rows is not None
+        if self.plan.decide is None or self._n_seen or ahead:
             return
         _, tokens = refusals.new_tokens_shape(arguments)
         chunk = self.arrival.open or self.arrival.announced not in (None, tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -149,18 +149,13 @@ class Unfinished:
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
-        numbers = rows.tolist()
-
-        def now(row: int | None) -> list[Any]:
-            """Where what was noted of a row belongs; of all rows (None), to all."""
-            return (
-                [to for to, was in enumerate(numbers) if was == row] if row is not None else [None]
-            )
-
+        places: dict[int | None, list[int | None]] = {None: [None]}  # of all rows, for all rows
+        for to, was in enumerate(rows.tolist()):
+            places.setdefault(was, []).append(to)
         self.observed = {
             (to, head): found.rows(rows) if row is None else found
             for (row, head), found in self.observed.items()
-            for to in now(row)
+            for to in places.get(row, ())
         }
         self.prompt, self.latest = self.prompt.rows(rows), self.latest.rows(rows)
         self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
