@@ -114,7 +114,7 @@ class Default:
         return caches[0][1] if len(caches) == 1 else GroupedCache(caches)
 
     def setting(self, shape: ModelShape, *, rotates: bool = True) -> Setting:
-        """Return what ways of a model are asked.
+        """Return what all ways of a model share.
 
         Its fitted file is the one that is named, else the one of the model, if there is one.
 

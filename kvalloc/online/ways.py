@@ -55,7 +55,7 @@ FAR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every way of a model is asked.
+    """What all ways of serving a request know: the share, the model, and what was fitted to it.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Rows(NamedTuple):
 
     Attributes
     ----------
-    tokens, rows : int
+    tokens, n_rows : int
         Length of the longest, without padding, and how many there are.
     columns : int
         Length with padding.
@@ -114,7 +114,7 @@ class Rows(NamedTuple):
     """
 
     tokens: int
-    rows: int
+    n_rows: int
     columns: int
     chunked: bool = False
 
@@ -130,7 +130,7 @@ class Way:
     text : str
         What it does, in a line of detail.
     bounded : bool
-        What a cache is asked by this name, see `CacheOptions`.
+        Option of that name of the caches that serve it, see `CacheOptions`.
     by_prompt : bool
         Whether heads share what they may keep, and each prompt hands it out.
     fits_values : bool
@@ -219,7 +219,7 @@ class Way:
         if queries is None:
             queries = min(max(rows, self.scorer.query_rows(read.tokens)), read.tokens)
         each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
-        return shape.plain_bytes(read.columns, read.rows) + read.rows * queries * each
+        return shape.plain_bytes(read.columns, read.n_rows) + read.n_rows * queries * each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,8 +74,8 @@ class Step:
     @cached_property
     def columns(self) -> Tensor:
         """Where its tokens stand, int64, (batch, new_tokens), on the host; -1 for padding."""
-        found = torch.arange(self.seen, self.seen + self.new_tokens).expand(self.batch, -1)
-        return found.masked_fill(~self.new_visible, -1)
+        columns = torch.arange(self.seen, self.seen + self.new_tokens).expand(self.batch, -1)
+        return columns.masked_fill(~self.new_visible, -1)
 
     @cached_property
     def _following(self) -> dict[tuple[int, str], Tensor | None]:
@@ -237,11 +237,11 @@ class Arrival:
         profiles = self._profiles_of(len(tokens)) or (self._profile,) * len(tokens)
         rows = list(zip(profiles, tokens.tolist(), strict=True))
         each = {(id(profile), n): profile for profile, n in rows}
-        found = {
+        budgets = {
             (name, n): profile.budgets_for(n) if n else np.zeros_like(profile.budgets)
             for (name, n), profile in each.items()
         }
-        return np.stack([found[id(profile), n] for profile, n in rows])
+        return np.stack([budgets[id(profile), n] for profile, n in rows])
 
     def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor:
         """What is no padding, old and new, bool, ``(batch, seen + new_tokens)``, on the host.

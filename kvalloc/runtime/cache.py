@@ -92,8 +92,8 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
         """Whose budgets each row keeps, ``(batch,)``: its own, where they are decided by prompt."""
-        found = self.arrival.row_profiles
-        return (self.profile,) * self.batch if found is None else found
+        decided = self.arrival.row_profiles
+        return (self.profile,) * self.batch if decided is None else decided
 
     @property
     def decision_seconds(self) -> float | None:
@@ -262,18 +262,18 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def kept_tokens(self) -> IntArray:
         """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
-        found: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
-        return found
+        counts: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
+        return counts
 
     @property
     def kept_tokens_by_row(self) -> IntArray:
         """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
         shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
-        found: IntArray = np.zeros(shape, dtype=np.int64)
+        counts: IntArray = np.zeros(shape, dtype=np.int64)
         for index, layer in enumerate(self.layers if self.batch else ()):
             own = isinstance(layer, BudgetLayer)
-            found[:, index] = layer.stored_counts() if own else layer.keys.shape[-2]
-        return found
+            counts[:, index] = layer.stored_counts() if own else layer.keys.shape[-2]
+        return counts
 
     def _tensors(self) -> Iterator[Tensor]:
         """All K and V tensors."""
@@ -306,8 +306,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         n_prompt = self.arrival.prompt_tokens
         refusals.refuse(kept_by_sliding=not isinstance(stored, BudgetLayer) and (layer,))
         refusals.refuse(kept_of_nothing=not stored.stored or n_prompt is None)
-        found: Tensor = stored.kept_positions(n_prompt)
-        return found
+        positions: Tensor = stored.kept_positions(n_prompt)
+        return positions
 
     # What the hooks call
 
@@ -570,13 +570,13 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         prompt, seen = self._prompt, self.get_seq_length()
         sliding = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
-        found = given or max(prompt.given or 0, self.arrival.announced or 0, seen)
+        columns = given or max(prompt.given or 0, self.arrival.announced or 0, seen)
         refusals.refuse(
-            drafts_unannounced=not found,
+            drafts_unannounced=not columns,
             drafts_slide_out=any(not hasattr(one, "record_past") for one in sliding),
             drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
         )
-        prompt.given = found
+        prompt.given = columns
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""

@@ -184,8 +184,8 @@ class Eviction:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
         notes = layer.unfinished
         for part in self._pieces(layer, states) if self.policy.observes else ():
-            found = self.policy.observe(self._candidates(layer, states, part)[0], sinks=self.sinks)
-            _keep_note(notes.observed, part, found)
+            noted = self.policy.observe(self._candidates(layer, states, part)[0], sinks=self.sinks)
+            _keep_note(notes.observed, part, noted)
         notes.prompt.trim(self.wanted_rows())
 
     def wanted_rows(self, row: int | None = None) -> int:
@@ -327,11 +327,11 @@ class Eviction:
         if row is None:
             return slice(None)
         shown, front = self._dense_visible(layer, keys)[row], _n_in_front(layer)
-        found = torch.nn.functional.pad(shown, (front, 0), value=True).nonzero()[:, 0]
-        first, count = (int(found[0]), int(found.numel())) if found.numel() else (0, 0)
-        if count and int(found[-1]) == first + count - 1:
+        columns = torch.nn.functional.pad(shown, (front, 0), value=True).nonzero()[:, 0]
+        first, count = (int(columns[0]), int(columns.numel())) if columns.numel() else (0, 0)
+        if count and int(columns[-1]) == first + count - 1:
             return slice(first, first + count)  # a view, where padding is at one end only
-        return found.to(keys.device)
+        return columns.to(keys.device)
 
     def _part_states(
         self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
@@ -402,8 +402,8 @@ class Eviction:
                 kept = self._kept(part, own, budgets)
                 check_kept(self.policy, kept, budgets)
             if self.remember and self.policy.observes:
-                found = self.policy.observe(own, sinks=self.sinks)
-                _keep_note(observed, part, found, kept, budgets)
+                noted = self.policy.observe(own, sinks=self.sinks)
+                _keep_note(observed, part, noted, kept, budgets)
             yield part, positions, self._stored(own, kept, budgets), kept
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
@@ -425,12 +425,12 @@ class Eviction:
         """A piece with what the policy puts into the entries that stay."""
         if self.chooser is not None or not bool((budgets < kept.shape[2]).any()):
             return own
-        asked, bits = own, self.bits.get(own.layer)
+        given, bits = own, self.bits.get(own.layer)
         if bits is not None and (bits != 16).any() and self.policy.combines:
             bits = bits[own.first_head : own.first_head + kept.shape[1]]
-            asked = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
+            given = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
         limits = Limits(sinks=self.sinks, window=self.window)
-        made = self.policy.combine(asked, kept, budgets, **limits)
+        made = self.policy.combine(given, kept, budgets, **limits)
         if made is None:
             return own
         bias = own.bias if made.logit_bias is None else made.logit_bias
@@ -591,7 +591,7 @@ def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Ranki
     masses = [_row_masses(rankings, sinks, window) for rankings in members]
     joint: Rankings = {}
     for part, leading in members[-1].items():
-        found = []
+        sums = []
         for place, last in enumerate(leading):
             own = [mass[part[0]][place].to(last.device) for mass in masses]
             total = torch.zeros_like(last, dtype=torch.float64)
@@ -600,8 +600,8 @@ def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Ranki
                 ranking = rankings[part][place].to(last.device).double()
                 total += ranking / torch.where(mass > 0, mass, 1.0)[:, None, None]
             scale = torch.stack(own).mean(dim=0) / len(members)
-            found.append(total * torch.where(scale > 0, scale, 1.0)[:, None, None])
-        joint[part] = tuple(found)
+            sums.append(total * torch.where(scale > 0, scale, 1.0)[:, None, None])
+        joint[part] = tuple(sums)
     return joint
 
 

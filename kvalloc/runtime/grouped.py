@@ -79,8 +79,8 @@ class GroupedCache(BudgetCache):
     @property
     @override
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
-        found = [one for cache in self._caches for one in cache.row_profiles]
-        return tuple(found[place] for place in self._order.tolist()) if self.batch else ()
+        profiles = [one for cache in self._caches for one in cache.row_profiles]
+        return tuple(profiles[place] for place in self._order.tolist()) if self.batch else ()
 
     @property
     @override
@@ -146,8 +146,8 @@ class GroupedCache(BudgetCache):
     @property
     @override
     def kept_tokens_by_row(self) -> IntArray:
-        found = np.concatenate([cache.kept_tokens_by_row for cache in self._caches])
-        return found[self._order.numpy()] if self.batch else found
+        counts = np.concatenate([cache.kept_tokens_by_row for cache in self._caches])
+        return counts[self._order.numpy()] if self.batch else counts
 
     @override
     def _tensors(self) -> Iterator[Tensor]:
@@ -155,10 +155,10 @@ class GroupedCache(BudgetCache):
 
     @override
     def kept_indices(self, layer: int) -> Tensor:
-        found = [cache.kept_indices(layer) for cache in self._caches]
-        most = max(own.shape[-1] for own in found)
+        indices = [cache.kept_indices(layer) for cache in self._caches]
+        most = max(own.shape[-1] for own in indices)
         pad = nn.functional.pad
-        return self._joined([pad(own, (0, most - own.shape[-1]), value=-1) for own in found])
+        return self._joined([pad(own, (0, most - own.shape[-1]), value=-1) for own in indices])
 
     # What the hooks call
 
@@ -212,7 +212,7 @@ class GroupedCache(BudgetCache):
     @override
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         together = None if self._is_split(states.layer) else compute(states.mask)[0]
-        found = []
+        outputs = []
         for place, cache, (keys, values) in zip(
             self._places, self._caches, self._states, strict=True
         ):
@@ -220,9 +220,9 @@ class GroupedCache(BudgetCache):
             if together is None:
                 own = replace(own, mask=cache.stored_mask(own))
             own_rows = partial(_attention, compute, own, place, together)
-            found.append(cache.attend(own, own_rows)[0])
+            outputs.append(cache.attend(own, own_rows)[0])
         self._states = []
-        return self._joined(found), None
+        return self._joined(outputs), None
 
     @override
     def end_forward(self, *, completed: bool) -> None:

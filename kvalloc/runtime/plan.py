@@ -245,11 +245,11 @@ class Plan:
         taken : int
         """
         assert self.memory is not None
-        found, full = budgets.copy(), list(profile.shape.full_layers)
+        result, full = budgets.copy(), list(profile.shape.full_layers)
         for row, own in enumerate(budgets[:, full]):
             if profile.fits_a_peak:
                 own = np.minimum(own * tokens[row] // max(own.min(), 1), tokens[row])
-            found[row, full] = within_bytes(
+            result[row, full] = within_bytes(
                 own,
                 (self.memory - taken) // len(budgets),
                 16 if profile.bits is None else profile.bits[full],
@@ -257,4 +257,4 @@ class Plan:
                 least=profile.policy.protected_tokens,
                 biased=profile.policy.biased,
             )
-        return found
+        return result

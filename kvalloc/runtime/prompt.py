@@ -232,12 +232,12 @@ class Prompt:
             return self._cuts_for_memory(end)
         prompt = self.arrival.prompt_tokens if self.arrival.complete else given
         assert prompt is not None
-        found = {given, prompt + self.plan.awaited}
+        columns = {given, prompt + self.plan.awaited}
         settled = self.arrival.settled if self.arrival.complete else given
         if given - settled >= self.plan.every_from(settled, self._token_bytes):
             settled = given
-        found.update(self.plan.due(settled, end, self._token_bytes))
-        return sorted(one for one in found if max(self._n_seen + 1, given) <= one < end)
+        columns.update(self.plan.due(settled, end, self._token_bytes))
+        return sorted(one for one in columns if max(self._n_seen + 1, given) <= one < end)
 
     def crop(self) -> None:
         """The layers have been cropped."""
@@ -279,13 +279,13 @@ class Prompt:
             merges_chunks=some and policy.combines and not schedule.chooser and policy.name,
             adds_up_chunks=step.remember and policy.needs_whole_prompt,
         )
-        packs, found = step.completes and not schedule.late, dict[int, IntArray]()
+        packs, by_layer = step.completes and not schedule.late, dict[int, IntArray]()
         for index in self.plan.profile.shape.full_layers:
             always, stored = packs and self.plan.rounds(index), self._layers[index].stored_counts()
             targets = step.targets(index, stored, always=always, shared=schedule.by_layer)
             if targets is not None:
-                found[index] = targets
-        return found
+                by_layer[index] = targets
+        return by_layer
 
     @contextmanager
     def _half_way(self) -> Iterator[None]:
@@ -396,15 +396,15 @@ class Prompt:
     def _check_room(self, step: Step, layers: Collection[int]) -> None:
         """Refuse a prompt that does not fit the model's limit with what scorers want after it."""
         scorers = [one for layer in layers for one in self.plan.wanted.get(layer, ())]
-        asked = repetitions(scorers)
+        passes = repetitions(scorers)
         if awaited := awaited_tokens(scorers):
-            asked.append(Later(kind="following", tokens=awaited))
-        if self.plan.limit is None or not asked:
+            passes.append(Later(kind="following", tokens=awaited))
+        if self.plan.limit is None or not passes:
             return
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         coming = tokens - row_tokens(step.visible)
         places = self._next_positions(step.visible) + torch.from_numpy(coming)
-        for later in asked:
+        for later in passes:
             check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
 
     def _check_read(self, targets: Mapping[int, IntArray]) -> None:
@@ -437,8 +437,8 @@ class Prompt:
         if repetitions(scorers):
             with self._half_way():
                 notes = repeat_prompt(self._held(), looks, sinks=self.profile.policy.sinks)
-            for index, found in notes.items():
-                self._layers[index].unfinished.later |= found
+            for index, noted in notes.items():
+                self._layers[index].unfinished.later |= noted
         self._waits = True
         if not awaited_tokens(scorers):
             self.evict()
@@ -709,16 +709,16 @@ class Prompt:
             visible = self.arrival.visible[:, : self.arrival.prompt_tokens]
         tokens, columns = row_tokens(visible), int(visible.shape[1])
         budgets = self.arrival.budgets(tokens)
-        found: dict[int, IntArray] = {}
+        targets: dict[int, IntArray] = {}
         for index in self.profile.shape.full_layers:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
             always = self.profile.by_prompt or self.plan.rounds(index)
             if always or bool((own < columns).any()):
-                found[index] = own
-        whole = all((own == columns).all() for own in found.values())
+                targets[index] = own
+        whole = all((own == columns).all() for own in targets.values())
         if self.profile.by_prompt and whole and not self.plan.bits:
             return {}
-        return found
+        return targets
 
     def _by_prompt(
         self,
@@ -732,16 +732,16 @@ class Prompt:
         for index in targets:
             states = self._layer_states(index, layers[index], eviction)
             by_row.append(eviction.of(layers[index]).evictable_scores(layers[index], states))
-        found = {index: own.copy() for index, own in targets.items()}
+        result = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
             if not scores[0].shape[-1]:
                 continue  # a row of nothing but sinks and window
             granted = np.stack([own[row] for own in targets.values()])
             beside = None if kept is None else np.stack([own[row] for own in kept.values()])
             budgets = self._handed_out(scores, granted, beside)
-            for index, own in zip(found, budgets, strict=True):
-                found[index][row] = own
-        return found
+            for index, own in zip(result, budgets, strict=True):
+                result[index][row] = own
+        return result
 
     def _handed_out(
         self, scores: Sequence[Tensor], granted: IntArray, kept: IntArray | None = None
@@ -757,10 +757,10 @@ class Prompt:
         width, shape = self._width, self.profile.shape
         total, most = int(granted.sum()), stored_bytes(granted + beside, width, shape).sum()
         while True:
-            found = handed_out(scores, total, protected=protected)
-            over = int(stored_bytes(found + beside, width, shape).sum() - most)
+            counts = handed_out(scores, total, protected=protected)
+            over = int(stored_bytes(counts + beside, width, shape).sum() - most)
             if over <= 0:
-                return found
+                return counts
             total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
 
     def _layer_states(

@@ -231,16 +231,16 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
         if (limit := context_limit(prompt.decoder)) is not None:
             tokens = row_tokens(prompt.visible)
             check_context(later, prompt.next_positions.tolist(), tokens.tolist(), limit)
-        found: list[LaterNotes] = []
+        noted: list[LaterNotes] = []
         for part in (parts := prompt.alike()):
-            found.append({layer: {} for layer in looks})
+            noted.append({layer: {} for layer in looks})
             for ids, step in _pieces(part, later, sinks):
                 view = replace(part, shown=step.shown)
-                with intercept_attention(part.decoder, _repeating(looks, found[-1], step, sinks)):
+                with intercept_attention(part.decoder, _repeating(looks, noted[-1], step, sinks)):
                     view.run(view.cache(), ids)
-        for layer, own in found[0].items():
+        for layer, own in noted[0].items():
             for key in own:
-                notes[layer][key] = _together([each[layer][key] for each in found], parts)
+                notes[layer][key] = _together([each[layer][key] for each in noted], parts)
     return notes
 
 
@@ -311,8 +311,8 @@ def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, La
         lead, carried = later.instruction, columns[:0]
         if begin:
             lead, carried = later.continuation, columns[max(begin - CARRIED_TOKENS, 0) : begin]
-        asked = ids.new_tensor(lead, dtype=ids.dtype).expand(part.batch, -1)
-        text = torch.cat([asked, ids[:, carried], ids[:, repeated]], dim=1)
+        leading_ids = ids.new_tensor(lead, dtype=ids.dtype).expand(part.batch, -1)
+        text = torch.cat([leading_ids, ids[:, carried], ids[:, repeated]], dim=1)
         leading = columns[: min(sinks, begin)]
         shown = None
         if later.nearby is not None and part.ends_alike:
@@ -328,12 +328,12 @@ def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, La
     return pieces
 
 
-def _repeating(looks: Wanted, found: LaterNotes, step: LaterStep, sinks: int) -> Any:
+def _repeating(looks: Wanted, notes: LaterNotes, step: LaterStep, sinks: int) -> Any:
     """The layers' own attention, shown to the scorers."""
 
     def handler(states: AttentionStates, compute: Compute) -> Any:
         for scorer in looks.get(states.layer, ()):
-            own = found[states.layer]
+            own = notes[states.layer]
             before = replace(states, observed=own.get(scorer.later_key))
             own[scorer.later_key] = scorer.observe_later(before, step, sinks=sinks)
         return compute(states.mask)

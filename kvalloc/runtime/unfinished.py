@@ -109,11 +109,11 @@ class Queries:
         columns, queries = self._joined()
         first = max(int(columns.shape[1]) - most, 0)
         order = (columns >= 0).byte().argsort(dim=1, stable=True)[:, first:]
-        found = columns.gather(1, order)
-        some = (found >= 0).any(dim=0)
+        latest = columns.gather(1, order)
+        some = (latest >= 0).any(dim=0)
         index = order[:, some].to(queries.device)[:, None, :, None]
         index = index.expand(-1, queries.shape[1], -1, queries.shape[3])
-        self.pieces = [(found[:, some], queries.gather(2, index))]
+        self.pieces = [(latest[:, some], queries.gather(2, index))]
 
 
 def _last(columns: Tensor, queries: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -153,8 +153,8 @@ class Unfinished:
         for to, was in enumerate(rows.tolist()):
             places.setdefault(was, []).append(to)
         self.observed = {
-            (to, head): found.rows(rows) if row is None else found
-            for (row, head), found in self.observed.items()
+            (to, head): noted.rows(rows) if row is None else noted
+            for (row, head), noted in self.observed.items()
             for to in places.get(row, ())
         }
         self.prompt, self.latest = self.prompt.rows(rows), self.latest.rows(rows)
@@ -164,23 +164,23 @@ class Unfinished:
         """What was noted of a piece, if need be cut from the notes of a larger one."""
         row, head = part
         for key in (part, (row, None), LAYER):
-            found = self.observed.get(key)
-            if found is not None:
+            noted = self.observed.get(key)
+            if noted is not None:
                 cut_row = row if key[0] is None else None
                 cut_head = head if key[1] is None else None
-                return part_of(found, (cut_row, cut_head), n_kv_heads)
+                return part_of(noted, (cut_row, cut_head), n_kv_heads)
         return None
 
     def later_of(
         self, part: Part, columns: slice | Tensor, n_kv_heads: int
     ) -> dict[Hashable, Observed]:
         """What was noted of a piece while the prompt was repeated, cut to some columns."""
-        found = {}
+        result = {}
         for key, noted in self.later.items():
             own = part_of(noted, part, n_kv_heads)
             cut = None if own.columns is None else own.columns[..., columns]
-            found[key] = replace(own, columns=cut)
-        return found
+            result[key] = replace(own, columns=cut)
+        return result
 
 
 def part_of(observed: Observed, part: Part, n_kv_heads: int) -> Observed:
