@@ -25,8 +25,8 @@ BUDGETS, KEPT = "Budgets", "Which entries stay"
 _TARGET = ("target", "value")
 """What a request states of its target."""
 
-OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_loss"), "level")
-"""What of a request can be decided from one prompt: it has no loss curves."""
+OF_A_PROMPT = (*(kind.keyword for kind in TARGETS), "level")
+"""What of a request can be decided from one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,9 @@ class Reduction:
         of the whole prompt. Where each prompt hands the budgets out and nothing is waited for, each
         layer hands out its own.
     fitted : str
-        With a budget and nothing else: what 'kvalloc fit' wrote for the model, which spares a
-        second read of the prompt. By default the file in the cache folder, or one that ships.
+        With a budget or a loss and nothing else: what 'kvalloc fit' wrote for the model, which
+        spares a second read of the prompt. By default the file in the cache folder, or one that
+        ships.
     allow_other_model : bool
         Accept a profile or fitted file of a model of the same sizes.
     """

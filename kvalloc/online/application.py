@@ -79,9 +79,9 @@ def apply(
     policy, decode_every, bounded : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
-        With a budget alone: what ``kvalloc fit`` wrote for this model, so that one read of a prompt
-        is enough. By default the file that `kvalloc.fit` left in the cache folder for these
-        weights, or the one that ships for them.
+        With a budget or a target loss alone: what ``kvalloc fit`` wrote for this model, so that one
+        read of a prompt is enough. By default the file that `kvalloc.fit` left in the cache folder
+        for these weights, or the one that ships for them.
     **keywords
         What each prompt is to reach, and how that is measured and decided; see
         `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.

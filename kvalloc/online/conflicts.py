@@ -43,8 +43,8 @@ class Conflict:
 
 
 _FITTED = (
-    "{0} goes with {option[budget]} and nothing else; leave it out, or name the scorer 'surrogate' "
-    "with its file"
+    "{0} goes with {option[budget]} or {option[target_loss]} and nothing else; leave it out, or "
+    "name the scorer 'surrogate' with its file"
 )
 
 CONFLICTS = (
@@ -85,7 +85,13 @@ CONFLICTS = (
         beside=(*DECIDING, "profile", "policy"),
         message=_FITTED,
     ),
-    Conflict(given=("fitted",), without=("budget",), message=_FITTED),
+    Conflict(given=("fitted",), without=("budget", "target_loss"), message=_FITTED),
+    Conflict(
+        given=("target_loss",),
+        beside=(*DECIDING, "policy"),
+        message="{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once "
+        "with 'kvalloc solve' and apply the profile",
+    ),
     Conflict(
         given=(*TARGET, *DECIDING),
         beside=("profile",),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
@@ -20,6 +21,7 @@ from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
+from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.grouped import GroupedCache
@@ -30,6 +32,7 @@ from kvalloc.units import bytes_text, parse_share, share_text, size
 
 __all__ = ["Default"]
 
+_TARGETS = {"budget", "target_loss"}
 _LOG = logging.getLogger(__name__)
 
 
@@ -39,32 +42,44 @@ class Default:
 
     Parameters
     ----------
-    share : float
+    share : float, optional
         Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
+    target_loss : float, optional
+        Instead of a share: the least one that is predicted to lose no more, nats per token.
     options : CacheOptions
         How the cache keeps the share, and the memory at its peak; the full cache fits where none
         is given. Its fitted file is by default that of the cache folder, or the one that ships for
         the model; a policy is not taken.
     """
 
-    share: float
+    share: float = 1.0
+    target_loss: float | None = None
     options: CacheOptions = CacheOptions()
 
     @staticmethod
     def applies(**given: object) -> bool:
-        """Return whether nothing but a budget is given, with or without memory and file."""
+        """Return whether a budget or a loss alone is given, with or without memory and file."""
         named = {name for name, value in given.items() if value is not None and value is not False}
-        return "budget" in named and named <= {"budget", "memory", "fitted"}
+        return len(named & _TARGETS) == 1 and named <= _TARGETS | {"memory", "fitted"}
 
     @classmethod
-    def parse(cls, budget: Any, options: CacheOptions | None = None, **others: Any) -> Default:
-        """Read the share that the user wrote; ``others`` are unset, or in the options.
+    def parse(
+        cls,
+        budget: Any = None,
+        options: CacheOptions | None = None,
+        target_loss: float | None = None,
+        **others: Any,
+    ) -> Default:
+        """Read the share or loss that the user wrote; ``others`` are unset, or in the options.
 
         Raises
         ------
         InputError
-            If it is no share.
+            If it is no share, or no loss.
         """
+        if target_loss is not None:
+            request = Request.parse(target_loss=target_loss)
+            return cls(target_loss=float(request.target.value), options=options or CacheOptions())
         return cls(share=parse_share(budget), options=options or CacheOptions())
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
@@ -79,10 +94,13 @@ class Default:
         Raises
         ------
         InputError
-            If no way fits the memory.
+            If no way fits the memory, or a loss is asked for and there is no fitted file.
         KVAllocError
             As `kvalloc.make_cache`.
         """
+        if self.target_loss is not None:
+            share = self._least_share(shape_of(model), self.target_loss, size)
+            return replace(self, share=share, target_loss=None).cache(model, size)
         setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
 
         def way_of(length: int | None) -> Way:
@@ -112,6 +130,18 @@ class Default:
             cache = build_cache(model, profile, options, prompt_tokens=size.announced)
             caches.append((rows, cache))
         return caches[0][1] if len(caches) == 1 else GroupedCache(caches)
+
+    def _least_share(self, shape: ModelShape, loss: float, size: PromptSize) -> float:
+        """Return the least share that is predicted to lose no more at a prompt's length."""
+        file = self.setting(shape).file
+        if file is None:
+            raise InputError(
+                f"{option('target_loss', f'{loss:g}')} is solved from what 'kvalloc fit' measures "
+                f"of a model, and {shape.model_id} was not measured; run it once, or give "
+                f"{option('budget', '20%')}"
+            )
+        tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
+        return share_for_loss(file, loss, grid_length(tokens))
 
     def setting(self, shape: ModelShape, *, rotates: bool = True) -> Setting:
         """Return what all ways of a model share.

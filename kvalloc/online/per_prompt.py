@@ -33,10 +33,10 @@ from kvalloc.shape import ModelShape
 __all__ = ["PromptOptions", "PromptTarget"]
 
 NOT_OF_A_PROMPT = RequestOptions.__annotations__.keys() - {
-    *("target_retention", "budget", "budget_tokens", "memory"),
+    *("target_retention", "target_loss", "budget", "budget_tokens", "memory"),
     *("level", "min_tokens", "max_tokens", "page"),
 }
-"""Options of a request that have no meaning for one prompt, which has no loss curves."""
+"""Options of a request that have no meaning for one prompt."""
 
 
 class PromptOptions(RequestOptions, total=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from kvalloc.allocation.decision import decide
@@ -70,6 +71,42 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
         None where the share, or the prompt, is less than the curves cover.
     """
     return _solved(file, changed_ns(file), share, tokens)
+
+
+def share_for_loss(file: str, loss: float, tokens: int) -> float:
+    """Return the least share at which a whole cache is predicted to lose no more than this.
+
+    What is predicted is the sum of single losses, times what whole caches lost beside it at such a
+    share. It is searched once for a file, a loss and a length.
+
+    Parameters
+    ----------
+    file : str
+        A fitted file.
+    loss : float
+        Nats per token, above 0.
+    tokens : int
+        Length of the prompt.
+
+    Returns
+    -------
+    float
+        To a thousandth; 1 where no smaller one is predicted to lose so little.
+    """
+    return _share_for_loss(file, changed_ns(file), loss, tokens)
+
+
+@lru_cache(maxsize=256)
+def _share_for_loss(file: str, changed: int, loss: float, tokens: int) -> float:
+    low, high = 0, 1000  # of a thousand; bisected, since a larger share never loses more
+    while high - low > 1:
+        middle = (low + high) // 2
+        solved = _solved(file, changed, middle / 1000, tokens)
+        predicted = math.inf
+        if solved is not None and solved.predicted_loss is not None:
+            predicted = solved.predicted_loss * (solved.model_error or 1.0)
+        low, high = (middle, high) if predicted > loss else (low, middle)
+    return high / 1000
 
 
 @lru_cache(maxsize=256)

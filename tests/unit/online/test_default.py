@@ -23,7 +23,7 @@ from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
 from kvalloc.online.prompt_size import PromptSize
-from kvalloc.online.solved import grid_length
+from kvalloc.online.solved import grid_length, solve_share
 from kvalloc.online.ways import (
     AWAITED,
     Bounded,
@@ -329,7 +329,7 @@ def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(
     assert early.profile.policy.scorer == "surrogate"
     assert early.profile.by_prompt
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
-        with pytest.raises(InputError, match="fitted goes with budget and nothing else"):
+        with pytest.raises(InputError, match="fitted goes with budget or target_loss"):
             kvalloc.apply(model, fitted=fitted_file, **other)
     with pytest.raises(kvalloc.KVAllocError, match="is for tiny with head_dim 16"):
         Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
@@ -367,6 +367,22 @@ def test_any_share_is_solved_from_a_fitted_file(
         "keeps the prompt whole"
         in run(model, tiny.prompt(14), budget=0.2, fitted=file).profile.detail
     )
+
+
+def test_a_loss_is_asked_for_and_the_least_share_predicted_to_keep_it_is_taken(
+    tiny: ModuleType, model: Any, fitted_file: Path
+) -> None:
+    shares = []
+    for loss in (0.05, 0.01, 0.001, 1e-9):
+        profile = run(model, tiny.prompt(TOKENS), target_loss=loss, fitted=fitted_file).profile
+        shares.append(profile.requested["value"])
+        if shares[-1] < 1:
+            assert 0 < profile.predicted_loss * profile.model_error <= loss
+            less = solve_share(str(fitted_file), shares[-1] - 0.001, grid_length(TOKENS))
+            assert less is None or less.predicted_loss * less.model_error > loss
+    assert shares == sorted(shares)
+    assert shares[0] < shares[2]
+    assert shares[-1] == 1
 
 
 def test_what_a_fitted_file_decides_takes_what_it_says(
