@@ -17,7 +17,7 @@ class CVaR(Lagrangian):
     ``0 <= p_s <= 1 / (a S)``, ``sum p = 1``. With weights and a price on every byte each unit
     chooses on its own, ``argmax_k sum_s p_s v_suk - price * c_uk``, and the sum bounds the optimum.
     Weights and price are found by cutting planes: a linear program over them, with one row for
-    each option that was a best response so far (`kvalloc.problem.tail_bound`). What the best
+    each option that was a best response so far (`kvalloc.problem.dual_bound`). What the best
     weights choose is then repaired: moves of one unit, then of two at once, each judged by what
     it does to the worst share itself, until none improves.
 

@@ -20,7 +20,6 @@ from kvalloc.problem.bounds import (
     cheapest_reaching,
     dual_bound,
     steps_above,
-    tail_bound,
 )
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
@@ -45,7 +44,6 @@ __all__ = [
     "first_where",
     "is_closed",
     "steps_above",
-    "tail_bound",
     "tail_places",
     "tail_value",
 ]

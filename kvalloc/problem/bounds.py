@@ -113,7 +113,7 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
         If no choice meets the capacity or the target.
     """
     if BOUND not in problem.__dict__:  # whoever solved it has asked for it, as a rule
-        bounds = {Aggregate.TAIL: tail_bound, Aggregate.WORST: _worst_bound}
+        bounds = {Aggregate.TAIL: _tail_bound, Aggregate.WORST: _worst_bound}
         problem.check_feasible()
         problem.__dict__[BOUND] = bounds.get(problem.aggregate, _sum_bound)(problem)
     bound: DualBound = problem.__dict__[BOUND]
@@ -356,7 +356,7 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
             return DualBound(bound=problem.objective_value(best), multiplier=0.0, choice=best)
 
 
-def tail_bound(problem: AllocationProblem) -> TailBound:
+def _tail_bound(problem: AllocationProblem) -> TailBound:
     """Return the tightest Lagrangian bound on the mean of the worst scenarios.
 
     Weights of the scenarios and the price of a byte are found together: a linear program over
@@ -375,16 +375,10 @@ def tail_bound(problem: AllocationProblem) -> TailBound:
     TailBound
         Its choice keeps the capacity; it meets the target where keeping everything does.
 
-    Raises
-    ------
-    InfeasibleError
-        If no choice meets the capacity or the target.
-
     References
     ----------
     Kelley: The cutting-plane method for solving convex programs (1960).
     """
-    problem.check_feasible()
     floors = np.zeros(problem.n_units, dtype=np.int64)
     if problem.target is not None and problem.meets_target(problem.objective_value(floors)):
         count = problem.scenario_values(floors).size
