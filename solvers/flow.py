@@ -17,6 +17,9 @@ from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 METHODS = ("thresholds", "network_simplex")
 
+SHOWN_CAPS = 5
+"""Pairs of caps, one in the other, that the line about a choice names."""
+
 
 class Flow(Solver):
     """Most value under caps that nest, or the fewest bytes for a target under them; exact.
@@ -107,7 +110,7 @@ class Flow(Solver):
             choice,
             bound=bound_at(problem, *prices),
             prices=prices,
-            detail=f"{len(tree.groups)} caps",
+            detail=tree.described,
         )
 
 
@@ -138,14 +141,19 @@ class _Group:
 class _Tree:
     """A problem with its caps in steps, innermost first.
 
-    ``limits`` are the most steps that any optimal choice gives each unit, ``(n_units,)``.
+    ``limits`` are the most steps that any optimal choice gives each unit, ``(n_units,)``;
+    ``described`` says which cap lies in which.
     """
 
     def __init__(self, problem: AllocationProblem) -> None:
         self.problem = problem
         self.limits = problem.last_options.copy()
         self.groups: list[_Group] = []
-        for place, cap in reversed(caps_of(cap_tree(problem)).items()):
+        tree = cap_tree(problem)
+        caps = caps_of(tree)
+        nested = [f"{caps[b].name} in {caps[a].name}" for a, b in tree.edges if {a, b} <= {*caps}]
+        self.described = "; ".join([f"{len(caps)} caps", *nested[:SHOWN_CAPS]])
+        for place, cap in reversed(caps.items()):
             units = np.unique(np.asarray(cap.units, dtype=np.int64))
             room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
             steps = max(0, room // (problem.step_bytes or 1))

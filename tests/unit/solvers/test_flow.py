@@ -43,6 +43,12 @@ def test_a_cap_on_paper() -> None:
     assert solution.termination is Termination.OPTIMAL
 
 
+def test_the_line_says_which_cap_lies_in_which() -> None:
+    detail = Flow().solve(tree_problem(4)).detail
+    assert detail.startswith("8 caps; layer 0 in device 0; layer 1 in device 0; ")
+    assert detail.count(" in ") == 5  # not all six
+
+
 def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
     problem = tree_problem(4, tight=0.3, target=True)
     most = solve_problem(problem.with_capacity(problem.max_cost_bytes), Flow()).value
