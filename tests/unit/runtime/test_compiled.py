@@ -14,9 +14,11 @@ import pytest
 import runtime_oracle as tiny
 import torch
 from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.grouped import GroupedCache
 
 LENGTHS = (60, 41, 77, 50, 64)
 WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
@@ -248,3 +250,50 @@ def test_generate_of_a_compiled_model(model: Any, applied: bool) -> None:
     assert torch.equal(*answers)
     # at most one for a mask that grows, and what follows the decoder for prompts of two lengths
     assert 1 <= graphs.frame_count <= 4
+
+
+def test_rows_of_different_ways_in_one_graph(model: Any) -> None:
+    """Each group of rows in a cache of its own, behind the same operations."""
+    mask = (torch.arange(60) >= torch.tensor([[0], [7], [50]])).long()
+    ids, graphs = tiny.prompt(60, batch=3), CompileCounter()
+    answers = []
+    with kvalloc.apply(model, budget="30%") as applied:
+        for _ in range(2):
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=30,
+                do_sample=False,
+                eos_token_id=None,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            answers.append(torch.stack(out.logits))
+            assert type(applied.last_cache) is GroupedCache
+            model.compile(backend=graphs)
+    assert torch.equal(*answers)
+    assert graphs.frame_count
+
+
+def test_compile_config_is_served_uncompiled(model: Any) -> None:
+    """transformers compiles for caches of a fixed size alone, and says that it does not here."""
+    cache = kvalloc.make_cache(model, profile_for(model, 60))
+    config = CompileConfig(backend="eager")
+    own = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tiny.prompt(60), past_key_values=copy.deepcopy(cache), **own)
+    found = model.generate(tiny.prompt(60), past_key_values=cache, compile_config=config, **own)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_that_breaks_the_graph_decodes_all_the_same(model: Any, whole: bool) -> None:
+    profile, ids = profile_for(model, 60), tiny.prompt(60)
+    caches = [kvalloc.make_cache(model, profile) for _ in range(2)]
+    logits = [model(ids, past_key_values=cache).logits for cache in caches]
+    expected = decoded(model, caches[0], logits[0], 6)
+    handle = model.model.layers[2].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    (model if whole else model.model).compile(backend="eager")
+    assert torch.equal(decoded(model, caches[1], logits[1], 6), expected)
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert caches[1].interrupted is None
