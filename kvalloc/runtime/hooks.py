@@ -312,7 +312,7 @@ def _without_hooks(state: dict[str, Any]) -> None:
 def _before(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _before_traced(module, args, kwargs)
     # What torch.compile has left to Python is not traced piece by piece.
     callback, begun = set_eval_frame(None), None
@@ -402,7 +402,7 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if isinstance(token := kwargs.get("past_key_values"), _Decoding):
         return _after_token(module, token, output)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     entry = _installed(module)
     forward = None if entry is None else entry.open_forwards.get(threading.get_ident())
