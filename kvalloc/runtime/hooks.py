@@ -5,6 +5,11 @@ post-hook on the model's decoder. They carry no budgets, no masks and no cache: 
 `HookedCache` among the arguments of the forward at hand, and do nothing when there is none: so
 little that ``torch.compile`` sees nothing of them. They are counted, and removed when the last
 cache made for the model is gone.
+
+Where Dynamo traces a forward of one token with a cache, they put operations of ours into the graph:
+one begins the forward, and one in each layer adds the token and attends. These find the cache by
+its number, and what they run is what an uncompiled forward runs. For all else the graph breaks at
+the decoder, which then runs as Python.
 """
 
 from __future__ import annotations
@@ -74,7 +79,7 @@ class HookedCache(ABC):
         """Give every cache, a copy too, a number."""
         cache = super().__new__(cls)
         number = next(_numbers)
-        cache.number = torch.full((1, 1, 1, 1), number)
+        cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
         _caches[number] = cache
         return cache
 
