@@ -72,7 +72,7 @@ OF_PROMPTS = (REQUESTED[0], "level: 'Level | None' = None")
         (
             kvalloc.apply,
             PromptOptions,
-            {"target_loss", "bits", "context", "cap", "objective"},
+            {"bits", "context", "cap", "objective"},
             OF_PROMPTS,
         ),
     ],
