@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,7 +227,7 @@ _TABLE = "{:<{name}}  {:>6}  {:>9}  {:>6}  {:>7}  {:>7}  {}"
 def compare(
     scores: ScoreProfile | str | Path,
     *,
-    solvers: Mapping[str, Solver] | Sequence[str] | None = None,
+    solvers: Sequence[str] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
     request: Request | None = None,
@@ -240,8 +240,8 @@ def compare(
     Parameters
     ----------
     scores : ScoreProfile, str or Path
-    solvers : sequence of str or mapping of str to Solver, optional
-        Registered names, or solvers by name; all that are registered by default.
+    solvers : sequence of str, optional
+        Names as in `solve`, also ``"module:Class"``; all that are registered by default.
     time_limit, average, request, notify : optional
         As in `solve`; the time limit for each.
     watch : callable
@@ -271,10 +271,8 @@ def compare(
     """
     scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
-    if not isinstance(solvers, Mapping):
-        chosen = solver_names() if solvers is None else solvers
-        solvers = {name: get_solver(name) for name in chosen}
-    if not solvers:
+    chosen = {name: get_solver(name) for name in (solver_names() if solvers is None else solvers)}
+    if not chosen:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
     request, problem, note = choose_objective(scores, request, get_solver("auto"))
     try:
@@ -283,7 +281,7 @@ def compare(
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
     attempts = []
-    for name, solver in solvers.items():
+    for name, solver in chosen.items():
         profile, reason, start = None, "", time.perf_counter()
         try:
             with watch(name):

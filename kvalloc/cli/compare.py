@@ -43,13 +43,11 @@ def compare(
     """
     from kvalloc.allocation.decision import compare as decide
     from kvalloc.cli.progress import slow
-    from kvalloc.problem.registry import get_solver, solver_names
 
     request = Request.parse(**request_options)  # refuses before the scores are read
-    names = list(dict.fromkeys(solver or solver_names()))
     attempts = decide(
         scores,
-        solvers={name: get_solver(name) for name in names},
+        solvers=solver,
         request=request,
         time_limit=time_limit,
         average=average,  # type: ignore[arg-type]  # solving checks it
