@@ -54,8 +54,8 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
     Yields
     ------
     Path
-        A temporary file beside it, see `temporary_beside`. What is written there is flushed to the
-        disk and renamed when the block ends, and deleted when the block raises.
+        A file yet to be written, in a folder as of `temporary_beside`. It is flushed to the disk
+        and renamed when the block ends, and deleted when the block raises.
 
     Raises
     ------
@@ -67,7 +67,9 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
     special = _mode(path) != stat.S_IFREG
     folder = Path(tempfile.gettempdir()) if special else target.parent
     try:
-        with temporary_beside(folder, f".{target.name}.") as temporary:
+        with temporary_beside(folder, f".{target.name}.") as hidden:
+            # safetensors replaces the file that it writes, and a lock on it would go with it
+            temporary = hidden / target.name
             yield temporary
             if special:
                 with open(temporary, "rb") as whole, open(path, "wb") as into:
@@ -75,7 +77,7 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
                 return
             with open(temporary, "r+b") as written:  # Windows flushes what is open for writing only
                 os.fsync(written.fileno())
-            # mkstemp makes private files; a profile should be as readable as any other output
+            # safetensors makes private files; a profile is as readable as any other output
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(temporary, 0o666 & ~mask)
@@ -85,8 +87,8 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iterator[Path]:
-    """Give a new file or folder, which is deleted in the end if it is still there.
+def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
+    """Give a new folder, which is deleted in the end if it is still there.
 
     It is locked meanwhile, and the system takes the lock back when this process ends in any way:
     what is there of that prefix and without a lock was left by a killed process, and is deleted.
@@ -97,64 +99,49 @@ def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iter
         Where it shall be.
     prefix : str
         How its name begins.
-    folder : bool
-        Whether it is a folder.
 
     Yields
     ------
     Path
     """
-    size, kind = len(prefix) + _RANDOM + len(ENDING), stat.S_IFDIR if folder else stat.S_IFREG
+    size = len(prefix) + _RANDOM + len(ENDING)
     beside: list[str] = []
     with suppress(OSError):  # a folder that may be written to and not read
         beside = os.listdir(parent)
     for name in beside:
         ours = len(name) == size and name.startswith(prefix) and name.endswith(ENDING)
-        if ours and _mode(parent / name, follow_links=False) == kind:
+        if ours and _mode(parent / name, follow_links=False) == stat.S_IFDIR:
             with _lock(parent / name, wait=False) as locked:
                 if locked:
-                    _remove(parent / name)
+                    shutil.rmtree(parent / name, ignore_errors=True)
     while True:
-        if folder:
-            made = Path(tempfile.mkdtemp(suffix=ENDING, prefix=prefix, dir=parent))
-        else:
-            handle, name = tempfile.mkstemp(suffix=ENDING, prefix=prefix, dir=parent)
-            os.close(handle)
-            made = Path(name)
+        made = Path(tempfile.mkdtemp(suffix=ENDING, prefix=prefix, dir=parent))
         with _lock(made, wait=True):
             if not made.exists():
                 continue  # unlocked for a moment, it was taken for one that was left
             try:
                 yield made
             finally:
-                _remove(made)
+                shutil.rmtree(made, ignore_errors=True)
             return
 
 
 @contextmanager
 def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a file or folder; False where it cannot be had."""
+    """Hold the lock of a folder; False where it cannot be had."""
     if _fcntl is None:
         yield False
         return
     handle, locked = -1, False
     try:
         with suppress(OSError):  # another process has it or has deleted the file, or none is had
-            mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
-            handle = os.open(path, mode | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             _fcntl.flock(handle, _fcntl.LOCK_EX | (0 if wait else _fcntl.LOCK_NB))
             locked = True
         yield locked
     finally:
         if handle >= 0:
             os.close(handle)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def check_writable(path: str | Path, *, stream: bool = False) -> None:

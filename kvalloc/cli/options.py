@@ -136,6 +136,7 @@ RARE = frozenset(
         *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
+        *("decode_every", "seed"),
         *("fitted", "bounded", "allow_other_model", "accept_missing"),
     }
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -63,14 +64,17 @@ class Checkpoint:
 
     def __enter__(self) -> Self:
         _check_unfinished(self.folder, resume=self._resume)
-        try:
-            self.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"cannot create the folder {self.folder} for finished work ({error.strerror}); "
-                "write to another folder"
-            ) from error
-        self._lock = _locked(self.folder)
+        while True:
+            try:
+                self.folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"cannot create the folder {self.folder} for finished work ({error.strerror}); "
+                    "write to another folder"
+                ) from error
+            with suppress(FileNotFoundError):  # another process has just left, and its folder went
+                self._lock = _locked(self.folder)
+                break
         try:
             self._begin()
         except BaseException:
@@ -98,9 +102,11 @@ class Checkpoint:
 
     def _clear(self) -> None:
         """Delete everything of ours but the lock."""
-        for ours in (f"*{_PIECE}", f".*{ENDING}", _MANIFEST):
+        for ours in (f"*{_PIECE}", _MANIFEST):
             for file in self.folder.glob(ours):
                 delete_file(file)
+        for left in self.folder.glob(f".*{ENDING}"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def save(
         self, name: str, arrays: Mapping[str, Array], values: Mapping[str, Any] | None = None
@@ -235,7 +241,8 @@ def _check_unfinished(folder: Path, *, resume: bool) -> None:
     if folder.is_symlink() or folder.exists():
         _check_made_here(folder)
     if (folder / _LOCK).exists():
-        _locked(folder).release()
+        with suppress(FileNotFoundError):
+            _locked(folder).release()
     if not resume and _holds_pieces(folder):
         raise InputError(
             f"{folder} holds unfinished work; go on with {option('resume', True)}, or delete the "
@@ -248,8 +255,11 @@ def _check_made_here(folder: Path) -> None:
     fault = "is a link" if folder.is_symlink() else "" if folder.is_dir() else "is no folder"
     if not fault:
         before = _begun(folder)  # read twice: another process may be making or deleting it
-        ours = {_LOCK, *(file.name for file in folder.glob(f".*{ENDING}"))}
-        others = [one.name for one in folder.glob("*") if one.is_symlink() or one.name not in ours]
+        others = [
+            one.name
+            for one in folder.glob("*")
+            if one.is_symlink() or not (one.name == _LOCK or one.match(f".*{ENDING}"))
+        ]
         if others and _KIND not in (before.get("kind"), _begun(folder).get("kind")):
             fault = f"holds {one_line(min(others), 60)}, but no manifest of kvalloc"
     if fault:
@@ -272,20 +282,34 @@ def _holds_pieces(folder: Path) -> bool:
     return any(folder.glob(f"*{_PIECE}"))
 
 
+_WAIT = 1.0
+"""Seconds. A process that only looks, or is just leaving, has the lock for a moment."""
+
+
 def _locked(folder: Path) -> BaseFileLock:
-    """Return the folder's lock, which the system releases when this process ends in any way."""
+    """Return the folder's lock, which the system releases when this process ends in any way.
+
+    Raises
+    ------
+    InputError
+        If another process has it for longer than a moment, or it cannot be had.
+    FileNotFoundError
+        If the folder is not there.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / _LOCK)
     try:
-        lock.acquire(timeout=0)
-    except (Timeout, FileNotFoundError, FileExistsError):  # it is there, or is just leaving
+        lock.acquire(timeout=_WAIT)
+    except Timeout:
         who = "another process"
         with suppress(OSError, ValueError):  # it has written its id there, where it could
             who = f"another process ({int((folder / _LOCK).read_text('ascii'))})"
         raise InputError(
             f"{who} is at work in {folder}; wait for it, or write to another file"
         ) from None
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise InputError(f"cannot lock the folder {folder}: {error.strerror or error}") from error
     return lock

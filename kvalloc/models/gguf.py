@@ -95,7 +95,7 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
     base = target.parent
     try:
         base.mkdir(parents=True, exist_ok=True)
-        with temporary_beside(base, ".converting-", folder=True) as hidden:
+        with temporary_beside(base, ".converting-") as hidden:
             folder = hidden / target.name
             folder.mkdir()
             _unpack(file, folder, dtype)

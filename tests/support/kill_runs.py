@@ -37,7 +37,7 @@ TIMES = ("prefill_seconds", "decode_tokens_per_second", "digest")
 """What legitimately differs in the file of an evaluation: how long it took, and the digest of that.
 Dates, which are all else that differs between two days, are the same in every run here."""
 
-CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "tempfile.mkstemp")
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "tempfile.mkdtemp")
 MAX_SECONDS = 300.0
 
 

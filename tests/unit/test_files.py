@@ -42,9 +42,9 @@ import pathlib, sys
 from kvalloc import files
 target = pathlib.Path(sys.argv[1])
 with files.atomic_write(target) as file:
-    with files.temporary_beside(target.parent, ".x-", folder=True) as folder:
+    with files.temporary_beside(target.parent, ".x-") as folder:
         (folder / "inside").touch()
-        print(file.name, folder.name, sep="\\n", flush=True)
+        print(file.parent.name, folder.name, sep="\\n", flush=True)
         sys.stdin.read()
 """
 
@@ -66,24 +66,36 @@ def test_what_a_killed_process_has_left_goes_and_what_a_living_one_has_stays(
             assert left <= {*os.listdir(tmp_path)}
             with files.atomic_write(target) as temporary:
                 temporary.write_text(f"alive: {alive}")
-            with files.temporary_beside(tmp_path, ".x-", folder=True) as folder:
+            with files.temporary_beside(tmp_path, ".x-") as folder:
                 assert folder.is_dir()
             assert target.read_text() == f"alive: {alive}"
             expected = {"s.json", *others, *(left if alive else ())}
             assert {*os.listdir(tmp_path)} == expected
 
 
+def test_a_writer_that_replaces_its_file_keeps_its_lock(tmp_path):
+    """As safetensors does: another process at work beside it must not take it for one left."""
+    from safetensors.numpy import save_file
+
+    with files.atomic_write(tmp_path / "x") as ours:
+        save_file({"a": np.zeros(3)}, ours)
+        with files.atomic_write(tmp_path / "x") as theirs:
+            save_file({"a": np.ones(3)}, theirs)
+        assert ours.exists()
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_a_temporary_file_that_was_taken_for_one_left_is_made_again(tmp_path, monkeypatch):
     """Between its making and its lock another process may have deleted it."""
-    made, make = [], files.tempfile.mkstemp
+    made, make = [], files.tempfile.mkdtemp
 
     def lost_once(**asked):
         made.append(make(**asked))
         if len(made) == 1:
-            os.unlink(made[0][1])
+            os.rmdir(made[0])
         return made[-1]
 
-    monkeypatch.setattr(files.tempfile, "mkstemp", lost_once)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", lost_once)
     with files.atomic_write(tmp_path / "x") as temporary:
         temporary.write_text("whole")
     assert len(made) == 2
@@ -320,9 +332,9 @@ def test_a_link_that_leads_nowhere(tmp_path: Path, name: str) -> None:
 
 
 def test_what_only_looks_temporary_stays(tmp_path: Path) -> None:
-    """A folder, a link and a FIFO under names that files that are being written have."""
+    """A file, a link and a FIFO under names of folders in which files are being written."""
     names = [f".x.{number:08}.tmp" for number in range(3)]
-    (tmp_path / names[0]).mkdir()
+    (tmp_path / names[0]).touch()
     (tmp_path / names[1]).symlink_to("elsewhere")
     os.mkfifo(tmp_path / names[2])
     with files.atomic_write(tmp_path / "x") as temporary:

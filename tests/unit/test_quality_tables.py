@@ -73,14 +73,14 @@ def test_only_prompts_that_all_have_seen_count_and_one_gives_no_interval():
 
 def test_what_was_exact_before_an_eviction_is_compared_to_nobody():
     """A method that waits has nothing at the first tokens; only the others' later ones count."""
-    late = row("text", 0, "waits#1", 0.3)
+    late = row("text", 0, "default", 0.3)
     late["kl"] = {"0-15": [None, 0], "16-63": [0.3, 40], "64-255": [None, 0]}
     peer = row("text", 0, "A", 0.0)
     peer["kl"] = {"0-15": [9.0, 16], "16-63": [0.6, 48], "64-255": [None, 0]}
     assert mean_kl(late) == 0.3
     assert mean_kl(peer) == pytest.approx((16 * 9.0 + 48 * 0.6) / 64)
     assert shared_kl([late, peer]) == [0.3, pytest.approx(0.6)]
-    assert against_best([late, peer], "waits", ("text",))["text"].ratio == pytest.approx(0.5)
+    assert against_best([late, peer], "default", ("text",))["text"].ratio == pytest.approx(0.5)
     gone = row("text", 0, "short", 0.0)
     gone["kl"] = dict.fromkeys(gone["kl"], [None, 0])
     assert mean_kl(gone) is None

@@ -46,7 +46,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     ("module", "function", "error"),
     [
         (os, "replace", OSError(28, "No space left on device")),
-        (tempfile, "mkstemp", PermissionError(13, "Permission denied")),
+        (tempfile, "mkdtemp", PermissionError(13, "Permission denied")),
     ],
 )
 def test_a_write_that_the_system_refuses_is_one_clear_line(

@@ -88,8 +88,8 @@ def test_a_piece_of_other_shapes_is_none(output):
 def test_a_folder_without_pieces_is_no_unfinished_work(output, left):
     """A kill before the first piece, or while what is done is deleted, leaves such a one."""
     folder = checkpoint_folder(output)
-    folder.mkdir()
-    for name in (*left, ".piece.safetensors.abcd1234.tmp"):
+    (folder / ".piece.safetensors.abcd1234.tmp" / "piece.safetensors").mkdir(parents=True)
+    for name in left:
         (folder / name).write_text('{"kind": "kvalloc.unfinished", "of": "another job"}')
     check_output(output, resume=False)
     with Checkpoint(output, JOB, resume=False) as kept:
