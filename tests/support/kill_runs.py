@@ -241,7 +241,7 @@ class Runs:
         for path, content in contents(work).items():
             if path in job.outputs and content not in (whole[path], old.get(path)):
                 raise Broken(f"{name}: a half {path} is visible after a kill")
-            passing = Path(path).name.startswith(".") or ".partial" in path
+            passing = Path(path).parts[0].startswith(".") or ".partial" in path
             if path not in job.outputs and path not in old and not passing:
                 raise Broken(f"{name}: {path} is left by a kill")
 
