@@ -8,6 +8,7 @@ from pathlib import Path
 from kvalloc.errors import InputError, no_such
 from kvalloc.files import check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.interop.attention_matching import AttentionMatching
 from kvalloc.interop.duo_attention import DuoAttention
 from kvalloc.interop.lu_kv import LUKV
 from kvalloc.interop.openvino import OpenVINO
@@ -18,7 +19,10 @@ from kvalloc.interop.vllm import VLLM
 
 TARGETS: dict[str, ExportTarget] = {
     one.name: one
-    for one in (OpenVINO(), TensorRTLLM(), VLLM(), DuoAttention(), LUKV(), CSV(), Parquet())
+    for one in (
+        *(OpenVINO(), TensorRTLLM(), VLLM(), DuoAttention(), LUKV(), AttentionMatching()),
+        *(CSV(), Parquet()),
+    )
 }
 """All of them, by name."""
 

@@ -465,6 +465,8 @@ def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("lu-kv", b"\x93NUMPY\x01\x00\x0a\x00{'descr\x00':("),
         ("csv", b"layer,head,tokens\n0\n"),
+        ("attention-matching", b'["L0H0"]'),
+        ("attention-matching", b"[" * 100_000),
         ("duo-attention", None),
         ("duo-attention", b'{"sink_size": -1e30, "recent_size": 1}'),
         ("duo-attention", b'{"sink_size": 1e999, "recent_size": 1}'),

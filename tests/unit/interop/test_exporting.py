@@ -39,6 +39,8 @@ def wide(**changes):
     ("lu-kv", make_budget_profile(HEADS, length_rule="fixed"), ["length-shares"]),
     ("lu-kv", make_budget_profile(HEADS, bits=np.full((3, 2), 4)), ["one-width"]),
     ("lu-kv", make_budget_profile(HEADS, policy=FITTED, by_prompt=True), ["plain-scores"]),
+    ("attention-matching", make_budget_profile(HEADS), []),
+    ("attention-matching", make_budget_profile(HEADS, bits=np.full((3, 2), 4)), ["one-width"]),
     ("duo-attention", make_budget_profile([[40, 5], [5, 5], [40, 40]], policy=STREAMING), []),
     ("duo-attention", make_budget_profile(HEADS), ["engine-policy", "full-or-streaming"]),
     ("tensorrt-llm", make_budget_profile([[9, 9], [7, 7], [40, 40]], policy=STREAMING,
@@ -224,6 +226,31 @@ def test_lu_kv_comes_back_at_any_total(tmp_path):
     np.save(tmp_path / "b.npy", np.full((99, 2, 2), 0.5))
     with pytest.raises(InputError, match=r"\(99, 2, 2\), expected finite ones shaped \(99, 3, 2\)"):
         target.read(tmp_path / "b.npy", profile)
+
+
+def test_attention_matching_comes_back_at_any_total(tmp_path):
+    """Its published files hold such shares; one of a model with sliding layers names the others."""
+    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=10)
+    profile = make_budget_profile([[10, 17], [9, 9], [40, 6]], shape=shape)
+    target, file = TARGETS["attention-matching"], tmp_path / "b.json"
+    export(profile, "attention-matching", file)
+    shares = json.loads(file.read_text())
+    assert list(shares) == ["L0H0", "L0H1", "L2H0", "L2H1"]
+    assert shares["L0H1"] == pytest.approx(17 / 73)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert (target.read(file, profile).budgets == profile.budgets).all()
+    half = target.read(file, full_profile(shape, 40), kept=0.5).budgets
+    assert half[[0, 2]].tolist() == [[12, 16], [40, 12]]  # 80 in all; sinks and window are 12
+    for change, words in (
+        ({"L9H0": 0.1}, "a share for each of the 4 heads L0H0 to L2H1 of"),
+        ({"L0H0": "many"}, "could not convert"),
+        ({"L0H0": None}, "must be a string or a real number"),
+        ({"L0H0": -0.1}, "shares from 0 on"),
+        (dict.fromkeys(shares, 0), "not all of them 0"),
+    ):
+        file.write_text(json.dumps(shares | change))
+        with pytest.raises(InputError, match=rf"b\.json has no head budgets of .*: .*{words}"):
+            target.read(file, profile)
 
 
 @pytest.mark.parametrize("to", ["csv", "parquet"])

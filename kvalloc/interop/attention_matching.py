@@ -1,0 +1,78 @@
+"""Attention Matching: the head budgets that its code reads, shares of all entries that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from kvalloc.accounting.rounding import apportion
+from kvalloc.errors import InputError, one_line
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.interop.target import ExportTarget, imported, with_decided, write_text
+
+
+class AttentionMatching(ExportTarget):
+    """A JSON object with ``L{layer}H{head}`` for each KV head that gets a budget.
+
+    Each number is the head's share of all entries that are kept, so that they add up to 1 and one
+    file serves every total. Layers with a sliding window are left out.
+
+    References
+    ----------
+    Fast KV Compaction via Attention Matching (Zweiger et al., arXiv 2602.16284); its code,
+    ``head_budget_optimization/head_budgets``.
+    """
+
+    name = "attention-matching"
+    summary = "Attention Matching's head budgets, .json"
+    says = "of each head its share of all entries that are kept"
+    restrictions = ("length-shares", "no-sharing", "one-width", "plain-scores")
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write the shares; see `ExportTarget.write`."""
+        names = _names(profile)
+        kept = profile.budgets[list(profile.shape.full_layers)]
+        shares = (kept / kept.sum()).ravel().tolist()
+        write_text(path, json.dumps(dict(zip(names, shares, strict=True)), indent=2))
+
+    def read(self, path: Path, like: BudgetProfile, *, kept: float | None = None) -> BudgetProfile:
+        """Read the budgets at one total; see `ExportTarget.read`.
+
+        Parameters
+        ----------
+        path : Path
+        like : BudgetProfile
+            Has the context, the policy and, unless ``kept`` says it, the total.
+        kept : float, optional
+            Share of all entries to keep, 0..1.
+        """
+        names, context = _names(like), like.context_tokens
+        try:
+            shares = json.loads(path.read_bytes())
+            if not isinstance(shares, dict) or shares.keys() != {*names}:
+                raise ValueError(
+                    f"expected a share for each of the {len(names)} heads {names[0]} to "
+                    f"{names[-1]} of {like.shape.model_id}"
+                )
+            wanted = np.array([float(shares[name]) for name in names])
+            if not (np.isfinite(wanted).all() and wanted.min() >= 0 and wanted.max() > 0):
+                raise ValueError("expected shares from 0 on, not all of them 0")
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise InputError(
+                f"{path} has no head budgets of Attention Matching: {one_line(error)}"
+            ) from error
+        full = list(like.shape.full_layers)
+        if kept is None:
+            kept = like.budgets[full].mean() / context
+        floor = min(like.policy.protected_tokens, context)
+        total = max(round(kept * wanted.size * context), floor * wanted.size)
+        rows = apportion(wanted / wanted.sum() * total, total, minimum=floor, maximum=context)
+        budgets = with_decided(like, rows.reshape(len(full), -1))
+        return imported(like, path, level="head", length_rule="proportional", budgets=budgets)
+
+
+def _names(profile: BudgetProfile) -> list[str]:
+    heads = range(profile.shape.n_kv_heads)
+    return [f"L{layer}H{head}" for layer in profile.shape.full_layers for head in heads]
