@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvalloc.models.loading import load_model as load_model
     from kvalloc.online.application import apply as apply
     from kvalloc.online.fitting import fit as fit
+    from kvalloc.online.planning import plan_batch as plan_batch
     from kvalloc.online.solving import solve_measured as solve_measured
     from kvalloc.problem import AllocationProblem as AllocationProblem
     from kvalloc.problem import Solution as Solution
@@ -49,6 +50,7 @@ _NAMES = {
     "kvalloc.models.loading": ("load_model",),
     "kvalloc.online.application": ("apply",),
     "kvalloc.online.fitting": ("fit",),
+    "kvalloc.online.planning": ("plan_batch",),
     "kvalloc.online.solving": ("solve_measured",),
     "kvalloc.problem": ("AllocationProblem", "Solution", "Solver", "Termination"),
     "kvalloc.report.page": ("write_report",),

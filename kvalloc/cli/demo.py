@@ -107,7 +107,7 @@ def demo(
     say("4. Look at it")
     every = (measured, *files.values(), results_file)
     step("report", *every, "-o", output_dir / "report.html")
-    step("plot", *every, "--what", "overview", "-o", output_dir / "demo.png")
+    step("report", *every, "--what", "overview", "-o", output_dir / "demo.png")
     say(*_lessons(first, Evaluation.load(results_file)), f"In {output_dir}: all files above.")
 
 

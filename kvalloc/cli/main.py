@@ -34,10 +34,10 @@ GROUPS = {
         "solve": "Decide how many entries each layer and KV head keeps.",
         "compare": "Show what every solver makes of one target, side by side.",
         "frontier": "Trace the best retention, or the least loss, at every size.",
+        "plan": "Show how many prompts at once, at which budget, give the most tokens a second.",
     },
     "Look at files": {
-        "report": "Write one page for a browser: budgets, curves, what was measured.",
-        "plot": "Draw budgets, curves, the frontier or what was measured, as PNG or SVG.",
+        "report": "Write a page for a browser, or a picture: budgets, curves, measured losses.",
         "inspect": "Show what a profile, a fitted file, an evaluation or a cache holds.",
         "verify": "Recompute what a budget profile states.",
         "diff": "Show which layers keep more and which keep less in the second of two profiles.",

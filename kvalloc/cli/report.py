@@ -1,9 +1,9 @@
-"""``kvalloc report``: what files hold, as one page for a browser."""
+"""``kvalloc report``: what files hold, as one page for a browser or as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
@@ -12,12 +12,15 @@ from kvalloc.units import Option, size
 
 @takes()
 def report(
-    files: list[str], *, output: Annotated[Path, Option("OUT.html")] = Path("report.html")
+    files: list[str],
+    *,
+    output: Annotated[Path, Option("OUT.html|.png|.svg")] = Path("report.html"),
+    what: Literal["budgets", "curves", "frontier", "measured", "overview"] | None = None,
 ) -> None:
-    """Write one page for a browser: budgets, curves, what was measured.
+    """Write a page for a browser, or a picture: budgets, curves, measured losses.
 
-    It shows what the bytes buy, needs no network, can be sent by mail, and has a calculator for the
-    memory of any prompt.
+    The page shows what the bytes buy, needs no network, can be sent by mail, and has a calculator
+    for the memory of any prompt. With an ending of .png or .svg one picture is drawn.
 
     Parameters
     ----------
@@ -25,21 +28,31 @@ def report(
         Score profiles, budget profiles or names of shipped ones, results of 'kvalloc eval'; all of
         one model.
     output : Path
-        The page to write.
+        The page or picture to write; its ending says which.
+    what : str
+        What a picture draws; the first of these that the files hold by default. An overview has
+        budgets, curves and what was measured side by side.
 
     Examples
     --------
     kvalloc report s.safetensors p.json -o report.html
-    kvalloc report p.json q.json result.json -o report.html
     kvalloc report smollm2-135m-instruct-retention-90 -o report.html
+    kvalloc report p.json -o budgets.png
+    kvalloc report s.safetensors p.json q.json --what frontier -o frontier.svg
     """
     from kvalloc.cli.progress import slow
-    from kvalloc.report.page import write_report
 
-    with slow("writing the report"):
-        write_report(files, output)
-    count = output.stat().st_size
-    print_result(
-        {"output": output, "file_bytes": count},
-        lambda: print(f"written {output} ({size(count)}); open it in a browser"),
-    )
+    if what is None and output.suffix in ("", ".htm", ".html"):
+        from kvalloc.report.page import write_report
+
+        with slow("writing the report"):
+            write_report(files, output)
+        count = output.stat().st_size
+        facts: dict[str, object] = {"output": output, "file_bytes": count}
+        written = f"written {output} ({size(count)}); open it in a browser"
+    else:
+        from kvalloc.report.figure import plot
+
+        drawn = plot(files, output, what)
+        facts, written = {"output": output, "what": drawn}, f"written {output}: {drawn}"
+    print_result(facts, lambda: print(written))

@@ -269,6 +269,12 @@ class Decided(Way):
         assert solved is not None  # or nothing is served so
         return solved
 
+    @property
+    def predicted_loss(self) -> float:
+        """Return the sum of single losses, times what whole caches lost beside it."""
+        solved = self.profile(None)
+        return (solved.predicted_loss or 0.0) * (solved.model_error or 1.0)
+
     def peak_bytes(self, read: Rows) -> int:
         """Return it; in chunks, values are fitted to queries that come last."""
         return self._holding_bytes(read) if read.chunked else super().peak_bytes(read)
@@ -282,7 +288,7 @@ class Decided(Way):
         solved, fitted = self.profile(tokens), load_fitted(str(self.setting.file))
         ratio, measured = solved.model_error, fitted.scores.context_tokens
         advice = f"{super().advice(tokens)}; predicted loss "
-        advice += f"{(solved.predicted_loss or 0.0) * (ratio or 1):.2g} nats a token, a sum of "
+        advice += f"{self.predicted_loss:.2g} nats a token, a sum of "
         advice += f"single losses within {gap_text(solved.gap)} of the least"
         if ratio is not None:
             advice += f", times {ratio:.2g} as whole caches measured"

@@ -25,7 +25,7 @@ from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["BOUNDED_BUDGETS", "EVERY", "Plan", "Schedule"]
+__all__ = ["BOUNDED_BUDGETS", "Plan", "Schedule", "due_after"]
 
 EVERY, OF_SEEN = 64, 16
 """Tokens after which a conversation is brought back within its budget: a full block of keys, and
@@ -33,6 +33,11 @@ where more of this share of the tokens seen, so that to do so takes the same par
 
 BOUNDED_BUDGETS = 2
 """In bounded memory so many times the budgets are kept until enough has followed a prompt."""
+
+
+def due_after(settled: int) -> int:
+    """Return after how many tokens what follows so many competes, by default."""
+    return max(EVERY, settled // OF_SEEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +223,7 @@ class Plan:
             Of a token of each row, as the model makes it: they take at most a quarter of the
             memory.
         """
-        every = self.every or max(EVERY, settled // OF_SEEN)
+        every = self.every or due_after(settled)
         if self.memory is None:
             return every
         return max(min(every, self.memory // (4 * token_bytes)), 1)

@@ -72,7 +72,7 @@ def test_every_command_that_is_shown_can_be_typed(demo):
     _, output = demo
     shown = [line.split()[2] for line in output.splitlines() if line.startswith("$ kvalloc ")]
     solved = ["solve"] * len(NAMES)
-    assert shown == ["profile", "compare", *solved, "diff", "eval", "report", "plot"]
+    assert shown == ["profile", "compare", *solved, "diff", "eval", "report", "report"]
 
 
 def test_json_has_stdout_to_itself(tmp_path):

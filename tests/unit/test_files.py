@@ -202,7 +202,7 @@ def test_a_disk_that_is_read_only(small_disk: Path) -> None:
 
 STREAMS = (
     *("budget profile", "evaluation", "report.html", "picture.png", "picture.svg"),
-    *("csv", "solve", "report", "plot", "export"),
+    *("csv", "solve", "report", "picture", "export"),
 )
 PLAIN = "score profile", "merge", "parquet", "lu-kv", "export to parquet"
 
@@ -238,7 +238,7 @@ def writer(name: str, folder: Path) -> Callable[[Path], object]:
         "merge": partial(merge, parts),
         "solve": command("solve", s, "--budget", "50%", "--solver", "greedy"),
         "report": command("report", p),
-        "plot": command("plot", p),
+        "picture": command("report", p),
         "export": command("export", p, "--to", "csv"),
         "export to parquet": command("export", p, "--to", "parquet"),
     }
@@ -247,7 +247,7 @@ def writer(name: str, folder: Path) -> Callable[[Path], object]:
 
 def output_of(name: str, folder: Path) -> Path:
     """Where it writes, with the ending that it wants."""
-    ending = {"report": ".html", "plot": ".png"}.get(name, Path(name).suffix)
+    ending = {"report": ".html", "picture": ".png"}.get(name, Path(name).suffix)
     return folder / f"output{ending}"
 
 

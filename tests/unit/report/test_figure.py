@@ -1,4 +1,4 @@
-"""Pictures as files: the demo's, and what 'kvalloc plot' draws."""
+"""Pictures as files: the demo's, and what 'kvalloc report' draws."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_plot_draws_what_is_asked_for(tmp_path, scores, what, words):
     budgets = solve(scores, budget=0.5, objective="mean", solver="uniform")
     budgets.replace(evaluation=evaluation).save(tmp_path / "p.json")
     files = (tmp_path / "s.safetensors", tmp_path / "p.json")
-    ran = run("plot", *files, "-o", tmp_path / "x.svg", *what)
+    ran = run("report", *files, "-o", tmp_path / "x.svg", *what)
     assert ran.code == 0, ran.err
     name = what[1] if what else "budgets"
     assert ran.out == f"written {tmp_path / 'x.svg'}: {name}\n"
@@ -76,4 +76,4 @@ def test_plot_refuses_what_files_do_not_hold(tmp_path, scores):
         (("-o", tmp_path / "x.gif"), ["another ending than .png and .svg"]),
         (("-o", tmp_path / "none" / "x.png"), ["does not exist"]),
     ):
-        refused(tmp_path, "plot", tmp_path / "s.safetensors", *given, words=words)
+        refused(tmp_path, "report", tmp_path / "s.safetensors", *given, words=words)

@@ -1,0 +1,219 @@
+"""Seconds of a decoding step by rows and bytes of the cache: measured, or of a named device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.loading import shape_of
+from kvalloc.runtime.making import make_cache
+from kvalloc.units import duration
+
+__all__ = ["DEVICES", "Line", "StepTimes", "device_steps", "measure_steps"]
+
+DEVICES = {
+    "a100": (2.039e12, 312e12),
+    "h100": (3.35e12, 989.4e12),
+    "h200": (4.8e12, 989.4e12),
+}
+"""Bytes of memory and products and sums at 16 bits a second, as NVIDIA's data sheets state them:
+A100 80GB SXM, H100 SXM, H200 SXM, without sparsity."""
+
+ROWS = (1, 2, 4, 8, 16, 32)
+"""Rows at which a step of the model is measured, and those of the caches that are."""
+
+CACHE_ROWS, ROUNDS, FEW_TOKENS, FOLLOWED = 8, 5, 8, 32
+"""Rows of the caches that are measured, how often each step is, tokens of a cache that takes no
+time, and tokens that have followed a prompt where what followed it is measured."""
+
+
+class Line(NamedTuple):
+    """Seconds for one row, as a line over the bytes or tokens of the row.
+
+    Attributes
+    ----------
+    fixed, each : float
+    """
+
+    fixed: float
+    each: float
+
+    def at(self, count: float) -> float:
+        """Return the seconds for a row of so many."""
+        return self.fixed + self.each * count
+
+    @classmethod
+    def through(cls, low: tuple[float, float], high: tuple[float, float]) -> Line:
+        """Return the rising line through two points, never below 0."""
+        (few, fast), (many, slow) = low, high
+        slope = min(max(slow - fast, 0.0) / (many - few), slow / many) if many > few else 0.0
+        return cls(max(slow - slope * many, 0.0), slope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What a decoding step takes: the model once for all rows, and the cache of each row.
+
+    Attributes
+    ----------
+    rows : tuple of int
+        Rows at which the model is known, rising; linear between and beyond.
+    model_seconds : tuple of float
+        A step of so many rows with an empty cache.
+    plain, kept, followed : Line
+        A step's part for a plain cache, for what a reduced one keeps, and for what has followed
+        since, over their bytes.
+    settled, entered : Line
+        What it takes that what followed competes with what is kept: over the tokens that had been
+        seen before, and what each token that followed adds.
+    source : str
+        Where the figures are from, for people.
+    """
+
+    rows: tuple[int, ...]
+    model_seconds: tuple[float, ...]
+    plain: Line
+    kept: Line
+    followed: Line
+    settled: Line
+    entered: Line
+    source: str
+
+    def of_model(self, rows: int) -> float:
+        """Return the seconds of a step of so many rows with an empty cache."""
+        if rows <= self.rows[-1]:
+            return float(np.interp(rows, self.rows, self.model_seconds))
+        (few, many), (fast, slow) = self.rows[-2:], self.model_seconds[-2:]
+        return slow + max(slow - fast, 0.0) / (many - few) * (rows - many)
+
+
+def device_steps(model: Any, name: str) -> StepTimes:
+    """Return the times of a device by its published figures: the bound that nothing is below.
+
+    The weights are read once a step, and each row's cache; products take their time where that is
+    more. What competes takes none.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    name : str
+        Of `DEVICES`.
+    """
+    bandwidth, products = DEVICES[name]
+    table = model.get_input_embeddings().weight
+    read = [own for own in model.parameters() if own is not table]
+    if model.get_output_embeddings().weight is table:
+        read.append(table)  # else one row of it is read
+    numbers, weights = sum(own.numel() for own in read), sum(own.nbytes for own in read)
+    balanced = max(round(weights / bandwidth * products / (2 * numbers)), 1)
+    rows = (1, balanced + 1, 2 * (balanced + 1))
+    once = Line(0.0, 1 / bandwidth)
+    return StepTimes(
+        rows=rows,
+        model_seconds=tuple(max(weights / bandwidth, 2 * numbers * n / products) for n in rows),
+        plain=once,
+        kept=once,
+        followed=once,
+        settled=Line(0.0, 0.0),
+        entered=Line(0.0, 0.0),
+        source=f"published figures of {name.upper()}, which no run reaches",
+    )
+
+
+@torch.inference_mode()
+def measure_steps(model: Any, profiles: tuple[BudgetProfile, BudgetProfile]) -> StepTimes:
+    """Measure what the steps of a model take where it is.
+
+    One prompt is read for each cache, and its row repeated. All that is compared runs in turns.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    profiles : tuple of BudgetProfile
+        Two whose prompts and shares differ; a plain cache reads the second one's prompt.
+
+    Returns
+    -------
+    StepTimes
+    """
+    begun, shape = time.perf_counter(), shape_of(model)
+
+    def read(cache: Any, tokens: int, rows: int) -> Callable[[int], object]:
+        """Read a prompt into a cache; return what adds as many tokens to each of its rows."""
+
+        def forward(rows: int, tokens: int) -> None:
+            ids = torch.ones((rows, tokens), dtype=torch.long, device=model.device)
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+        forward(1, tokens)
+        cache.batch_repeat_interleave(rows)
+        return lambda tokens: forward(rows, tokens)
+
+    def plain(tokens: int, rows: int) -> Callable[[int], object]:
+        return read(DynamicCache(config=model.config), tokens, rows)
+
+    lengths = [one.context_tokens for one in profiles]
+    reduced = [make_cache(model, one, allow_other_model=True) for one in profiles]
+    adding: dict[Any, Callable[[int], object]] = {rows: plain(FEW_TOKENS, rows) for rows in ROWS}
+    adding["plain"] = plain(lengths[1], CACHE_ROWS)
+    for place, cache in enumerate(reduced):
+        adding[f"reduced {place}"] = read(cache, lengths[place], CACHE_ROWS)
+    steps = {name: partial(add, 1) for name, add in adding.items()}
+    seconds = _in_turns(steps)
+
+    def of_row(name: str, step: Mapping[Any, float]) -> float:
+        return max(step[name] - step[CACHE_ROWS], 0.0) / CACHE_ROWS
+
+    def settling(place: int) -> float:
+        return _seconds(reduced[place].end_turn) / CACHE_ROWS
+
+    kept, settled = [], []
+    for place, cache in enumerate(reduced):
+        name = f"reduced {place}"
+        kept.append((cache.retained_bytes / CACHE_ROWS, of_row(name, seconds)))
+        settling(place)  # what a first time takes is not counted
+        steps[name]()
+        settled.append((lengths[place], settling(place)))
+    adding["reduced 1"](FOLLOWED)
+    followed = _in_turns({name: steps[name] for name in (CACHE_ROWS, "reduced 1")})
+    slower = of_row("reduced 1", followed) - kept[1][1]
+    longer = settling(1) - settled[1][1]
+    return StepTimes(
+        rows=ROWS,
+        model_seconds=tuple(seconds[rows] for rows in ROWS),
+        plain=Line(0.0, of_row("plain", seconds) / shape.plain_bytes(lengths[1])),
+        kept=Line.through(*kept),
+        followed=Line(0.0, max(slower, 0.0) / shape.plain_bytes(FOLLOWED)),
+        settled=Line.through(*settled),
+        entered=Line(0.0, max(longer, 0.0) / FOLLOWED),
+        source=f"measured on this {model.device.type} in {duration(time.perf_counter() - begun)}",
+    )
+
+
+def _in_turns(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
+    """Return the median seconds of each call; the first round is not counted."""
+    rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(1 + ROUNDS)]
+    return {name: statistics.median(one[name] for one in rounds[1:]) for name in calls}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes, what a device still computes included."""
+    _wait()
+    begun = time.perf_counter()
+    call()
+    _wait()
+    return time.perf_counter() - begun
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,293 @@
+"""How many rows at which share give the most tokens a second within one memory.
+
+It stands in this room because it plans what the default does here: its budgets, its bytes, its
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvalloc.accounting.costs import reading_bytes
+from kvalloc.errors import InputError, nearest, option
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.measure.step_times import DEVICES, StepTimes, device_steps, measure_steps
+from kvalloc.models.loading import shape_of
+from kvalloc.models.structure import context_limit
+from kvalloc.online.default import Default
+from kvalloc.online.solved import grid_length, share_for_loss
+from kvalloc.online.ways import Decided, Rows, Setting
+from kvalloc.runtime.layer import SPARE
+from kvalloc.runtime.options import CacheOptions
+from kvalloc.runtime.plan import due_after
+from kvalloc.shape import ModelShape
+from kvalloc.units import bytes_text, parse_bytes, share_text, size
+
+__all__ = ["BatchPlan", "PlannedBatch", "plan_batch"]
+
+BEST, STEP = 5, 1.5
+"""Settings that are given, and by how much the share grows from one to the next that is tried."""
+
+MEASURED_TOKENS = 1024
+"""Longest prompt of the caches whose steps are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBatch:
+    """A number of rows at a share, and what is predicted of them.
+
+    Attributes
+    ----------
+    rows : int
+    share : float
+        Of the bytes of a cache at 16 bits, as ``kvalloc.apply(budget=...)`` takes it; 1 for a plain
+        cache.
+    predicted_loss : float
+        Nats per token: the sum of single losses, times what whole caches lost beside it.
+    peak_bytes : int
+        What the cache takes at its peak.
+    tokens_per_second : float
+        Of all rows together, while they answer.
+    """
+
+    rows: int
+    share: float
+    predicted_loss: float
+    peak_bytes: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What to run within one memory.
+
+    Attributes
+    ----------
+    best : tuple of PlannedBatch
+        The most tokens a second first.
+    plain : PlannedBatch or None
+        As many rows of a plain cache as fit; None where not one does.
+    fitted : str
+        The fitted file that the losses are from.
+    times : StepTimes
+        What the seconds are from.
+    """
+
+    best: tuple[PlannedBatch, ...]
+    plain: PlannedBatch | None
+    fitted: str
+    times: StepTimes
+
+
+def plan_batch(
+    model: Any,
+    *,
+    memory: str | int,
+    prompt: int,
+    answer: int,
+    target_loss: float = 0.01,
+    device: str | None = None,
+    times: StepTimes | None = None,
+    fitted: str | Path | None = None,
+    allow_other_model: bool = False,
+) -> BatchPlan:
+    """Return how many rows at which share give the most tokens a second.
+
+    Bytes and losses are those of `kvalloc.apply` with that budget. A step takes the time of the
+    model, once for all rows, and that of each row's cache; and every so many tokens what followed
+    competes with what is kept.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        With a fitted file. Its steps are measured where it is, which takes seconds.
+    memory : str or int
+        Bytes that the cache may take, at its peak.
+    prompt, answer : int
+        Tokens of each row.
+    target_loss : float
+        Largest predicted loss, nats per token.
+    device : str, optional
+        Instead of measuring: ``"a100"``, ``"h100"`` or ``"h200"``, by its published figures.
+    times : StepTimes, optional
+        Instead of measuring: those of an earlier plan.
+    fitted, allow_other_model : optional
+        As `kvalloc.apply`.
+
+    Returns
+    -------
+    BatchPlan
+
+    Raises
+    ------
+    InputError
+        If the model has no fitted file, no share is predicted to lose so little, the tokens are
+        more than the model was made for, or not one row fits.
+
+    Examples
+    --------
+    >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
+    >>> plan = kvalloc.plan_batch(demo.model, memory="64MiB", prompt=1000, answer=200)
+    ... # doctest: +SKIP
+    >>> plan.best[0].rows, plan.best[0].share  # doctest: +SKIP
+    """
+    shape, room = shape_of(model), parse_bytes(memory)
+    _check(model, prompt, answer, device)
+    options = CacheOptions(fitted=fitted, allow_other_model=allow_other_model)
+    default = Default.parse(target_loss=target_loss, options=options)
+    setting = default.setting(shape)
+    if setting.file is None:
+        raise InputError(
+            f"losses are predicted from what 'kvalloc fit' measures of a model, and "
+            f"{shape.model_id} was not measured; run it once"
+        )
+    least = share_for_loss(setting.file, target_loss, grid_length(prompt))
+    ways = list(_ways(setting, least, prompt))
+    if not ways:
+        raise InputError(
+            f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
+            f"{option('target_loss', f'{target_loss:g}')}; give a larger loss or a longer prompt"
+        )
+    if times is None and device is not None:
+        times = device_steps(model, device)
+    if times is None:
+        times = measure_steps(model, _measured(setting, least, prompt))
+    loads = [Load.of(way, shape, prompt, answer) for way in ways]
+    if loads[0].peak_bytes > room:
+        raise InputError(
+            f"{option('memory', bytes_text(room))} is {size(room)}, but one row of {prompt:,} and "
+            f"{answer:,} tokens takes {size(loads[0].peak_bytes)} at its peak at "
+            f"{share_text(loads[0].share)}; give at least {loads[0].peak_bytes} bytes"
+        )
+    planned = [one.planned(room, times) for one in loads if one.peak_bytes <= room]
+    planned.sort(key=lambda one: -one.tokens_per_second)
+    plain = Load.of_plain(shape, prompt, answer)
+    return BatchPlan(
+        best=tuple(planned[:BEST]),
+        plain=plain.planned(room, times) if plain.peak_bytes <= room else None,
+        fitted=str(setting.file),
+        times=times,
+    )
+
+
+def _check(model: Any, prompt: int, answer: int, device: str | None) -> None:
+    for name, tokens in (("prompt", prompt), ("answer", answer)):
+        if tokens < 1:
+            raise InputError(f"{option(name, tokens)} is not a number of tokens; give 1 or more")
+    limit = context_limit(model)
+    if limit is not None and prompt + answer > limit:
+        raise InputError(
+            f"{option('prompt', prompt)} and {option('answer', answer)} are {prompt + answer:,} "
+            f"tokens, but the model was made for {limit:,}; give fewer"
+        )
+    if device is not None and device not in DEVICES:
+        raise InputError(
+            f"there are no figures of a device {device!r}; {nearest(device, DEVICES)}choose from "
+            f"{', '.join(DEVICES)}, or leave {option('device')} out to measure this machine"
+        )
+
+
+def _ways(setting: Setting, least: float, prompt: int) -> Iterator[Decided]:
+    """Yield how a prompt is served at shares from the least one on."""
+    share = least
+    while share < 1:
+        one = replace(setting, share=share)
+        if (length := one.solved_tokens(prompt)) is not None:
+            yield Decided(setting=one, solved_tokens=length)
+        share = round(max(STEP * share, share + 0.001), 3)
+
+
+def _measured(setting: Setting, least: float, prompt: int) -> tuple[BudgetProfile, BudgetProfile]:
+    """Return budgets at two shares for prompts of two lengths, both read in seconds."""
+    tokens = min(prompt, MEASURED_TOKENS)
+    long = [way.profile(tokens) for way in _ways(setting, least, tokens)]
+    short = [way.profile(tokens) for way in _ways(setting, least, tokens // 2)] or long
+    return short[0], long[min(2, len(long) - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What each row of a batch stores while it is read and answered.
+
+    Attributes
+    ----------
+    share, predicted_loss : float
+        As of `PlannedBatch`.
+    peak_bytes : int
+        Of one row.
+    answer : int
+        Tokens of the answer.
+    parts : tuple of (int, int, int, int)
+        Of each part of the answer between two times that what followed competes: its tokens, those
+        seen before it, the bytes that are kept, and those that have followed in the mean.
+    plain : bool
+        Whether the cache is a plain one.
+    """
+
+    share: float
+    predicted_loss: float
+    peak_bytes: int
+    answer: int
+    parts: tuple[tuple[int, int, int, int], ...]
+    plain: bool = False
+
+    @classmethod
+    def of(cls, way: Decided, shape: ModelShape, prompt: int, answer: int) -> Load:
+        """Return that of a prompt and its answer, as the default keeps them."""
+        profile = way.profile(prompt)
+        token = len(shape.full_layers) * reading_bytes(shape, 1)
+        peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
+        seen, end = prompt, prompt + answer
+        while seen < end:
+            followed, kept = min(due_after(seen), end - seen), profile.retained_bytes_at(seen)
+            parts.append((followed, seen, kept, followed * token // 2))
+            peak = max(peak, kept + (followed + followed // SPARE) * token)
+            seen += followed
+        return cls(
+            share=way.setting.share,
+            predicted_loss=way.predicted_loss,
+            peak_bytes=peak,
+            answer=answer,
+            parts=tuple(parts),
+        )
+
+    @classmethod
+    def of_plain(cls, shape: ModelShape, prompt: int, answer: int) -> Load:
+        """Return that of a plain cache, which holds all at its end."""
+        return cls(
+            share=1.0,
+            predicted_loss=0.0,
+            peak_bytes=shape.plain_bytes(prompt + answer),
+            answer=answer,
+            parts=((answer, prompt, shape.plain_bytes(prompt + answer // 2), 0),),
+            plain=True,
+        )
+
+    def planned(self, memory: int, times: StepTimes) -> PlannedBatch:
+        """Return the rows that give the most tokens a second within a memory."""
+        most = memory // self.peak_bytes
+        # between two rows that were measured the time is a line, so the best is at its ends
+        choices = [*(rows for rows in times.rows if rows < most), most]
+        speed, rows = max((self.tokens_per_second(rows, times), rows) for rows in choices)
+        return PlannedBatch(
+            rows=rows,
+            share=self.share,
+            predicted_loss=self.predicted_loss,
+            peak_bytes=rows * self.peak_bytes,
+            tokens_per_second=speed,
+        )
+
+    def tokens_per_second(self, rows: int, times: StepTimes) -> float:
+        """Return the tokens of all rows over the seconds of their answers."""
+        seconds = self.answer * times.of_model(rows)
+        for tokens, seen, kept, followed in self.parts:
+            if self.plain:
+                seconds += rows * tokens * times.plain.at(kept)
+            else:
+                step = times.kept.at(kept) + times.followed.at(followed)
+                competing = times.settled.at(seen) + times.entered.at(tokens)
+                seconds += rows * (tokens * step + competing)
+        return rows * self.answer / seconds
