@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ A100 80GB SXM, H100 SXM, H200 SXM, without sparsity."""
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows at which a step of the model is measured, and those of the caches that are."""
 
-CACHE_ROWS, ROUNDS, FEW_TOKENS, FOLLOWED = 8, 5, 8, 32
+CACHE_ROWS, ROUNDS, FEW_TOKENS, FOLLOWED = 8, 6, 8, 32
 """Rows of the caches that are measured, how often each step is, tokens of a cache that takes no
 time, and tokens that have followed a prompt where what followed it is measured."""
 
@@ -173,20 +172,22 @@ def measure_steps(model: Any, profiles: tuple[BudgetProfile, BudgetProfile]) -> 
     def of_row(name: str, step: Mapping[Any, float]) -> float:
         return max(step[name] - step[CACHE_ROWS], 0.0) / CACHE_ROWS
 
-    def settling(place: int) -> float:
-        return _seconds(reduced[place].end_turn) / CACHE_ROWS
+    def settling(place: int, followed: int) -> float:
+        taken = []
+        for _ in range(2):
+            adding[f"reduced {place}"](followed)
+            taken.append(_seconds(reduced[place].end_turn))
+        return min(taken) / CACHE_ROWS
 
-    kept, settled = [], []
-    for place, cache in enumerate(reduced):
-        name = f"reduced {place}"
-        kept.append((cache.retained_bytes / CACHE_ROWS, of_row(name, seconds)))
-        settling(place)  # what a first time takes is not counted
-        steps[name]()
-        settled.append((lengths[place], settling(place)))
+    kept = [
+        (cache.retained_bytes / CACHE_ROWS, of_row(f"reduced {place}", seconds))
+        for place, cache in enumerate(reduced)
+    ]
+    settled = [(tokens, settling(place, 1)) for place, tokens in enumerate(lengths)]
+    longer = settling(1, FOLLOWED) - settled[1][1]
     adding["reduced 1"](FOLLOWED)
     followed = _in_turns({name: steps[name] for name in (CACHE_ROWS, "reduced 1")})
     slower = of_row("reduced 1", followed) - kept[1][1]
-    longer = settling(1) - settled[1][1]
     return StepTimes(
         rows=ROWS,
         model_seconds=tuple(seconds[rows] for rows in ROWS),
@@ -200,9 +201,9 @@ def measure_steps(model: Any, profiles: tuple[BudgetProfile, BudgetProfile]) -> 
 
 
 def _in_turns(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
-    """Return the median seconds of each call; the first round is not counted."""
-    rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(1 + ROUNDS)]
-    return {name: statistics.median(one[name] for one in rounds[1:]) for name in calls}
+    """Return the least seconds of each call: others on the machine can only add to them."""
+    rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
+    return {name: min(one[name] for one in rounds) for name in calls}
 
 
 def _seconds(call: Callable[[], object]) -> float:
