@@ -151,10 +151,6 @@ def plan_batch(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', f'{target_loss:g}')}; give a larger loss or a longer prompt"
         )
-    if times is None and device is not None:
-        times = device_steps(model, device)
-    if times is None:
-        times = measure_steps(model, _measured(setting, least, prompt))
     loads = [Load.of(way, shape, prompt, answer) for way in ways]
     if loads[0].peak_bytes > room:
         raise InputError(
@@ -162,6 +158,10 @@ def plan_batch(
             f"{answer:,} tokens takes {size(loads[0].peak_bytes)} at its peak at "
             f"{share_text(loads[0].share)}; give at least {loads[0].peak_bytes} bytes"
         )
+    if times is None and device is not None:
+        times = device_steps(model, device)
+    if times is None:
+        times = measure_steps(model, _measured(setting, least, prompt))
     planned = [one.planned(room, times) for one in loads if one.peak_bytes <= room]
     planned.sort(key=lambda one: -one.tokens_per_second)
     plain = Load.of_plain(shape, prompt, answer)
