@@ -31,6 +31,9 @@ __all__ = ["BatchPlan", "PlannedBatch", "plan_batch"]
 BEST, STEP = 5, 1.5
 """Settings that are given, and by how much the share grows from one to the next that is tried."""
 
+LARGE = 0.6
+"""A share that loses about as little as any."""
+
 MEASURED_TOKENS = 1024
 """Longest prompt of the caches whose steps are measured."""
 
@@ -147,16 +150,19 @@ def plan_batch(
     least = share_for_loss(setting.file, target_loss, grid_length(prompt))
     ways = list(_ways(setting, least, prompt))
     if not ways:
+        known = [way.predicted_loss for way in _ways(setting, LARGE, prompt)]
+        way_out = f"about {min(known):.2g} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
-            f"{option('target_loss', f'{target_loss:g}')}; give a larger loss or a longer prompt"
+            f"{option('target_loss', f'{target_loss:g}')}; {way_out}"
         )
     loads = [Load.of(way, shape, prompt, answer) for way in ways]
     if loads[0].peak_bytes > room:
         raise InputError(
             f"{option('memory', bytes_text(room))} is {size(room)}, but one row of {prompt:,} and "
             f"{answer:,} tokens takes {size(loads[0].peak_bytes)} at its peak at "
-            f"{share_text(loads[0].share)}; give at least {loads[0].peak_bytes} bytes"
+            f"{share_text(loads[0].share)}; give at least "
+            f"{option('memory', bytes_text(loads[0].peak_bytes))}"
         )
     if times is None and device is not None:
         times = device_steps(model, device)
