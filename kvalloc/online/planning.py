@@ -133,8 +133,8 @@ def plan_batch(
     Examples
     --------
     >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
-    >>> plan = kvalloc.plan_batch(demo.model, memory="64MiB", prompt=1000, answer=200)
-    ... # doctest: +SKIP
+    >>> size = {"prompt": 1000, "answer": 200}
+    >>> plan = kvalloc.plan_batch(demo.model, memory="64MiB", **size)  # doctest: +SKIP
     >>> plan.best[0].rows, plan.best[0].share  # doctest: +SKIP
     """
     shape, room = shape_of(model), parse_bytes(memory)
