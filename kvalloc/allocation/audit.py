@@ -107,7 +107,8 @@ def verify(
     request = Request.read(profile, name)
     curves = RequestCurves(scores=scores, request=request, biased=profile.policy.biased)
     problem = problem_of(curves)
-    tokens, is_option, choice = _choice_of(profile, problem)
+    tokens, here = _options_of(profile, problem)
+    is_option, choice = here.any(axis=1), choice_of(profile, problem)
     objective, written = problem.objective(choice), _objective_text(request, problem)
     return [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
@@ -216,19 +217,29 @@ def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile
     ]
 
 
-def _choice_of(
+def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> IntArray:
+    """Return the options that a profile's budgets are, or the nearest below where they are none.
+
+    Returns
+    -------
+    ndarray of int64, (n_units,)
+    """
+    tokens, here = _options_of(profile, problem)
+    choice = np.where(here.any(axis=1), np.argmax(here, axis=1), problem.options_within(tokens))
+    return choice.astype(np.int64)
+
+
+def _options_of(
     profile: BudgetProfile, problem: AllocationProblem
-) -> tuple[IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]], IntArray]:
+) -> tuple[IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
+    """Return each unit's budget, and which of its options that is."""
     heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
     tokens: IntArray = profile.budgets[problem.layers, heads]
     table = np.full_like(profile.budgets, 16) if profile.bits is None else profile.bits
     here = problem.tokens == tokens[:, None]
     if problem.bits is not None:
         here = here & (problem.bits == table[problem.layers, heads][:, None])
-    is_option = here.any(axis=1)
-    # Where it is none, the nearest below stands for it.
-    choice = np.where(is_option, np.argmax(here, axis=1), problem.options_within(tokens))
-    return tokens, is_option, choice.astype(np.int64)
+    return tokens, here
 
 
 def _side_checks(

@@ -14,19 +14,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.allocation.audit import BOUND, Check, choice_of
 from kvalloc.allocation.decision import decide, solver_of
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.request import Request, RequestOptions, Target
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import DUAL, CheckedSolution, prove, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, no_such, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.shipped_profiles import load_scores
+from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
@@ -42,8 +43,26 @@ from kvalloc.units import parse_bytes
 
 Fairness = Literal["sum", "worst"]
 
-Bound = tuple[float, str]
-"""A bound, and what proves it: ``"dual"``, or a solver by name."""
+
+class Bound(NamedTuple):
+    """A bound on what keeps all floors, and what proves it.
+
+    Attributes
+    ----------
+    value : float
+    source : str
+        ``"dual"``, or the solver on whose word it stands.
+    scales : tuple of float
+        By how much the members' weights are raised for their floors, see the module.
+    prices : tuple of float
+        Of the memory and of each cap, where they prove more than kvalloc's own; may be empty.
+    """
+
+    value: float
+    source: str
+    scales: tuple[float, ...]
+    prices: tuple[float, ...]
+
 
 MAX_VALUES = 2**27
 """Largest number of values where the worst member counts: those of each member, for all units."""
@@ -63,6 +82,8 @@ class Pool(list[BudgetProfile]):
         the memory can beat.
     bound_source : str
         ``"dual"``, or the solver on whose word the bound stands.
+    scales, prices : tuple of float
+        With which the bound is computed again, see `Bound`.
     """
 
     def __init__(
@@ -70,7 +91,8 @@ class Pool(list[BudgetProfile]):
     ) -> None:
         super().__init__(profiles)
         self.fairness, self.objective = fairness, objective
-        self.bound, self.bound_source = max(bound[0], objective), bound[1]
+        self.bound, self.bound_source = max(bound.value, objective), bound.source
+        self.scales, self.prices = bound.scales, bound.prices
 
     @property
     def gap(self) -> float | None:
@@ -156,11 +178,125 @@ def solve_pool(
         one.profile(one.posed.problem.cost(part), chosen, time_limit) for one, part in parts
     ]
     values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
-    objective = min(values) if worst else math.fsum(values)
-    pool = Pool(profiles, fairness, objective, bound)
+    pool = Pool(profiles, fairness, _together(values, worst), bound)
     stated = {"memory": memory_bytes, "members": len(read), **vars(pool)}
-    pool[:] = [one.replace(requested={**one.requested, "pool": stated}) for one in pool]
+    stated |= {"weights": [one.weight for one in read], "floors": [one.floor for one in read]}
+    pool[:] = [
+        one.replace(requested={**one.requested, "pool": {**stated, "member": place}})
+        for place, one in enumerate(pool, 1)
+    ]
     return pool
+
+
+def verify_pool(
+    profiles: Sequence[BudgetProfile | str | Path], scores: Sequence[ScoreProfile | str | Path]
+) -> list[Check]:
+    """Recompute what the profiles of a pool state of it, from their score profiles alone.
+
+    `kvalloc.allocation.audit.verify` recomputes what each states of its own part.
+
+    Parameters
+    ----------
+    profiles : sequence of BudgetProfile, str or Path
+        All that `solve_pool` returned, in any order.
+    scores : sequence of ScoreProfile, str or Path
+        Those that they were decided from, in the same order.
+
+    Returns
+    -------
+    list of Check
+        That all state the same pool, memory, floors, objective and bound. A bound beyond the dual
+        one is not proven again: it stands on the word of its solver.
+
+    Raises
+    ------
+    InputError
+        If they are not the profiles of one pool, or do not say what was requested.
+    """
+    loaded = [load_profile(one) for one in profiles]
+    pools: list[Any] = [one.requested.get("pool") for one in loaded]
+    try:
+        order = sorted(range(len(pools)), key=lambda at: pools[at]["member"])
+        stated = {key: value for key, value in pools[order[0]].items() if key != "member"}
+        places, memory = [pools[at]["member"] for at in order], int(stated["memory"])
+        weights, floors = map(float, stated["weights"]), stated["floors"]
+        scales, prices = (tuple(map(float, stated[key])) for key in ("scales", "prices"))
+        members = [
+            _Member.again(loaded[at], load_scores(scores[at]), memory, *each)
+            for at, *each in zip(order, weights, floors, strict=True)
+        ]
+        worst, objective, bound = stated["fairness"] == "worst", *_numbers(stated)
+        source = str(stated["bound_source"])
+        if places != [*range(1, len(pools) + 1)] or len(scales) != len(members):
+            raise ValueError(f"members {places}")
+        # Anything else proves nothing.
+        if any(
+            scale < 1 or (scale > 1 and one.floor is None)
+            for one, scale in zip(members, scales, strict=True)
+        ):
+            raise ValueError(f"weights raised by {scales}")
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(
+            f"these {len(loaded)} profiles are not one pool: {one_line(error, 80)}; give the "
+            "folder that 'kvalloc solve' wrote, and the score profile of each member"
+        ) from error
+    same = all({**one, "member": 0} == {**stated, "member": 0} for one in pools if one)
+    checks = [Check("pool", f"of {len(members)} members", "all say so" if same else "others", same)]
+    parts = [at.requested["value"] for at in loaded]
+    fits = sum(parts) <= memory
+    checks.append(Check("memory", f"{memory:,} bytes", f"{sum(parts):,} bytes", fits))
+    choices = [
+        choice_of(loaded[at], one.posed.problem) for at, one in zip(order, members, strict=True)
+    ]
+    values = [
+        one.posed.problem.objective_value(choice)
+        for one, choice in zip(members, choices, strict=True)
+    ]
+    for one, value in zip(members, values, strict=True):
+        if one.floor is not None:
+            kept = value >= one.floor - VALUE_TOLERANCE
+            checks.append(Check(f"floor of {one.name}", repr(one.floor), repr(value), kept))
+    weighed = [one.weight * value for one, value in zip(members, values, strict=True)]
+    reached = _together(weighed, worst)
+    slack = VALUE_TOLERANCE * max(1.0, abs(reached))
+    close = abs(reached - objective) <= slack
+    checks.append(Check("objective", repr(objective), repr(reached), close))
+    joint = _scaled(_joint(members, memory, worst), members, np.array(scales))
+    paid = _paid(members, scales)
+    proof = prove(joint, np.concatenate(choices), prices)
+    dual = max(proof.bound - paid, reached)
+    proven = abs(bound - dual) <= slack
+    beaten = bound < reached - slack or bool(proof.beating(joint, bound + paid))
+    word = "" if proven or source == DUAL else f"; not proven again: {source}'s word"
+    passed = not beaten and (proven or (source != DUAL and bound <= dual))
+    found = "a better choice" if beaten else f"{dual!r} by duality{word}"
+    return [*checks, Check(BOUND, repr(bound), found, passed, proven)]
+
+
+def _numbers(stated: Mapping[str, Any]) -> tuple[float, float]:
+    return float(stated["objective"]), float(stated["bound"])
+
+
+def _together(values: Sequence[float], worst: bool) -> float:
+    """Return what the values of all members make."""
+    return min(values) if worst else math.fsum(values)
+
+
+def _scaled(
+    joint: AllocationProblem, members: Sequence[_Member], scales: FloatArray
+) -> AllocationProblem:
+    """Return the problem of all members with other weights of each."""
+    units = [one.posed.problem.n_units for one in members]
+    return joint.replace(weights=joint.weights * np.repeat(scales, units))
+
+
+def _paid(members: Sequence[_Member], scales: Sequence[float]) -> float:
+    """Return what raised weights make of the floors, by which the bound is lower."""
+    return math.fsum(
+        (scale - 1) * one.weight * one.floor
+        for one, scale in zip(members, scales, strict=True)
+        if one.floor is not None
+    )
 
 
 def _objective(keywords: Mapping[str, Any]) -> str | None:
@@ -208,6 +344,21 @@ class _Member:
             posed=pose(scores, request, problem),
             weight=float(weight),
             floor=None if floor is None else floor.needed_value,
+        )
+
+    @classmethod
+    def again(
+        cls, profile: BudgetProfile, scores: ScoreProfile, memory: int, weight: float, floor: Any
+    ) -> _Member:
+        """Return the member whose part a profile is."""
+        profile.shape.require_same_model(scores.shape)
+        request = Request.read(profile, "a profile of the pool")
+        request = replace(request, target=Target.of({"memory": memory}))
+        return cls(
+            name=f"member {profile.requested['pool']['member']} of the pool",
+            posed=pose(scores, request),
+            weight=weight,
+            floor=None if floor is None else float(floor),
         )
 
     @property
@@ -326,10 +477,10 @@ def _best(
         return solve_problem(problem, solver, time_limit_seconds=left)
 
     def weighted(scales: FloatArray) -> tuple[IntArray, Bound]:
-        answer = solved(joint.replace(weights=joint.weights * np.repeat(scales, sizes)))
+        answer = solved(_scaled(joint, members, scales))
         assert answer.bound is not None  # a bound by duality at least
-        paid = ((scales[at] - 1) * members[at].weight * floor for at, floor in floors.items())
-        return answer.choice, (answer.bound - math.fsum(paid), answer.bound_source)
+        value, used = answer.bound - _paid(members, scales.tolist()), tuple(scales.tolist())
+        return answer.choice, Bound(value, answer.bound_source, used, answer.prices)
 
     def keeps(choice: IntArray, at: int) -> bool:
         part = np.split(choice, np.cumsum(sizes)[:-1])[at]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,20 @@ NOT_PROVEN = 3
 
 @takes()
 def verify(
-    profile: str, scores: Path, resolve: bool = False, time_limit: float | None = None
+    profile: str, scores: list[str], resolve: bool = False, time_limit: float | None = None
 ) -> None:
     """Recompute what a budget profile states.
 
     Objective, bytes, target, constraints and bound, from the two files alone. Exit code 1 if a
     statement is not true, 3 if none is false but only a solver's word stands for the bound.
+    Of several that share a memory: the folder of all, and what they were decided from.
 
     Parameters
     ----------
+    profile : str
+        A budget profile, or the folder of several that share a memory.
+    scores : list of str
+        The score profile that it was decided from, or all of them.
     resolve : bool
         Solve once more, with another back end than the one that decided.
     time_limit : float
@@ -40,16 +46,33 @@ def verify(
     kvalloc verify p.json s.safetensors
     kvalloc verify p.json s.safetensors --resolve --time-limit 60
     kvalloc verify p.json s.safetensors --json
+    kvalloc verify folder a.safetensors b.safetensors
     """
     from kvalloc.allocation.audit import is_proven
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of
 
-    if (kind_of(profile), kind_of(scores)) == ("score profile", "budget profile"):
-        raise InputError(f"the two files are swapped; write: kvalloc verify {scores} {profile}")
-    checks = recompute(profile, scores, resolve=resolve, time_limit=time_limit)
+    profiles = [profile]
+    if scores[1:] or Path(profile).is_dir():
+        profiles = [str(Path(profile) / f"{Path(one).stem}.json") for one in scores]
+    elif (kind_of(profile), kind_of(scores[0])) == ("score profile", "budget profile"):
+        raise InputError(f"the two files are swapped; write: kvalloc verify {scores[0]} {profile}")
+    pairs = zip(profiles, scores, strict=True)
+    groups = [
+        (Path(its).stem, recompute(one, its, resolve=resolve, time_limit=time_limit))
+        for one, its in pairs
+    ]
+    if several := len(profiles) > 1:
+        from kvalloc.allocation.pool import verify_pool
+
+        groups.append(("together", verify_pool(profiles, scores)))
+    checks = [
+        replace(check, name=f"{name}: {check.name}") if several else check
+        for name, own in groups
+        for check in own
+    ]
     passed = all(check.passed for check in checks)
-    proven = passed and is_proven(checks)
+    proven = passed and all(is_proven(own) for _, own in groups)
     facts = {"passed": passed, "proven": proven, "checks": checks}
     print_result(facts, lambda: _show(checks))
     if not passed:

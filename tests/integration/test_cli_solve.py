@@ -367,6 +367,19 @@ def test_several_score_profiles_share_a_memory(tmp_path):
     assert ran.json["objective"] == min(one.retention for one in saved)
     assert ran.json["bound"] == saved[1].requested["pool"]["bound"]
     assert run("verify", tmp_path / "out" / "a.json", files[0]).code == 0
+    together = run("verify", tmp_path / "out", *files, "--json")
+    assert together.json["passed"]
+    assert together.code == (0 if together.json["proven"] else 3)
+    assert {one["name"].split(":")[0] for one in together.json["checks"]} == {"a", "b", "together"}
+    lie = {**saved[1].requested["pool"], "objective": 0.99, "bound": 0.99}
+    saved[1].replace(requested={**saved[1].requested, "pool": lie}).save(tmp_path / "out/b.json")
+    ran = run("verify", tmp_path / "out", *files)
+    assert ran.code == 1
+    assert "WRONG  together: pool" in ran.out
+    assert (
+        "out/s.json: no such"
+        in run("verify", tmp_path / "out", files[0], tmp_path / "s.safetensors").err
+    )
     assert "no split of the memory reaches more" in run(*asked, "-o", tmp_path / "out").out
 
 

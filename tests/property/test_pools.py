@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from factories import make_losses, make_scores, make_shape
 
-from kvalloc import solve_pool
+from kvalloc import solve, solve_pool
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.pool import verify_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem
 
@@ -119,7 +121,44 @@ def test_a_pool_is_what_every_choice_of_all_members_says(
             assert profile.retention >= floor - SLACK
             assert all(check.passed and check.proven for check in verify(profile, scores))
             assert profile.requested["pool"]["bound"] == pool.bound
+        checks = verify_pool(pool[::-1], members[::-1])
+        assert all(check.passed for check in checks), checks
+        assert checks[-1].proven == (pool.bound_source == "dual")
+        lies = {"objective": best + 0.01, "bound": best - 0.01, "weights": [0.3] * len(members)}
+        if pool.bound_source == "dual" and pool.gap > 1e-6:  # nothing is known to beat it
+            lies["floors"] = [0.99, *[None] * (len(members) - 1)]
+            checks = verify_pool(stating(pool, bound=pool.objective), members)
+            assert [check.name for check in checks if not check.passed] == ["bound"]
+        for name, lie in lies.items():
+            checks = verify_pool(stating(pool, **{name: lie}), members)
+            assert not all(check.passed for check in checks), (name, checks)
     assert met >= 3
+
+
+def stating(pool: list[BudgetProfile], **lies: Any) -> list[BudgetProfile]:
+    """The same budgets, with other statements about the pool."""
+    return [
+        one.replace(requested={**one.requested, "pool": {**one.requested["pool"], **lies}})
+        for one in pool
+    ]
+
+
+def test_what_is_not_one_pool_is_refused() -> None:
+    pool = solve_pool([(A, {}, 1.0), (make_scores(2), {}, 2.0)], memory="8000B")
+    scores = [A, make_scores(2)]
+    assert all(check.passed for check in verify_pool(pool, scores))
+    for profiles in (pool[:1], [pool[0], pool[0]], [pool[0], solve(A, budget="50%")]):
+        with pytest.raises(InputError, match="are not one pool"):
+            verify_pool(profiles, scores[: len(profiles)])
+    for lies in (
+        {"weights": "many"},
+        {"scales": None},
+        {"scales": [1, 2]},
+        {"memory": "inf"},
+        {"floors": [[], []]},
+    ):
+        with pytest.raises(InputError, match="are not one pool"):
+            verify_pool(stating(pool, **lies), scores)
 
 
 A, LOSSES = make_scores(1), make_losses(1)
