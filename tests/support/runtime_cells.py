@@ -191,11 +191,23 @@ class Setting:
         self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
 
     def settle(self, cache: Any, shadow: Any, mask: Any = None) -> Any:
-        """Give a policy that waits for tokens those; returns the mask that covers them, too."""
+        """Give a policy that waits for tokens those; returns the mask that covers them, too.
+
+        Where memory is bounded twice the budgets wait, and what goes later is among them.
+        """
         if not (awaited := cache.awaited_tokens):
             return mask
+        early, followed = tiny.kept_of(cache), cache.get_seq_length()
+        if self.mode == "bounded" and mask is None and not self.profile.by_prompt:
+            full = list(self.profile.shape.full_layers)
+            twice = np.minimum(2 * self.profile.budgets[full], CONTEXT)
+            assert (cache.kept_tokens_by_row[:, full] == twice).all()
         self.ask(awaited, cache, shadow, mask)
         assert not cache.awaited_tokens
+        for layer, kept in tiny.kept_of(cache).items() if self.mode == "bounded" else ():
+            for place in np.ndindex(*kept.shape[:2]):
+                prompted = kept[place][kept[place] < followed].tolist()
+                assert {*prompted} <= {*early[layer][place].tolist(), -1}
         self.follow(shadow, cache)
         return mask if mask is None else torch.nn.functional.pad(mask, (0, awaited), value=1)
 

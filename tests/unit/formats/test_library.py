@@ -20,10 +20,6 @@ from kvalloc.online.solved import solve_share
 README = Path(__file__).parents[3] / "profiles" / "README.md"
 
 
-def test_something_ships() -> None:
-    assert kvalloc.shipped_profiles()
-
-
 @pytest.mark.parametrize("name", kvalloc.shipped_profiles())
 def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     profile = kvalloc.load_profile(name)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
 from prompt_runs import run
 
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.prompt import State
 
 CONTEXT, AWAITED = 90, 5
 
@@ -44,35 +42,6 @@ def adding(scorer: str) -> Any:
         return late(model).replace(policy=policy)
 
     return kind
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("chunk", [CONTEXT, 25])
-def test_twice_the_budget_is_kept_until_enough_has_followed(
-    family: str, level: str, chunk: int
-) -> None:
-    model = tiny.tiny_model(family)
-    profile, ids = late(model, level), tiny.prompt(CONTEXT, 2)
-    cache = make_cache(model, profile, bounded=True, prompt_tokens=CONTEXT)
-    shadow, full = tiny.Shadow(model), list(profile.shape.full_layers)
-    budgets = profile.budgets_for(CONTEXT)[full]
-    for part in ids.split(chunk, dim=1):
-        assert tiny.worst(run(model, part, cache), shadow.logits(part)) < 1e-4
-        shadow.follow(cache)
-    assert cache.state is State.HELD
-    assert (cache.kept_tokens[full] == np.minimum(2 * budgets, CONTEXT)).all()
-    early = tiny.kept_of(cache)
-    for tokens in (3, 2, 1, 6):
-        asked = tiny.prompt(tokens, 2, seed=tokens)
-        assert tiny.worst(run(model, asked, cache), shadow.logits(asked)) < 1e-4
-        shadow.follow(cache)
-    followed = cache.get_seq_length() - CONTEXT
-    assert (cache.kept_tokens[full] - followed == budgets).all()
-    for layer, kept in tiny.kept_of(cache).items():
-        for row, head in np.ndindex(2, 2):
-            before = set(early[layer][row, head].tolist())
-            assert set(kept[row, head].tolist()) <= before | {-1}
 
 
 @pytest.mark.parametrize(

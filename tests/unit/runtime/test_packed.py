@@ -69,19 +69,6 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
             assert own.positions.tolist() == list(range(table[row, head]))
 
 
-def test_four_bits_by_hand() -> None:
-    """Channel by channel for keys: 16 equal steps from the least to the largest number."""
-    keys = torch.tensor([[0.0, -3.0], [15.0, 0.0], [7.4, 12.0]])
-    values = torch.tensor([[0.0, 30.0], [1.0, 1.0], [-1.0, 0.0]])
-    entries = of_one_head(keys, values, 4)
-    found = entries.piece(0, 0)
-    assert found.keys.tolist() == [[0.0, -3.0], [15.0, 0.0], [7.0, 12.0]]
-    assert found.values[1].tolist() == [1.0, 1.0]
-    assert found.values[0].tolist() == [0.0, 30.0]
-    codes = entries.parts[0]
-    assert codes.keys.tolist() == [[0], [15 + 16 * 3], [7 + 16 * 15]]
-
-
 def test_three_bits_by_hand() -> None:
     """Keys at 4 bits; of values, turned by Hadamard's matrix, eight codes in three bytes."""
     sign = torch.tensor([[1.0, 1], [1, -1]])
@@ -101,21 +88,6 @@ def test_three_bits_by_hand() -> None:
     assert torch.allclose(entries.piece(0, 0).values, values, atol=1e-2)
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
-
-
-def test_five_bits_by_hand() -> None:
-    """Eight codes of a key in five bytes; values as at 4 bits, not turned."""
-    codes = [0, 31, 1, 17, 2, 30, 5, 9]
-    keys = torch.tensor([codes, [31, 0, 31, 31, 31, 0, 31, 31], [0, 31, 0, 0, 0, 31, 0, 0]])
-    values = torch.tensor([[0.0, 15, 1, 2, 3, 4, 5, 6]]).expand(3, 8)
-    entries = of_one_head(keys.float(), values, 5)
-    (stored,) = entries.parts
-    word = sum(code << 5 * place for place, code in enumerate(codes))
-    assert stored.keys[0].tolist() == list(word.to_bytes(5, "little"))
-    assert stored.values[0, :4].tolist() == [240, 33, 67, 101]
-    assert stored.values.shape == (3, 4 + 4)
-    assert torch.equal(entries.piece(0, 0).keys, keys.float())
-    assert torch.equal(entries.piece(0, 0).values, values)
 
 
 @settings(deadline=None, max_examples=50)
