@@ -421,7 +421,10 @@ def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
     elif ending == ".svg":
         drawn = vl_convert.vegalite_to_svg(whole).encode()
     else:
-        raise InputError(f"{path} has another ending than .png and .svg; a picture is one of them")
+        raise InputError(
+            f"{path} has another ending than .png and .svg; a picture is one of them, "
+            "and a page is .html"
+        )
     with atomic_write(path, stream=True) as temporary:
         temporary.write_bytes(drawn)
 

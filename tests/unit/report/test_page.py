@@ -129,7 +129,7 @@ def test_what_does_not_belong_together_or_is_no_file_of_ours_is_refused(files, t
     ):
         refused(tmp_path, "report", *given, *out, words=words)
     refused(tmp_path, "report", other, "-o", tmp_path / "none" / "r.html", words=["does not exist"])
-    refused(tmp_path, "report", other, "-o", other, words=["another ending than .html"])
+    refused(tmp_path, "report", other, "-o", other, words=["another ending than .png", ".html"])
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
