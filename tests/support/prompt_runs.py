@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,13 @@ def head_entries(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
     """The columns that one head keeps of a row."""
     kept: list[int] = cache.kept_indices(layer)[row, head].tolist()
     return [place for place in kept if place >= 0]
+
+
+def padding_mask(lengths: Sequence[int], side: str = "left") -> torch.Tensor:
+    """A mask, (batch, longest), of rows of these lengths that are padded on one side."""
+    longest, count = max(lengths), torch.tensor(lengths)[:, None]
+    shown = torch.arange(longest) < count
+    return (shown.flip(1) if side == "left" else shown).long()
 
 
 def padded_rows(

@@ -19,6 +19,7 @@ import pytest
 import runtime_oracle as tiny
 import torch
 from kernel_choice import WITH, WITHOUT
+from prompt_runs import padding_mask
 from scorer_oracle import SCORERS
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -268,7 +269,7 @@ def several_turns(at: Setting) -> None:
 
 def padded_turns(at: Setting) -> None:
     """Rows of different length, and turns of which one row has fewer tokens, or none."""
-    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
+    mask = padding_mask(LENGTHS)
     cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
     at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), mask)
     at.follow(shadow, cache)
@@ -325,16 +326,15 @@ def unannounced_chunks(at: Setting) -> None:
 
 
 def padded(at: Setting, side: str) -> None:
-    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
-    mask = (columns >= CONTEXT - count) if side == "left" else (columns < count)
+    mask = padding_mask(LENGTHS, side)
     cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
-    at.near(at.run(ids, cache, mask.long()), shadow.logits(ids, mask.long()), mask)
+    at.near(at.run(ids, cache, mask), shadow.logits(ids, mask), mask)
     at.follow(shadow, cache)
     # On the right, padding fills the sliding windows of what is read after a shorter row.
     if at.mode != "late" or at.profile.shape.sliding_window is None or side == "left":
         at.as_alone(cache, ids, mask)
     awaited = cache.awaited_tokens
-    after = at.settle(cache, shadow, mask.long())
+    after = at.settle(cache, shadow, mask)
     at.met(cache, LENGTHS, mask)
     if side == "left" and awaited:
         at.as_alone(cache, ids, mask, awaited)
@@ -350,7 +350,7 @@ def different_lengths(at: Setting) -> None:
 
 
 def padded_chunks(at: Setting) -> None:
-    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
+    mask = padding_mask(LENGTHS)
     cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
     seen = 0
     for part in tiny.prompt(CONTEXT, BATCH).split(25, dim=1):

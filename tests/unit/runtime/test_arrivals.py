@@ -8,24 +8,17 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import run
+from prompt_runs import padding_mask, run
 
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 
 CONTEXT = 150
-LENGTHS = (CONTEXT, 97, 30)
 
 
 def profile_of(model: Any, level: str, share: float = 0.5) -> Any:
     profile = tiny.make_profile(model, CONTEXT, share)
     return tiny.by_head(profile, spread=40) if level == "head" else profile
-
-
-def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
-    """An attention mask, (batch, longest)."""
-    columns, count = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
-    return ((columns < count) if side == "right" else (columns >= max(lengths) - count)).long()
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options: dict[str, An
     """Also where what each chunk brings is added up, and where policies look back over chunks."""
     model, tokens = tiny.tiny_model(), 97
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ids, mask = tiny.prompt(CONTEXT, 2), padding("left", (CONTEXT, tokens))
+    ids, mask = tiny.prompt(CONTEXT, 2), padding_mask((CONTEXT, tokens))
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = make_cache(model, profile, prompt_tokens=CONTEXT, **options)
     alone = make_cache(model, profile, prompt_tokens=tokens, **options)

@@ -25,11 +25,6 @@ CONTEXT = 90
 
 
 @pytest.fixture
-def model() -> Any:
-    return tiny.tiny_model()
-
-
-@pytest.fixture
 def profile(model: Any) -> Any:
     return tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import follow, head_entries, noted_repetitions, read, run
+from prompt_runs import follow, head_entries, noted_repetitions, padding_mask, read, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
@@ -163,8 +163,7 @@ def test_nothing_of_a_repetition_stays() -> None:
 def test_a_padded_row_keeps_what_it_would_keep_alone(name: str, side: str, positions: bool) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 3)
     lengths = (CONTEXT, 41, 67)
-    columns, count = torch.arange(CONTEXT), torch.tensor(lengths)[:, None]
-    mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
+    mask = padding_mask(lengths, side)
     profile = profile_of(model, name)
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
     cache, chunked = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)

@@ -15,7 +15,7 @@ import pytest
 import runtime_oracle as tiny
 import torch
 from other_attention import attention_on_cpu
-from prompt_runs import run
+from prompt_runs import padding_mask, run
 from runtime_cells import widths
 
 from kvalloc.accounting.costs import WIDTHS, head_bytes
@@ -46,11 +46,9 @@ def account(cache: Any) -> int:
 
 def padding(draw: random.Random, batch: int, tokens: int) -> torch.Tensor:
     """A mask, (batch, tokens): no padding, or rows of different lengths padded on one side."""
-    count = torch.tensor([tokens, *(draw.randint(tokens // 3, tokens) for _ in range(batch - 1))])
-    columns, side = torch.arange(tokens), draw.choice(["left", "right", "none"])
-    count = torch.full_like(count, tokens) if side == "none" else count
-    shown = columns < count[:, None]
-    return (shown.flip(1) if side == "left" else shown).long()
+    lengths = [tokens, *(draw.randint(tokens // 3, tokens) for _ in range(batch - 1))]
+    side = draw.choice(["left", "right", "none"])
+    return padding_mask([tokens] * batch if side == "none" else lengths, side)
 
 
 def test_random_models_answer_as_a_float64_oracle(seed: int) -> None:
