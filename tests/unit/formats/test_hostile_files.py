@@ -167,16 +167,16 @@ def continued(name: str) -> Read:
 FITTED = Path(__file__).parents[2] / "golden" / "data" / "version_1" / "fitted.safetensors"
 COMMANDS = {
     "budget profile": (
-        *("verify {} {scores}", "diff {} {budgets}", "diff {budgets} {}", "plot {} -o {out}.svg"),
+        *("verify {} {scores}", "diff {} {budgets}", "diff {budgets} {}", "report {} -o {out}.svg"),
         *("report {} {scores} -o {out}.html", "inspect {} --json", "compare {} --budget 50%"),
         *("export {} --to csv -o {out}", "export {}", "export {} --to vllm -o {out}"),
     ),
     "score profile": (
         *("verify {budgets} {}", "solve {} --budget 50% -o {out}", "report {} -o {out}.html"),
         *("solve {} --target-retention 0.9 --json", "compare {} --budget 50%", "frontier {}"),
-        *("plot {} -o {out}.svg", "export {} --to csv -o {out}", "merge {} {scores} -o {out}"),
+        *("report {} -o {out}.svg", "export {} --to csv -o {out}", "merge {} {scores} -o {out}"),
     ),
-    "evaluation": ("report {} -o {out}.html", "plot {} -o {out}.svg", "inspect {} --json"),
+    "evaluation": ("report {} -o {out}.html", "report {} -o {out}.svg", "inspect {} --json"),
     "fitted file": ("solve {} --budget 50% -o {out}", "inspect {}", "inspect {} --json"),
     "surrogate": ("merge {} -o {out}", "solve {} --budget 50% -o {out}"),
 }
