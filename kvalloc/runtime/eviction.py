@@ -19,6 +19,7 @@ from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.following import Tail
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
@@ -209,9 +210,22 @@ class Eviction:
     # What there is to choose from
 
     def _candidates(
-        self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
+        self,
+        layer: BudgetLayer | Tail,
+        states: AttentionStates,
+        part: Part,
+        stored: LayerEntries | None = None,
     ) -> tuple[AttentionStates, Tensor]:
         """What one piece of a layer chooses from.
+
+        Parameters
+        ----------
+        layer : BudgetLayer or Tail
+        states : AttentionStates
+            With its keys and values.
+        part : Part
+        stored : LayerEntries, optional
+            What an uneven layer keeps; by default its entries, of which the piece is then unpacked.
 
         Returns
         -------
@@ -238,7 +252,7 @@ class Eviction:
             assert layer.entries is not None
             assert row is not None
             assert head is not None
-            piece = layer.entries.piece(row, head)
+            piece = (layer.entries if stored is None else stored).piece(row, head)
             kept = (piece.keys, piece.values, piece.positions)
             pairs = zip(kept, (keys, values, positions), strict=True)
             keys, values, positions = (torch.cat([a[None, None], b], dim=2) for a, b in pairs)
@@ -368,8 +382,9 @@ class Eviction:
         who = self._who
         assert isinstance(who, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
+        stored = _numbers(layer)
         for part in self._pieces(layer, states):
-            own, _ = self._candidates(layer, states, part)
+            own, _ = self._candidates(layer, states, part, stored)
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
             end = self.sinks if part[0] in self.idle else end
             scores = own.keys[..., 0]
@@ -392,8 +407,9 @@ class Eviction:
         observed: dict[Part, Observed],
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
+        stored = _numbers(layer)
         for part in pieces:
-            own, positions = self._candidates(layer, states, part)
+            own, positions = self._candidates(layer, states, part, stored)
             budgets = _part_budgets(targets, part)
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
             if together is not None:
@@ -513,6 +529,13 @@ class Eviction:
 def _n_in_front(layer: BudgetLayer | Tail) -> int:
     """Entries that earlier evictions kept and that stand in front of a layer's dense ones."""
     return int(layer.entries.lengths[0, 0]) if layer.entries and layer.even else 0
+
+
+def _numbers(layer: BudgetLayer | Tail) -> LayerEntries | None:
+    """What an uneven layer keeps, unpacked at once: its pieces are many, and small."""
+    if not isinstance(layer, BudgetLayer) or layer.entries is None or layer.even:
+        return None
+    return layer.entries.numbers()
 
 
 def _keep_note(

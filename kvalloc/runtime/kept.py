@@ -238,17 +238,17 @@ class KeptEntries:
         spans = self.spans
         counts = spans.lengths if counts is None else counts
 
-        def copied(own: Tensor, counts: IntArray, lengths: IntArray) -> Tensor:
-            pieces, _ = parted(own, counts, lengths)
-            return torch.cat([pieces[number] for number in numbers.ravel().tolist()])
+        def copied(own: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
+            pairs = zip(firsts[numbers.ravel()], counts[numbers.ravel()], strict=True)
+            return torch.cat([own[first : first + count] for first, count in pairs])
 
         blocks = -(-counts // KEY_BLOCK_TOKENS)
         found: dict[str, Any] = {}
         for name in ("keys", "values", "positions", "bias"):
             if (own := getattr(self, name)) is not None:
-                found[name] = copied(own, counts, spans.lengths)
+                found[name] = copied(own, spans.starts, counts)
         if self.key_scales is not None:
-            found["key_scales"] = copied(self.key_scales, blocks, spans.blocks)
+            found["key_scales"] = copied(self.key_scales, spans.first_scales, blocks)
         return replace(self, **found, lengths=counts[numbers])
 
     def of_heads(self, heads: Sequence[int]) -> KeptEntries:

@@ -352,6 +352,10 @@ class LayerEntries:
         ]
         return [tensor for part in stored for tensor in part if tensor is not None]
 
+    def numbers(self) -> LayerEntries:
+        """Return the same entries as numbers of the model's type."""
+        return replace(self, parts=tuple(unpack(part, self.like) for part in self.parts))
+
     def piece(self, row: int, head: int) -> KeptEntries:
         """Return the numbers of one segment, of the model's type."""
         part, place = self._places[head]
