@@ -44,7 +44,7 @@ class PromptOptions:
     max_new_tokens : int, default 128
         Length of an answer at most, tokens.
     temperature : float
-        Draw each token, at a temperature such as 0.7; the most likely one by default.
+        Draw each token, at a temperature such as 0.7.
     seed : int
         With `temperature`: draws the same answer each time; 0 by default.
     save_cache : Path

@@ -45,13 +45,14 @@ class Reduction:
     decode_every : int
         What followed competes for the budget every N tokens; by default every 64 or more.
     bounded : bool
-        Where the policy looks at what follows the prompt: keep twice the budgets until then instead
-        of the whole prompt. Where each prompt hands the budgets out and nothing is waited for, each
-        layer hands out its own.
+        Where the policy looks at what follows the prompt: keep twice the budgets until then. Where
+        each prompt hands the budgets out, each layer hands out its own.
     fitted : str
         With a budget or a loss and nothing else: what 'kvalloc fit' wrote for the model, which
         spares a second read of the prompt. By default the file in the cache folder, or one that
         ships.
+    lossless : bool
+        Answer as the full cache does, which verifies all drafts.
     allow_other_model : bool
         Accept a profile or fitted file of a model of the same sizes.
     """
@@ -66,6 +67,7 @@ class Reduction:
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
     bounded: Annotated[bool, Option("", KEPT)] = False
     fitted: Annotated[Path | None, Option("FILE", KEPT)] = None
+    lossless: Annotated[bool, Option("", KEPT)] = False
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
 
     @classmethod
@@ -109,6 +111,7 @@ class Reduction:
         from kvalloc.online.application import cache_maker
         from kvalloc.online.prompt_size import UNKNOWN, PromptSize
         from kvalloc.runtime import CacheOptions
+        from kvalloc.runtime.lossless import verify_with
 
         names = ("policy", "decode_every", "bounded", "allow_other_model", "fitted")
         options = CacheOptions(**{name: getattr(self, name) for name in names})
@@ -116,7 +119,14 @@ class Reduction:
         loaded = load(self.model, self.typed)
         if self.profile is not None:
             make(loaded.model, UNKNOWN)  # of another model it is refused before all reading
-        return loaded, lambda tokens: make(loaded.model, PromptSize(tokens=tokens))
+
+        def made(tokens: int) -> Any:
+            cache = make(loaded.model, PromptSize(tokens=tokens))
+            if self.lossless:
+                verify_with(cache, loaded.model)
+            return cache
+
+        return loaded, made
 
 
 def note_way(cache: Any, reduction: Reduction) -> None:
@@ -161,7 +171,7 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow of all
         that was read, or the memory where that is the target; ``share``: what is stored of it, of a
         cache at 16 bits; ``retained_bytes``, ``full_bytes``: what is stored now, and what a full
-        cache would store. None where there is none.
+        cache would store; ``lossless``: what verifying took. None where there is none.
     """
     from kvalloc.evaluate.caches import stored_bytes
 
@@ -180,4 +190,5 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         "share": cache.share,
         "retained_bytes": stored_bytes(cache),
         "full_bytes": cache.full_bytes,
+        "lossless": None if cache.verifier is None else cache.verifier.facts,
     }

@@ -25,6 +25,7 @@ from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarg
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
+from kvalloc.runtime.lossless import check_lossless, generate_lossless, verify_with
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, setting, warn_of_plain
@@ -45,6 +46,7 @@ def apply(
     decode_every: int | None = None,
     bounded: bool = False,
     fitted: str | Path | None = None,
+    lossless: bool = False,
     **keywords: Unpack[PromptOptions],
 ) -> Applied:
     """Reduce the prompt of each ``model.generate()`` and each ``model()`` from now on.
@@ -82,6 +84,10 @@ def apply(
         With a budget or a target loss alone: what ``kvalloc fit`` wrote for this model, so that one
         read of a prompt is enough. By default the file that `kvalloc.fit` left in the cache folder
         for these weights, or the one that ships for them.
+    lossless : bool
+        Answer as the full cache does, token by token: tokens are drafted with the reduced cache and
+        verified, several at once, with the full one, which on a GPU lies in the host's memory. What
+        that took is in ``last_cache.verifier``.
     **keywords
         What each prompt is to reach, and how that is measured and decided; see
         `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
@@ -106,7 +112,8 @@ def apply(
     given = {"profile": profile, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])
     model = uncompiled(model)
-    return Applied(model, partial(cache_maker(profile, options, **keywords), model))
+    make = partial(cache_maker(profile, options, **keywords), model)
+    return Applied(model, make, lossless=lossless)
 
 
 def cache_maker(
@@ -161,6 +168,8 @@ class Applied:
         A model that can generate.
     make : callable
         Makes a cache for a prompt of a size.
+    lossless : bool
+        Whether answers are verified with the full cache. A forward then makes a plain cache.
 
     Attributes
     ----------
@@ -175,7 +184,9 @@ class Applied:
         As `make`, which is called once.
     """
 
-    def __init__(self, model: Any, make: Callable[[PromptSize], BudgetCache]) -> None:
+    def __init__(
+        self, model: Any, make: Callable[[PromptSize], BudgetCache], *, lossless: bool = False
+    ) -> None:
         check_not_loaded(model)
         generate = getattr(model, "generate", None)
         if generate is None:
@@ -186,7 +197,10 @@ class Applied:
         self.last_cache: BudgetCache | None = None
         # Made once, so that what cannot work is refused here; held, so that the hooks stay.
         self._held: BudgetCache | None = make(PromptSize(chunked=_is_chunked(model, {})))
+        if lossless:
+            verify_with(self._held, model)
         self._model, self._make, self._warned = model, make, False
+        self._lossless = lossless
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
         self._before = vars(model).get("generate", _MISSING)
@@ -218,7 +232,7 @@ class Applied:
     ) -> dict[str, Any] | None:
         """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
         ids = _prompt((), arguments)
-        if ids is None:  # what is missing the model says itself
+        if ids is None or self._lossless:  # what is missing the model says itself
             return None
         # Where no mask says so, a forward takes nothing for padding.
         size = _size(ids, _mask(None, arguments, ids), chunked=_is_chunked(self._model, {}))
@@ -292,13 +306,19 @@ def _reduced(
                 ids = ids.repeat_interleave(copies, dim=0)
                 size = _size(ids, mask, chunked=chunked)
             cache = make(size)
+            if applied._lossless:
+                verify_with(cache, model)
             if chunked and ids is not None:  # a chunk alone would not show the prompt
                 name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
                 cache.decide({name: ids, "attention_mask": mask})
             kwargs["past_key_values"] = applied.last_cache = cache
         if isinstance(cache, BudgetCache) and ids is not None:
             _check_turn(cache, ids)
-            if is_assisted(model, arguments):
+            if cache.verifier is not None:
+                check_lossless(model, arguments)
+                streamer = kwargs.get("streamer")  # generate() passes it to no decoding but its own
+                kwargs["custom_generate"] = partial(generate_lossless, streamer=streamer)
+            elif is_assisted(model, arguments):
                 cache.activate_past_recording(int(ids.shape[1]))
         output = generate(*args, **kwargs)
         if isinstance(cache, BudgetCache):

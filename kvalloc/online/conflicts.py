@@ -55,6 +55,12 @@ CONFLICTS = (
         "saved; leave it out",
     ),
     Conflict(
+        given=("lossless",),
+        beside=("cache", "save_cache"),
+        message="{0} needs the full cache beside the reduced one, which is all that {1} holds; "
+        "leave out either",
+    ),
+    Conflict(
         given=("prompt", "prompt_file"),
         beside=("cache",),
         message="{1} holds the document already; ask about it with {option[question]} instead of "

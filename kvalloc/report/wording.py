@@ -588,7 +588,21 @@ def kept_text(cache: Any) -> str:
         # decided at one length: sinks and window weigh more in a shorter prompt
         target += f" at {profile.context_tokens:,} tokens"
     share = share_text(cache.share, target)
-    return f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
+    kept = f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
+    return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"
+
+
+def verified_text(facts: Mapping[str, Any]) -> str:
+    """Return what verifying answers with the full cache took, in words."""
+    beside = f"lossless, with {size(facts['full_bytes'])} of full cache beside it"
+    if not facts["rounds"]:
+        return beside
+    ties = facts["ties"]
+    return (
+        f"{beside}, read once in {facts['tokens'] / facts['rounds']:.1f} tokens "
+        f"({facts['accepted']} of {facts['tried']} drafts accepted"
+        f"{f', {ties} ties' if ties else ''})"
+    )
 
 
 def deciding_text(cache: Any) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from kvalloc.models.structure import (
     repetition_penalty,
 )
 from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.lossless import lossless_tokens
 from kvalloc.runtime.refusals import refuse
 from kvalloc.units import check_temperature
 
@@ -87,9 +88,9 @@ def answer(
     _check(model, cache, ids, max_new_tokens)
     check_temperature(temperature)
     stops = end_tokens(model) if ends is None else frozenset(ends)
-    pick = partial(_picked, temperature, torch.Generator(ids.device).manual_seed(seed))
+    generator = torch.Generator(ids.device).manual_seed(seed)
     own = cache if keep else copy.deepcopy(cache)
-    return _written(model, own, ids, max_new_tokens, stops, pick, ends_turn=keep)
+    return _written(model, own, ids, max_new_tokens, stops, temperature, generator, ends_turn=keep)
 
 
 def _picked(temperature: float | None, generator: torch.Generator, logits: Tensor) -> int:
@@ -106,17 +107,24 @@ def _written(
     ids: Tensor,
     max_new_tokens: int,
     ends: Collection[int],
-    pick: Callable[[Tensor], int],
+    temperature: float | None,
+    generator: torch.Generator,
     *,
     ends_turn: bool,
 ) -> Iterator[int]:
     penalty = repetition_penalty(model)
     penalise, seen = RepetitionPenaltyLogitsProcessor(penalty), ids
     try:
+        if isinstance(cache, BudgetCache) and cache.verifier is not None:
+            yield from _verified(
+                model, cache, ids, max_new_tokens, ends, temperature, generator, penalise
+            )
+            return
         for _ in range(max_new_tokens):
             with torch.no_grad():
                 logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-            token = pick(logits[0] if penalty == 1 else penalise(seen, logits.float())[0])
+            scores = logits if penalty == 1 else penalise(seen, logits.float())
+            token = _picked(temperature, generator, scores[0])
             yield token
             if token in ends:
                 return
@@ -125,6 +133,40 @@ def _written(
     finally:  # also where an answer is broken off
         if ends_turn and isinstance(cache, BudgetCache) and cache.interrupted is None:
             cache.end_turn()
+
+
+def _verified(
+    model: Any,
+    cache: BudgetCache,
+    ids: Tensor,
+    max_new_tokens: int,
+    ends: Collection[int],
+    temperature: float | None,
+    generator: torch.Generator,
+    penalise: RepetitionPenaltyLogitsProcessor,
+) -> Iterator[int]:
+    """Write an answer that the full cache beside a reduced one verifies."""
+    seen = cache.get_seq_length()
+
+    def process(tokens: Tensor, logits: Tensor) -> Tensor:
+        scores: Tensor = penalise(tokens[:, seen:], logits)
+        return scores if temperature is None else scores / temperature
+
+    tokens = lossless_tokens(
+        model,
+        cache,
+        torch.cat([ids.new_zeros(1, seen), ids], dim=1),  # what was seen is not read again
+        process=process,
+        ends=lambda tokens: int(tokens[0, -1]) in ends,
+        longest=max_new_tokens,
+        draws=temperature is not None,
+        generator=generator,
+    )
+    with closing(tokens), torch.no_grad():
+        for token in tokens:
+            yield int(token)
+            if int(token) in ends:
+                return
 
 
 def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.prompt import Prompt, State
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.selection import gathered
+from kvalloc.runtime.verifier import Verifier
 from kvalloc.units import share_text, size
 
 __all__ = ["BudgetCache"]
@@ -61,6 +62,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     layers: list[Any]  # each with keys: `make_layers` refuses others
     _ahead = False  # while pieces of a forward run, all but the last
+    verifier: Verifier | None = None  # see `kvalloc.runtime.lossless`
     read_ids: Tensor | None = None  # what `generate` read and wrote, where that is known
 
     def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
@@ -577,6 +579,36 @@ class BudgetCache(Cache, hooks.HookedCache):
             drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
         )
         prompt.given = columns
+
+    # Drafts of its own, see `kvalloc.runtime.lossless`
+
+    @property
+    def groups(self) -> Sequence[tuple[Any, BudgetCache]]:
+        """Rows that are kept alike, as what picks them, and their cache."""
+        return [(slice(None), self)]
+
+    @property
+    def leaves_unread(self) -> bool:
+        """Whether decoded tokens read only a part of what is stored."""
+        return self._prompt.reader is not None
+
+    def draft_from(self, column: int | None) -> None:
+        """Say from which column on tokens may be drafts; None: none is."""
+        for _, own in self.groups:
+            own._prompt.given = column
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """All that comes inside is drafts: nothing goes before `crop` has said which stay."""
+        self._ahead = True
+        try:
+            yield
+        finally:
+            self._ahead = False
+
+    def room_for_drafts(self, longest: int) -> int:
+        """Return the number of drafts, at least 1, before what followed has to compete."""
+        return self._prompt.room_for_drafts(longest)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""

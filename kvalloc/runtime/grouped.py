@@ -67,6 +67,11 @@ class GroupedCache(BudgetCache):
         """That of the first group, for what is the same in all."""
         return self._caches[0]._prompt
 
+    @property
+    @override
+    def groups(self) -> Sequence[tuple[Any, BudgetCache]]:
+        return [*zip(self._places, self._caches, strict=True)]
+
     # The prompt
 
     @property
@@ -265,7 +270,9 @@ class GroupedCache(BudgetCache):
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedCache:
         caches = [copy.deepcopy(cache, memo) for cache in self._caches]
-        return GroupedCache([*zip(self._rows, caches, strict=True)])
+        clone = GroupedCache([*zip(self._rows, caches, strict=True)])
+        clone.verifier = copy.deepcopy(self.verifier, memo)
+        return clone
 
 
 def _attention(

@@ -239,6 +239,14 @@ class Prompt:
         columns.update(self.plan.due(settled, end, self._token_bytes))
         return sorted(one for one in columns if max(self._n_seen + 1, given) <= one < end)
 
+    def room_for_drafts(self, longest: int) -> int:
+        """Return the number of drafts, at least 1, before what followed has to compete."""
+        if not self.plan.reduces:
+            return longest
+        settled = self.arrival.settled
+        due = settled + self.plan.every_from(settled, self._token_bytes)
+        return max(1, min(longest, due - self._n_seen))
+
     def crop(self) -> None:
         """The layers have been cropped."""
         end = self._n_seen

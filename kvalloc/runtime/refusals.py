@@ -91,6 +91,14 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "drafts_read_all": "the policy {0} leaves entries unread at each decoded token, but drafts "
         "come several at a time and read all; call generate() without assistance, or choose "
         "another policy",
+        "lossless_late": "this cache has seen tokens that no full cache was given; begin with an "
+        "empty one",
+        "lossless_apart": "the reduced cache has seen {0[0]} tokens and the full one beside it "
+        "{0[1]}, so no answer can be verified; begin with a new cache",
+        "lossless_with": "{option[lossless]} drafts and verifies by itself and takes one token "
+        "after the other; leave out {0}",
+        "lossless_of_embeddings": "{option[lossless]} reads again what it answered, as token ids; "
+        "pass input_ids instead of inputs_embeds",
         "offloaded": "a reduced cache cannot be offloaded; it is small enough to stay on the "
         "device",
         "other_cache": "the generation config asks for a {0} cache, which does not go with another "

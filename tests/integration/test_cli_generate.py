@@ -55,6 +55,18 @@ def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way
     assert found["retained_bytes"] <= 0.25 * found["full_bytes"]
 
 
+def test_a_lossless_answer_is_the_full_caches(models, folder):
+    words = ("generate", models / "tiny", "--prompt-file", folder / "prompt.txt",
+             "--max-new-tokens", 40)  # fmt: skip
+    full = run(*words, "--budget", "100%", "--json").json["answer"]
+    ran = run(*words, "--budget", "25%", "--lossless")
+    assert ran.out.strip() == full.strip()
+    assert "lossless, with" in ran.err
+    assert "drafts accepted" in ran.err
+    facts = run(*words, "--budget", "25%", "--lossless", "--json").json["lossless"]
+    assert facts["rounds"] < facts["tokens"] == 40
+
+
 def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
     text = (folder / "prompt.txt").read_text()
     found = run("generate", models / "tiny", "--budget", "25%", "--prompt-file",

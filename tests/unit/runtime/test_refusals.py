@@ -36,6 +36,7 @@ from kvalloc.formats.budget_profile import Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import CacheOptions, answer, loading, make_cache, refusals
 from kvalloc.runtime.grouped import GroupedCache
+from kvalloc.runtime.lossless import verify_with
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.policies import EvictionPolicy, changed_policy, get_policy
 from kvalloc.scorers import get_scorer
@@ -212,15 +213,24 @@ def by_head(model: Any, scorer: str = "h2o") -> dict[str, Any]:
     return {"unit_policies": table, "other_policies": (other,)}
 
 
-def generated(model: Any, **options: Any) -> None:
+def generated(model: Any, *, lossless: bool = False, **options: Any) -> None:
     """Refused before anything runs."""
+    ids = [] if "inputs_embeds" in options else [tiny.prompt(CONTEXT)]
     ran: list[int] = []
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
-        with kvalloc.apply(model, profile_of(model)):
-            model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+        with kvalloc.apply(model, profile_of(model), lossless=lossless):
+            model.generate(*ids, max_new_tokens=2, **options)
     finally:
         assert not ran
+
+
+def unverified(model: Any) -> Any:
+    """A cache that has read more than the full one beside it."""
+    verify_with(cache := made(model), model)
+    [*answer(model, cache, tiny.prompt(CONTEXT), max_new_tokens=1, keep=True)]
+    forward(model, cache, input_ids=tiny.prompt(3))
+    return cache
 
 
 def configured(model: Any, **settings: Any) -> None:
@@ -390,6 +400,16 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "drafts_read_all": (
         lambda model: read(model, policy="mpcache").activate_past_recording(),
         "the policy mpcache leaves entries unread",
+    ),
+    "lossless_late": (lambda model: verify_with(read(model), model), "begin with an empty one"),
+    "lossless_apart": (
+        lambda model: [*answer(model, unverified(model), tiny.prompt(3))],
+        "has seen 63 tokens and the full one beside it 60",
+    ),
+    "lossless_with": (partial(generated, lossless=True, num_beams=2), "leave out num_beams"),
+    "lossless_of_embeddings": (
+        partial(generated, lossless=True, inputs_embeds=torch.zeros(1, CONTEXT, 32)),
+        "pass input_ids instead",
     ),
     "offloaded": (lambda model: read(model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
