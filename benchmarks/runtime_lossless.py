@@ -1,6 +1,6 @@
 """Answers without loss: are they the full cache's, and how often is the full cache read?
 
-    python benchmarks/bench_runtime.py lossless [--models demo] [--prompts 50]
+    python benchmarks/bench_runtime.py lossless [--models demo] [--dtype NAME] [--prompts N]
 
 Prompts of text, greedy answers, with ``apply(budget="20%", lossless=True)`` and of the plain model:
 equal answers, the share of drafted tokens that stay, tokens for each time that the full cache is
@@ -30,17 +30,20 @@ SHARE = 0.2
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["demo"])
-    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[50], help="of each model")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--new-tokens", type=int, default=64)
     arguments = parser.parse_args()
-    rows = (row for model in arguments.models for row in rows_of(model, arguments))
+    models = zip(arguments.models, arguments.prompts, strict=True)
+    rows = (row for model in models for row in rows_of(*model, arguments))
     return print_rows(rows, arguments, "kvalloc", "torch", "transformers")
 
 
-def rows_of(name: str, arguments: argparse.Namespace) -> Iterator[Row]:
+def rows_of(name: str, n_prompts: int, arguments: argparse.Namespace) -> Iterator[Row]:
     """Return what a model's answers were like."""
-    loaded, n_prompts, new = load_model(name), arguments.prompts, arguments.new_tokens
+    loaded = load_model(name, dtype=arguments.dtype)
+    new = arguments.new_tokens
     ids = prompt_ids(loaded, n_prompts * arguments.tokens)
     prompts = ids[:, : n_prompts * arguments.tokens].reshape(n_prompts, -1)
     equal, counts, seconds = 0, [], []
@@ -58,7 +61,8 @@ def rows_of(name: str, arguments: argparse.Namespace) -> Iterator[Row]:
                            verifier.ties, differs])  # fmt: skip
     table = np.asarray(counts, dtype=np.float64)
     [means] = resampled_means([table])
-    where = f"{loaded.model_id}, {SHARE:.0%}, {n_prompts} prompts of {arguments.tokens} tokens"
+    sizes = f"{SHARE:.0%}, {n_prompts} prompts of {arguments.tokens} tokens"
+    where = f"{loaded.model_id}, {arguments.dtype}, {sizes}"
     yield {
         "name": f"{where}: answers of {new} tokens that are the full cache's",
         "figure": equal / n_prompts,
