@@ -24,7 +24,7 @@ __all__ = ["check_lossless", "generate_lossless", "lossless_tokens", "verify_wit
 ROUNDING = {4: 12.0, 2: 3.0}
 """Times the precision of the model's numbers, by their bytes, by which the logits of two tokens may
 differ and be called a tie: several tokens in one forward can round otherwise than one at a time
-(SmolLM2-135M, 64 tokens: the two best move by up to 8.9 in float32, 2.1 in float16, 1.2 in bfloat16).
+(SmolLM2-135M: the two best of 64 tokens move by up to 8.9 in float32, 2.1 and 1.2 in halves).
 """
 
 Process = Callable[[Tensor, Tensor], Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvalloc.accounting.stored import layer_tensors
@@ -37,7 +37,7 @@ class Verifier:
         Bytes of the full cache that verifying read.
     """
 
-    full: Any
+    full: Any = field(repr=False)
     tokens: int = 0
     rounds: int = 0
     tried: int = 0
