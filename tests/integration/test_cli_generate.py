@@ -245,22 +245,3 @@ def test_a_document_that_waits_for_a_question_says_so(models, profiles, folder):
     words = generate_arguments(models, profiles, folder)[1:]
     ran = run("chat", *words, "--policy", "lookahead", "--question", "w3")
     assert "note: nothing is evicted yet: these budgets wait until 8 more tokens have" in ran.err
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("--policy nothing", "no policy or scorer 'nothing'; choose from: "),
-        ("--policy SnapKV", "no policy or scorer 'SnapKV'; the nearest is 'snapkv'"),
-        ("--policy nacl:sed=1", "no option 'sed'; the nearest is 'seed'"),
-        ("--policy nacl:seed=x", "policy nacl: seed is 'x', expected a valid integer"),
-        ("--policy nacl:scorer=xkv", "no option 'scorer'"),
-        ("--policy critical:alpha=7", "alpha is 7.0"),
-        ("--policy cake:window=60", "they must agree"),
-        ("--policy surrogate", "file is '', expected what"),
-        ("--policy surrogate:file=SCORES", "score profile, expected a fitted file or a surrogate"),
-    ],
-)
-def test_a_policy_that_cannot_be_is_refused(folder, generate, profiles, more, said):
-    words = more.replace("SCORES", str(profiles / "tiny.safetensors")).split()
-    assert said in refused(folder, *generate(*words))

@@ -24,13 +24,11 @@ from kvalloc.accounting.costs import head_bytes, stored_bytes
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import MaxDistinct, SameBudget
-from kvalloc.problem.dominance import undominated
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.report.wording import request_text
 from kvalloc.shape import ModelShape
@@ -68,49 +66,6 @@ def test_stored_bytes_are_those_counted_one_by_one(head_dim: int, bits: int) -> 
     expected = [_by_hand(n, bits, head_dim) for n in tokens.tolist()]
     assert stored_bytes(tokens, bits, shape).tolist() == expected
     assert stored_bytes(tokens, bits, shape).dtype == np.int64
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 10_000))
-def test_only_dominated_options_are_dropped(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 12))
-    tokens, bits = rng.integers(1, 9, n), rng.choice(BITS, n)
-    costs, values = rng.integers(1, 9, n), rng.integers(0, 6, (3, n)) / 4
-    left = undominated(tokens, bits, values, costs)
-    for unit in range(3):
-        count = int(left.counts[unit])
-        kept = set(
-            zip(left.costs[unit, :count].tolist(), left.values[unit, :count].tolist(), strict=True)
-        )
-        assert len(kept) == count
-        assert np.all(np.diff(left.costs[unit, :count]) > 0)
-        assert np.all(np.diff(left.values[unit, :count]) > 0)
-        for cost, value in zip(costs.tolist(), values[unit].tolist(), strict=True):
-            assert any(c <= cost and v >= value for c, v in kept)
-        every = set(zip(costs.tolist(), values[unit].tolist(), strict=True))
-        assert kept <= every
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_the_options_are_tokens_times_bits(level: Any) -> None:
-    scores = make_bits(2)
-    assert scores.bit_fidelity is not None
-    problem = formulate(scores, Request.parse(budget=0.3, level=level, bits=(4, 8, 16), batch=3))
-    heads = scores.shape.n_kv_heads if level == "layer" else 1
-    for unit in range(problem.n_units):
-        for k in range(int(problem.option_counts[unit])):
-            tokens, bits = int(problem.tokens[unit, k]), int(problem.bits[unit, k])
-            expected = _cost(tokens, bits, scores.shape) * heads * 3
-            assert int(problem.costs[unit, k]) == expected
-    # Value: fidelity times what is kept, averaged over samples together.
-    shares, at = scores.head_shares, [16, 8, 4]
-    unit, k = 1, int(problem.option_counts[1]) // 2
-    tokens, bits = int(problem.tokens[unit, k]), int(problem.bits[unit, k])
-    each = shares * scores.bit_fidelity[..., at.index(bits)] * scores.curves[..., tokens - 5]
-    layer, head = int(problem.layers[unit]), int(problem.heads[unit])
-    picked = each[:, layer].sum(axis=1) if head < 0 else each[:, layer, head]
-    assert problem.values[unit, k] == pytest.approx(picked.mean())
 
 
 def test_all_that_is_kept_at_16_bits_is_the_most() -> None:
@@ -199,18 +154,6 @@ def test_a_budget_is_the_same_share_of_a_cache_at_16_bits_in_any_type(bits: Any)
         assert "least predicted loss in 50% of the bytes of a cache at 16 bits, " in text
     assert (decided[0].budgets == decided[1].budgets).all()
     assert decided[0].retained_bytes == decided[1].retained_bytes <= 0.5 * decided[0].full_bytes
-
-
-@pytest.mark.parametrize("dtype_bytes", [2, 4])
-def test_a_share_with_bits_is_of_a_cache_at_16_bits(dtype_bytes: int) -> None:
-    shape = shape_of(n_layers=3, n_kv_heads=2, head_dim=32, dtype_bytes=dtype_bytes)
-    scores = make_loss_bits(2, shape=shape)
-    for share in (0.3, 0.5):
-        decided = solve(scores, budget=share, level="head", objective="loss", bits=(8, 4))
-        assert share - 0.02 < decided.share <= share
-    whole = solve(scores, budget=1.0, objective="mean", bits=BITS)  # whatever that takes
-    assert whole.retained_bytes == whole.full_bytes
-    assert whole.retention == pytest.approx(1.0)
 
 
 def test_sliding_layers_stay_at_16_bits() -> None:
@@ -332,25 +275,6 @@ def test_entries_and_bits_together_are_no_worse_than_any_width_for_all(
     for n, width in heads[0] if level == "head" else ():
         if 6 * _cost(n, width, scores.shape) <= _room(share, 3 * 2 * 40, scores.shape):
             assert -decided.objective <= sum(each[n, width] for each in heads) + slack
-
-
-def test_losses_at_bits_decide_and_are_verified() -> None:
-    scores = make_loss_bits(3, shape=shape_of(n_layers=3, n_kv_heads=2, head_dim=32))
-    lines: list[str] = []
-    asked: dict[str, Any] = {"budget": "20%", "level": "head", "bits": BITS}
-    decided = solve(scores, notify=lines.append, **asked)
-    assert "the least predicted loss decides" in lines[0]  # no stand-in where losses are known
-    assert decided.requested["bits"] == [16, 8, 4]
-    assert len(np.unique(decided.bits)) > 1
-    retained = solve(scores, objective="mean", **asked)
-    assert retained.retention > (decided.retention or 0.0)  # type: ignore[operator]
-    assert retained.predicted_loss > decided.predicted_loss  # type: ignore[operator]
-    low, high = make_curves(scores).predicted_loss_interval(  # type: ignore[misc]
-        retained.budgets, retained.bits
-    )
-    assert low <= retained.predicted_loss <= high  # type: ignore[operator]
-    points = frontier(scores, shares=[0.2, 0.5], level="head", bits=BITS)
-    assert points[0].predicted_loss == pytest.approx(decided.predicted_loss)
 
 
 def test_bad_bits_in_a_budget_profile() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.errors import InputError
-from kvalloc.problem import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import GroupCap
 
 
 def test_a_cap_is_layers_and_a_size() -> None:
@@ -23,31 +22,6 @@ def test_a_cap_is_layers_and_a_size() -> None:
     assert (cap.layers, cap.capacity_bytes) == ((0, 1, 5), 2048)
     assert (cap.name, cap.text) == ("layers 0-1,5", "0-1,5=2KiB")
     assert LayerCap.parse("3=1B").name == "layer 3"
-
-
-def test_everything_becomes_its_constraint() -> None:
-    limits = {"equal_heads": True, "max_distinct": 3}
-    request = Request.parse(budget=0.5, level="head", cap=("0-1=1KiB", "1=300B"), **limits)
-    problem = formulate(make_scores(), request)
-    assert problem.constraints == (
-        GroupCap(name="layers 0-1", units=(0, 1, 2, 3), capacity_bytes=1024),
-        GroupCap(name="layer 1", units=(2, 3), capacity_bytes=300),
-        SameBudget(groups=((0, 1), (2, 3), (4, 5))),
-        MaxDistinct(most=3),
-    )
-    assert formulate(make_scores(), Request.parse(budget=0.5)).constraints == ()
-
-
-def test_what_was_asked_can_be_written_down_and_read_again() -> None:
-    plain = solve(make_scores(), budget=0.5, level="head", solver="greedy")
-    assert set(plain.requested) == {"target", "value", "objective", "bytes"}
-    limits = {"cap": "0-1=1KiB", "equal_heads": True, "max_distinct": 3}
-    request = Request.parse(budget=0.5, level="head", objective="mean", **limits)
-    stored = plain.replace(requested=request.record())
-    assert Request.read(stored) == dataclasses.replace(request, context=40)
-    for wrong in ({"cap": 3}, {"max_distinct": "many"}):
-        with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
-            Request.read(plain.replace(requested=request.record() | wrong))
 
 
 SLIDING = make_shape(

@@ -64,25 +64,6 @@ def test_whole_layers_only_where_whole_layers_were_measured() -> None:
     assert make_curves(scores).predicted_loss(different) is None
 
 
-def test_heads_add_up_at_layer_level() -> None:
-    scores = make_losses()
-    layers = formulate(scores, Request.parse(budget=0.5, objective="loss"))
-    heads = formulate(scores, Request.parse(budget=0.5, objective="loss", level="head"))
-    summed = heads.values.reshape(3, 2, -1).sum(axis=1)
-    np.testing.assert_allclose(layers.values, summed, atol=1e-15)
-
-
-def test_a_target_loss_scales_with_the_prompt_and_is_recorded() -> None:
-    scores = make_losses(5)
-    decided = solve(scores, target_loss=0.05, level="head", solver="dp")
-    assert decided.requested["target"] == "loss"
-    assert decided.requested["value"] == 0.05
-    assert decided.requested["objective"] == "loss"
-    assert decided.length_rule == "proportional"
-    assert decided.predicted_loss <= 0.05 + 1e-12
-    assert decided.retention == pytest.approx(make_curves(scores).retention(decided.budgets))
-
-
 def test_a_loss_of_nothing_keeps_everything_that_does_harm() -> None:
     scores = make_losses(noise=0.0)
     decided = solve(scores, target_loss=0.0, level="head", solver="dp")

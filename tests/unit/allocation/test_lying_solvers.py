@@ -118,14 +118,6 @@ def test_a_solver_is_not_asked_what_cannot_be() -> None:
     assert caught.value.nearest == 4
 
 
-def test_its_own_errors_reach_the_user_as_they_are() -> None:
-    def infeasible(problem: AllocationProblem) -> Any:
-        raise InfeasibleError("cannot be done; ask for less", nearest=3)
-
-    with pytest.raises(InfeasibleError, match="^cannot be done; ask for less$"):
-        solve_problem(PROBLEM, Scripted(infeasible))
-
-
 def test_interrupting_is_not_failing() -> None:
     def interrupted(problem: AllocationProblem) -> Any:
         raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_choices, make_curves, make_shape
+from factories import make_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,21 +43,6 @@ def test_options_are_the_envelope_and_name_who_reached_it(
     assert problem.digest() not in {each.digest() for each in alone}
 
 
-def test_budget_profiles_state_the_policies_in_use() -> None:
-    scores = make_choices(3)
-    found = solve(scores, budget="40%", level="head", **LOSS)
-    assert found.retention is None
-    assert set(np.unique(found.unit_policies)) | {0} == set(range(len(found.policies)))
-    places = [scores.policies.index(policy) for policy in found.policies]
-    again = make_curves(scores).predicted_loss(
-        found.budgets, policies=np.array(places)[found.unit_policies]
-    )
-    assert again == found.predicted_loss == pytest.approx(-found.objective, abs=1e-12)
-    one = found.with_policy(found.policy)
-    assert one.policies == (found.policy,)
-    assert one.unit_policies is None
-
-
 def test_policies_that_no_unit_takes_are_not_listed() -> None:
     scores = make_choices(3)
     only = solve(scores, budget="40%", level="head", loss_policies=["critical"], **LOSS)
@@ -81,13 +66,6 @@ def test_a_policy_that_holds_the_whole_prompt_does_not_go_with_a_peak() -> None:
         solve(scores, memory="5kB", **LOSS)
     chosen = solve(scores, memory="5kB", loss_policies="xkv,tova", level="head")
     assert chosen.other_policies
-
-
-def test_sliding_layers_have_no_policy() -> None:
-    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
-    scores = make_choices(1, shape=shape)
-    found = solve(scores, budget="60%", level="head", loss_policies=["tova"], **LOSS)
-    assert found.unit_policies[1].tolist() == [0, 0]
 
 
 BAD_TABLES: dict[str, tuple[Any, str]] = {

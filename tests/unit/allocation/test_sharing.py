@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from factories import make_curves, make_scores, make_shape, make_shared_scores
+from factories import make_shared_scores
 
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
@@ -95,49 +95,6 @@ def test_the_bound_holds_for_every_grouping_and_the_choice_is_near_the_best(goal
     assert near >= 4  # of six: one price per byte may sit between two groupings
 
 
-def test_at_a_price_the_path_is_the_best_of_all_groupings():
-    scores = make_shared_scores(7, longest=4, n_layers=7)
-    from kvalloc.allocation.sharing import _Search
-
-    curves = make_curves(scores, budget="40%")
-    for most in (4, 5, 6):
-        search = _Search(curves, problem_of(curves), most)
-        rng = np.random.default_rng(most)
-        for _ in range(5):
-            worth = rng.normal(size=len(search.segments))
-            path = search._best_path(worth)
-            value = {segment: worth[n] for n, segment in enumerate(search.segments)}
-            totals = []
-            for groups in all_groupings(7, 4, most):
-                inside = {layer for group in groups for layer in group}
-                alone = [(layer,) for layer in range(7) if layer not in inside]
-                totals.append(sum(value[segment] for segment in (*groups, *alone)))
-            assert worth[path].sum() == pytest.approx(max(totals))
-            covered = sorted(layer for n in path for layer in search.segments[n])
-            assert covered == list(range(7))
-            assert len(path) <= most
-
-
-def test_layers_that_rank_alike_are_grouped_first():
-    # Layers 4 and 5 rank entries alike, 2 and 3 do not.
-    rng = np.random.default_rng(3)
-    raw = rng.random((1, 6, 1, 25)) ** 3
-    raw[:, 5] = raw[:, 4] * 2
-    from factories import curves_of, joint_curves
-
-    runs = runs_of(range(6), 2)
-    scores = make_scores(
-        shape=make_shape(n_layers=6, n_kv_heads=1),
-        context_tokens=30,
-        curves=curves_of(raw),
-        masses=raw.sum(axis=-1),
-        shared_runs=runs,
-        shared_curves=joint_curves(raw, runs),
-    )
-    curves = make_curves(scores, budget="30%")
-    assert choose_groups(curves, problem_of(curves), 5).groups == ((4, 5),)
-
-
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("goal", [{"budget": "35%"}, {"target_retention": 0.8}])
 def test_named_and_chosen_groups_are_stated(goal, level):
@@ -158,17 +115,6 @@ def test_named_and_chosen_groups_are_stated(goal, level):
     # Sharing gives something up; the bound over groupings says how little more there is.
     assert sign * free.objective >= sign * chosen.objective - 1e-9
     assert chosen.retained_bytes <= chosen.full_bytes
-
-
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_the_frontier_of_fixed_groups_agrees_with_solve(level):
-    scores = make_shared_scores(2)
-    points = frontier(scores, points=5, level=level, share_groups="2-3,4-5")
-    assert len(points) >= 3
-    for point in points:
-        decided = solve(scores, budget=point.share, level=level, share_groups="2-3,4-5")
-        assert point.cost_bytes <= decided.full_bytes
-        assert point.retention == pytest.approx(decided.retention, abs=1e-9)
 
 
 def test_a_frontier_needs_the_groups_by_name():

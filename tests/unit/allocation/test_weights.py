@@ -33,15 +33,6 @@ def test_the_value_is_the_weighted_mean(level: Any, weights: Any) -> None:
     assert problem.objective_value(problem.last_options) == pytest.approx(1.0, abs=1e-12)
 
 
-def test_equal_weights_change_no_budget() -> None:
-    scores = make_scores(1)
-    plain = solve(scores, budget="40%", level="head", solver="greedy")
-    for weights in ([2.0] * 3, np.full((3, 2), 0.1)):
-        same = solve(scores, budget="40%", level="head", solver="greedy", weights=weights)
-        np.testing.assert_array_equal(same.budgets, plain.budgets)
-        assert same.objective == pytest.approx(plain.objective)
-
-
 def test_a_layer_without_weight_gets_its_floor_and_is_still_reported() -> None:
     scores = make_scores(1)
     decided = solve(scores, budget="40%", solver="greedy", weights=[0.0, 1.0, 1.0])

@@ -11,7 +11,6 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import linprog
 
 from kvalloc.allocation import formulation
-from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
@@ -47,15 +46,6 @@ def test_the_tail_is_rockafellar_and_uryasevs_program(values, share):
         bounds=[(None, None)] + [(0, None)] * count,
     )
     assert tail_value(values, share) == pytest.approx(-answer.fun, abs=1e-7)
-
-
-def test_the_value_of_a_choice():
-    problem = tail_problem()
-    assert problem.scenario_values(np.array([1, 1])).tolist() == [1.1, 1.1]
-    assert problem.objective_value(np.array([2, 0])) == pytest.approx(0.2)
-    mean = dataclasses.replace(problem, tail_share=1.0)
-    assert mean.objective_value(np.array([2, 0])) == pytest.approx(0.6)
-    assert problem.max_value == pytest.approx(1.2)
 
 
 def test_the_bound_is_that_of_the_whole_linear_program():
@@ -138,28 +128,6 @@ def test_every_sample_is_a_workload():
     plain = formulate(single, Request.parse(budget="40%"))
     worst = formulate(single, Request.parse(budget="40%", workloads="worst"))
     assert worst.digest() == plain.digest()
-
-
-@pytest.mark.parametrize("goal", [{"budget": "35%"}, {"target_retention": 0.8}])
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_the_worst_sample_is_stated(goal, level):
-    scores = make_scores(5, n_samples=3)
-    asked = {**goal, "level": level}
-    mean = solve(scores, **asked)
-    worst = solve(scores, **asked, workloads="worst", solver="cvar")
-    tail = solve(scores, **asked, workloads="cvar", tail=0.5, solver="cvar")
-    assert mean.worst_sample_retention is None
-    assert "workloads" not in mean.requested
-    assert worst.requested["workloads"] == "worst"
-    assert tail.requested["tail"] == 0.5
-    assert worst.worst_sample_retention <= worst.retention
-    if "budget" in goal:
-        assert worst.retention <= mean.retention + 1e-12
-        assert worst.objective == pytest.approx(worst.worst_sample_retention)
-        assert worst.objective <= tail.objective <= mean.objective
-    else:
-        assert worst.worst_sample_retention >= 0.8 - 1e-12
-        assert worst.objective >= tail.objective >= mean.objective
 
 
 def test_a_variant_computes_again_what_its_changes_touch() -> None:

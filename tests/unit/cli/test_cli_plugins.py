@@ -5,13 +5,11 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
-import sys
 from importlib.metadata import EntryPoint
 
 import pytest
-from cli_tools import Terminal, run
+from cli_tools import run
 
-from kvalloc.cli.main import main
 from kvalloc.cli.options import parse_seconds
 from kvalloc.errors import InputError
 from kvalloc.problem import registry
@@ -60,16 +58,6 @@ def test_options_are_listed_with_their_defaults():
     rows = {row["name"]: row for row in run("list", "policies", "--json").json}
     assert rows["critical"]["options"] == {"alpha": 0.5, "epsilon": 0.0001}
     assert rows["score"]["options"] == {}  # without the scorer that they are given
-
-
-@pytest.mark.parametrize("width", ["60", "80", "120"])
-@pytest.mark.parametrize("command", ["solvers", "scorers", "policies"])
-def test_lists_fit_the_terminal(monkeypatch, command, width):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", width)
-    assert main(["list", command, "--quiet"]) == 0
-    assert max(map(len, terminal.getvalue().splitlines())) <= int(width)
 
 
 def findings(code=0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,50 +16,9 @@ from factories import (
     make_scores,
     make_shared_scores,
 )
-from hostile_files import Tensors
-from refusals import refused
 
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
-
-
-def stating(**values: Any) -> Callable[[Tensors], None]:
-    return lambda file: file.stated.update(values)
-
-
-def without(name: str) -> Callable[[Tensors], Any]:
-    return lambda file: file.arrays.pop(name)
-
-
-def with_nan(file: Tensors) -> None:
-    file.numbers("curves")[0, 1, 1, 5] = np.nan
-
-
-def no_object(file: Tensors) -> None:
-    file.stated = [1]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (stating(schema_version=1), "schema_version is 1, expected"),
-        (stating(kind="kvalloc.budget_profile"), "file is a budget profile"),
-        (stating(context_tokens=5), "context_tokens is 5"),
-        (no_object, "header is "),
-        (without("curves"), "curves is missing, expected"),
-        (with_nan, r"curves is not finite at \[0, 1, 1, 5\], expected finite"),
-    ],
-)
-def test_an_edited_score_profile(
-    tmp_path: Path, change: Callable[[Tensors], Any], words: str
-) -> None:
-    """One edit of each sort, signed again; test_hostile_files makes the others."""
-    path = tmp_path / "s.safetensors"
-    make_scores().save(path)
-    file = Tensors.parse(path.read_bytes())
-    change(file)
-    path.write_bytes(file.signed().pack())
-    assert re.search(words, str(refused(path, ScoreProfile.load)))
 
 
 @pytest.mark.parametrize(

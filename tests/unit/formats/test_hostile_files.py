@@ -458,27 +458,3 @@ def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(pytest.importorskip("pyarrow.parquet"), "read_table", refuse)
     with pytest.raises(InputError, match="is no table of budgets .*: Integers with more"):
         TARGETS["parquet"].read(tmp_path / "x", make_budget_profile([[10, 17]] * 3))
-
-
-@pytest.mark.parametrize(
-    ("target", "content"),
-    [
-        ("lu-kv", b"\x93NUMPY\x01\x00\x0a\x00{'descr\x00':("),
-        ("csv", b"layer,head,tokens\n0\n"),
-        ("attention-matching", b'["L0H0"]'),
-        ("attention-matching", b"[" * 100_000),
-        ("duo-attention", None),
-        ("duo-attention", b'{"sink_size": -1e30, "recent_size": 1}'),
-        ("duo-attention", b'{"sink_size": 1e999, "recent_size": 1}'),
-    ],
-)
-def test_files_of_other_engines(tmp_path: Path, target: str, content: bytes | None) -> None:
-    path = tmp_path / "x"
-    if target == "duo-attention":
-        path.mkdir()
-        (path / "full_attention_heads.tsv").write_text("1\t1\n" * 3 if content else "\n")
-        (path / "config.json").write_bytes(content or b'{"sink_size": 1, "recent_size": 1}')
-    else:
-        path.write_bytes(content or b"")
-    with pytest.raises(InputError, match=str(path)):
-        TARGETS[target].read(path, make_budget_profile([[10, 17]] * 3))

@@ -4,7 +4,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import scorer_oracle
 import torch
 from cli_tools import files_in, full_disk
@@ -15,7 +14,6 @@ import kvalloc
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt
-from kvalloc.measure.checkpoint import checkpoint_folder
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.models.attention import intercept_attention
 from kvalloc.scorers.xkv import XKV
@@ -199,18 +197,6 @@ def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers
     assert again.text_digest == whole.text_digest
     assert list(tmp_path.iterdir()) == [output]
     assert ScoreProfile.load(output).digest == again.digest
-
-
-def test_a_sample_that_another_job_would_give_is_measured_again(tmp_path):
-    output = tmp_path / "s.safetensors"
-    with pytest.raises(Killed):
-        measure(output=output, progress=stop_after(8))
-    kept = checkpoint_folder(output) / "sample_00000.safetensors"
-    arrays = safetensors.numpy.load_file(kept)
-    arrays["curves"] = arrays["curves"][:, :, :-1]
-    safetensors.numpy.save_file(arrays, kept, {"kvalloc.values": "{}"})
-    again = measure(output=output, resume=True)
-    assert np.array_equal(again.curves, measure().curves)
 
 
 @pytest.mark.parametrize(

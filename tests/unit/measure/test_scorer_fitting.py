@@ -1,7 +1,6 @@
 """The surrogate: normal equations against direct least squares, a fit of a tiny model, its file."""
 
 import operator
-from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -147,23 +146,6 @@ def test_the_scorer_is_a_direct_computation(fitted, file):
         assert found[row, head, token] == pytest.approx(expected, rel=1e-3)
 
 
-def test_heads_and_entries_shown_alone_score_the_same(file):
-    states = make_states(head_dim=8, frequencies=torch.tensor([1.0, 0.1, 0.01, 0.001]))
-    scorer = get_scorer("surrogate", file=str(file), votes=0)
-    whole = scorer.score(states, sinks=0)
-    places = torch.tensor([0, 3, 17, 21, 30, 36, 37, 38, 39, 40 - 1, 39, 39, 39])[None, None]
-    alone = replace(
-        states,
-        first_head=1,
-        queries=states.queries[:, 3:, :0],
-        keys=states.keys[:, 1:, places[0, 0]],
-        values=states.values[:, 1:, places[0, 0]],
-        positions=places,
-    )
-    found = scorer.score(alone, sinks=0)[0, 0, :5]
-    torch.testing.assert_close(found, whole[0, 1, places[0, 0, :5]])
-
-
 def test_a_killed_fit_goes_on_bit_identically(fitted, tmp_path):
     output, steps = tmp_path / "s.safetensors", []
 
@@ -208,19 +190,6 @@ def test_missing_and_other_files_are_refused(tmp_path):
     (tmp_path / "text").write_text("no such thing")
     with pytest.raises(ProfileFileError, match="expected a fitted file or a surrogate"):
         get_scorer("surrogate", file=str(tmp_path / "text"))
-
-
-def test_arrays_that_cannot_be_are_refused(fitted):
-    for name, array in (
-        ("weights", np.zeros((3, 1, 23))),
-        ("weights", np.full((3, 2, 23), np.inf)),
-        ("r_squared", np.zeros(2)),
-        ("r_squared", np.full(3, 1.5)),
-        ("rank_correlation", np.full(3, -1.5)),
-        ("samples", 1),
-    ):
-        with pytest.raises(InputError, match=f"surrogate: {name}"):
-            fitted.replace(**{name: array})
 
 
 def test_another_model_is_refused_before_it_runs(fitted, file):

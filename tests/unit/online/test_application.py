@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from pathlib import Path
@@ -17,23 +16,11 @@ from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError
-from kvalloc.runtime.hooks import hooked_models
 
 
 @pytest.fixture
 def model(tiny: ModuleType) -> Any:
     return tiny.tiny_model()
-
-
-def test_the_model_is_as_before(tiny: ModuleType, model: Any) -> None:
-    gc.collect()  # what earlier tests left in cycles is not counted
-    before, ids = hooked_models(), tiny.prompt(CONTEXT)
-    plain = generate(model, ids)
-    assert applied(model, ids, target_retention=0.6, **TARGET) is not None
-    gc.collect()
-    assert hooked_models() == before
-    assert "generate" not in vars(model)
-    assert torch.equal(generate(model, ids), plain)
 
 
 def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) -> None:

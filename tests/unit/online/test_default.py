@@ -413,13 +413,3 @@ def test_what_a_fitted_file_decides_takes_what_it_says(
     rows = run(model, tiny.prompt(TOKENS, 2), budget="20%", fitted=fitted_file)
     assert "as solved from" in rows.profile.detail
     assert 0.16 < share_of(rows, 2) <= 0.2
-
-
-def test_shares_do_not_depend_on_the_models_type(tiny: ModuleType, model: Any) -> None:
-    shape = shape_of(model)
-    for bits in (16, 8, 4):
-        of_types = {
-            entries_in_share(0.3, TOKENS, bits, replace(shape, dtype_bytes=own), least=0)
-            for own in (2, 4)
-        }
-        assert len(of_types) == 1

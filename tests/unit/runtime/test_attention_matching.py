@@ -12,7 +12,7 @@ import runtime_oracle as tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prompt_runs import padded_rows, policy, read, run, states_seen
+from prompt_runs import policy, read, run, states_seen
 from scorer_oracle import make_states
 
 import kvalloc
@@ -24,7 +24,6 @@ from kvalloc.runtime.policies.attention_matching import (
     MOST_WEIGHT,
     AttentionMatching,
     match_attention,
-    ridge_step,
 )
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.scorers import get_scorer
@@ -89,22 +88,6 @@ def matched(
     return match_attention(
         weights, values, places, value_ridge=value_ridge, bias_ridge=bias_ridge, **more
     )
-
-
-@given(
-    n_rows=st.integers(1, 12),
-    n_columns=st.integers(1, 12),
-    ridge=st.floats(1e-3, 10.0),
-    seed=st.integers(0, 1000),
-)
-def test_a_step_is_ordinary_least_squares_with_the_ridge_as_rows(
-    n_rows: int, n_columns: int, ridge: float, seed: int
-) -> None:
-    draw = np.random.default_rng(seed)
-    design, target = draw.normal(size=(n_rows, n_columns)), draw.normal(size=(n_rows, 3))
-    sizes = torch.tensor(n_columns)
-    found = ridge_step(torch.from_numpy(design), torch.from_numpy(target), ridge, sizes)
-    np.testing.assert_allclose(found, stacked(design, target, ridge), atol=1e-5)
 
 
 @given(
@@ -308,39 +291,6 @@ def test_it_makes_up_for_keys_as_they_are_stored(bits: int) -> None:
             np.testing.assert_allclose(found, expected, atol=steps)
             unlike = max(unlike, float(np.abs(bias - plain[layer][head][1]).max()))
     assert unlike > 4e-3
-
-
-def test_it_is_nearer_to_the_full_cache_than_dropping_is() -> None:
-    model, ids = tiny.tiny_model(initializer_range=0.08), tiny.prompt(CONTEXT)
-    profile = tiny.make_profile(model, CONTEXT, 0.25)
-    following = model.generate(ids, max_new_tokens=AWAITED + 6, do_sample=False)[:, CONTEXT:]
-    first, after = following[:, :AWAITED], following[:, AWAITED:]
-    with torch.no_grad():
-        wanted = model(torch.cat([ids, following], dim=1)).logits[:, -6:].log_softmax(dim=-1)
-    losses = []
-    for own in (profile, matching(profile)):
-        cache = kvalloc.make_cache(model, own)
-        run(model, ids, cache)
-        run(model, first, cache)
-        found = run(model, after, cache).log_softmax(dim=-1)
-        losses.append(float((wanted.exp() * (wanted - found)).sum(dim=-1).mean()))
-    assert losses[1] < losses[0] / 2
-
-
-@pytest.mark.usefixtures("unrounded")
-def test_each_row_is_matched_as_if_it_were_alone(model: Any) -> None:
-    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
-    rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
-    ids, mask, positions = padded_rows(rows, "left")
-    cache: Any = kvalloc.make_cache(model, profile)
-    read(model, ids, cache, mask, position_ids=positions)
-    for row, own in enumerate(rows):
-        alone = kvalloc.make_cache(model, profile)
-        read(model, own, alone)
-        for layer, head in np.ndindex(tiny.N_LAYERS, 2):
-            found = stored_of(cache, layer, head, row)
-            assert found[1] is not None
-            torch.testing.assert_close(found, stored_of(alone, layer, head), atol=1e-3, rtol=0)
 
 
 def test_a_prompt_in_one_forward_is_not_held() -> None:

@@ -18,7 +18,7 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import keep_best
 
 CONTEXT, CHUNK = 90, 30
-KINDS = ["layer", "head", "bits", "held", "decode_every"]
+KINDS = ["layer", "head", "bits", "held", "decode_every", "shared"]
 
 
 def cache_of(model: Any, kind: str) -> Any:
@@ -28,6 +28,9 @@ def cache_of(model: Any, kind: str) -> Any:
         profile = profile.replace(bits=np.full_like(profile.budgets, 8))
     if kind == "head":
         profile = tiny.by_head(profile, spread=9)
+    if kind == "shared":
+        budgets = np.full_like(profile.budgets, 36)
+        profile = profile.replace(budgets=budgets, share_groups=((2, 3),))
     return make_cache(model, profile, decode_every=4 if kind == "decode_every" else None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,16 +192,6 @@ def test_each_layer_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # As a file, and what it refuses
-
-
-def test_the_file_brings_it_back(tmp_path: Path) -> None:
-    profile = looking_ahead(tiny.tiny_model())
-    profile.save(tmp_path / "p.json")
-    loaded = BudgetProfile.load(tmp_path / "p.json")
-    assert loaded.by_prompt
-    assert loaded.policies == profile.policies
-    plain = tiny.make_profile(tiny.tiny_model(), CONTEXT)
-    assert not plain.by_prompt
 
 
 @pytest.mark.parametrize(

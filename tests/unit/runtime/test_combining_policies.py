@@ -83,20 +83,6 @@ def test_agrees_with_loops(monkeypatch: Any, parameters: dict[str, Any], block: 
     assert changed == 2
 
 
-def test_merge_by_hand() -> None:
-    """Token 2 is gone; it points where token 1 does, and token 3 points elsewhere."""
-    keys = torch.tensor([[5.0, 5.0], [2.0, 0.0], [4.0, 0.0], [0.0, 1.0], [5.0, 5.0]])
-    states = make_states(n_kv_heads=1, group=1, n_tokens=5, head_dim=2)
-    states = replace(states, keys=keys.view(1, 1, 5, 2), values=keys.view(1, 1, 5, 2) * 10)
-    kept = torch.tensor([[[True, True, False, True, True]]])
-    combined = policy("merge").combine(states, kept, kept.sum(dim=-1), sinks=1, window=1)
-    # both weights are e, since the cosine is 1
-    assert combined.keys[0, 0, 1].tolist() == pytest.approx([3.0, 0.0])
-    assert combined.values[0, 0, 1].tolist() == pytest.approx([30.0, 0.0])
-    assert combined.keys[0, 0, 3].tolist() == [0.0, 1.0]
-    assert combined.logit_bias is None
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.usefixtures("unrounded")
 def test_the_cache_answers_as_over_the_combined_entries(family: str) -> None:

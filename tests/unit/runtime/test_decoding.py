@@ -13,7 +13,6 @@ import torch
 from prompt_runs import states_seen
 
 import kvalloc
-from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
@@ -23,48 +22,6 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.T
     with torch.no_grad():
         parts = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
     return torch.cat(parts, dim=1)
-
-
-@pytest.mark.parametrize("level", ["layer", "head", "prompt"])
-@pytest.mark.parametrize("every", [1, 4])
-def test_the_budget_of_all_tokens_is_met_again_every_so_many(
-    model: Any, every: int, level: str
-) -> None:
-    profile = tiny.make_profile(model, CONTEXT, [CONTEXT, 8, 40, 30])
-    profile = tiny.by_head(profile) if level == "head" else profile
-    profile = profile.replace(level="head", by_prompt=True) if level == "prompt" else profile
-    cache = kvalloc.make_cache(model, profile, decode_every=every)
-    feed(model, cache, tiny.prompt(CONTEXT, 2), [CONTEXT])
-    entry = profile.retained_bytes // profile.budgets.sum()
-    plain, before = profile.shape.plain_bytes_per_entry, profile.budgets
-    for step in range(1, 20):
-        feed(model, cache, tiny.prompt(1, 2, seed=step), [1])
-        if (over := step % every) == 0:  # one token brings no more than one entry
-            before = np.minimum(profile.budgets_for(CONTEXT + step), before + every)
-        kept = cache.kept_tokens_by_row - over
-        assert (kept.sum(axis=(1, 2)) == before.sum()).all()
-        assert level == "prompt" or (kept == before).all()
-        latest = over * before.size * plain
-        assert cache.retained_bytes == 2 * (before.sum() * entry + latest)
-    assert cache.get_seq_length() == CONTEXT + 19
-
-
-def test_a_long_question_is_read_whole_and_then_reduced(model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.5)
-    often = kvalloc.make_cache(model, profile, decode_every=8)
-    seldom = kvalloc.make_cache(model, profile, decode_every=100)
-    ids = tiny.prompt(CONTEXT + 30)
-    one, other = (feed(model, cache, ids, [CONTEXT, 30]) for cache in (often, seldom))
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-    assert (often.kept_tokens == profile.budgets_for(CONTEXT + 30)).all()
-    assert (seldom.kept_tokens == profile.budgets + 30).all()
-    seldom.end_turn()
-    assert (seldom.kept_tokens == often.kept_tokens).all()
-    # the window is now the end of the question
-    for layer in range(tiny.N_LAYERS):
-        kept = often.kept_indices(layer)
-        assert (kept[..., : tiny.SINKS] == torch.arange(tiny.SINKS)).all()
-        assert (kept[..., -tiny.WINDOW :] == torch.arange(90 - tiny.WINDOW, 90)).all()
 
 
 @pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
@@ -144,47 +101,6 @@ def test_an_entry_that_stands_for_three_is_scored_like_three(name: str) -> None:
     expected = three[..., there].clone()
     expected[..., place] = three[..., place : place + 3].sum(dim=-1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["early", "loss", "late_by_head", "bounded", "packed"])
-@pytest.mark.usefixtures("unrounded")
-def test_rows_of_different_length_decode_as_if_alone(name: str) -> None:
-    model = tiny.tiny_model().double()  # else rounding to codes would tell rows apart
-    share = 0.4 if name == "bounded" else 0.7
-    scorer = "xkv" if name == "early" else "lookahead"
-    profile = tiny.make_profile(model, CONTEXT, share, scorer=scorer)
-    every = 12 if name == "packed" else 4
-    options: dict[str, Any] = {"decode_every": every, "bounded": name == "bounded"}
-    if name == "loss":
-        profile = profile.replace(level="head", by_prompt=True)
-    profile = tiny.by_head(profile) if name == "late_by_head" else profile
-    if name == "packed":
-        profile = tiny.by_head(profile).replace(bits=np.array([[4, 8], [16, 5], [3, 3], [8, 8]]))
-    ids, pads, more = tiny.prompt(CONTEXT, 2), 14, 30
-    later = tiny.prompt(more, 2, seed=5)
-    mask = torch.ones(2, CONTEXT, dtype=torch.long)
-    mask[1, :pads] = 0
-    policy = "score" if name == "early" else "attention_matching"
-
-    def make() -> Any:
-        return make_cache(model, profile, policy=policy, **options)
-
-    cache, rows = make(), []
-    with torch.no_grad():
-        places = (mask.cumsum(-1) - 1).clamp(min=0)
-        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
-        for token in later.split(1, dim=1):
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            at = mask.sum(-1, keepdim=True) - 1
-            out = model(token, attention_mask=mask, position_ids=at, past_key_values=cache)
-            rows.append(out.logits)
-    for row, first in ((0, 0), (1, pads)):
-        alone = make()
-        own = torch.cat([ids[row : row + 1, first:], later[row : row + 1]], dim=1)
-        expected = feed(model, alone, own, [CONTEXT - first, *[1] * more])[:, -more:]
-        torch.testing.assert_close(
-            torch.cat(rows, dim=1)[row : row + 1], expected, atol=1e-5, rtol=0
-        )
 
 
 def test_4096_tokens_stay_within_the_share_and_the_stated_slack() -> None:

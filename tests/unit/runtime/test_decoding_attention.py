@@ -161,42 +161,6 @@ def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
             torch.ones(3).to("meta")
 
 
-class OnDevice(torch.Tensor):
-    """A mask on a device: copies to the host are counted, and nothing else may be asked of it."""
-
-    read = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        if func.__name__ in ("__bool__", "equal", "item", "tolist", "numpy"):
-            raise DeviceWaitError(func.__name__)
-        if func.__name__ in ("to", "cpu"):
-            cls.read += 1
-            return found.as_subclass(torch.Tensor)
-        return found
-
-
-def test_padding_is_read_once_a_prompt() -> None:
-    """And again only where a forward brings a mask, which could say something else."""
-    model = tiny.tiny_model("llama")
-    arrival = make_cache(model, tiny.make_profile(model, TOKENS, 0.4)).arrival
-    mask = torch.ones(2, TOKENS + 8, dtype=torch.long)
-    mask[1, :20] = 0
-    OnDevice.read, reads = 0, []
-    for seen, given in ((0, TOKENS), (TOKENS, None), (TOKENS + 1, None), (TOKENS + 2, TOKENS + 3)):
-        own = None if given is None else mask[:, :given].as_subclass(OnDevice)
-        step = arrival.step(seen, 2, 1 if seen else TOKENS, own)
-        for layer in range(tiny.N_LAYERS):
-            step.targets(layer, None)
-            assert step.following_visible(1) is None
-        arrival.commit(step)
-        reads.append(OnDevice.read)
-    assert reads == [1, 1, 1, 2]
-    assert arrival.visible is not None
-    assert torch.equal(arrival.visible, mask[:, : TOKENS + 3].bool())
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     ("options", "following", "evictions"),

@@ -24,25 +24,6 @@ from kvalloc.runtime.hooks import hooked_models
 CONTEXT = 90
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, ids, cache: model(ids, past_key_values=cache),
-        lambda model, ids, cache: model.model(input_ids=ids, past_key_values=cache),
-        lambda model, ids, cache: model.model(ids, torch.ones_like(ids), None, cache),
-        lambda model, ids, cache: model(
-            inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache
-        ),
-    ],
-)
-def test_every_way_to_call_the_model_reduces_once(model: Any, call: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    cache = kvalloc.make_cache(model, profile)
-    with torch.no_grad():
-        call(model, tiny.prompt(CONTEXT), cache)
-    assert cache.retained_bytes == profile.retained_bytes
-
-
 def test_apply_gives_each_call_a_fresh_cache(model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 20, seed=2)]
@@ -82,13 +63,6 @@ def test_apply_nests_and_survives_exceptions() -> None:
     del first, second
     assert hooked_models() == before
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_apply_puts_back_somebody_elses_generate(model: Any) -> None:
-    model.generate = theirs = lambda *args, **kwargs: kwargs["past_key_values"]
-    with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)) as applied:
-        assert model.generate(tiny.prompt(CONTEXT)) is applied.last_cache
-    assert model.generate is theirs
 
 
 def test_apply_reads_a_generation_config_that_comes_by_its_place(model: Any) -> None:

@@ -17,10 +17,8 @@ from runtime_cells import COMBINING
 from scorer_oracle import SCORERS, make_states
 
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
-    changed_policy,
     get_policy,
     policy_names,
 )
@@ -55,16 +53,6 @@ def test_budgets_that_cannot_be_are_refused(name: str, budget: int) -> None:
     budgets[1, 0] = budget
     with pytest.raises(InputError, match=f"budget of {budget} entries"):
         policy(name).keep(states_of(), budgets, **LIMITS)
-
-
-def test_ties_go_to_the_earlier_position() -> None:
-    states = states_of()
-    states = replace(states, keys=states.keys * 0, values=torch.ones_like(states.values))
-    for name in ("score", "critical"):
-        kept = policy(name).keep(states, torch.full((2, 2), 12), **LIMITS)
-        # pooling gives less to the first and the last of the evictable ones
-        first = [0, 1, 3, 4, 5, 6, 7, 8]
-        assert kept[0, 0].nonzero()[:, 0].tolist() == [*first, 36, 37, 38, 39]
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
@@ -257,22 +245,6 @@ def test_soft_caps_and_sink_logits_are_carried(
         assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
         if tokens == CONTEXT:
             shadow.follow(cache, combined=options is AT_ONCE)
-
-
-def test_a_profile_remembers_its_policy(model: Any, tmp_path: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    changed = profile.replace(policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
-    changed.save(tmp_path / "p.json")
-    loaded = BudgetProfile.load(tmp_path / "p.json")
-    assert loaded.policy == changed.policy
-    ids = tiny.prompt(CONTEXT)
-    caches = [
-        make_cache(model, loaded),
-        make_cache(model, profile, policy="nacl:seed=5"),
-    ]
-    for cache in caches:
-        run(model, ids, cache)
-    assert torch.equal(caches[0].kept_indices(1), caches[1].kept_indices(1))
 
 
 def test_parameters_build_the_policy_again() -> None:

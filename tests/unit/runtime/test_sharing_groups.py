@@ -13,7 +13,6 @@ from prompt_runs import run, states_seen
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
-from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
@@ -130,26 +129,3 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(polic
     assert one * plain < cache.retained_bytes < one * (plain + 1.5)
     run(model, tiny.prompt(3, seed=1), cache)
     assert (cache.kept_tokens == CONTEXT + 3).all()
-
-
-def test_a_group_that_fails_half_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shared_model()
-    profile = shared_profile(model)
-    cache, ids = make_cache(model, profile), tiny.prompt(CONTEXT)
-    scored: list[int] = []
-    plain = type(cache._prompt.plan.policy).rankings
-
-    def failing(self: Any, states: Any, **sizes: Any) -> Any:
-        scored.append(states.layer)
-        if len(scored) == 4:  # the second layer of the first group
-            raise InputError("no")
-        return plain(self, states, **sizes)
-
-    monkeypatch.setattr(type(cache._prompt.plan.policy), "rankings", failing)
-    with pytest.raises(InputError, match="no"):
-        run(model, ids, cache)
-    with pytest.raises(UnsupportedRequestError, match="failed half-way"):
-        run(model, ids, cache)
-    cache.reset()
-    run(model, ids, cache)
-    agree(cache)
