@@ -104,18 +104,6 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
     assert after.replace(evaluation=None) == before
 
 
-def test_eval_puts_a_scorers_best_beside_the_default(models, folder):
-    """What `kvalloc.apply` does with the same words, without any profile."""
-    given = ("eval", models / "tiny", "--budget", "60%", "--prompts", questions(folder), "--json")
-    ran = run(*given, "--scorer", "tova", "--solver", "uniform", "--level", "layer")
-    name = "--budget 60% --scorer tova --solver uniform --level layer"
-    assert [row["name"] for row in ran.json] == ["full", name]
-    full, kept = ran.json
-    at_16_bits = full["retained_bytes"] / 2  # the model is in float32
-    assert 0.5 < kept["retained_bytes"] / at_16_bits <= 0.6
-    assert run(*given).json[1]["share_of_16_bits"] <= 0.6  # positions and scales count, too
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

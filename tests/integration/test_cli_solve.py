@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-import numpy as np
 import pytest
 from cli_tools import prose, refused, run, save_tiny_model, write_prompts
 from factories import (
     make_bits,
     make_choices,
-    make_loss_bits,
     make_losses,
     make_scores,
     make_shared_scores,
@@ -77,20 +75,6 @@ def test_quiet_solve_only_writes(tmp_path, scores):
     ran = run("solve", scores, "--budget", "40%", "-q", "-o", tmp_path / "p.json")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     assert (tmp_path / "p.json").exists()
-
-
-def test_solve_passes_every_option_on(scores):
-    ran = run(
-        *("solve", scores, "--budget", "50%", "--context", "80", "--batch", "2", "--page", "4"),
-        *("--min-tokens", "8", "--solver", "pyramid:beta=4"),
-        *("--average", "allocations", "--time-limit", "9", "--json"),
-    )
-    assert ran.code == 0, ran.err
-    found = ran.json
-    assert (found["context_tokens"], found["batch"], found["page_tokens"]) == (80, 2, 4)
-    assert found["solver_options"] == {"beta": 4.0, "average": "allocations"}
-    assert np.min(found["budgets"]) >= 8
-    assert found["output"] is None
 
 
 def test_a_certificate_on_a_solver_s_word_is_no_pass_for_a_script(tmp_path):
@@ -329,29 +313,6 @@ def test_a_measurement_that_cannot_be_is_refused(measuring, more, files, said):
     assert said in refused(
         measuring, *measured(measuring, *more, "-o", measuring / "p.json", **files)
     )
-
-
-def test_policies_and_bits_are_decided_by_what_is_lost_with_them(tmp_path):
-    scores, budgets = tmp_path / "s.safetensors", tmp_path / "p.json"
-    make_loss_bits().replace(loss_method="fast").save(scores)
-    asked = ("solve", scores, "--budget", "50%", "--level", "head", "--bits", "16,8,4")
-    solved = run(*asked, "-o", budgets)
-    assert "the least predicted loss decides" in solved.err
-    assert "retention       unknown: some heads keep others" in solved.out
-    decided = BudgetProfile.load(budgets)
-    assert decided.unit_policies is not None
-    assert len(set(decided.bits.ravel().tolist())) > 1
-    assert f"of {decided.unit_policies.size} KV heads" in solved.out
-    told = " ".join(run("inspect", budgets, "--verbose").out.split())
-    assert "other policies" in told
-    assert "of 6 KV heads" in told
-    one = run(*asked, "--loss-policies", "tova", "--json").json
-    assert one["policies"] == ["xkv", "tova"]
-    assert one["predicted_loss"] >= decided.predicted_loss - 1e-12
-    unmeasured = ("solve", scores, "--target-loss", "0.1", "--bits", "5,4", "--json")
-    said = refused(tmp_path, *unmeasured)
-    assert "what 5 bits lose was not measured" in said
-    assert "'kvalloc profile --loss fast --bits 16,8,5,4'" in said
 
 
 def test_several_score_profiles_share_a_memory(tmp_path):

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvalloc.allocation.infeasibility import (
     attempt,
     diagnose,
     relax,
-    smallest_that_works,
 )
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
@@ -146,22 +144,8 @@ def test_the_nearest_goal_and_every_relaxation_are_the_best_ones() -> None:
         assert seen[kind] > 2, (kind, seen)  # else this test tests nothing about it
 
 
-def test_what_has_a_solution_needs_no_diagnosis() -> None:
-    for kind in ("concave", "concave+nested_caps", "losses+mixed"):
-        problem = tiny_problem(kind, seed=4)
-        assert (nearest_to(problem) is None) == (brute_force(problem) is not None)
-
-
 def test_nothing_is_claimed_without_time() -> None:
     problem = tiny_problem("concave", seed=0).with_target(math.pi)
     assert attempt(lambda: problem, time.monotonic()) is None
     assert attempt(lambda: problem, time.monotonic() + 9.0) is False
     assert nearest_to(problem, seconds=0.0) is None
-
-
-@pytest.mark.parametrize("least", range(1, 20))
-def test_the_smallest_that_works(least: int) -> None:
-    assert smallest_that_works(0, 20, lambda n: n if n >= least else False) == (least, True)
-    assert smallest_that_works(0, 20, lambda n: least if n >= least else False) == (least, True)
-    assert smallest_that_works(0, 20, lambda n: n if n >= 18 else None) == (18, False)
-    assert smallest_that_works(0, least, lambda n: False) is None

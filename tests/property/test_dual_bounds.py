@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from factories import concave_values, make_problem
+from factories import make_problem
 
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Aggregate, Sense
-from kvalloc.problem.bounds import best_response, dual_bound, steps_above
+from kvalloc.problem.bounds import dual_bound
 from kvalloc.testing import brute_force, tiny_problems
 
 CONCAVE = ("concave", "paged", "tied", "weighted")
@@ -73,41 +73,11 @@ def test_the_worst_unit_bound_knows_ties_weights_and_falling_values() -> None:
         assert problem.cost(dual.choice) <= problem.spendable_bytes
 
 
-def test_bisection_and_looking_at_everything_agree() -> None:
-    for seed in range(50):
-        rng = np.random.default_rng(seed)
-        values = concave_values(rng, 5, 40, kind=0)
-        problem = make_problem(values, capacity=60, weights=rng.random(5), step=3)
-        for price in [0.0, *10.0 ** rng.uniform(-4, 0, 5)]:
-            net = problem.weights[:, None] * problem.values - price * problem.costs
-            response = best_response(problem, float(price))
-            assert response.tolist() == np.argmax(net, axis=1).tolist()
-            low, high = (steps_above(problem, price * 3 * factor) for factor in (2.0, 0.5))
-            within = steps_above(problem, price * 3, low=low, high=high)
-            assert within.tolist() == response.tolist()
-
-
-def test_steps_above_a_price_leave_out_those_that_gain_just_that() -> None:
-    problem = make_problem([[0, 3, 5, 7, 8], [0, 2, 4, 4, 4]], capacity=3)
-    assert steps_above(problem, 2.0).tolist() == [1, 0]
-    assert steps_above(problem, np.array([1.0, -1.0])).tolist() == [3, 4]
-    assert steps_above(problem, np.array([0.5]), units=np.array([1])).tolist() == [2]
-    assert steps_above(problem, 100.0).tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("goal", [{"capacity": 3}, {"target": 3.5}], ids=["capacity", "target"])
 def test_an_infeasible_problem_has_no_bound(goal: dict[str, float]) -> None:
     problem = make_problem([[0, 1], [0, 1]], protected_tokens=2, **goal)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError):
         dual_bound(problem)
-
-
-def test_an_option_of_nothing_but_floors() -> None:
-    """One option a unit: nothing to decide, and the bound says exactly that."""
-    for goal in ({"capacity": 4}, {"capacity": 100}, {"target": 0.7}, {"target": 0.1}):
-        problem = make_problem([[0.3], [0.4]], protected_tokens=2, **goal)  # type: ignore[arg-type]
-        assert dual_bound(problem).bound == (0.7 if "capacity" in goal else 4)
-        assert dual_bound(problem).choice.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["losses", "worst:losses", "tail:losses"])

@@ -43,15 +43,6 @@ def test_less_than_one_away_when_the_total_fits(wanted: list[float], up: bool) -
     assert np.all(np.abs(result - shares) < 1 + 1 / len(wanted) + 1e-6)
 
 
-def test_order_is_kept() -> None:
-    """Who wants more never gets less."""
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        wanted = np.sort(rng.random(10) * 20)
-        result = apportion(wanted, int(rng.integers(0, 200)), maximum=25)
-        assert np.all(np.diff(result) >= 0)
-
-
 @pytest.mark.parametrize(
     ("wanted", "total", "limits", "result"),
     [

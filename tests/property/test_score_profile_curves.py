@@ -12,7 +12,6 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.formats.score_profile import interpolate_curves
-from kvalloc.measure.curves import rank_grid
 
 
 @settings(max_examples=50)
@@ -30,16 +29,6 @@ def test_interpolation_keeps_rising_concave_curves_so(seed: int, n_at: int) -> N
     assert np.all(np.diff(found, n=2, axis=-1) <= 1e-14)
     above = [np.interp(at, np.arange(61), row) for row in curves.reshape(-1, 61)]
     assert np.all(found.reshape(-1, n_at) <= np.array(above) + 1e-12)  # chords of concave curves
-
-
-@pytest.mark.parametrize(("evictable", "context"), [(4084, 4096), (4085, 4097), (131_060, 131_072)])
-def test_the_grid(evictable: int, context: int) -> None:
-    ranks = rank_grid(evictable, context)
-    assert ranks[0] == 0
-    assert ranks[-1] == evictable
-    assert np.all(np.diff(ranks) > 0)
-    assert ranks.size <= 4097
-    assert (ranks.size == evictable + 1) == (context <= 4096)
 
 
 def test_head_and_layer_views_are_one_yardstick() -> None:
@@ -78,11 +67,3 @@ def test_contributions_at_everything_add_up_to_one() -> None:
         assert scores.contributions(1).sum(axis=1)[:, -1] == pytest.approx(1.0)
         mean = np.mean([scores.contributions(s) for s in range(3)], axis=0)
         assert scores.contributions() == pytest.approx(mean, abs=1e-15)
-
-
-def test_a_layer_without_any_mass_shares_evenly() -> None:
-    masses = np.ones((2, 3, 2))
-    masses[:, 1] = 0.0
-    scores = make_scores(masses=masses)
-    assert scores.head_shares[:, 1].tolist() == [[0.5, 0.5]] * 2
-    assert solve(scores, target_retention=1.0).retention == pytest.approx(1.0)

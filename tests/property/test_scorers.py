@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scorer_oracle import SCORERS, make_states
 
-from kvalloc.measure.curves import on_grid, rank_grid, retention_curves
+from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.scorers import get_scorer, scorer_class
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.pooled import PooledScorer
@@ -86,15 +86,3 @@ def test_curves_rise_are_concave_and_end_at_one_stretched_or_not(scores, n_wante
         assert np.all(curves[..., -1] == 1)
         assert np.all((curves >= 0) & (curves <= 1))
     np.testing.assert_allclose(masses, scores.astype(np.float64).sum(axis=-1), rtol=1e-12)
-
-
-@given(st.integers(0, 10**6), st.integers(4097, 20000))
-def test_the_grid_states_its_error(seed, n_own):
-    scores = np.random.default_rng(seed).random((1, n_own)) ** 8
-    exact, _ = retention_curves(scores)
-    ranks = rank_grid(n_own, n_own + 12)
-    values, error = on_grid(exact, ranks)
-    between = np.interp(np.arange(n_own + 1), ranks, values[0])
-    assert ranks.size <= 4097
-    assert 0 <= error < 1e-3
-    np.testing.assert_allclose(np.abs(between - exact[0]).max(), error, atol=1e-12)

@@ -352,14 +352,17 @@ def different_lengths(at: Setting) -> None:
 def padded_chunks(at: Setting) -> None:
     mask = padding_mask(LENGTHS)
     cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
-    seen = 0
-    for part in tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
+    ids, seen = tiny.prompt(CONTEXT, BATCH), 0
+    for part in ids.split(25, dim=1):
         seen += part.shape[1]
         own = mask[:, :seen]
         at.near(at.run(part, cache, own), shadow.logits(part, own), own)
         at.follow(shadow, cache)
+    awaited = cache.awaited_tokens
     after = at.settle(cache, shadow, mask)
     at.met(cache, LENGTHS, mask)
+    if at.mode == "late" and awaited:
+        at.as_alone(cache, ids, mask, awaited)
     at.ask(5, cache, shadow, after)
 
 

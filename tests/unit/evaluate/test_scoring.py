@@ -61,20 +61,6 @@ def test_perplexity_is_that_of_what_follows(model):
     assert found["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
 
 
-def test_right_answers_are_counted(model):
-    prompt = ids(30)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        first = int(model(torch.tensor([prompt]), past_key_values=cache).logits[0, -1].argmax())
-    cases = [
-        Case(input_ids=prompt, turns=(Turn(answers=("nothing", f"T{first} ")),)),
-        Case(input_ids=prompt, turns=(Turn(answers=("nothing",)),)),
-    ]
-    found = scores_of(model, ASKING_TASK, cases)["full"]
-    assert found["exact_match"] == 0.5
-    assert found["perplexity"] is None
-
-
 def test_the_full_cache_keeps_its_name(model):
     with pytest.raises(InputError, match="'full'"):
         scores_of(model, TEXT_TASK, [], full=equal_budgets(model, 8))

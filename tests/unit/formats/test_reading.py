@@ -14,9 +14,7 @@ import kvalloc
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.frontier import frontier
-from kvalloc.errors import ProfileFileError
 from kvalloc.formats.evaluation import Evaluation
-from kvalloc.formats.shipped_profiles import load_file
 from kvalloc.report.notebook import profile_html
 
 
@@ -45,23 +43,6 @@ def test_a_path_does_wherever_a_profile_does(paths, kind):
     assert len(frontier(scores, points=3)) == len(frontier(loaded, points=3))
     assert all(check.passed for check in verify(first, scores))
     assert not compare_profiles(first, second).same
-
-
-def test_a_file_of_another_kind_is_named(paths):
-    assert load_file(paths / "greedy.json") == kvalloc.load_profile(paths / "greedy.json")
-    assert load_file(paths / "s.safetensors", [kvalloc.ScoreProfile]).has_losses
-    with pytest.raises(ProfileFileError, match="is a budget profile, expected a score profile"):
-        load_file(paths / "greedy.json", [kvalloc.ScoreProfile])
-    for name, data, said in (
-        ("x.json", b"{", "JSON of another kind"),
-        ("x.html", b" <!doctype", "HTML or SVG"),
-        ("x", b"", "empty"),
-    ):
-        (paths / name).write_bytes(data)
-        with pytest.raises(ProfileFileError, match=f"{name}: file is {said}"):
-            load_file(paths / name)
-    with pytest.raises(ProfileFileError, match="a folder"):
-        load_file(paths)
 
 
 def test_reprs_are_short_and_a_notebook_shows_one_bar_a_layer(paths):

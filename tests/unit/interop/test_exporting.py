@@ -202,12 +202,6 @@ def test_duo_attention_comes_back(tmp_path):
         duo.read(tmp_path, like)
 
 
-def test_more_entries_make_more_retrieval_heads(tmp_path):
-    left = restrict(make_budget_profile(HEADS), TARGETS["duo-attention"], ALL)
-    assert (left.budgets == 40).tolist() == [[False, False], [True, False], [True, False]]
-    assert left.budgets.sum() <= np.sum(HEADS)
-
-
 def test_lu_kv_comes_back_at_any_total(tmp_path):
     profile, target = make_budget_profile(HEADS), TARGETS["lu-kv"]
     export(profile, "lu-kv", tmp_path / "b.npy")

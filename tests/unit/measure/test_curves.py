@@ -6,14 +6,6 @@ import pytest
 from kvalloc.measure.curves import on_grid, retention_curves
 
 
-def test_by_hand():
-    """The third head has no mass: it loses nothing."""
-    scores = np.array([[1.0, 5.0, 2.0], [0.0, 4.0, 0.0], [0, 0, 0]], dtype=np.float32)
-    curves, masses = retention_curves(scores)
-    assert curves.tolist() == [[0, 0.625, 0.875, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
-    assert masses.tolist() == [8, 4, 0]
-
-
 def test_sums_are_in_float64():
     # 1 + 4096 * 2**-26 would stay 1 in float32
     scores = np.full((1, 4097), 2.0**-26, dtype=np.float32)

@@ -1,7 +1,5 @@
 """Layers that keep the same entries: what is measured, against the definition."""
 
-import itertools
-
 import numpy as np
 import pytest
 from factories import joint_curves
@@ -33,18 +31,6 @@ def test_every_run_is_measured_by_its_definition(longest):
     raw = rng.random((2, 7, 3, 20)) ** 4
     runs, found = added(raw, longest)
     assert np.allclose(found, joint_curves(raw, runs), atol=1e-12)
-
-
-def test_no_choice_of_entries_keeps_more():
-    """The joint ranking is the best set of n entries, over all sets there are."""
-    rng = np.random.default_rng(5)
-    raw = rng.random((1, 4, 1, 6))
-    runs, found = added(raw, 2)
-    shares = raw[0, :, 0] / raw[0, :, 0].sum(axis=1, keepdims=True)
-    assert runs.tolist() == [[2, 2]]
-    for n in range(7):
-        kept = [shares[2:4, list(entries)].sum() for entries in itertools.combinations(range(6), n)]
-        assert found[0, 0, 0, n] == pytest.approx(max(kept))
 
 
 def test_a_layer_without_any_mass_keeps_its_share_whatever_is_kept():

@@ -185,16 +185,6 @@ def test_weights_that_are_a_pickle_run_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_broken_gguf_is_refused_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "m.gguf").write_bytes(tiny_gguf(tmp_path)[:21])
-    with pytest.raises(UnsupportedModelError, match=r"cannot read m\.gguf"):
-        load_model(tmp_path / "m.gguf")
-    assert not list((tmp_path / "cache" / "gguf").iterdir())
-
-
 @pytest.mark.parametrize("name", ["num_hidden_layers", "intermediate_size", "vocab_size"])
 def test_a_config_of_a_huge_model_is_refused_before_it_is_made(tmp_path: Path, name: str) -> None:
     folder = save_tiny_model(tmp_path / "tiny", tiny_model())

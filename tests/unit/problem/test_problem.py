@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from factories import concave_values, make_problem
 
-from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, dual_bound
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.shape import ModelShape
-from kvalloc.testing import tiny_problems
 
 SHAPE: dict[str, Any] = {
     "model_id": "org/model",
@@ -53,18 +52,6 @@ def test_bytes_of_a_shape_by_hand() -> None:
     assert shape.full_bytes(100, batch=3) == (100 * 2 + 9 * 2) * 2 * 256 * 3
     stated = shape.to_dict()
     assert ModelShape(**stated | {"layer_types": tuple(stated["layer_types"])}) == shape
-
-
-def test_a_profile_of_another_model_is_refused_by_name() -> None:
-    shape = ModelShape(**SHAPE)
-    shape.require_same_model(ModelShape(**{**SHAPE, "model_id": "Model", "dtype_bytes": 4}))
-    renamed = ModelShape(**{**SHAPE, "model_id": "org/finetune"})
-    with pytest.raises(ModelMismatchError, match=r"for org/model, but the model is org/finetune"):
-        shape.require_same_model(renamed)
-    shape.require_same_model(renamed, allow_other_model=True)
-    larger = ModelShape(**{**SHAPE, "head_dim": 128})
-    with pytest.raises(ModelMismatchError, match="head_dim 64, but .* head_dim 128"):
-        shape.require_same_model(larger, allow_other_model=True)
 
 
 GOOD = make_problem([[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]], capacity=2)
@@ -152,15 +139,6 @@ def test_falling_and_slowly_falling_curves_are_not_concave_rising_ones() -> None
     assert not make_problem(sinking[None], capacity=2).is_concave
 
 
-def test_options_within() -> None:
-    tokens = np.array([[2, 4, 8], [3, 5, 9]])
-    problem = make_problem(np.zeros((2, 3)), tokens=tokens, counts=[3, 2], capacity=99)
-    assert problem.options_within(np.array([7, 7])).tolist() == [1, 1]
-    assert problem.options_within(np.array([1, 99])).tolist() == [0, 1]
-    assert problem.options_within(np.array([8.0, 4.9])).tolist() == [2, 0]
-    assert GOOD.options_within(np.array([1, 1])).tolist() == [1, 1]
-
-
 def test_with_capacity_and_with_target_share_the_arrays() -> None:
     assert dual_bound(GOOD.with_target(0.6)).bound == 2
     other = GOOD.with_target(0.6).with_capacity(1)
@@ -230,14 +208,3 @@ def test_side_constraints_by_hand() -> None:
         SameBudget(groups=((0, 1), (1, 2)))
     with pytest.raises(InputError, match="ask for 1"):
         MaxDistinct(most=0)
-
-
-def test_cost_and_value_agree_with_plain_sums() -> None:
-    rng = np.random.default_rng(0)
-    for _, problem in tiny_problems(100, kinds=("unequal_costs", "unequal_options", "weighted")):
-        choice = np.array([rng.integers(0, n) for n in problem.option_counts])
-        pairs = list(enumerate(choice.tolist()))
-        assert problem.cost(choice) == sum(int(problem.costs[u, k]) for u, k in pairs)
-        value = sum(float(problem.weights[u] * problem.values[u, k]) for u, k in pairs)
-        assert problem.objective_value(choice) == pytest.approx(value, abs=1e-12)
-        assert problem.chosen_tokens(choice).tolist() == [problem.tokens[u, k] for u, k in pairs]

@@ -29,16 +29,6 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     return register
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        InputError,
-        match="no solver 'gredy'; the nearest is 'greedy'; choose from: adaptive_head, .*uniform",
-    ):
-        registry.get_solver("gredy")
-    with pytest.raises(InputError, match="no scorer 'nope'"):
-        registry.load(registry.SCORERS, "nope")
-
-
 @pytest.mark.parametrize(
     ("text", "options"),
     [

@@ -8,7 +8,7 @@ import pytest
 from letters import Letters, read
 
 from kvalloc.errors import InputError
-from kvalloc.prompts.tasks.longbench import KINDS, file_task, read_records
+from kvalloc.prompts.tasks.longbench import file_task, read_records
 
 RECORD = {
     "context": "Ada wrote the note. Bert read it.",
@@ -140,11 +140,3 @@ def test_a_chat_form_that_fails_is_one_line(write):
 def test_bad_lines_are_named(write, record, message):
     with pytest.raises(InputError, match=message):
         read_records(write(RECORD, record))
-
-
-def test_every_known_dataset_has_a_metric_that_scores():
-    from kvalloc.prompts.metrics import find_metric
-
-    for kind in KINDS.values():
-        find_metric(kind.metric)
-        assert "{input}" in kind.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from factories import make_budget_profile
 
-from kvalloc.report.terminal import bar, merged_names, short_name, table_lines
+from kvalloc.report.terminal import merged_names, short_name, table_lines
 
 
 def test_equal_budgets_share_a_name_which_is_cut_where_there_is_no_room():
@@ -19,18 +19,9 @@ def test_equal_budgets_share_a_name_which_is_cut_where_there_is_no_room():
     assert short_name("greedy = ilp = dp", 15) == "greedy = 2 more"
 
 
-def test_bars_never_leave_their_column():
-    for share in np.linspace(0, 1, 101):
-        assert len(bar(float(share), 10)) <= 10
-
-
 def test_tables_are_aligned_and_narrow_ones_move_together(monkeypatch):
     rows = [("a", "1", "end"), ("bb", "2,200", "e")]
     lines = table_lines(("name", "n", "z"), rows, left=(0, -1))
     assert lines == ["name      n  z", "a         1  end", "bb    2,200  e"]
     monkeypatch.setenv("COLUMNS", "14")
     assert table_lines(("name", "n", "z"), rows, left=(0, -1))[0] == "name     n z"
-
-
-def test_control_characters_in_a_cell_are_shown_escaped():
-    assert table_lines(("n",), [("a\x1b[31m\nb",)]) == ["n", "a\\x1b[31m\\nb"]

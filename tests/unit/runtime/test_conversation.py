@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import NEW, generate, run
+from prompt_runs import generate
 
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
-from kvalloc.errors import KVAllocError
 
 TURN, SHARE = 60, "20%"
-LIMIT = 3 * (TURN + NEW)
 
 
 def said(text: torch.Tensor, turn: int) -> torch.Tensor:
@@ -50,63 +47,6 @@ def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(
     assert loaded.get_seq_length() == cache.get_seq_length() == expected.shape[1] - 1
     assert (loaded.kept_tokens == cache.kept_tokens).all()
     assert loaded.share == cache.share
-
-
-def other_token(place: int) -> Any:
-    """A turn behind a text with another token at this place."""
-
-    def talk_on(model: Any, text: torch.Tensor, cache: Any) -> None:
-        other = text.clone()
-        other[:, place] = text[:, place] % 90 + 2
-        talk(model, range(1, 2), other, cache)
-
-    return talk_on
-
-
-def other_model(model: Any, text: torch.Tensor, cache: Any) -> None:
-    talk(tiny.tiny_model(seed=5), range(1, 2), text, cache)
-
-
-def generates_nothing(model: Any, text: torch.Tensor, cache: Any) -> None:
-    """The cache has seen all but the last token of an answer."""
-    with kvalloc.apply(model, budget=SHARE):
-        generate(model, text[:, :-1], past_key_values=cache)
-
-
-def reads_nothing(model: Any, text: torch.Tensor, cache: Any) -> None:
-    run(model, text[:, :0], cache)
-
-
-def generates_beyond(model: Any, text: torch.Tensor, cache: Any) -> None:
-    with kvalloc.apply(model, budget=SHARE):
-        generate(model, torch.cat([text, tiny.prompt(LIMIT)], dim=1), past_key_values=cache)
-
-
-def reads_beyond(model: Any, text: torch.Tensor, cache: Any) -> None:
-    run(model, tiny.prompt(LIMIT), cache)
-
-
-@pytest.mark.parametrize(
-    ("turn", "said"),
-    [
-        (other_model, r"another LlamaForCausalLM.*make_cache"),
-        *((other_token(place), "token") for place in (0, TURN - 1, TURN + 2)),
-        (generates_nothing, "no tokens"),
-        (reads_nothing, "no tokens"),
-        (generates_beyond, f"{LIMIT}"),
-        (reads_beyond, f"{LIMIT}"),
-    ],
-)
-def test_a_turn_that_is_refused_was_not_read(turn: Callable[..., None], said: str) -> None:
-    """Nor was one of a copy: the conversation goes on as if neither had been."""
-    model = tiny.tiny_model(max_position_embeddings=LIMIT)
-    text, cache = talk(model, range(1), tiny.prompt(0))
-    assert cache.reduced
-    talk(model, range(20, 22), text, copy.deepcopy(cache))
-    expected, _ = talk(model, range(1, 3), text, copy.deepcopy(cache))
-    with pytest.raises(KVAllocError, match=said):
-        turn(model, text, cache)
-    assert torch.equal(talk(model, range(1, 3), text, cache)[0], expected)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

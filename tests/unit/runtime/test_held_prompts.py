@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import follow, head_entries, noted_repetitions, padding_mask, read, run
+from prompt_runs import follow, head_entries, noted_repetitions, read, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
@@ -155,34 +155,6 @@ def test_nothing_of_a_repetition_stays() -> None:
             if type(mine) is type(theirs):
                 assert torch.equal(mine.keys, theirs.keys)
                 assert torch.equal(mine.values, theirs.values)
-
-
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_padded_row_keeps_what_it_would_keep_alone(name: str, side: str, positions: bool) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 3)
-    lengths = (CONTEXT, 41, 67)
-    mask = padding_mask(lengths, side)
-    profile = profile_of(model, name)
-    places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
-    cache, chunked = make_cache(model, profile), make_cache(model, profile, prompt_tokens=CONTEXT)
-    read(model, ids, cache, mask, **places)
-    last: list[Any] = []  # of each row, what its last token says
-    for first in range(0, CONTEXT, 30):
-        own = {key: value[:, first : first + 30] for key, value in places.items()}
-        part = ids[:, first : first + 30]
-        last.append(run(model, part, chunked, mask[:, : first + 30], **own))
-    follow(model, chunked, torch.cat(last, dim=1), mask, places.get("position_ids"))
-    for row, length in enumerate(lengths):
-        first = CONTEXT - length if side == "left" else 0
-        alone = make_cache(model, profile)
-        read(model, ids[row : row + 1, first : first + length], alone)
-        for layer in range(tiny.N_LAYERS):
-            for head in range(2):
-                wanted = [first + place for place in head_entries(alone, layer, head)]
-                for each in (cache, chunked):
-                    assert head_entries(each, layer, head, row) == wanted
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])

@@ -150,6 +150,10 @@ def more_seen(file: Tensors) -> None:
     file.stated["seen_tokens"] += 1
 
 
+def stating(**values: Any) -> Callable[[Tensors], None]:
+    return lambda file: file.stated.update(values)
+
+
 KEPT = (B16 + "kept_keys", B16 + "kept_values")
 OLDER = ("0.keys", "0.values")
 
@@ -183,6 +187,13 @@ OLDER = ("0.keys", "0.values")
         ("padded", cut(("visible",), np.s_[:, :-1]), "visible is uint8 of 2 x 302, expected"),
         ("padded", hidden_entry, "0.bits_16.kept_positions is those of padding"),
         ("sliding", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 14 tokens, expected all 15"),
+        ("ragged", lambda file: file.stated.pop("versions"), "versions is missing"),
+        ("ragged", stating(schema_version=99), "schema_version is 99"),
+        ("ragged", stating(decode_every=0), "decode_every is 0"),
+        ("ragged", stating(batch="1"), "batch is 1, expected a valid integer"),
+        ("ragged", stating(row_profiles=[]), "expected one for each of 1 rows"),
+        ("ragged", stating(notes=[]), "notes"),
+        ("ragged", stating(profile=5), "profile.file is int"),
     ],
 )
 def test_what_would_be_read_beyond_its_end_is_refused(
@@ -204,6 +215,28 @@ def test_what_would_be_read_beyond_its_end_is_refused(
     assert (ran.code, ran.out) == (2, "")
     assert named in ran.err
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (numbers("kept_keys", lambda array: array.__iadd__(1)), "tensors"),
+        (lambda file: file.stated["profile"]["budgets"].reverse(), "profile"),
+        (more_seen, "digest of the content"),
+    ],
+)
+def test_what_was_changed_and_not_signed_is_refused(
+    saved: dict[str, tuple[Any, Path]],
+    tmp_path: Path,
+    change: Callable[[Tensors], None],
+    named: str,
+) -> None:
+    model, path = saved["ragged"]
+    file = Tensors.parse(path.read_bytes())
+    change(file)
+    (tmp_path / "c.kv").write_bytes(file.pack())
+    with pytest.raises(ProfileFileError, match=named):
+        kvalloc.load_cache(tmp_path / "c.kv", model)
 
 
 def test_a_model_whose_window_changed_since_is_refused(saved: dict[str, tuple[Any, Path]]) -> None:

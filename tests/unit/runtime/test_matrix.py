@@ -22,7 +22,6 @@ from cell_choice import (
     impossible,
     product_cells,
     refused_as,
-    summary_lines,
 )
 from kernel_choice import WITH, kernel_choice
 from other_attention import attention_on_cpu
@@ -87,13 +86,6 @@ def test_any_two_settings_meet() -> None:
     assert answered == set(itertools.product(*list(FACTORS.values())[:2])) - UNEVEN
 
 
-def test_settings_take_turns_in_the_selection() -> None:
-    cells = covering_cells()
-    for place, settings in enumerate(FACTORS.values()):
-        counts = collections.Counter(cell[place] for cell in cells)
-        assert max(counts.values()) < 1.3 * min(counts[setting] for setting in settings)
-
-
 @pytest.fixture(scope="module")
 def product() -> list[Cell]:
     return product_cells()
@@ -124,16 +116,3 @@ def test_what_is_impossible_is_known() -> None:
     expected = {(*pair, mode) for pair in UNEVEN for mode in FACTORS["mode"]}
     expected |= set(itertools.product(["merge"], chunks, ["early"]))
     assert set(impossible()) == expected
-
-
-def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
-    head, *lines, last = summary_lines(product)
-    refused = [cell for cell in product if refused_as(cell) is not None]
-    assert f"{len(product):,} cells of 480 of 480" in head
-    assert (
-        f"{len(product) - len(refused):,} answered as the oracle, {len(refused):,} refused" in head
-    )
-    assert sum(int(line.split()[0].replace(",", "")) for line in lines) == len(refused)
-    named = {(line.split()[1].rstrip(":"), line.split("'")[1]) for line in lines}
-    assert named == {(cell[0], refused_as(cell)) for cell in refused}
-    assert "on gemma3 with padding_only" in last

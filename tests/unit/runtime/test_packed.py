@@ -31,10 +31,6 @@ def stored_in(entries: LayerEntries) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in entries.tensors())
 
 
-def of_one_head(keys: torch.Tensor, values: torch.Tensor, bits: int) -> LayerEntries:
-    return packed_of({(0, 0): (keys, values, None)}, np.array([[len(keys)]]), [bits])
-
-
 counts_strategy = st.lists(
     st.lists(st.integers(0, 270), min_size=HEADS, max_size=HEADS), min_size=BATCH, max_size=BATCH
 )
@@ -69,23 +65,7 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
             assert own.positions.tolist() == list(range(table[row, head]))
 
 
-def test_three_bits_by_hand() -> None:
-    """Keys at 4 bits; of values, turned by Hadamard's matrix, eight codes in three bytes."""
-    sign = torch.tensor([[1.0, 1], [1, -1]])
-    matrix = torch.kron(torch.kron(sign, sign), sign) / 8**0.5
-    turned = torch.tensor([[0.0, 7, 1, 2, 3, 4, 5, 6], [0, 14, 2, 4, 6, 8, 10, 12]])
-    values = turned @ matrix
-    assert torch.allclose(rotated(values), turned, atol=1e-5)
-    assert torch.allclose(rotated(rotated(values)), values, atol=1e-5)
-    keys = torch.arange(16.0).view(2, 8)
-    entries = of_one_head(keys, values, 3)
-    codes = entries.parts[0]
-    assert codes.keys.shape == (2, 4)
-    word = sum(code << 3 * place for place, code in enumerate([0, 7, 1, 2, 3, 4, 5, 6]))
-    for row in codes.values.tolist():
-        assert row[:3] == [word & 255, word >> 8 & 255, word >> 16]
-        assert len(row) == 3 + 4
-    assert torch.allclose(entries.piece(0, 0).values, values, atol=1e-2)
+def test_three_bits_are_for_powers_of_two() -> None:
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
 

@@ -127,12 +127,13 @@ def read(model: Any, rows: int = 1, **changes: Any) -> Any:
 def forward(model: Any, cache: Any = None, **arguments: Any) -> None:
     """A forward of which nothing is stored where it is refused."""
     cache = made(model) if cache is None else cache
-    arguments, stored = {"input_ids": tiny.prompt(CONTEXT)} | arguments, cache.retained_bytes
+    arguments = {"input_ids": tiny.prompt(CONTEXT)} | arguments
+    before = cache.retained_bytes, cache.get_seq_length()
     try:
         with torch.no_grad():
             model(past_key_values=cache, **arguments)
     except KVAllocError:
-        assert cache.retained_bytes == stored
+        assert (cache.retained_bytes, cache.get_seq_length()) == before
         raise
 
 

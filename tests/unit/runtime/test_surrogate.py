@@ -150,14 +150,3 @@ def test_the_fit_decides_whether_queries_vote(file: str, tmp_path: Path) -> None
         assert scorer.query_rows(CONTEXT) == votes
         assert (scorer.again.votes, scorer.again.votes_weight) == (128, 30.0)
         assert Surrogate(**scorer.parameters()) == scorer
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_scored_in_float32(file: str, dtype: torch.dtype) -> None:
-    model = tiny.tiny_model(dtype=dtype, initializer_range=0.08)
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = make_cache(model, profile, policy=f"surrogate:file={file}")
-    with torch.no_grad():
-        out = model(tiny.prompt(CONTEXT), past_key_values=cache)
-    assert cache.reduced
-    assert torch.isfinite(out.logits).all()

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import scorer_oracle
 import torch
-from scorer_oracle import SCORERS, make_states, score_in_chunks
+from scorer_oracle import make_states, score_in_chunks
 
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.scorers import (
     attention_rows,
     column_sums,
-    get_scorer,
     projected_values,
-    scorer_class,
 )
 from kvalloc.scorers.a2sf import A2SF
 from kvalloc.scorers.cake import CAKE
@@ -358,18 +356,3 @@ def test_without_a_readable_projection_there_are_no_norms(weight):
 def test_parameters_out_of_range(scorer, options, said):
     with pytest.raises(InputError, match=said):
         scorer(**options)
-
-
-@pytest.mark.parametrize("name", SCORERS)
-def test_parameters_build_it_again(name):
-    scorer = get_scorer(name, window=5)
-    assert (scorer.name, scorer.window) == (name, 5)
-    assert get_scorer(name, **scorer.parameters()) == scorer
-    assert scorer_class(name).reference
-
-
-def test_unknown_names_list_the_choices():
-    with pytest.raises(InputError, match=r"no scorer 'sanpkv'.*snapkv.*xkv"):
-        get_scorer("sanpkv")
-    with pytest.raises(InputError, match=r"no option 'kernel'.*window, pool"):
-        get_scorer("xkv", kernel=3)

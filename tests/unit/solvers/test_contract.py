@@ -175,27 +175,6 @@ def test_exact_solvers_agree_beyond_brute_force(constraints, concave, agree, tar
             assert answer.objective == pytest.approx(answers["ilp"].objective, rel=1e-10), name
 
 
-@pytest.mark.parametrize(
-    ("name", "bound", "termination"),
-    [
-        ("dp", 10.0, Termination.OPTIMAL),
-        # Segments by slope: unit 1 (2.0), unit 0 (1.5), unit 1 (1.0), unit 2 whole (3 for 5 bytes).
-        # 6 bytes above the floors: 2 + 2 + 1 are taken, 1 is left and unit 2's segment of 5 is not
-        # taken; in part it would add 0.6.
-        ("hull", 10.6, Termination.HEURISTIC),
-        # At 0.6 a byte, the slope of unit 2's way to its last option, the units net 2.8, 3.2 and
-        # 1.0 (floors not paid), and the 6 bytes above the floors are worth 3.6.
-        ("lagrangian", 10.6, Termination.HEURISTIC),
-    ],
-)
-def test_a_case_on_paper(name, bound, termination):
-    solution = registry.get_solver(name).solve(hand_problem())
-    assert solution.choice.tolist() == [1, 2, 0]
-    assert solution.objective == 10.0
-    assert solution.bound == pytest.approx(bound)
-    assert solution.termination is termination
-
-
 # --- refusals, and time ----------------------------------------------------------------------
 
 

@@ -29,20 +29,6 @@ def tree_problem(seed: int, *, tight: float = 0.5, target: bool = False) -> Allo
     return medium_problem(seed, concave=True, constraints=caps, share=0.4, target=target)
 
 
-def test_a_cap_on_paper() -> None:
-    """Gains 5, 3 and 4, 2 and 3, 1; four steps in all, but one for the first two units."""
-    problem = hand_problem(
-        values=np.array([[0.0, 5.0, 8.0], [0.0, 4.0, 6.0], [0.0, 3.0, 4.0]]),
-        costs=np.array([[0, 1, 2]] * 3),
-        capacity_bytes=4,
-        constraints=(GroupCap(name="layer", units=(0, 1), capacity_bytes=1),),
-    )
-    solution = Flow().solve(problem)
-    assert solution.choice.tolist() == [1, 0, 2]
-    assert solution.objective == solution.bound == 9.0
-    assert solution.termination is Termination.OPTIMAL
-
-
 def test_the_line_says_which_cap_lies_in_which() -> None:
     detail = Flow().solve(tree_problem(4)).detail
     assert detail.startswith("8 caps; layer 0 in device 0; layer 1 in device 0; ")

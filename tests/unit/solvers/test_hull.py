@@ -7,9 +7,7 @@ import pytest
 from exact_cases import hand_problem, medium_problem
 from scipy.optimize import linprog
 
-from kvalloc.allocation.verification import solve_problem
 from kvalloc.problem import AllocationProblem, Sense, Termination
-from kvalloc.problem.registry import get_solver
 from kvalloc.solvers.hull import Hull
 
 
@@ -56,12 +54,3 @@ def test_the_bound_is_the_linear_relaxation(target: bool) -> None:
             assert 0 <= solution.bound - exact < problem.lattice_bytes + 1
         else:
             assert solution.bound == pytest.approx(exact, rel=1e-9)
-
-
-def test_on_concave_pages_it_is_greedy() -> None:
-    for seed in range(5):
-        problem = medium_problem(seed, concave=True)
-        answer = solve_problem(problem, Hull())
-        best = solve_problem(problem, get_solver("greedy"))
-        assert answer.objective == pytest.approx(best.objective, abs=1e-12)
-        assert answer.termination is Termination.OPTIMAL

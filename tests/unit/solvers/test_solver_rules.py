@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import curves_of, make_problem, make_scores, make_shape
+from factories import curves_of, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -228,12 +228,3 @@ def test_the_mean_of_allocations_is_feasible_and_never_above_the_bound() -> None
             else:
                 assert profile.retention >= 0.85 - 1e-12
                 assert profile.objective >= profile.bound
-
-
-@pytest.mark.parametrize("target", [1.0, 0.5])
-def test_target_at_the_floor_or_at_everything(target: float) -> None:
-    """At the floor's own value nothing is bought; at the most that is possible, what it takes."""
-    curve = np.array([[0.5, 0.75, 1.0, 1.0, 1.0]])
-    for name in ("greedy", "ilp", "uniform", "pyramid"):
-        answer = solve_problem(make_problem(curve, target=target), get_solver(name))
-        assert answer.choice.tolist() == [2 if target == 1.0 else 0]
