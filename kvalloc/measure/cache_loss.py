@@ -73,7 +73,7 @@ class CacheLosses:
         name = f"{profile.digest}-{index}"
         known = None if self._kept is None else self._kept.load(name, {"loss": ()})
         if known is not None:
-            return float(known[0]["loss"])
+            return float(known["loss"])
         with evaluating(self._model):
             prompt, question = self._ids(index, "token_ids"), self._ids(index, "question_ids")
             n_prompt, n_question = int(prompt.shape[1]), int(question.shape[1])

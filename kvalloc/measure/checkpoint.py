@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_KIND, _FORMAT = "kvalloc.unfinished", 4
+_KIND, _FORMAT = "kvalloc.unfinished", 5
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _PIECE = ".safetensors"
-_VALUES, _DIGEST = "kvalloc.values", "kvalloc.digest"
+_DIGEST = "kvalloc.digest"
 
 
 class Checkpoint:
@@ -108,17 +108,13 @@ class Checkpoint:
         for left in self.folder.glob(f".*{ENDING}"):
             shutil.rmtree(left, ignore_errors=True)
 
-    def save(
-        self, name: str, arrays: Mapping[str, Array], values: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, name: str, arrays: Mapping[str, Array]) -> None:
         """Keep a finished piece: whole or not at all.
 
         Parameters
         ----------
         name : str
         arrays : mapping of str to ndarray
-        values : mapping, optional
-            Plain JSON values beside them.
 
         Raises
         ------
@@ -128,15 +124,13 @@ class Checkpoint:
         from safetensors.numpy import save
 
         stored = {key: np.asarray(arrays[key], order="C") for key in sorted(arrays)}
-        metadata = {_VALUES: json.dumps(values or {})}
-        metadata[_DIGEST] = digest_over(metadata[_VALUES], stored)
         with atomic_write(self._file(name)) as temporary:
-            temporary.write_bytes(save(stored, metadata))
+            temporary.write_bytes(save(stored, {_DIGEST: digest_over("", stored)}))
 
     def load(
         self, name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
-    ) -> tuple[dict[str, Array], dict[str, Any]] | None:
-        """Return arrays and values of a finished piece; None when none can be trusted.
+    ) -> dict[str, Array] | None:
+        """Return the arrays of a finished piece; None when none can be trusted.
 
         Parameters
         ----------
@@ -148,16 +142,14 @@ class Checkpoint:
 
         try:
             with safe_open(self._file(name), framework="np") as file:
-                metadata = file.metadata() or {}
                 arrays = {key: file.get_tensor(key) for key in sorted(file.keys())}
-            whole = metadata[_DIGEST] == digest_over(metadata[_VALUES], arrays)
-            values = json.loads(metadata[_VALUES])
+                whole = (file.metadata() or {})[_DIGEST] == digest_over("", arrays)
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError):
             return None  # missing or damaged
         if shapes is not None:
             whole &= {key: array.shape for key, array in arrays.items()} == shapes
             whole = whole and all(np.isfinite(array).all() for array in arrays.values())
-        return (arrays, values) if whole else None
+        return arrays if whole else None
 
     def finish(self) -> None:
         """Delete all pieces: the job is done, and its result is saved."""

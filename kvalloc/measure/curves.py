@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
 
+GRID_POINTS = 4097
+"""Ranks of that grid at most."""
+
 
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     """Share of the score mass in the best entries, for every number of entries.
@@ -63,7 +66,7 @@ def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     return curves, masses
 
 
-def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:
+def rank_grid(evictable_tokens: int, context_tokens: int) -> IntArray:
     """Return the ranks at which curves are stored.
 
     Parameters
@@ -71,10 +74,9 @@ def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) ->
     evictable_tokens : int
         Largest rank.
     context_tokens : int
-        Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored.
-    points : int
-        Upper bound for the size of the grid above that: the first half of the points are the
-        first ranks, where a curve bends most, the rest are spaced geometrically.
+        Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored. Above that, half of
+        `GRID_POINTS` are the first ranks, where a curve bends most, the rest are spaced
+        geometrically.
 
     Returns
     -------
@@ -83,8 +85,8 @@ def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) ->
     """
     if context_tokens <= EXACT_CONTEXT_TOKENS:
         return np.arange(evictable_tokens + 1, dtype=np.int64)
-    dense = points // 2
-    tail = np.geomspace(dense, evictable_tokens, points - dense)
+    dense = GRID_POINTS // 2
+    tail = np.geomspace(dense, evictable_tokens, GRID_POINTS - dense)
     return np.unique(np.concatenate([np.arange(dense), np.rint(tail)]).astype(np.int64))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, product
@@ -55,14 +55,14 @@ class Steps:
 def measured_samples(
     engine: Engine,
     measure: Callable[[Any, list[int], Advance], Sequence[Mapping[str, Any]]],
-    groups: Iterable[list[int]],
+    groups: Sequence[list[int]],
     kept: Checkpoint | None,
     steps: Steps,
     *,
     sample_steps: int,
     sizes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
-    """Yield what each sample gave, by its number; or why it failed by itself.
+    """Yield what each sample gave, by its number and in order; or why it failed by itself.
 
     A group whose samples are all in the checkpoint is not measured again; a part of one is, with
     its companions, so that the sums are the same bit for bit. Each sample of a group that failed
@@ -73,7 +73,7 @@ def measured_samples(
     engine : Engine
     measure : callable
         Measures the samples of a group, as `Engine.run` calls it.
-    groups : iterable of list of int
+    groups : sequence of list of int
         Numbers of the samples that run together.
     kept : Checkpoint or None
         Where finished samples are kept.
@@ -83,28 +83,37 @@ def measured_samples(
     sizes : mapping, optional
         Shapes that the arrays of a kept sample must have.
     """
-    left: dict[int, list[int]] = {}
-    for group in groups:
-        pieces = [] if kept is None else [kept.load(_name(index), sizes) for index in group]
-        known = [piece[0] for piece in pieces if piece is not None]
-        if len(known) == len(group):
-            steps.advance(len(group) * sample_steps)
-            yield from zip(group, known, strict=True)
-        else:
-            left[group[0]] = group
-    while left:
-        alone: dict[int, list[int]] = {}
-        for number, result in engine.run(measure, left, steps.advance):
-            if not isinstance(result, Failed):
-                for index, sample in zip(left[number], result, strict=True):
-                    if kept is not None:
-                        kept.save(_name(index), sample)
-                    yield index, sample
-            elif len(left[number]) > 1:
-                alone |= {index: [index] for index in left[number]}
+
+    def finished() -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
+        """Yield the samples as they come: workers finish in any order."""
+        left: dict[int, list[int]] = {}
+        for group in groups:
+            pieces = [] if kept is None else [kept.load(_name(index), sizes) for index in group]
+            known = [piece for piece in pieces if piece is not None]
+            if len(known) == len(group):
+                steps.advance(len(group) * sample_steps)
+                yield from zip(group, known, strict=True)
             else:
-                yield number, result
-        left = alone
+                left[group[0]] = group
+        while left:
+            alone: dict[int, list[int]] = {}
+            for number, result in engine.run(measure, left, steps.advance):
+                if not isinstance(result, Failed):
+                    for index, sample in zip(left[number], result, strict=True):
+                        if kept is not None:
+                            kept.save(_name(index), sample)
+                        yield index, sample
+                elif len(left[number]) > 1:
+                    alone |= {index: [index] for index in left[number]}
+                else:
+                    yield number, result
+            left = alone
+
+    results, waiting = finished(), dict[int, Mapping[str, Any] | Failed]()
+    for index in chain.from_iterable(groups):
+        while index not in waiting:
+            waiting |= [next(results)]
+        yield index, waiting.pop(index)
 
 
 def _name(index: int) -> str:

@@ -113,9 +113,7 @@ def main_policy(scorer: Scorer, sinks: int) -> Policy:
     )
 
 
-def named_policies(
-    texts: Sequence[str], scorer: Scorer, *, sinks: int, usual: Sequence[str] = USUAL
-) -> tuple[Policy, ...]:
+def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
     """Return the policies that some texts ask for, all with the same sinks and window.
 
     A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
@@ -132,8 +130,6 @@ def named_policies(
         measured in any case.
     sinks : int
         Of the score profile.
-    usual : sequence of str
-        What ``usual`` stands for.
 
     Returns
     -------
@@ -150,7 +146,7 @@ def named_policies(
     main = main_policy(scorer, sinks)
     policies: list[Policy] = []
     stripped = (text.strip() for text in texts)
-    for text in [each for one in stripped for each in (usual if one == "usual" else (one,))]:
+    for text in [each for one in stripped for each in (USUAL if one == "usual" else (one,))]:
         policy = _named(text, main, scorer)
         if policy.replace(label="") == main:
             continue

@@ -264,7 +264,7 @@ def measure_job(
         raise failed[min(failed)].error
     if failed:
         steps.advance(steps.total)  # what those had left
-    profile = _assemble(job, dict(sorted(measured.items())))
+    profile = _assemble(job, measured)
     return profile.replace(set_aside=job.samples.set_aside(failed))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import FloatArray
 from kvalloc.engine.contract import (
     MEASURED_WITH,
     Advance,
@@ -24,7 +24,6 @@ from kvalloc.files import provenance
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.checkpoint import Checkpoint, kept_work
 from kvalloc.measure.curves import check_finite
-from kvalloc.measure.exact_sums import from_digits, to_digits
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, choose_samples
@@ -59,24 +58,20 @@ reconstruction loses twice as much at 10% of the bytes on a model's own answers.
 TARGET = Reconstruction(chunk=PIECE)
 """The scorer that is fitted."""
 
-TOP_BITS = 62
-"""Sums of moments are below ``2 ** TOP_BITS``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NormalEquations:
     """All that least squares need of some rows ``(x, y)``, for each of several problems.
 
-    Sums of rows add up to those of all of them: to the same bits, in whatever order.
+    Sums of rows add up to those of all of them.
 
     Attributes
     ----------
-    digits : ndarray of int64, (4, ..., n_features + 2, n_features + 2)
-        Sum over the rows of the outer product of ``(x, y, 1)`` with itself, as
-        `kvalloc.measure.exact_sums.to_digits` writes numbers.
+    moments : ndarray of float64, (..., n_features + 2, n_features + 2)
+        Sum over the rows of the outer product of ``(x, y, 1)`` with itself.
     """
 
-    digits: IntArray
+    moments: FloatArray
 
     @classmethod
     def of(cls, rows: FloatArray, targets: FloatArray) -> Self:
@@ -85,16 +80,10 @@ class NormalEquations:
         joined = np.concatenate(
             [np.asarray(rows, dtype=np.float64), targets[..., None], ones[..., None]], axis=-1
         )
-        moments = np.swapaxes(joined, -1, -2) @ joined
-        return cls(digits=to_digits(moments, top_bits=TOP_BITS, digits=4))
+        return cls(moments=np.swapaxes(joined, -1, -2) @ joined)
 
     def __add__(self, other: Self) -> Self:
-        return replace(self, digits=self.digits + other.digits)
-
-    @cached_property
-    def moments(self) -> FloatArray:
-        """The sums as numbers."""
-        return from_digits(self.digits, top_bits=TOP_BITS)
+        return replace(self, moments=self.moments + other.moments)
 
     def fit(self, ridge: float) -> FloatArray:
         """Return weights and, last, the constant that predict the target.
@@ -298,7 +287,7 @@ class _Fitting:
         steps = Steps(n_samples * layers, progress)
         halves: dict[int, NormalEquations] = {}
         ranked: dict[int, FloatArray] = {}
-        losses: dict[int, FloatArray] = {}
+        losses: list[FloatArray] = []
         failed: dict[int, Failed] = {}
         for index, result in measured_samples(
             engine, self.sums, groups, kept, steps, sample_steps=layers
@@ -306,9 +295,10 @@ class _Fitting:
             if isinstance(result, Failed):
                 failed[index] = result
                 continue
-            half, sums = self._half(index), NormalEquations(digits=result["moments"])
+            half, sums = self._half(index), NormalEquations(moments=result["moments"])
             halves[half] = halves[half] + sums if half in halves else sums
-            ranked[index], losses[index] = result["ranked"], result["vote_losses"]
+            ranked[index] = result["ranked"]
+            losses.append(result["vote_losses"])
         if len(halves) < 2:  # so that some failed: there are two samples at least
             raise failed[min(failed)].error
         first, second = halves[0], halves[1]
@@ -317,17 +307,17 @@ class _Fitting:
             for ridge in RIDGES
         }
         ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
-        by_other, order = (second.fit(ridge), first.fit(ridge)), sorted(ranked)
+        by_other = (second.fit(ridge), first.fit(ridge))
         correlations = [
-            _rank_correlation(ranked[index], by_other[self._half(index)]) for index in order
+            _rank_correlation(rows, by_other[self._half(index)]) for index, rows in ranked.items()
         ]
-        votes_weight, votes_ratio = best_weight(np.stack([losses[index] for index in order]))
+        votes_weight, votes_ratio = best_weight(np.stack(losses))
         return FittedSurrogate(
             shape=self.shape,
             target=TARGET.name,
             target_parameters=TARGET.parameters(),
             context_tokens=self.context,
-            samples=len(order),
+            samples=len(ranked),
             sinks=SINKS,
             ridge=ridge,
             weights=(first + second).fit(ridge),
@@ -351,7 +341,7 @@ class _Fitting:
         places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
         joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
         losses = vote_losses(model, self.shape, self.samples.samples[group[0]], targets, SINKS)
-        moments = NormalEquations.of(features, targets).digits
+        moments = NormalEquations.of(features, targets).moments
         return [{"moments": moments, "ranked": joined, "vote_losses": losses}]
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from kvalloc.errors import InputError
 from kvalloc.prompts.cases import Case
 from kvalloc.prompts.examples import encode
-from kvalloc.prompts.splits import check_split
 from kvalloc.prompts.tasks import find_tasks
 from kvalloc.prompts.texts import Prompt
 
@@ -41,7 +40,6 @@ def calibration_prompts(
     *,
     kinds: Sequence[str] = KINDS,
     question: str = "inside",
-    split: str = "profiling",
     seed: int = 0,
 ) -> list[Prompt]:
     """Make prompts with their answers, from texts and words that no evaluation uses.
@@ -59,8 +57,6 @@ def calibration_prompts(
     question : str
         ``inside``: the prompt ends with it. ``after``: the prompt is the context alone, and the
         question is read when it has been compressed. ``both``: both kinds of prompts.
-    split : str
-        ``profiling`` or ``development``.
     seed : int
 
     Returns
@@ -71,8 +67,7 @@ def calibration_prompts(
     Raises
     ------
     InputError
-        If there is no such task, a prompt of this length cannot be made, or the split is the one
-        that is held out for the last evaluation.
+        If there is no such task, or a prompt of this length cannot be made.
     """
     lengths = [n_tokens] if isinstance(n_tokens, int) else list(dict.fromkeys(n_tokens))
     if n_prompts < 1 or not kinds or not lengths:
@@ -82,11 +77,6 @@ def calibration_prompts(
         )
     if question not in STANDINGS:
         raise InputError(f"the question stands {question!r}; choose from: {', '.join(STANDINGS)}")
-    if (chosen := check_split(split)) == "held-out":
-        raise InputError(
-            "the held-out split is for the last evaluation; make calibration prompts of the "
-            "profiling split"
-        )
     forms = [(length, standing) for length in lengths for standing in STANDINGS[question]]
     series = [
         # another seed for each form: the same text twice teaches less than two
@@ -98,7 +88,7 @@ def calibration_prompts(
     for place, (task, length, after, own_seed) in enumerate(series):
         n_cases = len(range(place, n_prompts, len(series)))
         if n_cases:
-            how = {"split": chosen, "after": after, "answer_tokens": MEASURED_TOKENS}
+            how = {"split": "profiling", "after": after, "answer_tokens": MEASURED_TOKENS}
             cases = task.make(tokenizer, n_cases, length, own_seed, **how)
             made.append([_prompt(tokenizer, case, task.name) for case in cases])
     rounds = max(map(len, made))

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from kvalloc.data import words
-from kvalloc.errors import InputError, no_such
+from kvalloc.errors import InputError
 from kvalloc.prompts.texts import Document, Prompt, shipped_texts
 
 Split = Literal["profiling", "development", "held-out"]
@@ -33,19 +33,6 @@ MOST_RUNS = 10
 """So many runs in common may be a quotation; more are a piece of the text."""
 
 _WORD = re.compile(r"[a-z0-9]+")
-
-
-def check_split(name: str) -> Split:
-    """Return the split of a name.
-
-    Raises
-    ------
-    InputError
-        If there is none; lists them.
-    """
-    if name not in SPLITS:
-        raise InputError(no_such("split", name, SPLITS))
-    return name
 
 
 def split_texts(split: Split) -> dict[str, str]:

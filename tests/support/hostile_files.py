@@ -172,7 +172,7 @@ class Tensors:
     Attributes
     ----------
     entry : str
-        Key of the metadata that have kvalloc's header.
+        Key of the metadata that have kvalloc's header; empty where there is none.
     stated : JSON value
         That header.
     arrays : dict
@@ -192,8 +192,8 @@ class Tensors:
         size = int.from_bytes(content[:8], "little")
         table, data = json.loads(content[8 : 8 + size]), content[8 + size :]
         others = table.pop("__metadata__")
-        entry = next(key for key, text in others.items() if text[:1] == "{")
-        stated = others.pop(entry)
+        entry = next((key for key, text in others.items() if text[:1] == "{"), "")
+        stated = others.pop(entry, "{}")
         arrays = {}
         for name, one in table.items():
             raw = np.frombuffer(data[slice(*one["data_offsets"])], np.uint8).copy()
@@ -203,7 +203,8 @@ class Tensors:
 
     def pack(self, change: Callable[[Any], Any] = lambda table: table) -> bytes:
         """Return the file; ``change`` is applied to the table of its tensors."""
-        table: Any = {"__metadata__": {self.entry: json.dumps(self.stated), **self.others}}
+        header = {self.entry: json.dumps(self.stated)} if self.entry else {}
+        table: Any = {"__metadata__": {**header, **self.others}}
         end = 0
         for name, (dtype, raw) in self.arrays.items():
             end, begin = end + raw.size, end

@@ -51,7 +51,7 @@ def file(fitted, tmp_path):
     ridge=st.sampled_from([1e-3, 0.1, 1.0]),
     constant=st.booleans(),
 )
-def test_sums_in_any_order_are_a_direct_least_squares(seed, sizes, n_features, ridge, constant):
+def test_sums_are_a_direct_least_squares(seed, sizes, n_features, ridge, constant):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(3, 2, (sum(sizes), n_features)), rng.normal(-5, 1, sum(sizes))
     if constant:
@@ -61,7 +61,6 @@ def test_sums_in_any_order_are_a_direct_least_squares(seed, sizes, n_features, r
         NormalEquations.of(*one) for one in zip(np.split(x, ends), np.split(y, ends), strict=True)
     ]
     total = reduce(operator.add, sums)
-    assert np.array_equal(reduce(operator.add, sums[::-1]).digits, total.digits)  # the same bits
     weights = total.fit(ridge)
     scale = np.where(np.ptp(x, axis=0) > 0, x.std(axis=0), np.inf)
     stacked = np.vstack(

@@ -72,8 +72,6 @@ def test_every_kind_comes_in_every_form_with_text_of_its_own():
         ({"n_tokens": 10}, "ask for a longer"),
         ({"n_tokens": ()}, "0 lengths"),
         ({"question": "before"}, "choose from: inside, after, both"),
-        ({"split": "held-out"}, "for the last evaluation"),
-        ({"split": "test"}, "no split 'test'"),
     ],
 )
 def test_what_cannot_be_made(options, said):

@@ -16,7 +16,7 @@ from letters import Letters, read
 from kvalloc.errors import InputError
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
 from kvalloc.prompts.examples import OPENING
-from kvalloc.prompts.splits import KEYS, SPLITS, belongs, check_split, split_texts
+from kvalloc.prompts.splits import KEYS, SPLITS, belongs, split_texts
 from kvalloc.prompts.tasks import TASKS, find_tasks
 from kvalloc.prompts.tasks.extraction import ASKED, plain_words
 from kvalloc.prompts.tasks.labels import FORMS, LABELS
@@ -275,9 +275,7 @@ def test_what_cannot_be_made_is_refused(name, options, said):
         make(name, **options)
 
 
-def test_tasks_and_splits_are_found_once_and_others_refused():
+def test_tasks_are_found_once_and_others_refused():
     assert [task.name for task in find_tasks(["kl", "needle", "kl"])] == ["kl", "needle"]
     with pytest.raises(InputError, match=f"choose from: {', '.join(TASKS)}"):
         find_tasks(["ruler"])
-    with pytest.raises(InputError, match="no split 'test'"):
-        check_split("test")
