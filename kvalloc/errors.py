@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copyreg import __newobj__  # type: ignore[attr-defined]  # as pickles name it
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class KVAllocError(Exception):
@@ -197,6 +200,19 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
     """
     known = [*known]
     return f"there is no {kind} {name!r}; {nearest(name, known)}choose from: {', '.join(known)}"
+
+
+def one_of(kind: str, name: str, known: Mapping[str, T]) -> T:
+    """Return what stands in a table under a name.
+
+    Raises
+    ------
+    InputError
+        If nothing does; lists the names.
+    """
+    if name not in known:
+        raise InputError(no_such(kind, name, known))
+    return known[name]
 
 
 _flags: ContextVar[bool] = ContextVar("kvalloc_names_flags", default=False)

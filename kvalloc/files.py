@@ -203,6 +203,22 @@ def delete_file(path: Path) -> None:
             path.unlink()
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of an output where there is none.
+
+    Raises
+    ------
+    InputError
+        If it is a file, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise InputError(f"{folder} is a file; name a folder") from None
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error
+
+
 def near_file(path: str | Path) -> str:
     """A file or folder of nearly that name beside it, see `nearest`; empty where there is none.
 

@@ -134,6 +134,12 @@ class ModelShape:
             return context_tokens
         return min(context_tokens, self.sliding_window - 1)
 
+    def entries(self, context_tokens: int) -> int:
+        """Return the entries of a full cache of one prompt, of all layers and KV heads."""
+        full = len(self.full_layers) * context_tokens
+        sliding = len(self.sliding_layers) * self.sliding_entries(context_tokens)
+        return (full + sliding) * self.n_kv_heads
+
     def full_bytes(self, context_tokens: int, batch: int = 1) -> int:
         """Return the bytes of a cache that keeps ``batch`` rows of ``context_tokens`` tokens whole.
 
@@ -146,9 +152,7 @@ class ModelShape:
 
     def plain_bytes(self, context_tokens: int, batch: int = 1) -> int:
         """Return the bytes that the plain model stores for the same, in its own type."""
-        entries = len(self.full_layers) * context_tokens
-        entries += len(self.sliding_layers) * self.sliding_entries(context_tokens)
-        return entries * self.n_kv_heads * self.plain_bytes_per_entry * batch
+        return self.entries(context_tokens) * self.plain_bytes_per_entry * batch
 
     def require_same_model(
         self,

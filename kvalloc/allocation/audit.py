@@ -235,7 +235,7 @@ def _options_of(
     """Return each unit's budget, and which of its options that is."""
     heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
     tokens: IntArray = profile.budgets[problem.layers, heads]
-    table = np.full_like(profile.budgets, 16) if profile.bits is None else profile.bits
+    table = profile.widths
     here = problem.tokens == tokens[:, None]
     if problem.bits is not None:
         here = here & (problem.bits == table[problem.layers, heads][:, None])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.steps import say, step
-from kvalloc.cli.values import make_folder
+from kvalloc.files import make_folder
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:

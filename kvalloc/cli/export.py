@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, one_of
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def export(
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.shipped_profiles import load_file
+    from kvalloc.interop.exporting import TARGETS
     from kvalloc.interop.exporting import export as write
-    from kvalloc.interop.exporting import export_target
 
     record = load_file(profile, (BudgetProfile, ScoreProfile))
     if isinstance(record, ScoreProfile):
@@ -66,7 +66,7 @@ def export(
     if to is None:
         _list(profile, record)
         return
-    target = export_target(to)
+    target = one_of("target", to, TARGETS)
     if output is None:
         raise InputError(f"--to {to} writes a file; name it with -o, such as -o out{target.suffix}")
     names = [name.strip() for name in (accept or "").split(",") if name.strip()]

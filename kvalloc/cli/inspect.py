@@ -139,7 +139,7 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
         "rows": header.batch,
         **{name: getattr(header, name) for name in ("seen_tokens", "prompt_tokens", "dtype")},
         "file_bytes": path.stat().st_size,
-        "full_bytes": profile.full_bytes_at(header.seen_tokens) if alone else None,
+        "full_bytes": profile.shape.full_bytes(header.seen_tokens) if alone else None,
         "read_seconds": header.read_seconds,
         "bits": profile.bits,
         "share_groups": profile.share_groups,

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
 from kvalloc.cli.steps import say, step
-from kvalloc.cli.values import make_folder
+from kvalloc.files import make_folder
 from kvalloc.report.wording import model_text
 from kvalloc.units import duration
 

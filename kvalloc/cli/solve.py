@@ -124,7 +124,7 @@ def _solve_pool(
 ) -> None:
     """Decide the budgets of several score profiles that share a memory; write FOLDER/NAME.json."""
     from kvalloc.allocation.pool import solve_pool
-    from kvalloc.cli.values import make_folder
+    from kvalloc.files import make_folder
 
     alone = options.keys() - RequestOptions.__annotations__
     if average != "curves":

@@ -1,13 +1,10 @@
-"""Names that the shell completes, and the folder of ``--output-dir``."""
+"""Names that the shell completes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
-
-from kvalloc.errors import InputError
 
 
 def _shipped(*kinds: str) -> list[str]:
@@ -32,7 +29,7 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     **dict.fromkeys(("profile", "first", "second"), partial(_shipped, "profiles")),
     "scores": partial(_shipped, "scores"),
     **dict.fromkeys(("file", "files"), partial(_shipped, "scores", "profiles")),
-    "fitted": partial(_shipped, "surrogates"),
+    "fitted": partial(_shipped, "fitted"),
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
     **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),
@@ -42,19 +39,3 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "dtype": lambda: ["float32", "bfloat16", "float16"],
 }
 """What there is of each kind, by the parameter that takes its name; nothing loads torch."""
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder of an output where there is none.
-
-    Raises
-    ------
-    InputError
-        If it is a file, or cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise InputError(f"{folder} is a file; name a folder") from None
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error

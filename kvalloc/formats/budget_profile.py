@@ -299,10 +299,7 @@ class BudgetProfile(JsonRecord):
     @property
     def full_tokens(self) -> int:
         """Entries a plain cache stores for one row at the reference context."""
-        full, sliding = self.shape.full_layers, self.shape.sliding_layers
-        entries = len(full) * self.context_tokens
-        entries += len(sliding) * self.shape.sliding_entries(self.context_tokens)
-        return entries * self.shape.n_kv_heads
+        return self.shape.entries(self.context_tokens)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -334,6 +331,11 @@ class BudgetProfile(JsonRecord):
     def _rounds(self) -> bool:
         """Whether any entry is stored at fewer bits than 16."""
         return self.bits is not None and bool((self.bits != 16).any())
+
+    @property
+    def widths(self) -> IntArray:
+        """Bits of each KV head's entries, ``(n_layers, n_kv_heads)``; 16 where none are stated."""
+        return np.full_like(self.budgets, 16) if self.bits is None else self.bits
 
     @property
     def optimal_by_word(self) -> str:
@@ -402,7 +404,7 @@ class BudgetProfile(JsonRecord):
             budgets[full] = entries_in_share(
                 self.share_of_16_bits,
                 context_tokens,
-                16 if self.bits is None else self.bits[full],
+                self.widths[full],
                 self.shape,
                 least=self.policy.protected_tokens,
                 biased=self.policy.biased,
@@ -461,17 +463,12 @@ class BudgetProfile(JsonRecord):
         rounds = self._rounds or (self.reduces and shape.dtype_bytes > HALF_BYTES)
         if rounds or (kept[list(shape.full_layers)] < context_tokens).any():
             kept = -(-kept // self.page_tokens) * self.page_tokens
-            bits = 16 if self.bits is None else self.bits
-            stored = head_bytes(kept, bits, shape, biased=self.policy.biased)
+            stored = head_bytes(kept, self.widths, shape, biased=self.policy.biased)
         else:
             stored = stored_bytes(kept, 16, shape)
         sliding = list(shape.sliding_layers)
         stored[sliding] = kept[sliding] * shape.plain_bytes_per_entry
         return stored
-
-    def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
-        """Return the bytes that keeping the same prompts whole takes at 16 bits."""
-        return self.shape.full_bytes(context_tokens, batch)
 
     def share_at(self, context_tokens: int) -> float:
         """Return the share of a 16-bit cache stored of a prompt, sliding layers left out."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError, one_line
+from kvalloc.errors import InputError, ProfileFileError, one_line, require
 
 _PREFIXES = ("hf://", "https://", "http://")
 HUB_TIMEOUT_SECONDS = 10.0
@@ -217,13 +217,9 @@ def _parsed(name: str) -> Any:
 @contextmanager
 def _clear_errors(name: str) -> Iterator[None]:
     """Turn whatever the hub's client raises into one line."""
-    try:
-        from huggingface_hub import errors
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{name} is on the hub, which needs huggingface_hub; get it with: "
-            "pip install 'kvalloc[hub]'"
-        ) from error
+    require(f"{name} on the hub", "huggingface_hub", extra="hub")
+    from huggingface_hub import errors
+
     try:
         yield
     except Exception as error:  # every network library has errors of its own

@@ -272,7 +272,7 @@ class _Contents:
             return
         end = seen - n_dense
         self._require(end >= 0, name, found, f"no more than the {seen} seen")
-        widths = np.full(heads, 16) if profile.bits is None else profile.bits[index]
+        widths = profile.widths[index]
         for bits in np.unique(widths).tolist():
             self._check_segments(f"{index}.bits_{bits}.", bits, int((widths == bits).sum()), end)
 

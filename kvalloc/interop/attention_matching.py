@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, imported, with_decided, write_text
+from kvalloc.interop.target import ExportTarget, imported_heads, write_text
 
 
 class AttentionMatching(ExportTarget):
@@ -48,7 +47,7 @@ class AttentionMatching(ExportTarget):
         kept : float, optional
             Share of all entries to keep, 0..1.
         """
-        names, context = _names(like), like.context_tokens
+        names = _names(like)
         try:
             shares = json.loads(path.read_bytes())
             if not isinstance(shares, dict) or shares.keys() != {*names}:
@@ -63,14 +62,10 @@ class AttentionMatching(ExportTarget):
             raise InputError(
                 f"{path} has no head budgets of Attention Matching: {one_line(error)}"
             ) from error
-        full = list(like.shape.full_layers)
         if kept is None:
-            kept = like.budgets[full].mean() / context
-        floor = min(like.policy.protected_tokens, context)
-        total = max(round(kept * wanted.size * context), floor * wanted.size)
-        rows = apportion(wanted / wanted.sum() * total, total, minimum=floor, maximum=context)
-        budgets = with_decided(like, rows.reshape(len(full), -1))
-        return imported(like, path, level="head", length_rule="proportional", budgets=budgets)
+            kept = like.budgets[list(like.shape.full_layers)].mean() / like.context_tokens
+        total = kept * wanted.size * like.context_tokens
+        return imported_heads(like, path, wanted / wanted.sum() * total)
 
 
 def _names(profile: BudgetProfile) -> list[str]:

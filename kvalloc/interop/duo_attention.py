@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvalloc.errors import InputError, one_line
+from kvalloc.files import make_folder
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
 from kvalloc.interop.target import ExportTarget, alone, imported, scored, with_decided, write_text
@@ -49,10 +50,7 @@ class DuoAttention(ExportTarget):
         """Write both files; see `ExportTarget.write`."""
         heads = profile.budgets == profile.context_tokens
         heads[list(profile.shape.sliding_layers)] = False
-        try:
-            path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot make the folder {path}: {error.strerror}") from error
+        make_folder(path)
         rows = ["\t".join(f"{one:.1f}" for one in row) for row in heads]
         write_text(path / HEADS, "\n".join(rows))
         sizes = {"sink_size": profile.policy.sinks, "recent_size": profile.policy.window}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from kvalloc.errors import InputError, no_such
+from kvalloc.errors import one_of
 from kvalloc.files import check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.interop.attention_matching import AttentionMatching
@@ -25,19 +25,6 @@ TARGETS: dict[str, ExportTarget] = {
     )
 }
 """All of them, by name."""
-
-
-def export_target(name: str) -> ExportTarget:
-    """Return the target of a name.
-
-    Raises
-    ------
-    InputError
-        If there is none; lists them.
-    """
-    if name not in TARGETS:
-        raise InputError(no_such("target", name, TARGETS))
-    return TARGETS[name]
 
 
 def export(
@@ -74,7 +61,7 @@ def export(
     InputError
         If something would be lost that is not accepted, or the file cannot be written.
     """
-    target = export_target(to)
+    target = one_of("target", to, TARGETS)
     if target.suffix:
         check_writable(output, stream=True)
     if context is not None:

@@ -11,7 +11,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, one_line
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, imported, with_decided
+from kvalloc.interop.target import ExportTarget, imported_heads
 
 TOTALS = np.arange(1, 100) / 100
 """Share of all entries that is evicted, one a row of the file."""
@@ -82,9 +82,4 @@ class LUKV(ExportTarget):
         if evicted is None:
             evicted = 1 - like.budgets[full].mean() / context
         ratios = curves[min(98, max(0, round(evicted * 100) - 1)), full].clip(0, 1)
-        wanted = (1 - ratios).ravel() * context
-        floor = min(like.policy.protected_tokens, context)
-        total = max(round(float(wanted.sum())), floor * wanted.size)
-        rows = apportion(wanted, total, minimum=floor, maximum=context)
-        budgets = with_decided(like, rows.reshape(len(full), -1))
-        return imported(like, path, level="head", length_rule="proportional", budgets=budgets)
+        return imported_heads(like, path, (1 - ratios).ravel() * context)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvalloc.errors import InputError, MissingDependencyError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, layer_bits, scored, write_text
+from kvalloc.interop.target import ExportTarget, scored, write_text
 
 BLOCK_TOKENS = 32
 """Of the CPU; a GPU has blocks of 16, of which these are whole numbers, too."""
@@ -60,7 +60,7 @@ class OpenVINO(ExportTarget):
                 f"openvino: {most} entries a head are no more than its {policy.sinks} first and "
                 f"{policy.window} last tokens; give a larger budget or a longer context"
             )
-        width = self.widths[layer_bits(profile)[profile.shape.full_layers[0]]]
+        width = self.widths[int(profile.widths[profile.shape.full_layers[0], 0])]
         config = {
             "cache_eviction_config": {
                 "start_size": policy.sinks,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError, MissingDependencyError, one_line
+from kvalloc.errors import InputError, MissingDependencyError, one_line, require
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
@@ -91,11 +92,11 @@ class Parquet(CSV):
             If pyarrow is not installed.
         """
         with atomic_write(path) as temporary:
-            _pyarrow("parquet").write_table(_pyarrow().table(dict(table)), temporary)
+            _pyarrow().parquet.write_table(_pyarrow().table(dict(table)), temporary)
 
     def read_table(self, path: Path) -> Table:
         """Read columns of text or numbers."""
-        table: Table = _pyarrow("parquet").read_table(path).to_pydict()
+        table: Table = _pyarrow().parquet.read_table(path).to_pydict()
         return table
 
 
@@ -117,7 +118,7 @@ def budget_table(profile: BudgetProfile) -> Table:
         "layer": units[0],
         "head": units[1],
         "tokens": profile.budgets,
-        "bits": np.full_like(unit, 16) if profile.bits is None else profile.bits,
+        "bits": profile.widths,
         "policy": titles[unit if profile.unit_policies is None else profile.unit_policies],
     }
     return {name: array.ravel().tolist() for name, array in columns.items()}
@@ -153,13 +154,7 @@ def curve_table(scores: ScoreProfile) -> Table:
     return {name: np.concatenate(one).tolist() for name, one in zip(names, columns, strict=True)}
 
 
-def _pyarrow(module: str = "") -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Parquet needs pyarrow, which is not installed; get it with: "
-            "pip install 'kvalloc[parquet]', or write csv"
-        ) from error
+def _pyarrow() -> Any:
+    require("Parquet, unlike csv,", "pyarrow", extra="parquet")
+    import_module("pyarrow.parquet")
+    return import_module("pyarrow")

@@ -232,11 +232,22 @@ def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
         raise InputError(f"{path} does not fit {like.shape.model_id}: {error}") from error
 
 
-def layer_bits(profile: BudgetProfile) -> list[int]:
-    """Return the bits of the first head of each layer, ``(n_layers,)``."""
-    if profile.bits is None:
-        return [16] * profile.shape.n_layers
-    return [int(one) for one in profile.bits[:, 0]]
+def imported_heads(like: BudgetProfile, path: Path, wanted: FloatArray) -> BudgetProfile:
+    """Return `imported` with the budgets nearest to wanted ones, as shares at any length.
+
+    Parameters
+    ----------
+    like : BudgetProfile
+    path : Path
+    wanted : ndarray of float64, (n_full_layers * n_kv_heads,)
+        Entries of each head; sinks and window are kept in any case.
+    """
+    context = like.context_tokens
+    floor = min(like.policy.protected_tokens, context)
+    total = max(round(float(wanted.sum())), floor * wanted.size)
+    rows = apportion(wanted, total, minimum=floor, maximum=context)
+    budgets = with_decided(like, rows.reshape(-1, like.shape.n_kv_heads))
+    return imported(like, path, level="head", length_rule="proportional", budgets=budgets)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, layer_bits, scored, write_text
+from kvalloc.interop.target import ExportTarget, scored, write_text
 
 
 class TensorRTLLM(ExportTarget):
@@ -53,7 +53,7 @@ class TensorRTLLM(ExportTarget):
 kv_cache_config:
   max_attention_window: {windows}
   sink_token_length: {profile.policy.sinks}
-  dtype: {self.widths[layer_bits(profile)[shape.full_layers[0]]]}
+  dtype: {self.widths[int(profile.widths[shape.full_layers[0], 0])]}
   enable_block_reuse: false
 """,
         )

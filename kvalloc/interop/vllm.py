@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, layer_bits, write_text
+from kvalloc.interop.target import ExportTarget, write_text
 
 
 class VLLM(ExportTarget):
@@ -40,7 +40,7 @@ class VLLM(ExportTarget):
         InputError
             If every entry is at 16 bits: then nothing of the profile is left.
         """
-        bits, full = layer_bits(profile), profile.shape.full_layers
+        bits, full = profile.widths[:, 0].tolist(), profile.shape.full_layers
         width = min(bits[layer] for layer in full)
         if width == 16:
             raise InputError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvalloc.prompts.metrics import contained, find_metric
+from kvalloc.errors import one_of
+from kvalloc.prompts.metrics import METRICS, Metric, contained
 
 ANSWER_TOKENS = 16
 """Longest answer: a seven-digit number takes ten tokens of most vocabularies."""
@@ -43,15 +44,19 @@ class Expected:
         """Return the score of an answer by the metric, 0..1; None if there is no right answer."""
         if not self.answers:
             return None
-        return find_metric(self.metric).score(self._counts(answer), self.answers, self.classes)
+        return self._metric.score(self._counts(answer), self.answers, self.classes)
 
     def is_found(self, answer: str) -> bool:
         """Whether a right answer stands in what the model wrote, letter case aside.
 
         All of them, where the metric asks for all.
         """
-        every = all if find_metric(self.metric).every else any
+        every = all if self._metric.every else any
         return every(contained(self._counts(answer), right) for right in self.answers)
+
+    @property
+    def _metric(self) -> Metric:
+        return one_of("metric", self.metric, METRICS)
 
     def _counts(self, answer: str) -> str:
         return answer.strip().split("\n")[0].strip() if self.first_line else answer

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvalloc.errors import InputError, no_such, option
+from kvalloc.errors import InputError, option
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[, ](?=\d)")
@@ -202,19 +202,6 @@ METRICS = {
     "count": Metric(of=count),
 }
 """What ``--metric`` offers."""
-
-
-def find_metric(name: str) -> Metric:
-    """Return the metric of a name.
-
-    Raises
-    ------
-    InputError
-        If there is none; lists them.
-    """
-    if name not in METRICS:
-        raise InputError(no_such("metric", name, METRICS))
-    return METRICS[name]
 
 
 def _words(text: str) -> list[str]:

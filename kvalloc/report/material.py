@@ -120,11 +120,7 @@ class Material:
                 "context": profile.context_tokens,
                 "layer": layer,
                 "tokens": profile.budgets[layer].tolist(),
-                "bits": (
-                    [16] * profile.shape.n_kv_heads
-                    if profile.bits is None
-                    else profile.bits[layer].tolist()
-                ),
+                "bits": profile.widths[layer].tolist(),
             }
             for name, profile in self.profiles.items()
             for layer in profile.shape.full_layers

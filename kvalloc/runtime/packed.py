@@ -42,7 +42,7 @@ def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray
     every : bool
         Whether all layers are, to 16 bits at least; else those with fewer bits anywhere.
     """
-    widths = np.full_like(profile.budgets, 16) if profile.bits is None else profile.bits
+    widths = profile.widths
     full = profile.shape.full_layers
     return {layer: widths[layer] for layer in full if every or (widths[layer] != 16).any()}
 

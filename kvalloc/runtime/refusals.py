@@ -238,7 +238,7 @@ def check_profile(profile: BudgetProfile) -> None:
         policy that cannot choose for several.
     """
     name, kind = profile.policy.name, policy_class(profile.policy.name)
-    fewest = 16 if profile.bits is None else int(profile.bits.min())
+    fewest = int(profile.widths.min())
     shared = shared_layers(profile)
     compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
     refuse(

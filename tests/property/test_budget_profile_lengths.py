@@ -42,7 +42,7 @@ def test_within_limits_and_never_above_the_share(profile: BudgetProfile, context
     assert np.all(budgets >= min(context, PROTECTED))
     assert np.all(budgets[whole] == context)
     if page == 1 and np.all(whole):
-        assert profile.retained_bytes_at(context) == profile.full_bytes_at(context)
+        assert profile.retained_bytes_at(context) == profile.shape.full_bytes(context)
     if context == CONTEXT:
         assert budgets.tolist() == profile.budgets.tolist()
     elif context > PROTECTED:
@@ -89,7 +89,7 @@ def test_sliding_layers_follow_their_window() -> None:
         assert np.all(profile.budgets_for(context)[1] == min(context, 9))
     kept = int(profile.budgets_for(500)[[0, 2]].sum()) * (shape.bytes_per_entry + POSITION_BYTES)
     assert profile.retained_bytes_at(500, batch=3) == (kept + 2 * 9 * shape.bytes_per_entry) * 3
-    assert profile.full_bytes_at(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
+    assert profile.shape.full_bytes(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
 
 
 def test_no_context_has_no_budgets() -> None:

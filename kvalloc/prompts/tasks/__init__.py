@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvalloc.errors import InputError, no_such
+from kvalloc.errors import one_of
 from kvalloc.prompts.tasks import (
     completion,
     extraction,
@@ -32,7 +32,4 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     InputError
         If there is none of a name; lists them.
     """
-    for name in names:
-        if name not in TASKS:
-            raise InputError(no_such("task", name, TASKS))
-    return [TASKS[name] for name in dict.fromkeys(names)]
+    return [one_of("task", name, TASKS) for name in dict.fromkeys(names)]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, one_of, option
 from kvalloc.prompts.cases import Case
 from kvalloc.prompts.examples import Example, Question, prompt_ids, render
-from kvalloc.prompts.metrics import find_metric
+from kvalloc.prompts.metrics import METRICS
 from kvalloc.prompts.tasks.task import PromptRequest, Task
 from kvalloc.prompts.texts import (
     Prompt,
@@ -117,7 +117,7 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
         Names file, line and field that is missing or wrong.
     """
     if metric is not None:
-        find_metric(metric)
+        one_of("metric", metric, METRICS)
     return [
         _record(prompt_of(fields, Path(path).name, line), fields, metric)
         for line, fields in read_objects(path)

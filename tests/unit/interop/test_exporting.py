@@ -15,7 +15,7 @@ from factories import make_budget_profile, make_losses, make_shape
 
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.interop.exporting import TARGETS, export, export_target
+from kvalloc.interop.exporting import TARGETS, export
 from kvalloc.interop.openvino import scheduler_config
 from kvalloc.interop.target import RESTRICTIONS, full_profile, lost, restrict
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_read_back_says_so(tmp_path):
     with pytest.raises(UnsupportedRequestError, match="vllm says too little"):
         TARGETS["vllm"].read(tmp_path, make_budget_profile(HEADS))
     with pytest.raises(InputError, match="there is no target 'openvin'; the nearest is 'openvino'"):
-        export_target("openvin")
+        export(make_budget_profile(HEADS), "openvin", tmp_path / "out")
 
 
 def test_a_length_is_said(tmp_path):

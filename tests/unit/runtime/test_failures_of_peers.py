@@ -90,7 +90,9 @@ def test_5_padding_is_never_kept_and_never_counted(model: Any, profile: Any) -> 
         kept = cache.kept_indices(layer)[1]
         assert (kept[kept >= 0] >= 50).all()
     assert np.array_equal(cache.kept_tokens_by_row[1], profile.budgets_for(CONTEXT - 50))
-    assert cache.full_bytes == profile.full_bytes_at(CONTEXT) + profile.full_bytes_at(CONTEXT - 50)
+    assert cache.full_bytes == profile.shape.full_bytes(CONTEXT) + profile.shape.full_bytes(
+        CONTEXT - 50
+    )
 
 
 def test_6_positions_count_the_tokens_seen(model: Any, profile: Any) -> None:
