@@ -17,8 +17,7 @@ from kvalloc.cli.reduction import Reduction, note_way
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.models.structure import context_limit, input_device
-from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
-from kvalloc.prompts.examples import chat_text, encode
+from kvalloc.prompts.chat import DocumentForm, chat_text, encode, wants_chat, without_chat
 from kvalloc.prompts.texts import decoded, read_utf8
 from kvalloc.units import Option, check_temperature, size
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.caches import end_tokens
 from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily, full_cache
-from kvalloc.prompts.examples import encode
+from kvalloc.prompts.chat import encode
 
 try:
     from lm_eval.api.model import LM

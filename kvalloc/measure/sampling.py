@@ -15,7 +15,8 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.engine.contract import Failed
 from kvalloc.errors import InputError, option
-from kvalloc.prompts.examples import encode, prompt_ids
+from kvalloc.prompts.chat import encode
+from kvalloc.prompts.examples import prompt_ids
 from kvalloc.prompts.splits import refuse_held_out
 from kvalloc.prompts.texts import Document, Prompt
 

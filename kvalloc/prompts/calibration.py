@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvalloc.errors import InputError
 from kvalloc.prompts.cases import Case
-from kvalloc.prompts.examples import encode
+from kvalloc.prompts.chat import encode
 from kvalloc.prompts.tasks import find_tasks
 from kvalloc.prompts.texts import Prompt
 

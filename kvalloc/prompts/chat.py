@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvalloc.errors import InputError, option
-from kvalloc.prompts.examples import chat_text, encode
+from kvalloc.errors import InputError, one_line, option
 
 _DOCUMENT, _QUESTION, _ANSWER, _NEXT = (
     f"kvalloc{name}marks" for name in ("doc", "ask", "say", "go")
 )
+
+
+def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
+    """Return the tokens of a text of any length, with a start token if ``special``."""
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return tuple(int(token) for token in ids)
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    where: str = "",
+    way_out: str = "use a model without one",
+) -> str:
+    """Return messages in the model's chat form, up to the start of its answer.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    messages : sequence of mapping
+    where, way_out : str
+        Beginning and end of the message where that fails.
+
+    Raises
+    ------
+    InputError
+        If the form cannot be applied.
+    """
+    template = tokenizer.apply_chat_template
+    try:
+        return str(template(list(messages), tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of its own and fails in its own ways
+        raise InputError(
+            f"{where}the model's chat template cannot be applied ({one_line(error)}); {way_out}"
+        ) from error
 
 
 def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
@@ -54,7 +90,7 @@ class DocumentForm:
     special: bool = True
 
     @classmethod
-    def of(cls, tokenizer: Any, chat: bool | None = None) -> DocumentForm:
+    def of(cls, tokenizer: Any, chat: bool | None = None, *, way_out: str = "") -> DocumentForm:
         """Return the model's own chat form, or none.
 
         Parameters
@@ -63,6 +99,8 @@ class DocumentForm:
             The model's own.
         chat : bool or None
             Whether it is wanted; where the model has one by default.
+        way_out : str
+            What to do about one that cannot be used; by default to leave it out.
 
         Raises
         ------
@@ -73,7 +111,7 @@ class DocumentForm:
             return cls()
         first = {"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}
         answer = {"role": "assistant", "content": _ANSWER}
-        way_out = without_chat()
+        way_out = way_out or without_chat()
         alone, several = (
             chat_text(tokenizer, messages, way_out=way_out)
             for messages in ([first], [first, answer, {"role": "user", "content": _NEXT}])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError, one_line, option
+from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import Case, Expected, Turn
+from kvalloc.prompts.chat import DocumentForm, chat_text, encode
 from kvalloc.prompts.texts import Prompt
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 0.9
 """A prompt made by rule has at least this share of the tokens that were asked for."""
-
-_ANSWER_MARK = "(the answer before)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,42 +172,6 @@ def fitted(
     return make(size)
 
 
-def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
-    """Return the tokens of a text of any length, with a start token if ``special``."""
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return tuple(int(token) for token in ids)
-
-
-def chat_text(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    where: str = "",
-    way_out: str = "use a model without one",
-) -> str:
-    """Return messages in the model's chat form, up to the start of its answer.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-    messages : sequence of mapping
-    where, way_out : str
-        Beginning and end of the message where that fails.
-
-    Raises
-    ------
-    InputError
-        If the form cannot be applied.
-    """
-    template = tokenizer.apply_chat_template
-    try:
-        return str(template(list(messages), tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program of its own and fails in its own ways
-        raise InputError(
-            f"{where}the model's chat template cannot be applied ({one_line(error)}); {way_out}"
-        ) from error
-
-
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     """Return the tokens of a prompt: its own, or those of its text or chat.
 
@@ -230,34 +193,26 @@ def _chats(tokenizer: Any, example: Example) -> bool:
     return example.chat and bool(getattr(tokenizer, "chat_template", None))
 
 
+def _form(tokenizer: Any) -> DocumentForm:
+    return DocumentForm.of(tokenizer, way_out="use a model without one")
+
+
 def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
-    """Return the prompt's text up to the context's end, and from there to the answer's start."""
+    """Return the context as the model reads it, and all that follows up to the first answer."""
     question = example.questions[0]
     if not _chats(tokenizer, example):
         return example.context, _plain(example, question)
-    content = f"{example.context}{example.joint}{question.text}"
-    whole = chat_text(tokenizer, [{"role": "user", "content": content}]) + question.prefix
-    at = whole.find(example.context)
-    if at < 0:
-        raise InputError("the model's chat template changes the text; use a model without one")
-    end = at + len(example.context)
-    return whole[:end], whole[end:]
+    form = _form(tokenizer)
+    rest = f"{example.joint}{question.text}{form.after}{question.prefix}"
+    return f"{form.before}{example.context}", rest
 
 
 def _later(tokenizer: Any, example: Example, question: Question) -> str:
-    """Return the text between the previous answer and the start of this one."""
+    """Return all that stands between an answer and the answer to the next question."""
     if not _chats(tokenizer, example):
         return _plain(example, question)
-    messages = [
-        {"role": "user", "content": example.context},
-        {"role": "assistant", "content": _ANSWER_MARK},
-        {"role": "user", "content": question.text},
-    ]
-    whole = chat_text(tokenizer, messages)
-    at = whole.rfind(_ANSWER_MARK)
-    if at < 0:
-        raise InputError("the model's chat template leaves out answers before; ask one turn")
-    return whole[at + len(_ANSWER_MARK) :] + question.prefix
+    form = _form(tokenizer)
+    return f"{form.turn}{question.text}{form.after}{question.prefix}"
 
 
 def _plain(example: Example, question: Question) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import Case, Turn
-from kvalloc.prompts.examples import encode
+from kvalloc.prompts.chat import encode
 from kvalloc.prompts.splits import split_texts, stream
 from kvalloc.prompts.tasks.task import PromptRequest, Task
 

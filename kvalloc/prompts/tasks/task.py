@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, Case
-from kvalloc.prompts.examples import Example, Question, encode, fitted, render
+from kvalloc.prompts.chat import encode
+from kvalloc.prompts.examples import Example, Question, fitted, render
 from kvalloc.prompts.splits import Split, split_texts, stream
 
 if TYPE_CHECKING:
