@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict
 
 import numpy as np
 
@@ -16,25 +14,21 @@ from kvalloc.engine.contract import (
     Advance,
     Engine,
     Failed,
-    ModelFacts,
-    engine_of,
 )
 from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
 from kvalloc.formats.surrogate import FittedSurrogate
-from kvalloc.measure.checkpoint import Checkpoint, kept_work
+from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import check_finite
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.sampling import SampleSet
 from kvalloc.measure.vote_weights import best_weight, vote_losses
-from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
-from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.shape import ModelShape
-from kvalloc.units import Option, keywords_of
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
@@ -150,18 +144,14 @@ class FitOptions(TypedDict, total=False):
     seed: int
 
 
-@keywords_of(FitOptions)
 def fit_scorer(
-    model: Any,
-    tokenizer: Any,
-    texts: Iterable[str | Document | Prompt],
+    engine: Engine,
+    samples: SampleSet,
+    shape: ModelShape,
+    context_tokens: int,
     *,
-    output: str | Path | None = None,
-    resume: bool = False,
+    kept: Checkpoint | None = None,
     progress: Callable[[int, int], None] | None = None,
-    model_id: str | None = None,
-    stage: Checkpoint | None = None,
-    **options: Unpack[FitOptions],
 ) -> FittedSurrogate:
     """Fit the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
 
@@ -173,25 +163,18 @@ def fit_scorer(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel or Engine
-        A causal language model, the same afterwards; or workers, as for `kvalloc.profile`.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
-    texts : iterable of str, Document or Prompt
-        As `kvalloc.profile` takes them.
-    output : str or Path, optional
-        The file to write, atomically. The sums of each finished sample are kept in
-        ``OUTPUT.partial`` until then.
-    resume : bool
-        Go on with what an earlier, killed call left there; the result is bit-identical.
+    engine : Engine
+        Where the model runs.
+    samples : SampleSet
+        At least 2.
+    shape : ModelShape
+        Of the model.
+    context_tokens : int
+        Longest sample.
+    kept : Checkpoint, optional
+        Where the sums of each finished sample are kept.
     progress : callable, optional
         Called with (layers done, layers in all).
-    model_id : str, optional
-        Instead of what the model's config says.
-    stage : Checkpoint, optional
-        Where finished samples are kept as one stage of a longer job, instead of beside an output.
-    **options
-        See `FitOptions`.
 
     Returns
     -------
@@ -202,48 +185,30 @@ def fit_scorer(
     Raises
     ------
     InputError
-        If text or options cannot be used, two readings are beyond the model's limit, every sample
-        of a half fails, or the output cannot be written or has unfinished work of another job
-        beside it.
+        If there is too little text, two readings are beyond the model's limit, or every sample of
+        a half fails.
     UnsupportedModelError
         If the model has no attention that kvalloc can see, or does not rotate its keys by halves.
-    MissingDependencyError
-        If torch or transformers is missing.
 
     References
     ----------
     KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
     """
-    require_run_packages()
-    engine = engine_of(model)
-    facts = engine.facts(model_id)
-    shape, context = facts.shape, options.get("context", 1024)
-    if (limit := shape.max_context_tokens) is not None and 2 * context > limit:
+    if (limit := shape.max_context_tokens) is not None and 2 * context_tokens > limit:
         raise InputError(
-            f"prompts of {context:,} tokens are read twice, which is beyond the {limit:,} tokens "
-            f"that {shape.model_id} was made for; choose {option('context', limit // 2)} or less"
+            f"prompts of {context_tokens:,} tokens are read twice, which is beyond the {limit:,} "
+            f"tokens that {shape.model_id} was made for; choose {option('context', limit // 2)} or "
+            "less"
         )
-    samples = choose_samples(
-        texts,
-        tokenizer,
-        context_tokens=context,
-        least_tokens=SINKS + 2,
-        samples=options.get("samples"),
-        seed=options.get("seed", 0),
-    )
     if len(samples.samples) < 2:
         raise InputError(
             "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
             f"give more text, or {option('samples', 16)}"
         )
     _check_tokens(shape, samples)
-    fitting = _Fitting(shape=shape, samples=samples, context=context)
-    with kept_work(output, partial(fitting.record, facts), resume=resume) as kept:
-        fitted = fitting.run(engine, stage or kept, progress)
-        if kept is not None:
-            fitted.save(kept.output)
-            kept.finish()
-    return fitted
+    return _Fitting(shape=shape, samples=samples, context=context_tokens).run(
+        engine, kept, progress
+    )
 
 
 def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
@@ -265,15 +230,6 @@ class _Fitting:
     shape: ModelShape
     samples: SampleSet
     context: int
-
-    def record(self, facts: ModelFacts) -> dict[str, Any]:
-        return {
-            **facts.record(),
-            "context_tokens": self.context,
-            "samples": len(self.samples.samples),
-            "text_digest": self.samples.digest(),
-            "answers": self.samples.answers_digest(),
-        }
 
     def run(
         self,

@@ -127,12 +127,11 @@ def fit(
     with Checkpoint(output, record, resume=resume) as kept:
         surrogate = fit_scorer(
             engine,
-            tokenizer,
-            second.texts,
-            stage=kept.stage("second"),
+            second.samples,
+            facts.shape,
+            second.context,
+            kept=kept.stage("second"),
             progress=stage(0),
-            model_id=model_id,
-            **FitOptions(**{**options, "samples": second.count}),
         )
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)

@@ -1,9 +1,9 @@
 """The real model on the shipped text."""
 
 import pytest
+from surrogates import fit_surrogate
 
 from kvalloc.measure import default_texts
-from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models import loading
 from kvalloc.models.loading import DEMO_MODEL_ID, shape_of
 
@@ -27,6 +27,6 @@ def test_the_demo_is_known_by_its_hub_id(demo):
 def test_a_surrogate_of_real_attention(demo):
     """Texts that it was not fitted on, already with little text; noise would be 0."""
     texts = default_texts()
-    found = fit_scorer(demo.model, demo.tokenizer, texts, samples=2, context=CONTEXT)
+    found = fit_surrogate(demo.model, demo.tokenizer, texts, samples=2, context=CONTEXT)
     assert found.weights.shape == (30, 3, 64 + 64 + 32 + 2 + 1)
     assert found.rank_correlation.mean() > 0.3

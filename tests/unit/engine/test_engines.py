@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cli_tools import run, save_tiny_model
+from surrogates import fit_surrogate
 from tiny_models import equal_budgets, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,6 @@ from kvalloc.formats.merging import merge
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure import Prompt
-from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.loading import ModelSource
 from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.tasks import TASKS
@@ -117,7 +117,7 @@ def measured(model, loaded, prompts, output=None, **options):
 
 def fitted(model, loaded, prompts, output=None, **options):
     values = {"context": CONTEXT, "model_id": loaded.model_id, "samples": len(prompts), **options}
-    return fit_scorer(model, loaded.tokenizer, prompts, output=output, **values)
+    return fit_surrogate(model, loaded.tokenizer, prompts, output=output, **values)
 
 
 JOBS = {

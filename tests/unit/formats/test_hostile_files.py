@@ -43,6 +43,7 @@ from hostile_files import (
 )
 from pydantic import ValidationError
 from safetensors.numpy import save_file
+from surrogates import fit_surrogate
 from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.allocation.decision import solve
@@ -60,7 +61,6 @@ from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.interop.exporting import TARGETS
 from kvalloc.interop.target import ExportTarget
 from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
-from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.prompts.tasks.longbench import read_records
 from kvalloc.prompts.texts import read_prompts, read_texts
 
@@ -220,7 +220,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         )
     )
     fit = {"model": tiny_model(), "tokenizer": WordTokenizer(), "texts": [words(200)]}
-    (surrogate,) = made(fit_scorer(**fit, context=30, samples=4))
+    (surrogate,) = made(fit_surrogate(**fit, context=30, samples=4))
     scores = made(SCORES, make_losses(), make_bits(), make_shared_scores())
     decided = [solve(SCORES, **one) for one in REQUESTS]
     decided += [solve(make_losses(), target_loss=0.5), solve(make_bits(), budget="30%", bits="8,4")]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scorer_oracle import make_states
+from surrogates import fit_surrogate
 from tiny_models import WordTokenizer, tiny_model, words
 
 import kvalloc
@@ -17,7 +18,8 @@ from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, Uns
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure import scorer_fitting
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.scorer_fitting import NormalEquations, fit_scorer
+from kvalloc.measure.sampling import choose_samples
+from kvalloc.measure.scorer_fitting import NormalEquations
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
@@ -28,7 +30,7 @@ CONTEXT = 60
 
 def fit(model=None, **options):
     values = {"context": CONTEXT, "samples": 4, "model_id": "tests/tiny", **options}
-    return fit_scorer(model or tiny_model(), WordTokenizer(), [words(400)], **values)
+    return fit_surrogate(model or tiny_model(), WordTokenizer(), [words(400)], **values)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_a_target_that_never_changes_is_the_constant():
 def test_the_fit_is_that_of_all_tokens_of_all_samples(fitted):
     """Against the model's own eager attention over a prompt written twice, and lstsq."""
     model, tokenizer, heads = tiny_model(attention="eager"), WordTokenizer(), 2
-    chosen = scorer_fitting.choose_samples(
+    chosen = choose_samples(
         [words(400)], tokenizer, context_tokens=CONTEXT, least_tokens=8, samples=4
     )
     x, y = [[] for _ in range(3)], [[] for _ in range(3)]
@@ -167,7 +169,10 @@ def test_what_cannot_be_fitted_is_refused():
     with torch.no_grad():
         broken.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
     for options, said in (
-        ({"context": 300}, "prompts of 300 tokens are read twice.*choose context=256 or less"),
+        (
+            {"context": 300, "samples": 1},
+            "prompts of 300 tokens are read twice.*choose context=256 or less",
+        ),
         ({"samples": 1}, "at least 2 samples"),
         ({"model": broken}, "tests/tiny in layer 1, sample 0 are not finite numbers"),
     ):

@@ -10,9 +10,9 @@ import pytest
 import runtime_oracle as tiny
 import torch
 from prompt_runs import run, states_seen
+from surrogates import fit_surrogate
 
 from kvalloc.formats.surrogate import FittedSurrogate
-from kvalloc.measure.scorer_fitting import fit_scorer
 from kvalloc.models.attention import AttentionStates
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
@@ -29,7 +29,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
     ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
     prompts = [Prompt(token_ids=each) for each in ids]
-    fit_scorer(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
+    fit_surrogate(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
     FittedSurrogate.load(path).replace(votes_weight=0.0, votes_ratio=1.0).save(path)
     return str(path)
 
