@@ -72,9 +72,8 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
         print_json({"file": file, **known, **profile.record(), **spread})
         return
-    stated = profile.evaluation or {}
-    settings, rows = stated.get("settings"), stated.get("rows")
-    if isinstance(rows, list) and (rows := [row for row in rows if isinstance(row, dict)]):
+    if rows := profile.evaluation_rows:
+        settings = (profile.evaluation or {}).get("settings")
         known = settings if isinstance(settings, dict) else {}
         split, seed = known.get("split", "unknown"), known.get("seed", "unknown")
         where = f"prompts of the split {split}, seed {seed}"

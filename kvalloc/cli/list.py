@@ -92,11 +92,10 @@ def _profiles() -> None:
 
 
 def _profile_row(name: str, profile: BudgetProfile) -> dict[str, Any]:
-    rows = (profile.evaluation or {}).get("rows", ())
     known: Any = sorted(
         (float(row["kl"]), str(row.get("task", "")))
-        for row in rows
-        if isinstance(row, dict) and isinstance(row.get("kl"), int | float)
+        for row in profile.evaluation_rows
+        if isinstance(row.get("kl"), int | float)
     )
     losses = known or [(None, None)]
     (median, _), (worst, task) = losses[len(losses) // 2], losses[-1]

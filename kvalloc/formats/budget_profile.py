@@ -338,6 +338,12 @@ class BudgetProfile(JsonRecord):
         return np.full_like(self.budgets, 16) if self.bits is None else self.bits
 
     @property
+    def evaluation_rows(self) -> list[dict[str, Any]]:
+        """Return what was measured with these budgets; a file may state anything there."""
+        rows = (self.evaluation or {}).get("rows")
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+    @property
     def optimal_by_word(self) -> str:
         """The solver on whose word alone this is optimal; empty where a bound shows it."""
         known = self.termination != "optimal" or self.bound_source == "dual"

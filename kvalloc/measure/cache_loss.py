@@ -14,8 +14,9 @@ from transformers import DynamicCache
 
 from kvalloc.errors import InputError
 from kvalloc.measure.kl import divergence
+from kvalloc.measure.loss_probe import check_continues
 from kvalloc.measure.mini_prefill import evaluating
-from kvalloc.models.structure import end_tokens, input_device
+from kvalloc.models.structure import input_device
 from kvalloc.runtime import answer, make_cache
 
 if TYPE_CHECKING:
@@ -111,12 +112,7 @@ class CacheLosses:
         cache = DynamicCache(config=self._model.config)
         most = self._continuation_tokens
         written = [*answer(self._model, cache, asked, max_new_tokens=most, keep=True)]
-        if written[0] in end_tokens(self._model):
-            raise InputError(
-                f"{self._where(index)}: the model ends its turn at once after this prompt, so "
-                "there is no continuation to measure a loss on; give the prompt an answer, or "
-                "leave it out"
-            )
+        check_continues(self._model, written[0], where=f"{self._where(index)}: ")
         return asked.new_tensor([written])
 
     def _where(self, index: int) -> str:

@@ -425,11 +425,7 @@ class LossProbe:
         if question.numel():
             logits = self._model(input_ids=question[None], past_key_values=cache).logits
         written = [logits[0, -1].argmax()]
-        if int(written[0]) in ends:
-            raise InputError(
-                "the model ends its turn at once after this prompt, so there is no continuation to "
-                "measure a loss on; give the prompt an answer, or leave it out"
-            )
+        check_continues(self._model, int(written[0]))
         while len(written) < n_tokens and int(written[-1]) not in ends:
             logits = self._model(input_ids=written[-1].view(1, 1), past_key_values=cache).logits
             written.append(logits[0, -1].argmax())
@@ -516,6 +512,28 @@ class LossProbe:
         output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
         output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
         return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
+
+
+def check_continues(model: Any, token: int, *, where: str = "") -> None:
+    """Refuse a prompt that the model has no more to say to.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    token : int
+        The first one that it writes.
+    where : str
+        Beginning of the message.
+
+    Raises
+    ------
+    InputError
+    """
+    if token in end_tokens(model):
+        raise InputError(
+            f"{where}the model ends its turn at once after this prompt, so there is no "
+            "continuation to measure a loss on; give the prompt an answer, or leave it out"
+        )
 
 
 def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:

@@ -317,10 +317,8 @@ def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, wha
 
     Parameters
     ----------
-    traced : sequence of dict
-        As `Material.frontier_rows` returns them.
-    points : sequence of dict
-        As `Material.point_rows` returns them.
+    traced, points : sequence of dict
+        As `Material.frontiers` gives them.
     by : str
         Which of their values is drawn: ``retention`` or ``loss``.
     what : str

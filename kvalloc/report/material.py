@@ -128,24 +128,7 @@ class Material:
 
     def frontiers(self) -> Iterator[tuple[str, str, list[Row], list[Row]]]:
         """Yield name, axis title, the best possible and the budget profiles of each frontier."""
-        traced, points = self.frontier_rows(), self.point_rows()
-        for by, objective, what in FRONTIERS:
-            best = [row for row in traced if row["objective"] == objective]
-            yield by, what, best, [row for row in points if row[by] is not None]
-
-    def frontier_rows(self) -> list[Row]:
-        """Return the best possible at every size by the score profiles, for layers and heads."""
-        return [
-            {"curve": f"best {level} budgets by {name}", "objective": objective, **_facts(point)}
-            for name, scores in self.scores.items()
-            for level in ("layer", "head")
-            for objective in ("mean", "loss")
-            for point in _traced(scores, level, objective)
-        ]
-
-    def point_rows(self) -> list[Row]:
-        """Return a row for each budget profile: bytes, predicted retention and loss."""
-        return [
+        points = [
             {
                 "name": name,
                 "solver": profile.decided_by or profile.solver or "no solver",
@@ -155,6 +138,14 @@ class Material:
             }
             for name, profile in self.profiles.items()
         ]
+        for by, objective, what in FRONTIERS:
+            best = [
+                {"curve": f"best {level} budgets by {name}", **_facts(point)}
+                for name, scores in self.scores.items()
+                for level in ("layer", "head")
+                for point in _traced(scores, level, objective)
+            ]
+            yield by, what, best, [row for row in points if row[by] is not None]
 
     def measured_rows(self) -> list[Row]:
         """Return the rows of evaluations, also of those in budget profiles, without full caches."""
@@ -165,9 +156,7 @@ class Material:
             if row["name"] != "full"
         ]
         for name, profile in self.profiles.items():
-            stated = (profile.evaluation or {}).get("rows")
-            inside = stated if isinstance(stated, list) else []
-            rows += [_measured(row, name, name) for row in inside if isinstance(row, dict)]
+            rows += [_measured(row, name, name) for row in profile.evaluation_rows]
         return rows
 
 
