@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError, UnsupportedRequestError, no_such, several
+from kvalloc.errors import InputError, UnsupportedRequestError, one_of, several
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
@@ -88,8 +88,6 @@ class Restriction:
 
     Attributes
     ----------
-    name : str
-        What ``--accept`` takes.
     lost : callable
         ``lost(profile, target)``: what a profile would lose, in words; empty for nothing.
     apply : callable
@@ -97,7 +95,6 @@ class Restriction:
         real-valued wishes; they are scaled to the bytes that the profile had.
     """
 
-    name: str
     lost: Callable[[BudgetProfile, ExportTarget], str]
     apply: Callable[[BudgetProfile, ExportTarget], dict[str, Any]]
 
@@ -126,10 +123,8 @@ def restrict(
     InputError
         If something would be lost that is not accepted, or there is no such restriction.
     """
-    known = [one.name for one in RESTRICTIONS]
     for name in accept:
-        if name not in known:
-            raise InputError(no_such("loss to accept", name, known))
+        one_of("loss to accept", name, RESTRICTIONS)
     losses = lost(profile, target)
     refused = [f"{name} ({words})" for name, words in losses.items() if name not in accept]
     if refused:
@@ -140,8 +135,8 @@ def restrict(
     if not losses:
         return profile
     left, max_bytes = profile, None if "no-eviction" in losses else profile.retained_bytes
-    for one in RESTRICTIONS:
-        if one.name in losses and one.lost(left, target):
+    for one in (RESTRICTIONS[name] for name in losses):
+        if one.lost(left, target):
             left = _changed(left, one.apply(left, target), max_bytes)
     return left.replace(
         solver="restriction",
@@ -152,8 +147,8 @@ def restrict(
 
 def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
     """Return what a target cannot express of a profile, by the names of the restrictions."""
-    named = [one for one in RESTRICTIONS if one.name in target.restrictions]
-    words = {one.name: one.lost(profile, target) for one in named}
+    named = {name: one for name, one in RESTRICTIONS.items() if name in target.restrictions}
+    words = {name: one.lost(profile, target) for name, one in named.items()}
     return {name: text for name, text in words.items() if text}
 
 
@@ -443,39 +438,32 @@ def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
     return "" if kept == 1 else f"the eviction of {1 - kept:.0%} of the entries: all are kept"
 
 
-RESTRICTIONS = (
-    Restriction(name="one-length", lost=_lengths, apply=lambda *_: {"length_rule": "fixed"}),
-    Restriction(
-        name="length-shares", lost=_shares, apply=lambda *_: {"length_rule": "proportional"}
-    ),
-    Restriction(
-        name="no-sharing",
+RESTRICTIONS = {
+    "one-length": Restriction(lost=_lengths, apply=lambda *_: {"length_rule": "fixed"}),
+    "length-shares": Restriction(lost=_shares, apply=lambda *_: {"length_rule": "proportional"}),
+    "no-sharing": Restriction(
         lost=lambda profile, _: "layers that share entries" if profile.share_groups else "",
         apply=lambda *_: {"share_groups": ()},
     ),
-    Restriction(
-        name="no-eviction",
+    "no-eviction": Restriction(
         lost=_evicts,
         apply=lambda profile, _: {"budgets": with_decided(profile, profile.context_tokens)},
     ),
-    Restriction(
-        name="one-width",
+    "one-width": Restriction(
         lost=_one_width,
         apply=lambda profile, target: {"bits": _by_layer(profile, target)},
     ),
-    Restriction(
-        name="plain-scores",
+    "plain-scores": Restriction(
         lost=lambda profile, _: ", ".join(_beyond_scores(profile)),
         apply=lambda profile, _: alone(profile.policy.replace(name="score", parameters={})),
     ),
-    Restriction(
-        name="engine-policy",
+    "engine-policy": Restriction(
         lost=_engine_policy,
         apply=lambda profile, target: alone(target.policy(profile)),
     ),
-    Restriction(name="full-or-streaming", lost=_classes, apply=_full_or_streaming),
-    Restriction(name="heads-to-layers", lost=_heads, apply=_layer_means),
-    Restriction(name="layers-to-uniform", lost=_layers, apply=_uniform),
-    Restriction(name="whole-blocks", lost=_blocks, apply=_uniform),
-)
+    "full-or-streaming": Restriction(lost=_classes, apply=_full_or_streaming),
+    "heads-to-layers": Restriction(lost=_heads, apply=_layer_means),
+    "layers-to-uniform": Restriction(lost=_layers, apply=_uniform),
+    "whole-blocks": Restriction(lost=_blocks, apply=_uniform),
+}
 """All of them, in the order in which they are applied."""

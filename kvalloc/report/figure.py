@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, one_of
 from kvalloc.files import check_writable
 from kvalloc.report import charts
 from kvalloc.report.charts import Spec
@@ -53,10 +53,9 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
         "measured": _measured,
         "overview": _overview,
     }
-    if what is not None and what not in drawers:
-        raise InputError(f"there is no picture {what!r}; choose from: {', '.join(drawers)}")
-    for name in drawers if what is None else [what]:
-        if panels := drawers[name](material):
+    chosen = drawers if what is None else {what: one_of("picture", what, drawers)}
+    for name, draw in chosen.items():
+        if panels := draw(material):
             title = f"{material.shape.model_id}: {name}"
             charts.save_chart(_stacked(panels, title), output)
             return name

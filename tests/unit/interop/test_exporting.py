@@ -19,7 +19,7 @@ from kvalloc.interop.exporting import TARGETS, export
 from kvalloc.interop.openvino import scheduler_config
 from kvalloc.interop.target import RESTRICTIONS, full_profile, lost, restrict
 
-ALL = [one.name for one in RESTRICTIONS]
+ALL = [*RESTRICTIONS]
 XKV = Policy(scorer="xkv", scorer_parameters={"window": 3}, sinks=2, window=3)
 FITTED = XKV.replace(name="attention_matching")
 STREAMING = Policy(scorer="streaming", scorer_parameters={"window": 3}, sinks=2, window=3)
