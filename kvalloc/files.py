@@ -86,6 +86,12 @@ def atomic_write(path: str | Path, *, stream: bool = False) -> Iterator[Path]:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text that ends with one line end, atomically; see `atomic_write`."""
+    with atomic_write(path, stream=True) as temporary:
+        temporary.write_text(f"{text.rstrip()}\n", encoding="utf-8")
+
+
 @contextmanager
 def temporary_beside(parent: Path, prefix: str) -> Iterator[Path]:
     """Give a new folder, which is deleted in the end if it is still there.

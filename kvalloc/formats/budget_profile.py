@@ -20,21 +20,12 @@ from kvalloc.accounting.costs import (
 )
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
+from kvalloc.formats.policy import BY_SCORE, require_policies
+from kvalloc.formats.policy import Policy as Policy
 from kvalloc.formats.record import IntArray2D, JsonRecord, Record, require, require_shape
 from kvalloc.formats.sharing_groups import groups_fault
 from kvalloc.shape import HALF_BYTES, ModelShape
 from kvalloc.units import size
-
-__all__ = [
-    "BudgetProfile",
-    "LengthRule",
-    "Level",
-    "MeasuredLoss",
-    "MeasuredTry",
-    "Policy",
-    "relative_gap",
-]
 
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
-from kvalloc.files import atomic_write, near_file
+from kvalloc.files import atomic_write, near_file, write_text
 from kvalloc.shape import ModelShape
 
 _HEADER_BYTES = 100_000_000
@@ -439,8 +439,7 @@ class JsonRecord(FileRecord):
         text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
         for numbers, on_one_line in _ON_ONE_LINE.items():
             text = re.sub(numbers, on_one_line, text)
-        with atomic_write(path, stream=True) as temporary:
-            temporary.write_text(f"{text}\n", encoding="utf-8")
+        write_text(path, text)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from kvalloc.errors import InputError, one_line
+from kvalloc.files import write_text
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, imported_heads, write_text
+from kvalloc.interop.target import ExportTarget, imported_heads
 
 
 class AttentionMatching(ExportTarget):

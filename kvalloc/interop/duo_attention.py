@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from kvalloc.errors import InputError, one_line
-from kvalloc.files import make_folder
+from kvalloc.files import make_folder, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, alone, imported, scored, with_decided, write_text
+from kvalloc.interop.target import ExportTarget, alone, imported, scored, with_decided
 
 HEADS = "full_attention_heads.tsv"
 

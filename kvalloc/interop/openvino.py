@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvalloc.errors import InputError, MissingDependencyError, one_line
+from kvalloc.files import write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, scored, write_text
+from kvalloc.interop.target import ExportTarget, scored
 
 BLOCK_TOKENS = 32
 """Of the CPU; a GPU has blocks of 16, of which these are whole numbers, too."""

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, MissingDependencyError, one_line, require
-from kvalloc.files import atomic_write
+from kvalloc.files import atomic_write, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.interop.target import ExportTarget, imported, write_text
+from kvalloc.interop.target import ExportTarget, imported
 
 Table = Mapping[str, Sequence[Any]]
 """Columns by name, all of one length."""

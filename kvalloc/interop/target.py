@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, UnsupportedRequestError, one_of, several
-from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
 from kvalloc.shape import ModelShape
@@ -245,33 +244,14 @@ def imported_heads(like: BudgetProfile, path: Path, wanted: FloatArray) -> Budge
     return imported(like, path, level="head", length_rule="proportional", budgets=budgets)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, atomically.
-
-    Raises
-    ------
-    InputError
-        If it cannot be written.
-    """
-    with atomic_write(path, stream=True) as temporary:
-        temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
-
-
 _UNDECIDED: dict[str, Any] = {
     name: BudgetProfile.model_fields[name].get_default(call_default_factory=True)
     for name in (
         *("solver_options", "sense", "objective", "bound", "bound_source", "prices"),
-        *(
-            "termination",
-            "value_per_mib",
-            "price_source",
-            "limits",
-            "grouping_bound",
-            "requested",
-            "retention",
-        ),
-        *("worst_sample_retention", "predicted_loss", "measured_loss", "cost_bytes"),
-        *("full_cost_bytes", "problem_digest", "evaluation", "share_of_16_bits", "page_tokens"),
+        *("termination", "value_per_mib", "price_source", "limits", "grouping_bound", "requested"),
+        *("retention", "worst_sample_retention", "predicted_loss", "model_error", "measured_loss"),
+        *("cost_bytes", "full_cost_bytes", "problem_digest", "evaluation", "share_of_16_bits"),
+        "page_tokens",
     )
 }
 """Defaults of the fields that no longer hold once budgets are changed."""

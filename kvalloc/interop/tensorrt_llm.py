@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from kvalloc.files import write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, scored, write_text
+from kvalloc.interop.target import ExportTarget, scored
 
 
 class TensorRTLLM(ExportTarget):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvalloc.errors import InputError, option
+from kvalloc.files import write_text
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, write_text
+from kvalloc.interop.target import ExportTarget
 
 
 class VLLM(ExportTarget):

@@ -14,8 +14,6 @@ from kvalloc.measure.sampling import Sample, SampleSet
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
-__all__ = ["prompt_scores"]
-
 
 def prompt_scores(
     model: Any,

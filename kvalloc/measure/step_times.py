@@ -17,8 +17,6 @@ from kvalloc.models.loading import shape_of
 from kvalloc.runtime.making import make_cache
 from kvalloc.units import duration
 
-__all__ = ["DEVICES", "Line", "StepTimes", "device_steps", "measure_steps"]
-
 DEVICES = {
     "a100": (2.039e12, 312e12),
     "h100": (3.35e12, 989.4e12),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.errors import InputError
-from kvalloc.files import atomic_write, check_writable, provenance
+from kvalloc.files import check_writable, provenance, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
@@ -63,9 +63,7 @@ def write_report(files: Sequence[str | Path], output: str | Path) -> None:
     if Path(output).suffix.lower() not in (".html", ".htm"):
         raise InputError(f"{output} has another ending than .html; the page is one")
     check_writable(output, stream=True)
-    text = page(Material.read(files))
-    with atomic_write(output, stream=True) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(output, page(Material.read(files)))
 
 
 def page(material: Material) -> str:
