@@ -144,73 +144,6 @@ class FitOptions(TypedDict, total=False):
     seed: int
 
 
-def fit_scorer(
-    engine: Engine,
-    samples: SampleSet,
-    shape: ModelShape,
-    context_tokens: int,
-    *,
-    kept: Checkpoint | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> FittedSurrogate:
-    """Fit the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
-
-    Each sample runs through the decoder once, written twice. In every full-attention layer the
-    largest attention that each of its tokens gets from the second copy is the target, as in the
-    scorer ``reconstruction``, and its log is fitted for each KV head. Only sums over the tokens
-    are kept. A reduced cache of each sample then shows whether the votes of a prompt's last queries
-    help beside such scores, and at which weight.
-
-    Parameters
-    ----------
-    engine : Engine
-        Where the model runs.
-    samples : SampleSet
-        At least 2.
-    shape : ModelShape
-        Of the model.
-    context_tokens : int
-        Longest sample.
-    kept : Checkpoint, optional
-        Where the sums of each finished sample are kept.
-    progress : callable, optional
-        Called with (layers done, layers in all).
-
-    Returns
-    -------
-    FittedSurrogate
-        Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the others
-        stay in the half that they would have been in.
-
-    Raises
-    ------
-    InputError
-        If there is too little text, two readings are beyond the model's limit, or every sample of
-        a half fails.
-    UnsupportedModelError
-        If the model has no attention that kvalloc can see, or does not rotate its keys by halves.
-
-    References
-    ----------
-    KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
-    """
-    if (limit := shape.max_context_tokens) is not None and 2 * context_tokens > limit:
-        raise InputError(
-            f"prompts of {context_tokens:,} tokens are read twice, which is beyond the {limit:,} "
-            f"tokens that {shape.model_id} was made for; choose {option('context', limit // 2)} or "
-            "less"
-        )
-    if len(samples.samples) < 2:
-        raise InputError(
-            "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
-            f"give more text, or {option('samples', 16)}"
-        )
-    _check_tokens(shape, samples)
-    return _Fitting(shape=shape, samples=samples, context=context_tokens).run(
-        engine, kept, progress
-    )
-
-
 def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
     """Refuse text whose halves have fewer tokens than a head's map has weights."""
     n_weights = 2 * shape.head_dim + shape.head_dim // 2 + 3
@@ -224,20 +157,85 @@ def _check_tokens(shape: ModelShape, samples: SampleSet) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fitting:
-    """One fit, fully decided."""
+class SurrogateFit:
+    """A fit of the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
+
+    Each sample runs through the decoder once, written twice. In every full-attention layer the
+    largest attention that each of its tokens gets from the second copy is the target, as in the
+    scorer ``reconstruction``, and its log is fitted for each KV head. Only sums over the tokens
+    are kept. A reduced cache of each sample then shows whether the votes of a prompt's last queries
+    help beside such scores, and at which weight.
+
+    Attributes
+    ----------
+    shape : ModelShape
+        Of the model.
+    samples : SampleSet
+        At least 2.
+    context : int
+        Longest sample, tokens.
+
+    Raises
+    ------
+    InputError
+        If there is too little text, or two readings are beyond the model's limit.
+
+    References
+    ----------
+    KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
+    """
 
     shape: ModelShape
     samples: SampleSet
     context: int
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be fitted."""
+        limit = self.shape.max_context_tokens
+        if limit is not None and 2 * self.context > limit:
+            raise InputError(
+                f"prompts of {self.context:,} tokens are read twice, which is beyond the {limit:,} "
+                f"tokens that {self.shape.model_id} was made for; choose "
+                f"{option('context', limit // 2)} or less"
+            )
+        if len(self.samples.samples) < 2:
+            raise InputError(
+                "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
+                f"give more text, or {option('samples', 16)}"
+            )
+        _check_tokens(self.shape, self.samples)
+
     def run(
         self,
         engine: Engine,
-        kept: Checkpoint | None,
-        progress: Callable[[int, int], None] | None,
+        kept: Checkpoint | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> FittedSurrogate:
-        """Return the fit of both halves at the best ridge, each half tested by the other's fit."""
+        """Return the fit of both halves at the best ridge, each half tested by the other's fit.
+
+        Parameters
+        ----------
+        engine : Engine
+            Where the model runs.
+        kept : Checkpoint, optional
+            Where the sums of each finished sample are kept.
+        progress : callable, optional
+            Called with (layers done, layers in all).
+
+        Returns
+        -------
+        FittedSurrogate
+            Fitted without the samples that failed by themselves, as in `kvalloc.profile`; the
+            others stay in the half that they would have been in.
+
+        Raises
+        ------
+        InputError
+            If every sample of a half fails.
+        UnsupportedModelError
+            If the model has no attention that kvalloc can see, or does not rotate its keys by
+            halves.
+        """
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
         groups = [[index] for index in range(n_samples)]
         steps = Steps(n_samples * layers, progress)

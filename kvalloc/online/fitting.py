@@ -26,7 +26,7 @@ from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.profiling import ProfileOptions, job_of, measure_job
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
-from kvalloc.measure.scorer_fitting import FitOptions, fit_scorer
+from kvalloc.measure.scorer_fitting import FitOptions, SurrogateFit
 from kvalloc.models.loading import require_run_packages
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
@@ -125,14 +125,8 @@ def fit(
         return lambda done, total: progress(before + own * done // max(total, 1), sum(steps))
 
     with Checkpoint(output, record, resume=resume) as kept:
-        surrogate = fit_scorer(
-            engine,
-            second.samples,
-            facts.shape,
-            second.context,
-            kept=kept.stage("second"),
-            progress=stage(0),
-        )
+        fitting = SurrogateFit(shape=facts.shape, samples=second.samples, context=second.context)
+        surrogate = fitting.run(engine, kept.stage("second"), stage(0))
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)
         how: ProfileOptions = {

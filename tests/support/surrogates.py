@@ -9,7 +9,7 @@ from kvalloc.engine.contract import engine_of
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.checkpoint import kept_work
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.measure.scorer_fitting import SINKS, fit_scorer
+from kvalloc.measure.scorer_fitting import SINKS, SurrogateFit
 
 
 def fit_surrogate(
@@ -32,7 +32,8 @@ def fit_surrogate(
     )
     job = partial(dict, facts.record(), context_tokens=context, text_digest=chosen.digest())
     with kept_work(output, job, resume=resume) as kept:
-        fitted = fit_scorer(engine, chosen, facts.shape, context, kept=kept, progress=progress)
+        fit = SurrogateFit(shape=facts.shape, samples=chosen, context=context)
+        fitted = fit.run(engine, kept, progress)
         if kept is not None:
             fitted.save(kept.output)
             kept.finish()
