@@ -46,10 +46,10 @@ class DocumentOptions(TypedDict, total=False):
 def chat(model: str, **typed: Any) -> None:
     """Talk with a model, or ask about a document, with a reduced cache.
 
-    Turns are typed, a line each, and each follows the answers before. A prompt is a document to
-    talk about; it is read once. Each --question follows the document alone; --save-cache without
-    one only reads and saves. Budgets are of all that was said, as for 'kvalloc generate'. Answers
-    go to stdout, what they took to stderr; in a pipe an empty line parts them.
+    Turns are typed, a line each. --prompt or --prompt-file gives a document to talk about, which is
+    read once. Each --question is about the document alone; --save-cache without a question reads
+    and saves. The budget holds for all that was read and answered. Answers go to stdout, what they
+    took to stderr.
 
     Examples
     --------

@@ -37,7 +37,7 @@ FULL, QUICK = _Amount(4, 2, 1500), _Amount(1, 1, 240)
 
 @takes()
 def demo(
-    output_dir: Path = Path("demo-output"),
+    output: Annotated[Path, Option("FOLDER")] = Path("demo-output"),
     samples: Annotated[int | None, Option("N", least=1)] = None,
     seed: Annotated[int, Option("N", least=0)] = 0,
     quick: bool = False,
@@ -50,7 +50,7 @@ def demo(
 
     Parameters
     ----------
-    output_dir : Path
+    output : Path
         Folder for profiles, results, page and picture; made if missing.
     samples : int
         Prompts of each task; 2 by default, 1 with --quick.
@@ -63,7 +63,7 @@ def demo(
     --------
     kvalloc demo
     kvalloc demo --quick
-    kvalloc demo --samples 5 --seed 7 --output-dir seven
+    kvalloc demo --samples 5 --seed 7 -o seven
     """
     # Before torch is loaded: threads that spin while they wait make everything several times
     # slower on a machine that is not idle.
@@ -73,10 +73,10 @@ def demo(
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    make_folder(output_dir)
+    make_folder(output)
     amount = QUICK if quick else FULL
-    measured, results_file = output_dir / "scores.safetensors", output_dir / "results.json"
-    files = {name: output_dir / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
+    measured, results_file = output / "scores.safetensors", output / "results.json"
+    files = {name: output / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
 
     say("1. Measure: where the model looks")
     texts = ("--samples", amount.samples, "--context", amount.tokens)
@@ -106,9 +106,9 @@ def demo(
 
     say("4. Look at it")
     every = (measured, *files.values(), results_file)
-    step("report", *every, "-o", output_dir / "report.html")
-    step("report", *every, "--what", "overview", "-o", output_dir / "demo.png")
-    say(*_lessons(first, Evaluation.load(results_file)), f"In {output_dir}: all files above.")
+    step("report", *every, "-o", output / "report.html")
+    step("report", *every, "--what", "overview", "-o", output / "demo.png")
+    say(*_lessons(first, Evaluation.load(results_file)), f"In {output}: all files above.")
 
 
 def _lessons(first: str, results: Evaluation) -> list[str]:

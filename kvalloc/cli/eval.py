@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from kvalloc.cli.options import EngineFlags, ModelFlags, takes
+from kvalloc.cli.options import MODEL, EngineFlags, ModelFlags, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, several
@@ -32,13 +32,8 @@ class EvalOptions(TypedDict, total=False):
 
     Parameters
     ----------
-    profile : sequence of str
-        A budget profile, or the name of a shipped one.
     budget : str
-        Also what ``kvalloc.apply(model, budget=...)`` does at this share of the bytes.
-    fitted : str
-        With `budget` alone: what 'kvalloc fit' wrote for the model, instead of the file that is
-        found for it.
+        Also what 'kvalloc generate' does with this share of the bytes of a cache at 16 bits.
     scorer : str
         With `budget`: keep the entries that score best by this scorer, and decide the budgets from
         each prompt's scores.
@@ -52,8 +47,6 @@ class EvalOptions(TypedDict, total=False):
         A press of kvpress on the same prompts, at the profiles' share of entries or at a named one:
         kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, also rounded as kvalloc stores
         entries: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
-    allow_other_model : bool
-        Accept profiles of a model of the same sizes.
     tasks : str, default needle,kl
         Several with commas: needle, needle-keys, facts, pairs, tracking, common-words,
         labels, qa, own, code, kl.
@@ -63,9 +56,9 @@ class EvalOptions(TypedDict, total=False):
     metric : str
         Metric of `prompts`; the dataset's by default: contains, all, exact, f1, rouge-l,
         classification, edit, retrieval, count.
-    question : {"inside", "after", "second-turn"}, default "inside"
-        Whether the question is part of what is compressed, comes after, or only when another one
-        has been answered.
+    question_at : {"inside", "after", "second-turn"}, default "inside"
+        Whether the question is part of the prompt that is reduced, comes after it, or only when
+        another one has been answered.
     turns : int, default 1
         Questions about each prompt.
     answer_tokens : int, default 128
@@ -86,17 +79,15 @@ class EvalOptions(TypedDict, total=False):
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
     budget: Annotated[str | None, Option("SHARE", CACHES)]
-    fitted: Annotated[Path | None, Option("FILE", CACHES)]
     scorer: Annotated[str | None, Option("NAME", CACHES)]
     solver: Annotated[str | None, Option("NAME", CACHES)]
     level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
     plain_bits: Annotated[str | None, Option("8,4", CACHES)]
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
-    allow_other_model: Annotated[bool | None, Option("", CACHES)]
     tasks: Annotated[str | None, Option("NAMES", PROMPTS)]
     prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)]
     metric: Annotated[str | None, Option("NAME", PROMPTS)]
-    question: Annotated[Literal["inside", "after", "second-turn"] | None, Option("", PROMPTS)]
+    question_at: Annotated[Literal["inside", "after", "second-turn"] | None, Option("", PROMPTS)]
     turns: Annotated[int | None, Option("N", PROMPTS, least=1)]
     answer_tokens: Annotated[int | None, Option("N", PROMPTS, least=1)]
     split: Annotated[Literal["development", "held-out"] | None, Option("", PROMPTS)]
@@ -105,10 +96,12 @@ class EvalOptions(TypedDict, total=False):
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
     into_profile: Annotated[bool | None, Option("", RESULTS)]
     output: Annotated[Path | None, Option("OUT.json", RESULTS)]
+    fitted: Annotated[Path | None, Option("FILE", MODEL)]
+    allow_other_model: Annotated[bool | None, Option("", MODEL)]
 
 
 STANDING: EvalOptions = {
-    **{"question": "inside", "turns": 1, "split": "development"},
+    **{"question_at": "inside", "turns": 1, "split": "development"},
     "answer_tokens": LONG_ANSWER_TOKENS,
 }
 DEFAULTS = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0, "dtype": "float32"}
@@ -140,7 +133,7 @@ def eval(model: str, **given: Any) -> None:
     kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
     kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
-    kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
+    kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question-at after
     """
     from kvalloc.models.loading import require_run_packages
 
@@ -290,8 +283,8 @@ def _cases(
             f"--context {context} is beyond the {limit} tokens of {shape.model_id}; ask for less"
         )
     standing = {name: options[name] for name in ("split", "turns", "answer_tokens")}
-    standing["after"] = options["question"] == "after"
-    standing["opened"] = options["question"] == "second-turn"
+    standing["after"] = options["question_at"] == "after"
+    standing["opened"] = options["question_at"] == "second-turn"
     cases = [
         (task, task.make(tokenizer, options["samples"], context, options["seed"], **standing))
         for task in tasks

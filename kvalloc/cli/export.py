@@ -22,7 +22,7 @@ def export(
     to: Annotated[str | None, Option("TARGET")] = None,
     output: Annotated[Path | None, Option("FILE")] = None,
     accept: Annotated[str | None, Option("NAMES")] = None,
-    context: Annotated[int | None, Option("TOKENS", least=1)] = None,
+    context: Annotated[int | None, Option("N", least=1)] = None,
     restricted: Annotated[Path | None, Option("OUT.json")] = None,
 ) -> None:
     r"""Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.
@@ -41,7 +41,7 @@ def export(
     accept : str
         What may be lost, such as heads-to-layers,engine-policy.
     context : int
-        Length of the prompt, for targets with a fixed number of entries.
+        Length of the prompt, tokens, for targets with a fixed number of entries.
     restricted : Path
         Also write what remains as a budget profile, for 'kvalloc eval'.
 

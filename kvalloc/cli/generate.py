@@ -17,10 +17,10 @@ from kvalloc.units import duration
 def generate(model: str, **typed: Any) -> None:
     """Answer one prompt with a reduced cache.
 
-    The cache keeps of prompt and answer only what the budget profile grants, or what is decided for
-    the prompt itself with --target-retention, --budget, --budget-tokens or --memory. A --budget and
-    nothing else is kept in the best way that needs nothing measured; --memory beside it takes a way
-    whose peak fits. The answer goes to stdout, what it took to stderr.
+    With --budget or --target-loss the cache is reduced in the best way that is known for the model:
+    by what 'kvalloc fit' measured, or what ships, if there is any; --memory beside it limits the
+    peak. --profile takes budgets that were decided before. Other targets are decided by the scores
+    of the prompt. The answer goes to stdout, what it took to stderr.
 
     Examples
     --------

@@ -32,13 +32,13 @@ class PromptOptions(TypedDict, total=False):
     tasks : str
         Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval'
         from texts and words that no evaluation uses.
-    question : {"inside", "after", "both"}, default "inside"
+    question_at : {"inside", "after", "both"}, default "inside"
         With `tasks`: whether the prompt that is reduced ends with the question, or is the context
         alone, and the question is read after the reduction.
     lengths : str
         With `tasks`: prompts of each of these lengths, tokens; `context` by default.
     context : int, default 1024
-        Reference context, tokens.
+        Longest prompt, tokens.
     seed : int, default 0
         Seed of the choice of samples or prompts.
     """
@@ -46,7 +46,7 @@ class PromptOptions(TypedDict, total=False):
     text: Annotated[Sequence[str] | None, Option("FILE|DIR", PROMPTS)]
     prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", PROMPTS)]
     tasks: Annotated[str | None, Option("NAME,NAME", PROMPTS)]
-    question: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)]
+    question_at: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)]
     lengths: Annotated[str | None, Option("N,N", PROMPTS)]
     context: Annotated[int | None, Option("N", PROMPTS, least=1)]
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
@@ -161,7 +161,7 @@ def read_prompt_options(
     if tasks is not None and has_texts:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
     if tasks is None and (has_texts or not by_tasks):
-        if about := [name for name in ("question", "lengths") if name in given]:
+        if about := [name for name in ("question_at", "lengths") if name in given]:
             raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
         texts = _read(given)
         return lambda tokenizer: texts, False
@@ -170,7 +170,7 @@ def read_prompt_options(
 
     names = KINDS if tasks is None else [name.strip() for name in tasks.split(",")]
     kinds = tuple(task.name for task in find_tasks(names))
-    question, context = given.get("question", "inside"), given.get("context", DEFAULT_CONTEXT)
+    question, context = given.get("question_at", "inside"), given.get("context", DEFAULT_CONTEXT)
     lengths = _lengths(given.get("lengths"), context)
     forms = len(kinds) * len(lengths) * len(STANDINGS[question])
 

@@ -68,6 +68,10 @@ class Common(TypedDict):
         Solve once on the mean curves, or solve every sample and average the budgets.
     time_limit : float
         Time limit of a solver; its best choice so far counts.
+    fitted : Path
+        What 'kvalloc fit' wrote for the model, instead of the file that is found for it.
+    allow_other_model : bool
+        Accept a profile or fitted file of another model of the same sizes.
     resume : bool
         Resume the unfinished work of a killed command.
     json : bool
@@ -84,6 +88,8 @@ class Common(TypedDict):
     solver: Annotated[str, Option("NAME", SOLVING)]
     average: Annotated[str, Option("curves|allocations", SOLVING)]
     time_limit: Annotated[float, Option("SECONDS", SOLVING, parser=parse_seconds)]
+    fitted: Annotated[Path, Option("FILE", MODEL)]
+    allow_other_model: Annotated[bool, Option("", MODEL)]
     resume: Annotated[bool, Option()]
     json: Annotated[bool, Option()]
     quiet: Annotated[bool, Option()]
@@ -145,7 +151,7 @@ RARE = frozenset(
 _COMMON: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(Common, include_extras=True).items()
 }
-_ALSO = {"output": ("-o",), "quiet": ("-q",), "tasks": ("--task",), "verbose": ("-v",)}
+_ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
 _ALWAYS = ("json", "quiet", "verbose")
 """Other names of flags."""
 
@@ -175,14 +181,15 @@ def takes(
         Decorates the function.
     """
     fields: dict[str, Any] = {}
+    common = _helps(Common)
     for kind in options:
-        helps, hints = _helps(kind), get_type_hints(kind, include_extras=True)
+        helps, hints = common | _helps(kind), get_type_hints(kind, include_extras=True)
         every = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
         shown = (only or {}).get(kind, every)
         fields |= {name: _flag(name, hints[name], helps) for name in shown}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        helps = _helps(Common) | _helps(command)
+        helps = common | _helps(command)
         hints = get_type_hints(command, include_extras=True)
         parameters = inspect.signature(command).parameters.values()
         named = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
@@ -308,7 +315,7 @@ class GroupedCommand(TyperCommand):
         return [re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options by group, in the order in which groups first occur."""
+        """Write arguments, then options by group in the order of their first one, others last."""
         groups: dict[str, list[tuple[str, str]]] = {}
         hidden = False
         for one in self.get_params(ctx):
@@ -321,6 +328,7 @@ class GroupedCommand(TyperCommand):
                 groups.setdefault(heading, []).append((re.sub(r" <.*>$", "", name), text))
         if hidden:
             groups["Options"].append((HELP_ALL, "Show the options that few need, too."))
-        for heading, records in groups.items():
+        others = groups.pop("Options")
+        for heading, records in {**groups, "Options": others}.items():
             with formatter.section(heading):
                 formatter.write_dl(records)

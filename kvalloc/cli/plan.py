@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.cli.options import ModelFlags, takes
+from kvalloc.cli.options import MODEL, ModelFlags, takes
 from kvalloc.cli.output import note, print_result, print_table
 from kvalloc.units import Option, size
 
@@ -18,11 +18,11 @@ def plan(
     model: str,
     *,
     memory: Annotated[str, Option("SIZE")],
-    prompt: Annotated[int, Option("TOKENS", least=1)],
-    answer: Annotated[int, Option("TOKENS", least=1)],
+    context: Annotated[int, Option("N", least=1)],
+    max_new_tokens: Annotated[int, Option("N", least=1)],
     target_loss: Annotated[float, Option("NATS")] = 0.01,
-    device: Annotated[str | None, Option("NAME")] = None,
-    fitted: Annotated[Path | None, Option("FILE")] = None,
+    device: Annotated[str | None, Option("NAME", MODEL)] = None,
+    fitted: Path | None = None,
     allow_other_model: bool = False,
     **given: Any,
 ) -> None:
@@ -37,26 +37,22 @@ def plan(
     ----------
     memory : str
         What the cache may take at its peak, all rows together; the weights are not in it.
-    prompt : int
-        Tokens of each prompt.
-    answer : int
-        Tokens of each answer.
+    context : int
+        Length of each prompt, tokens.
+    max_new_tokens : int
+        Length of each answer, tokens.
     target_loss : float
         Largest predicted loss, nats per token.
     device : str
         Where to measure, such as cuda:0; or a100, h100 or h200, by published figures: a bound for a
         machine that is not here. The CPU by default.
-    fitted : Path
-        What 'kvalloc fit' wrote, instead of the file that is found for the model.
-    allow_other_model : bool
-        Accept a fitted file of a model of the same sizes.
 
     Examples
     --------
-    kvalloc plan demo --memory 64MiB --prompt 1000 --answer 200
-    kvalloc plan demo --memory 2GiB --prompt 4000 --answer 500 --target-loss 0.02 --json
-    kvalloc plan ./my-model --memory 40GiB --prompt 30000 --answer 500 --dtype bfloat16 \
-        --device h100
+    kvalloc plan demo --memory 64MiB --context 1000 --max-new-tokens 200
+    kvalloc plan demo --memory 2GiB --context 4000 --max-new-tokens 500 --json
+    kvalloc plan ./my-model --memory 40GiB --context 30000 --max-new-tokens 500 \
+        --dtype bfloat16 --device h100
     """
     from kvalloc.cli.progress import load, slow
     from kvalloc.measure.step_times import DEVICES
@@ -68,8 +64,8 @@ def plan(
         planned = plan_batch(
             loaded.model,
             memory=memory,
-            prompt=prompt,
-            answer=answer,
+            context=context,
+            max_new_tokens=max_new_tokens,
             target_loss=target_loss,
             device=named,
             fitted=fitted,

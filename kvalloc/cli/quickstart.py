@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_result
 from kvalloc.cli.steps import say, step
 from kvalloc.files import make_folder
 from kvalloc.report.wording import model_text
-from kvalloc.units import duration
+from kvalloc.units import Option, duration
 
 SHIPPED, BUDGET = "smollm2-135m-instruct", "20%"
 SOLVERS = ("uniform", "pyramid", "proportional", "auto")
@@ -26,28 +27,28 @@ With a model (pip install 'kvalloc[run]'; MODEL is a hub id, a folder, a .gguf):
 
 
 @takes()
-def quickstart(output_dir: Path = Path("kvalloc-quickstart")) -> None:
+def quickstart(output: Annotated[Path, Option("FOLDER")] = Path("kvalloc-quickstart")) -> None:
     """Decide budgets from measurements that ship with kvalloc, and show them.
 
     Runs no model and needs no torch: seconds.
 
     Parameters
     ----------
-    output_dir : Path
+    output : Path
         Folder for the score profile, the budget profiles and the page; made if missing.
 
     Examples
     --------
     kvalloc quickstart
-    kvalloc quickstart --output-dir first-steps
+    kvalloc quickstart -o first-steps
     """
     from kvalloc.formats.shipped_profiles import load_scores
 
     begun = time.perf_counter()
-    make_folder(output_dir)
-    measured, page = load_scores(SHIPPED), output_dir / "report.html"
-    decided = {name: output_dir / f"{name}.json" for name in SOLVERS}
-    measured.save(scores := output_dir / "scores.safetensors")
+    make_folder(output)
+    measured, page = load_scores(SHIPPED), output / "report.html"
+    decided = {name: output / f"{name}.json" for name in SOLVERS}
+    measured.save(scores := output / "scores.safetensors")
     say(
         "1. Measured, and shipped with kvalloc: what each layer of a model can do without "
         f"({model_text(measured.shape)})."
@@ -64,6 +65,6 @@ def quickstart(output_dir: Path = Path("kvalloc-quickstart")) -> None:
     say("3. Show: a page for your browser.")
     step("report", scores, *decided.values(), "-o", page)
     seconds = time.perf_counter() - begun
-    facts = {"output_dir": output_dir, "files": [scores, *decided.values(), page]}
-    took = f"\nAll of it took {duration(seconds)}. {NEXT.format(output_dir)}"
+    facts = {"output": output, "files": [scores, *decided.values(), page]}
+    took = f"\nAll of it took {duration(seconds)}. {NEXT.format(output)}"
     print_result({**facts, "seconds": seconds}, lambda: print(took))

@@ -35,26 +35,15 @@ class Reduction:
 
     Attributes
     ----------
-    profile : str
-        A budget profile, or the name of a shipped one.
-    solver : str
-        Who decides a target for the prompt.
     policy : str
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
         stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
     decode_every : int
-        What followed competes for the budget every N tokens; by default every 64 or more.
+        Evict again every N tokens that follow the prompt; every 64 or more by default.
     bounded : bool
-        Where the policy looks at what follows the prompt: keep twice the budgets until then. Where
-        each prompt hands the budgets out, each layer hands out its own.
-    fitted : str
-        With a budget or a loss and nothing else: what 'kvalloc fit' wrote for the model, which
-        spares a second read of the prompt. By default the file in the cache folder, or one that
-        ships.
+        With a policy that waits for what follows the prompt: keep twice the budgets until then.
     lossless : bool
-        Answer as the full cache does, which verifies all drafts.
-    allow_other_model : bool
-        Accept a profile or fitted file of a model of the same sizes.
+        Answer as the full cache does: it verifies what the reduced cache drafts.
     """
 
     model: str
@@ -66,7 +55,7 @@ class Reduction:
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
     bounded: Annotated[bool, Option("", KEPT)] = False
-    fitted: Annotated[Path | None, Option("FILE", KEPT)] = None
+    fitted: Annotated[Path | None, Option("FILE", MODEL)] = None
     lossless: Annotated[bool, Option("", KEPT)] = False
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
 

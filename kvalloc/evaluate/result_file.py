@@ -32,7 +32,7 @@ def evaluation_of(
     scores : sequence of Score
         As `kvalloc.evaluate.scoring.evaluate` gives them.
     settings : mapping
-        Of the evaluation: tasks, split, question, turns, samples, context, seed, dtype.
+        Of the evaluation: tasks, split, question_at, turns, samples, context, seed, dtype.
     profiles : mapping of str to BudgetProfile
         By the name of their rows; the record holds their digests.
     cases : mapping of str to sequence of Case

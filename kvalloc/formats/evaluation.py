@@ -62,7 +62,7 @@ class Evaluation(JsonRecord):
     """The model."""
 
     settings: dict[str, Any]
-    """The request: tasks, split, question, turns, samples, context, seed, dtype; and
+    """The request: tasks, split, question_at, turns, samples, context, seed, dtype; and
     ``text_digest``, SHA-256 over the token ids of all prompts and questions."""
 
     profiles: dict[str, str]

@@ -100,7 +100,7 @@ class ProfileOptions(TypedDict, total=False):
     loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
     share_length: Annotated[int, Option("N", MORE)]
-    chunk: Annotated[int | None, Option("TOKENS", MORE, least=1)]
+    chunk: Annotated[int | None, Option("N", MORE, least=1)]
     shard: Annotated[str | None, Option("I/N", SCORES)]
 
 

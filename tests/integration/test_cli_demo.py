@@ -76,7 +76,7 @@ def test_every_command_that_is_shown_can_be_typed(demo):
 
 
 def test_json_has_stdout_to_itself(tmp_path):
-    done = run("--json", "--output-dir", "o", folder=tmp_path, solvers={"greedy": "layer"})
+    done = run("--json", "-o", "o", folder=tmp_path, solvers={"greedy": "layer"})
     assert done.code == 0, done.err
     rows = json.loads(done.out)
     assert rows == [*map(dict, Evaluation.load(tmp_path / "o" / "results.json").rows)]
@@ -84,5 +84,5 @@ def test_json_has_stdout_to_itself(tmp_path):
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "taken").write_text("x")
-    line = cli_tools.refused(tmp_path, "demo", "--output-dir", tmp_path / "taken")
+    line = cli_tools.refused(tmp_path, "demo", "-o", tmp_path / "taken")
     assert "taken is a file" in line

@@ -46,7 +46,7 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, folder
     prompts, saved = folder / "later.jsonl", folder / "later.json"
     record = {"context": "w1 w2 " * 20, "input": "w3", "answers": ["7"], "dataset": "passage_count"}
     prompts.write_text(json.dumps(record))
-    way = ("--budget", "60%", "--plain-bits", "8,4", "--question", "second-turn")
+    way = ("--budget", "60%", "--plain-bits", "8,4", "--question-at", "second-turn")
     given = ("eval", models / "tiny", *way, "--prompts", prompts)
     ran = run(*given, "--json", "-o", saved)
     assert ran.code == 0, ran.err
@@ -57,7 +57,7 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, folder
     assert list(rows["full"]["kl_by_position"]) == ["0-15", "16-63", "64-255"]
     assert 0 < rows["8 bits"]["kl"] < rows["4 bits"]["kl"]
     record = json.loads(saved.read_text())
-    settings = {"question": "second-turn", "plain_bits": "8,4", "budget": "60%"}
+    settings = {"question_at": "second-turn", "plain_bits": "8,4", "budget": "60%"}
     assert settings.items() <= record["settings"].items()
     # the opening's answer is read, and only the second turn's tokens are there
     assert all(len(prompt["kls"]) == 1 for prompt in record["prompts"])
@@ -95,10 +95,10 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
     before = load_profile(copy)
     ran = run(
         *("eval", models / "tiny", "--profile", copy, "--prompts", prompts, "--json"),
-        *("--question", "after", "--metric", "exact", "--into-profile"),
+        *("--question-at", "after", "--metric", "exact", "--into-profile"),
     )
     after = load_profile(copy)
-    assert after.evaluation["settings"]["question"] == "after"
+    assert after.evaluation["settings"]["question_at"] == "after"
     [row] = after.evaluation["rows"]
     assert row["kl"] == ran.json[1]["kl"] > 0
     assert after.replace(evaluation=None) == before
@@ -114,7 +114,7 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
         ("--profile tiny.json --tasks kl --context 600", "--context 600 is beyond the 512 tokens"),
         ("--profile tiny.json --prompts long.jsonl",
          "line 1: a prompt of 505 tokens and its answer go beyond the 512"),
-        ("--budget 20% --question before", "'before' is not one of 'inside', 'after'"),
+        ("--budget 20% --question-at before", "'before' is not one of 'inside', 'after'"),
         ("--plain-bits 4,x", "--plain-bits is '4,x', expected numbers"),
         ("--plain-bits 6", "bits"),
         ("--budget 20% --split test", "'--split': 'test' is not one of 'development', 'held-out'"),

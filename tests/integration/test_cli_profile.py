@@ -100,10 +100,10 @@ def test_a_killed_profile_is_resumed(models, folder, monkeypatch):
         ({"--prompts": "no.jsonl"}, ["no.jsonl, line 1", "not JSON"]),
         ({"--text": "no.jsonl"}, ["--prompts"]),
         ({"--tasks": "needle"}, ["--tasks", "text or prompts are given"]),
-        ({"--tasks": "kl", "--question": "before"}, ["--question", "inside"]),
+        ({"--tasks": "kl", "--question-at": "before"}, ["--question-at", "inside"]),
         ({"--tasks": "kl", "--lengths": "9,x"}, ["--lengths", "512,1024"]),
         ({"--tasks": "kl", "--lengths": "100000"}, ["--lengths", "--context"]),
-        ({"--question": "after"}, ["--question", "add --tasks"]),
+        ({"--question-at": "after"}, ["--question-at", "add --tasks"]),
         ({"--loss-policies": "tova"}, ["needs losses: add --loss measured or --loss fast"]),
         (
             {"--loss": "fast", "--loss-policies": "snapkv:window=32"},

@@ -239,7 +239,7 @@ def _plain_case(request: PromptRequest, record: Record) -> Case:
         where = "after" if request.after else "second-turn"
         raise InputError(
             f"{prompt.where} has no field 'context' beside 'input', so no question can come after "
-            f"the compression; give both, or leave out {option('question', where)}"
+            f"the compression; give both, or leave out {option('question_at', where)}"
         )
     ids = prompt_ids(tokenizer, prompt)
     return Case(input_ids=ids, turns=(record.question.turn(()),), source=prompt.where)

@@ -147,7 +147,7 @@ COMPLETED = {
     "solve s.safetensors --solver a": ["adaptive_head", "auto"],
     "generate demo --profile smollm2-135m-instruct-b": [],
     "eval demo --tasks needle,pa": ["needle,pairs"],
-    "eval demo --question se": ["second-turn"],
+    "eval demo --question-at se": ["second-turn"],
     "profile demo --scorer sn": ["snapkv"],
     "generate demo --policy na": ["nacl"],
     "generate demo --temp": ["--temperature"],
@@ -184,7 +184,7 @@ def test_quickstart_needs_no_model(tmp_path):
         "assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()\nsys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "quickstart", "--output-dir", "q"],
+        [sys.executable, "-c", code, "quickstart", "-o", "q"],
         capture_output=True, text=True, timeout=120, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -195,7 +195,7 @@ def test_quickstart_needs_no_model(tmp_path):
     page = (tmp_path / "q/report.html").read_text()
     profiles = {file.stem: load_profile(file) for file in (tmp_path / "q").glob("*.json")}
     assert all(name in page for name in profiles)
-    quiet = run("quickstart", "--output-dir", tmp_path / "q", "--quiet")
+    quiet = run("quickstart", "-o", tmp_path / "q", "--quiet")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
     losses = {name: profile.predicted_loss for name, profile in profiles.items()}
     assert min(losses, key=losses.get) == "auto"

@@ -71,7 +71,7 @@ def test_the_context_alone_is_compressed_where_the_question_comes_after(write):
     assert "Who wrote the note?" in read(case.turns[0].question_ids)
     with pytest.raises(InputError, match="line 1 has no field 'context' beside 'input'"):
         cases(write({"prompt": "Say yes.", "answer": "yes"}), after=True)
-    with pytest.raises(InputError, match="leave out question='second-turn'"):
+    with pytest.raises(InputError, match="leave out question_at='second-turn'"):
         cases(write({"prompt": "Say yes.", "answer": "yes"}), opened=True)
 
 
