@@ -1,7 +1,6 @@
 """What `kvalloc plan` predicts, beside what the same settings give: a part of `bench_runtime`.
 
-    python benchmarks/bench_runtime.py plan [--memory 256MiB] [--context 4096]
-        [--max-new-tokens 256]
+    python benchmarks/bench_runtime.py plan [--memory 256MiB] [--prompt 4096] [--answer 256]
 
 The best settings of the plan and the plain cache in the same memory each read the prompt in one
 row, which is then repeated, and answer: in turns, a few tokens at a time, until every answer is
@@ -37,11 +36,11 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--memory", default="256MiB")
-    parser.add_argument("--context", type=count, default=4096)
-    parser.add_argument("--max-new-tokens", type=count, default=256)
+    parser.add_argument("--prompt", type=count, default=4096)
+    parser.add_argument("--answer", type=count, default=256)
     parser.add_argument("--target-loss", type=float, default=0.01)
     if parser.parse_args().quick:
-        parser.set_defaults(memory="32MiB", context=400, max_new_tokens=64)
+        parser.set_defaults(memory="32MiB", prompt=400, answer=64)
     arguments = parser.parse_args()
     loaded = load_model(arguments.model)
     return print_rows(compared(loaded, arguments), arguments, "kvalloc", "torch", "transformers")
@@ -49,11 +48,11 @@ def main() -> int:
 
 def compared(loaded: Any, arguments: Any) -> Iterator[Row]:
     """Give the rows of a plan and of its settings."""
-    model, asked = loaded.model, ("memory", "context", "max_new_tokens", "target_loss")
+    model, asked = loaded.model, ("memory", "prompt", "answer", "target_loss")
     plan = plan_batch(model, **{name: getattr(arguments, name) for name in asked})
     assert plan.plain is not None, "give a memory that takes a plain row"
     settings = [*plan.best, plan.plain]
-    ids = prompt_ids(loaded, arguments.context)
+    ids = prompt_ids(loaded, arguments.prompt)
     caches = {name_of(one): cache_of(model, plan, one, ids) for one in settings}
     rows = {name_of(one): one.rows for one in settings}
     peaks = dict.fromkeys(caches, 0)
@@ -64,12 +63,12 @@ def compared(loaded: Any, arguments: Any) -> Iterator[Row]:
 
     timed = in_turns(
         {name: partial(answer, name) for name in caches},
-        repeats=arguments.max_new_tokens // PIECE,
+        repeats=arguments.answer // PIECE,
         warm_up=0,
     )
     reduced = {name: own for name, own in caches.items() if name != name_of(plan.plain)}
     ended = in_turns({name: own.end_turn for name, own in reduced.items()}, repeats=1, warm_up=0)
-    speed, tokens = {}, arguments.max_new_tokens // PIECE * PIECE
+    speed, tokens = {}, arguments.answer // PIECE * PIECE
     for one in settings:
         name = name_of(one)
         seconds = sum(timed[name][0]) + sum(ended[name][0] if name in ended else [])

@@ -18,8 +18,8 @@ def plan(
     model: str,
     *,
     memory: Annotated[str, Option("SIZE")],
-    context: Annotated[int, Option("N", least=1)],
-    max_new_tokens: Annotated[int, Option("N", least=1)],
+    prompt: Annotated[int, Option("N", least=1)],
+    answer: Annotated[int, Option("N", least=1)],
     target_loss: Annotated[float, Option("NATS")] = 0.01,
     device: Annotated[str | None, Option("NAME", MODEL)] = None,
     fitted: Path | None = None,
@@ -37,9 +37,9 @@ def plan(
     ----------
     memory : str
         What the cache may take at its peak, all rows together; the weights are not in it.
-    context : int
+    prompt : int
         Length of each prompt, tokens.
-    max_new_tokens : int
+    answer : int
         Length of each answer, tokens.
     target_loss : float
         Largest predicted loss, nats per token.
@@ -49,10 +49,10 @@ def plan(
 
     Examples
     --------
-    kvalloc plan demo --memory 64MiB --context 1000 --max-new-tokens 200
-    kvalloc plan demo --memory 2GiB --context 4000 --max-new-tokens 500 --json
-    kvalloc plan ./my-model --memory 40GiB --context 30000 --max-new-tokens 500 \
-        --dtype bfloat16 --device h100
+    kvalloc plan demo --memory 64MiB --prompt 1000 --answer 200
+    kvalloc plan demo --memory 2GiB --prompt 4000 --answer 500 --target-loss 0.02 --json
+    kvalloc plan ./my-model --memory 40GiB --prompt 30000 --answer 500 --dtype bfloat16 \
+        --device h100
     """
     from kvalloc.cli.progress import load, slow
     from kvalloc.measure.step_times import DEVICES
@@ -64,8 +64,8 @@ def plan(
         planned = plan_batch(
             loaded.model,
             memory=memory,
-            context=context,
-            max_new_tokens=max_new_tokens,
+            prompt=prompt,
+            answer=answer,
             target_loss=target_loss,
             device=named,
             fitted=fitted,

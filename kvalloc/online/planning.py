@@ -89,8 +89,8 @@ def plan_batch(
     model: Any,
     *,
     memory: str | int,
-    context: int,
-    max_new_tokens: int,
+    prompt: int,
+    answer: int,
     target_loss: float = 0.01,
     device: str | None = None,
     times: StepTimes | None = None,
@@ -109,7 +109,7 @@ def plan_batch(
         With a fitted file. Its steps are measured where it is, which takes seconds.
     memory : str or int
         Bytes that the cache may take, at its peak.
-    context, max_new_tokens : int
+    prompt, answer : int
         Length of each row's prompt and of its answer, tokens.
     target_loss : float
         Largest predicted loss, nats per token.
@@ -133,12 +133,12 @@ def plan_batch(
     Examples
     --------
     >>> demo = kvalloc.load_model("demo")  # doctest: +SKIP
-    >>> size = {"context": 1000, "max_new_tokens": 200}
+    >>> size = {"prompt": 1000, "answer": 200}
     >>> plan = kvalloc.plan_batch(demo.model, memory="64MiB", **size)  # doctest: +SKIP
     >>> plan.best[0].rows, plan.best[0].share  # doctest: +SKIP
     """
     shape, room = shape_of(model), parse_bytes(memory)
-    _check(model, context, max_new_tokens, device)
+    _check(model, prompt, answer, device)
     options = CacheOptions(fitted=fitted, allow_other_model=allow_other_model)
     default = Default.parse(target_loss=target_loss, options=options)
     setting = default.setting(shape)
@@ -147,30 +147,30 @@ def plan_batch(
             f"losses are predicted from what 'kvalloc fit' measures of a model, and "
             f"{shape.model_id} was not measured; run it once"
         )
-    least = share_for_loss(setting.file, target_loss, grid_length(context))
-    ways = list(_ways(setting, least, context))
+    least = share_for_loss(setting.file, target_loss, grid_length(prompt))
+    ways = list(_ways(setting, least, prompt))
     if not ways:
-        known = [way.predicted_loss for way in _ways(setting, LARGE, context)]
+        known = [way.predicted_loss for way in _ways(setting, LARGE, prompt)]
         way_out = f"about {min(known):.2g} is possible" if known else "give a longer prompt"
         raise InputError(
-            f"no share of a cache of {context:,} tokens is predicted to lose no more than "
+            f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', f'{target_loss:g}')}; {way_out}"
         )
-    loads = [Load.of(way, shape, context, max_new_tokens) for way in ways]
+    loads = [Load.of(way, shape, prompt, answer) for way in ways]
     if loads[0].peak_bytes > room:
         raise InputError(
-            f"{option('memory', bytes_text(room))} is {size(room)}, but one row of {context:,} and "
-            f"{max_new_tokens:,} tokens takes {size(loads[0].peak_bytes)} at its peak at "
+            f"{option('memory', bytes_text(room))} is {size(room)}, but one row of {prompt:,} and "
+            f"{answer:,} tokens takes {size(loads[0].peak_bytes)} at its peak at "
             f"{share_text(loads[0].share)}; give at least "
             f"{option('memory', bytes_text(loads[0].peak_bytes))}"
         )
     if times is None and device is not None:
         times = device_steps(model, device)
     if times is None:
-        times = measure_steps(model, _measured(setting, least, context))
+        times = measure_steps(model, _measured(setting, least, prompt))
     planned = [one.planned(room, times) for one in loads if one.peak_bytes <= room]
     planned.sort(key=lambda one: -one.tokens_per_second)
-    plain = Load.of_plain(shape, context, max_new_tokens)
+    plain = Load.of_plain(shape, prompt, answer)
     return BatchPlan(
         best=tuple(planned[:BEST]),
         plain=plain.planned(room, times) if plain.peak_bytes <= room else None,
@@ -179,15 +179,15 @@ def plan_batch(
     )
 
 
-def _check(model: Any, context: int, max_new_tokens: int, device: str | None) -> None:
-    for name, tokens in (("context", context), ("max_new_tokens", max_new_tokens)):
+def _check(model: Any, prompt: int, answer: int, device: str | None) -> None:
+    for name, tokens in (("prompt", prompt), ("answer", answer)):
         if tokens < 1:
             raise InputError(f"{option(name, tokens)} is not a number of tokens; give 1 or more")
-    limit, tokens = context_limit(model), context + max_new_tokens
-    if limit is not None and tokens > limit:
+    limit = context_limit(model)
+    if limit is not None and prompt + answer > limit:
         raise InputError(
-            f"{option('context', context)} and {option('max_new_tokens', max_new_tokens)} are "
-            f"{tokens:,} tokens, but the model was made for {limit:,}; give fewer"
+            f"{option('prompt', prompt)} and {option('answer', answer)} are {prompt + answer:,} "
+            f"tokens, but the model was made for {limit:,}; give fewer"
         )
     if device is not None and device not in DEVICES:
         raise InputError(

@@ -50,7 +50,7 @@ def plan(model: Any, fitted_file: Path) -> Plan:
     """Plans for the tiny model, with made-up times."""
 
     def planned(memory: str | int = "1MiB", **options: Any) -> Any:
-        given = {"context": PROMPT, "max_new_tokens": ANSWER, "target_loss": LOSS, "times": TIMES}
+        given = {"prompt": PROMPT, "answer": ANSWER, "target_loss": LOSS, "times": TIMES}
         return plan_batch(model, memory=memory, **{**given, "fitted": fitted_file, **options})
 
     return planned
@@ -75,7 +75,7 @@ def test_a_cache_of_each_setting_stores_what_was_planned(
 ) -> None:
     """As many rows at that share, read and answered: at the peak, no more and hardly less."""
     options = CacheOptions(fitted=fitted_file)
-    for one in plan("400KiB", max_new_tokens=answer).best:
+    for one in plan("400KiB", answer=answer).best:
         size = PromptSize(tokens=PROMPT, lengths=(PROMPT,) * one.rows)
         cache: Any = Default(share=one.share, options=options).cache(model, size)
         run(model, tiny.prompt(PROMPT, one.rows), cache)
@@ -90,7 +90,7 @@ def test_a_cache_of_each_setting_stores_what_was_planned(
 def test_where_little_is_answered_the_peak_is_that_of_reading(
     model: Any, plan: Plan, way_at: Callable[[float], Decided]
 ) -> None:
-    for one in plan(max_new_tokens=1).best:
+    for one in plan(answer=1).best:
         kept = way_at(one.share).profile(PROMPT).retained_bytes_at(PROMPT, one.rows)
         assert one.peak_bytes == kept + reading_bytes(shape_of(model), PROMPT, one.rows)
 
@@ -133,10 +133,10 @@ def test_a_plain_cache_stands_beside_where_one_fits(model: Any, plan: Plan) -> N
     [
         ({"memory": "2KiB"}, ["memory='2KiB'", "one row of 150 and 100 tokens takes", "at least"]),
         ({"memory": "many"}, ["'many' is not a size"]),
-        ({"context": 1000}, ["1,100 tokens", "made for 1,024"]),
-        ({"context": 0}, ["context=0", "1 or more"]),
-        ({"max_new_tokens": -1}, ["max_new_tokens=-1", "1 or more"]),
-        ({"context": 9}, ["no share of a cache of 9 tokens", "give a longer prompt"]),
+        ({"prompt": 1000}, ["1,100 tokens", "made for 1,024"]),
+        ({"prompt": 0}, ["prompt=0", "1 or more"]),
+        ({"answer": -1}, ["answer=-1", "1 or more"]),
+        ({"prompt": 9}, ["no share of a cache of 9 tokens", "give a longer prompt"]),
         (
             {"target_loss": 1e-9},
             ["no share of a cache of 150 tokens", "target_loss='1e-09'", " is possible"],
@@ -189,7 +189,7 @@ def test_the_figures_of_a_device_bound_a_step_by_bytes_and_by_products(model: An
 @pytest.mark.model
 def test_a_plan_on_the_command_line(tmp_path: Path) -> None:
     """Of a device that is not here, so that nothing is measured."""
-    where = ("--context", 1000, "--max-new-tokens", 200, "--device", "h200")
+    where = ("--prompt", 1000, "--answer", 200, "--device", "h200")
     ran = run_command("plan", "demo", "--memory", "64MiB", *where)
     assert ran.code == 0, ran.err
     heads, *lines = ran.out.splitlines()
