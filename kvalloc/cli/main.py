@@ -6,10 +6,12 @@ import errno
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib import resources
+from itertools import chain
 from textwrap import indent
-from types import ModuleType
 from typing import Any
 
 import typer
@@ -20,46 +22,18 @@ from kvalloc import __version__
 from kvalloc.errors import KVAllocError, in_our_words, naming_flags, nearest, no_such, plain
 
 GROUPS = {
-    "Begin here": {
-        "quickstart": "Decide budgets from measurements that ship with kvalloc, and show them.",
-        "demo": "Profile a model, decide in several ways, and ask through the smaller caches.",
-        "doctor": "Show what is installed, what is missing, and how to get it.",
-    },
-    "Measure": {
-        "profile": "Measure on text what each layer and KV head can do without.",
-        "fit": "Measure a model once, so that each prompt is read once and reduced well.",
-        "merge": "Put the parts together that 'profile' made with --shard.",
-    },
-    "Decide": {
-        "solve": "Decide how many entries each layer and KV head keeps.",
-        "compare": "Show what every solver makes of one target, side by side.",
-        "frontier": "Trace the best retention, or the least loss, at every size.",
-        "plan": "Show how many prompts at once, at which budget, give the most tokens a second.",
-    },
-    "Look at files": {
-        "report": "Write a page for a browser, or a picture: budgets, curves, measured losses.",
-        "inspect": "Show what a profile, a fitted file, an evaluation or a cache holds.",
-        "verify": "Recompute what a budget profile states.",
-        "diff": "Show which layers keep more and which keep less in the second of two profiles.",
-    },
-    "Run a model": {
-        "generate": "Answer one prompt with a reduced cache.",
-        "chat": "Talk with a model, or ask about a document, with a reduced cache.",
-        "eval": "Measure what reduced caches do to a model's answers.",
-    },
-    "Share": {
-        "export": "Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress and others, or a table.",
-        "push": "Upload a budget profile, a score profile or a fitted file to the hub.",
-    },
-    "What there is": {
-        "list": "List the installed solvers, scorers or policies, or the budget profiles.",
-    },
+    "Begin here": ("quickstart", "demo", "doctor"),
+    "Measure": ("profile", "fit", "merge"),
+    "Decide": ("solve", "compare", "frontier", "plan"),
+    "Look at files": ("report", "inspect", "verify", "diff"),
+    "Run a model": ("generate", "chat", "eval"),
+    "Share": ("export", "push"),
+    "What there is": ("list",),
 }
-"""The commands by their heading in the help, each with one sentence, so that the help imports none.
-Each is a function of that name, hyphens as underscores, in ``kvalloc.cli.<name>``, and its
-docstring is its help."""
+"""The commands by their heading in the help. Each is a function of that name in
+``kvalloc.cli.<name>``, and its docstring is its help."""
 
-COMMANDS = tuple(name for group in GROUPS.values() for name in group)
+COMMANDS = tuple(chain(*GROUPS.values()))
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -101,10 +75,17 @@ class _LazyGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by group."""
-        for heading, summaries in GROUPS.items():
+        width = max(map(len, COMMANDS))
+        for heading, names in GROUPS.items():
             with formatter.section(heading):
-                width = max(map(len, COMMANDS))
-                formatter.write_dl([(name.ljust(width), text) for name, text in summaries.items()])
+                formatter.write_dl([(name.ljust(width), summary(name)) for name in names])
+
+
+def summary(command: str) -> str:
+    """Return the first line of a command's help, from its source: importing all takes a second."""
+    source = (resources.files("kvalloc.cli") / f"{command}.py").read_text("utf-8")
+    found = re.search(rf'^def {command}\(.*?"""(.*?)\n', source, re.DOTALL | re.MULTILINE)
+    return found[1] if found else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,9 +189,7 @@ def _top(
 def _build(name: str) -> Any:
     from kvalloc.cli.options import GroupedCommand
 
-    module_name = name.replace("-", "_")
-    module: ModuleType = importlib.import_module(f"kvalloc.cli.{module_name}")
-    function: Callable[..., None] = getattr(module, module_name)
+    function: Callable[..., None] = getattr(importlib.import_module(f"kvalloc.cli.{name}"), name)
     text, _, examples = (inspect.getdoc(function) or "").partition("\n\nExamples\n--------\n")
     paragraphs = (examples or f"kvalloc {name}\nkvalloc {name} --json").split("\n\n")
     application = typer.Typer(add_completion=False, rich_markup_mode=None)
