@@ -41,7 +41,7 @@ def _show(comparison: ProfileDifference) -> None:
         {
             "bytes": f"{size(before)} -> {size(after)} ({(after - before) / before:+.1%})",
             "retention": " -> ".join(number_text(value, ".6f") for value in comparison.retention),
-            "moved": f"{comparison.moved_entries:,} entries stand elsewhere",
+            "moved": f"{comparison.moved_entries:,} entries to other layers or heads",
             **{name: f"{a} -> {b}" for name, (a, b) in comparison.fields.items()},
         }
     )

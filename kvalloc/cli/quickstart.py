@@ -53,7 +53,7 @@ def quickstart(output: Annotated[Path, Option("FOLDER")] = Path("kvalloc-quickst
         "1. Measured, and shipped with kvalloc: what each layer of a model can do without "
         f"({model_text(measured.shape)})."
     )
-    say(f"2. Decide: which {BUDGET} of the entries to keep.")
+    say(f"2. Decide: which entries to keep in {BUDGET} of the bytes.")
     by_solvers = [word for name in SOLVERS for word in ("--solver", name)]
     step("compare", scores, "--budget", BUDGET, *by_solvers)
     say(

@@ -23,7 +23,7 @@ def profile_html(profile: BudgetProfile | ScoreProfile) -> str:
 
 def _budget_html(profile: BudgetProfile) -> str:
     """Return the fields of a budget profile and the share of the context that each layer keeps."""
-    names = ("model", "asked", "solver", "retention", "predicted loss", "bound", "bytes", "bits")
+    names = ("model", "request", "solver", "retention", "predicted loss", "bound", "bytes", "bits")
     shares = profile.budgets.mean(axis=1) / profile.context_tokens
     what = f"kept of {profile.context_tokens:,} tokens, layer by layer"
     return _html(repr(profile), budget_fields(profile), names, shares.tolist(), what)

@@ -74,13 +74,19 @@ function calculate() {
   });
 }
 
+/* The number that a cell states, to sort by; NaN for words. */
+function number(text) {
+  const units = { KiB: 1024, MiB: 1024 ** 2, GiB: 1024 ** 3 };
+  const stated = text.trim().match(/^[<+]?(-?[\d,.]+)(%|(?: (KiB|MiB|GiB|bytes)))?$/);
+  return stated ? Number(stated[1].replaceAll(",", "")) * (units[stated[3]] ?? 1) : NaN;
+}
+
 function sort(heading) {
   const place = heading.cellIndex, body = heading.closest("table").tBodies[0];
   const up = heading.getAttribute("aria-sort") !== "ascending";
-  const key = (row) => row.cells[place].dataset.value ?? row.cells[place].textContent;
   const compare = (a, b) => {
-    const [x, y] = [key(a), key(b)], gap = Number(x) - Number(y);
-    return Number.isNaN(gap) || x === "" || y === "" ? x.localeCompare(y, "en", { numeric: true }) : gap;
+    const [x, y] = [a, b].map((row) => row.cells[place].textContent), gap = number(x) - number(y);
+    return Number.isNaN(gap) ? x.localeCompare(y, "en", { numeric: true }) : gap;
   };
   const rows = [...body.rows].sort((a, b) => (up ? 1 : -1) * compare(a, b));
   for (const other of heading.parentElement.cells) other.removeAttribute("aria-sort");
@@ -93,6 +99,14 @@ for (const control of document.querySelectorAll("[data-signal]")) {
   choose(control);
 }
 for (const id of ["context", "batch", "dtype"]) document.getElementById(id).addEventListener("input", calculate);
+for (const table of document.querySelectorAll(".sortable")) {
+  for (const row of table.rows) { // a heading stands as the column's first cell does
+    for (const cell of row.cells) {
+      const shown = cell.tagName === "TD" ? cell : table.tBodies[0].rows[0]?.cells[cell.cellIndex];
+      cell.classList.toggle("number", shown?.tagName === "TD" && !Number.isNaN(number(shown.textContent)));
+    }
+  }
+}
 for (const button of document.querySelectorAll(".sortable th button")) {
   button.addEventListener("click", () => sort(button.closest("th")));
 }

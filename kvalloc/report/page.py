@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -19,20 +19,21 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report import charts
 from kvalloc.report.material import Material, Row, UnitCurves
 from kvalloc.report.wording import (
-    bits_text,
     budget_fields,
+    decision_cells,
+    decision_fields,
     evaluation_fields,
+    evaluation_tables,
     model_text,
     proof_text,
     score_fields,
 )
-from kvalloc.units import size
 
 DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 MAX_TOKENS = 2**17
 """Longest prompt of the memory calculator where the model does not say one."""
 
-Table = tuple[str, tuple[str, ...], list[list[Row]]]
+Table = tuple[str, Sequence[str], list[list[str]]]
 """Caption, headings and cells."""
 
 
@@ -112,7 +113,8 @@ def _facts(material: Material) -> dict[str, Any]:
         "charts": specs,
         "layers": _layer_table(material),
         "frontiers": frontiers,
-        "evaluated": _measured_table(measured) if measured else None,
+        "measured": bool(measured),
+        "evaluated": _evaluated_tables(material),
         "tasks": list(tasks),
         "chosen_task": task,
         "curves": curves,
@@ -195,30 +197,19 @@ def _memory(material: Material) -> dict[str, Any]:
 def _summary(material: Material) -> list[dict[str, str]]:
     """Return a line about each file."""
     lines = []
+    stated = ("bytes", "bits", "retention", "predicted loss", "model error")
     for name, profile in material.profiles.items():
-        text = (
-            f"keeps {size(profile.retained_bytes)} of {size(profile.full_bytes)} "
-            f"({profile.share:.1%}) of a prompt of {profile.context_tokens:,} tokens"
-        )
-        if profile.retention is not None:
-            text += f" and {profile.retention:.1%} of the attention mass"
-        if bits := bits_text(profile):
-            text += f", {bits}"
-        if profile.predicted_loss is not None:
-            text += f"; predicted loss {profile.predicted_loss:.4g} nats per token"
-            if profile.model_error is not None:
-                text += f", {profile.model_error:.2g} times that in whole caches"
-        lines.append({"name": name, "text": f"{text}. {proof_text(profile)}"})
+        fields = decision_fields(profile)
+        facts = "; ".join(f"{label} {fields[label]}" for label in stated if fields[label])
+        lines.append({"name": name, "text": f"{facts}. {proof_text(profile)}"})
     for name, evaluation in material.evaluations.items():
         methods = {row["name"] for row in evaluation.rows} - {"full"}
         tasks = {row["task"] for row in evaluation.rows}
         text = f"measured {len(methods)} caches beside the full one on {', '.join(sorted(tasks))}."
         lines.append({"name": name, "text": text if evaluation.rows else "holds no rows."})
     for name, scores in material.scores.items():
-        text = (
-            f"measured {scores.samples_text} of up to {scores.context_tokens:,} tokens with "
-            f"scorer {scores.scorer}: {scores.text_description or 'text not recorded'}."
-        )
+        fields = score_fields(scores)
+        text = f"measured {fields['samples']} by {fields['scorer']}: {fields['text']}."
         lines.append({"name": name, "text": text})
     return lines
 
@@ -247,60 +238,40 @@ def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _cell(value: object, form: str = "") -> Row:
-    """Return a cell of a table: its text, and the number to sort by if it is one."""
-    if isinstance(value, int | float):
-        return {"text": format(value, form), "value": value}
-    return {"text": "-" if value is None else str(value), "value": "" if value is None else None}
-
-
 def _layer_table(material: Material) -> Table:
     """Return the tokens of each layer, mean over its heads, a column a profile."""
+    means = [one.budgets.mean(axis=1) for one in material.profiles.values()]
     rows = [
-        [
-            _cell(layer),
-            *(
-                _cell(float(one.budgets[layer].mean()), ",.0f")
-                for one in material.profiles.values()
-            ),
-        ]
+        [str(layer), *(f"{mean[layer]:,.0f}" for mean in means)]
         for layer in material.shape.full_layers
     ]
     return "Tokens per KV head, mean of each layer", ("layer", *material.profiles), rows
 
 
-def _measured_table(measured: Sequence[Row]) -> Table:
-    forms = {"share": ".1%", "kl": ".4f", "top1_agreement": ".1%", "score": ".0%", "n": ","}
-    headings = ("method", "task", "from", "bytes of 16 bits", "KL", "95% of KL")
-    rows = []
-    for row in measured:
-        ends = "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
-        cells = {name: _cell(row[name], form) for name, form in forms.items()}
-        first = [_cell(row["name"]), _cell(row["task"]), _cell(row["source"])]
-        rows.append([*first, cells["share"], cells["kl"], _cell(ends), *list(cells.values())[2:]])
-    return (
+def _evaluated_tables(material: Material) -> Iterator[Table]:
+    """Yield what was measured, as `kvalloc eval` prints it."""
+    rows: list[Row] = [
+        {"from": source, **row}
+        for source, evaluation in material.evaluations.items()
+        for row in evaluation.rows
+    ]
+    for name, profile in material.profiles.items():
+        rows += [{**row, "from": name, "name": name} for row in profile.evaluation_rows]
+    captions = (
         "Measured harm: KL to the full cache in nats per token, and scores",
-        (*headings, "same next token", "score", "prompts"),
-        rows,
+        "Each method against the first one, the first one against the full cache",
     )
+    if rows:
+        for caption, (headings, cells) in zip(captions, evaluation_tables(rows), strict=False):
+            yield caption, headings, cells
 
 
 def _decision_table(material: Material) -> Table:
-    rows = [
-        [
-            _cell(name),
-            _cell(one.decided_by or one.solver or "-"),
-            _cell(one.level),
-            _cell(one.share, ".1%"),
-            _cell(one.retained_bytes / 2**20, ",.2f"),
-            _cell(one.retention, ".4f"),
-            _cell(one.predicted_loss, ".4f"),
-            _cell(one.gap, ".2%"),
-            _cell(one.termination.replace("_", " ") or "-"),
-        ]
-        for name, one in material.profiles.items()
+    decisions = [
+        {"profile": name, **decision_cells(one)} for name, one in material.profiles.items()
     ]
-    headings = ("profile", "solver", "level", "bytes", "MiB", "retention", "loss", "gap", "ended")
+    headings = [*dict.fromkeys(heading for one in decisions for heading in one)]
+    rows = [[one.get(heading, "-") for heading in headings] for one in decisions]
     return "Decisions side by side", headings, rows
 
 

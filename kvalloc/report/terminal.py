@@ -84,7 +84,7 @@ def table_text(headings: Sequence[str], rows: Sequence[Sequence[str]], *, keys: 
     In a terminal that is too narrow, columns that do not fit stand below, the rows named again. In
     a pipe a row is always one line with all columns.
     """
-    last = len(headings) - 1
+    last, keys = len(headings) - 1, min(keys, len(headings))
     left = {*range(keys), last}
 
     def lines(places: Sequence[int]) -> list[str]:

@@ -46,7 +46,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     granted = requested_bytes(decided)
     of_granted = "" if granted is None else f" (of {size(granted)} granted)"
     return {
-        "asked": request_text(decided),
+        "request": request_text(decided),
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
         "why": decided.detail.removeprefix(f"{decided.decided_by}: "),
         "retention": _retention_text(decided),
@@ -75,8 +75,8 @@ def _error_text(decided: BudgetProfile) -> str:
     )
 
 
-def decision_cells(decided: BudgetProfile, seconds: float) -> dict[str, str]:
-    """Return the cells of a decision in a table, by column."""
+def decision_cells(decided: BudgetProfile, seconds: float | None = None) -> dict[str, str]:
+    """Return the cells of a decision in a table, by column; without a time if it is unknown."""
     value_name = value_heading(Request.stated(decided))
     has_value = value_name and decided.sense == "max_value"
     value = {value_name: f"{abs(decided.objective):.4f}"} if has_value else {}
@@ -94,7 +94,7 @@ def decision_cells(decided: BudgetProfile, seconds: float) -> dict[str, str]:
         "share": f"{decided.share:.1%}",
         "bound": bound,
         "gap": gap_text(decided.gap),
-        "seconds": f"{seconds:.3f}",
+        **({} if seconds is None else {"seconds": f"{seconds:.3f}"}),
         "ended": ended_text(decided, brief=True),
     }
 
@@ -123,7 +123,7 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     if profile.predicted_loss is None:
         stated["predicted loss"] = "unknown, no loss curves"
     else:
-        stated["predicted loss"] += f"; {LOSS_NOTE}"
+        stated["predicted loss"] += f", {LOSS_NOTE.removeprefix('predicted loss is ')}"
     stated["bits"] = stated["bits"] or "16 (the model's dtype)"
     if brief:
         stated["chosen"] = re.sub(r"(:\w+=[^\s:,]+)+", "", stated["chosen"])
@@ -248,39 +248,43 @@ def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
     text += f" ({written(limit.used)} of {written(limit.most)})"
     if not limit.value_per_mib:
         return text
-    amount = small_amount(limit.used)
-    gained = limit.value_per_mib * amount / 2**20
-    is_loss = decided.requested.get("objective") == "loss"
-    worth = f"{gained:.3g} nats" if is_loss else f"{100 * gained:+.3g}%"
-    text += f", {size(amount)} more are worth {worth}"
+    if limit.name != "capacity" or decided.value_per_mib is None:  # whose price has its own line
+        amount = small_amount(limit.used)
+        worth = _worth_text(limit.value_per_mib, amount, decided)
+        text += f", {size(amount)} more are worth {worth}"
     if limit.holds_from is not None and limit.holds_to is not None:
-        text += f", within a tenth from {size(limit.holds_from)} to {size(limit.holds_to)}"
+        text += f", price within a tenth from {size(limit.holds_from)} to {size(limit.holds_to)}"
     return text
+
+
+def _worth_text(value_per_mib: float, amount_bytes: int, decided: BudgetProfile) -> str:
+    """Return what an amount of bytes is worth at a price."""
+    gained = value_per_mib * amount_bytes / 2**20
+    is_loss = decided.requested.get("objective") == "loss"
+    return f"{gained:.3g} nats" if is_loss else f"{100 * gained:+.3g}%"
 
 
 def _price_text(decided: BudgetProfile) -> str:
     """Return what a little more memory or retention is worth, or why that is unknown."""
-    price = decided.value_per_mib
+    price, requested = decided.value_per_mib, decided.requested
     if price is None:
         return decided.price_source
+    if price == 0 and decided.sense == "min_cost":
+        return "nothing more to be had"
     source = f" ({decided.price_source})"
     of = {"decode-bytes": " read per token", "communication": " communicated"}.get(
-        str(decided.requested.get("cost")), ""
+        str(requested.get("cost")), ""
     )
-    objective = decided.requested.get("objective")
-    weighted = "weighted " if decided.requested.get("weights") else ""
-    what = f"{weighted}retention{' of the worst unit' if objective == 'worst' else ''}"
+    is_loss = requested.get("objective") == "loss"
+    what = "weighted " if requested.get("weights") else ""
+    what += "loss" if is_loss else "retention"
+    what += " of the worst unit" if requested.get("objective") == "worst" else ""
     if decided.sense == "max_value":
         amount = small_amount(decided.retained_bytes)
-        bought = price * amount / 2**20
-        if objective == "loss":
-            return f"{size(amount)} more{of} save {bought:.3g} nats of {weighted}loss{source}"
-        return f"{size(amount)} more{of} buy {100 * bought:+.3g}% {what}{source}"
-    if price == 0:
-        return "nothing more to be had"
-    if objective == "loss":
-        return f"0.001 nats less costs {size(0.001 * 2**20 / price)}{of}{source}"
-    return f"0.01 more {what} costs {size(0.01 * 2**20 / price)}{of}{source}"
+        worth = f"{'save' if is_loss else 'buy'} {_worth_text(price, amount, decided)}"
+        return f"{size(amount)} more{of} {worth}{' of' if is_loss else ''} {what}{source}"
+    step, wanted = (0.001, "0.001 nats less") if is_loss else (0.01, f"0.01 more {what}")
+    return f"{wanted} costs {size(step * 2**20 / price)}{of}{source}"
 
 
 def small_amount(kept_bytes: int) -> int:
@@ -347,10 +351,10 @@ def _measured_fields(decided: BudgetProfile) -> dict[str, str]:
     sure = "no interval from one prompt a task"
     if measured.interval is not None:
         sure = "95% interval {:.4g} to {:.4g}".format(*measured.interval)
-    met = "" if measured.target is None else f"; at most {measured.target:g} was asked for"
+    met = "" if measured.target is None else f"; the target is at most {measured.target:g}"
     tries = "; ".join(
         f"{size(one.retained_bytes)} lost {one.loss:.4g}"
-        + ("" if one.target is None else f", {one.target:.4g} asked of the curves")
+        + ("" if one.target is None else f", at {one.target:.4g} by the curves")
         for one in measured.tries
     )
     return {
@@ -473,12 +477,13 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
 
 
 COLUMNS = (
-    *(("task", "task", ""), ("cache", "name", ""), ("bytes", "retained_bytes", "bytes")),
+    *(("from", "from", ""), ("task", "task", ""), ("cache", "name", "")),
+    ("bytes", "retained_bytes", "bytes"),
     *(("of 16 bits", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
     *(("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
     *((name, name, ".4f") for name in POSITIONS),
     *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
-    *(("ppl", "perplexity", ".2f"), ("n", "n", "d")),
+    *(("ppl", "perplexity", ".2f"), ("n", "n", ".0f")),
 )
 PAIRED = (
     *(("task", "task", ""), ("cache", "name", ""), ("against", "against", "")),
@@ -495,15 +500,20 @@ def evaluation_tables(
     """Yield headings and cells of an evaluation's rows, then of methods against each other.
 
     The first method is held against the full cache, each other one against the first: against the
-    full cache the rows say it already.
+    full cache the rows say it already. Rows inside a budget profile may hold anything.
     """
-    shown = [{**row, **row.get("kl_by_position", {})} for row in rows]
+    shown = []
+    for row in rows:
+        pieces = row.get("kl_by_position")
+        shown.append({**row, **pieces} if isinstance(pieces, dict) else row)
     yield _table(COLUMNS, shown)
     paired = [
         {**row, **one}
         for row in shown
-        for one in row.get("paired", ())[-1:]
-        if one["kl_ratio"] is not None or one["score_difference"] is not None
+        if isinstance(row.get("paired"), list)
+        for one in row["paired"][-1:]
+        if isinstance(one, dict)
+        and any(one.get(name) is not None for name in ("kl_ratio", "score_difference"))
     ]
     if paired:
         yield _table(PAIRED, paired)

@@ -87,11 +87,15 @@ def test_what_files_leave_out_is_said(files, tmp_path):
 
 
 def test_an_evaluation_of_another_form_and_a_shorter_prompt_do_no_harm(files, tmp_path):
-    rows = [{"task": 3, "kl": "x", "context": "y"}, {"kl": 0.1, "ci95": ["low", 1]}, 7]
+    rows = [
+        {"task": 3, "kl": "x", "context": "y", "n": 6.5, "paired": 3, "kl_by_position": [1]},
+        *({"kl": 0.1, "ci95": ["low", 1], "paired": [1]}, {"paired": [{"kl_ratio": "x"}]}, 7),
+    ]
     odd = make_budget_profile(np.full((3, 2), 5), context_tokens=5, evaluation={"rows": rows})
     odd.save(tmp_path / "odd.json")
     write_report([files / "s.safetensors", tmp_path / "odd.json"], tmp_path / "r.html")
-    assert "3, ? tokens" in (tmp_path / "r.html").read_text("utf-8")
+    assert "<td>3</td>" in (tmp_path / "r.html").read_text("utf-8")
+    assert run("inspect", tmp_path / "odd.json").code == 0
 
 
 def test_text_of_a_file_is_text_on_the_page(tmp_path):
@@ -218,9 +222,9 @@ def test_sliders_move_numbers_and_marks_and_headings_sort(opened):
     assert page.locator("output[for=layer]").text_content() == "2"
 
     table = page.locator("table", has_text="Decisions side by side")
-    heading = table.get_by_role("button", name="MiB")
+    heading = table.get_by_role("button", name="retention")
     for order in ("ascending", "descending"):
         heading.click()
-        cells = [float(one) for one in table.locator("tbody td:nth-child(5)").all_text_contents()]
+        cells = [float(one) for one in table.locator("tbody td:nth-child(3)").all_text_contents()]
         assert cells == sorted(cells, reverse=order == "descending")
         assert table.locator(f"th[aria-sort={order}]").count() == 1
