@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from kvalloc.models.structure import (
     repetition_penalty,
 )
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.lossless import lossless_tokens
+from kvalloc.runtime.lossless import Sampling, lossless_tokens
 from kvalloc.runtime.refusals import refuse
 from kvalloc.units import check_temperature
 
@@ -88,85 +89,64 @@ def answer(
     _check(model, cache, ids, max_new_tokens)
     check_temperature(temperature)
     stops = end_tokens(model) if ends is None else frozenset(ends)
-    generator = torch.Generator(ids.device).manual_seed(seed)
-    own = cache if keep else copy.deepcopy(cache)
-    return _written(model, own, ids, max_new_tokens, stops, temperature, generator, ends_turn=keep)
-
-
-def _picked(temperature: float | None, generator: torch.Generator, logits: Tensor) -> int:
-    """The most likely token, or one that is drawn."""
-    if temperature is None:
-        return int(logits.argmax())
-    shares = (logits.float() / temperature).softmax(dim=-1)
-    return int(torch.multinomial(shares, 1, generator=generator))
-
-
-def _written(
-    model: Any,
-    cache: Cache,
-    ids: Tensor,
-    max_new_tokens: int,
-    ends: Collection[int],
-    temperature: float | None,
-    generator: torch.Generator,
-    *,
-    ends_turn: bool,
-) -> Iterator[int]:
-    penalty = repetition_penalty(model)
-    penalise, seen = RepetitionPenaltyLogitsProcessor(penalty), ids
-    try:
-        if isinstance(cache, BudgetCache) and cache.verifier is not None:
-            yield from _verified(
-                model, cache, ids, max_new_tokens, ends, temperature, generator, penalise
-            )
-            return
-        for _ in range(max_new_tokens):
-            with torch.no_grad():
-                logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-            scores = logits if penalty == 1 else penalise(seen, logits.float())
-            token = _picked(temperature, generator, scores[0])
-            yield token
-            if token in ends:
-                return
-            ids = ids.new_tensor([[token]])
-            seen = torch.cat([seen, ids], dim=1)
-    finally:  # also where an answer is broken off
-        if ends_turn and isinstance(cache, BudgetCache) and cache.interrupted is None:
-            cache.end_turn()
-
-
-def _verified(
-    model: Any,
-    cache: BudgetCache,
-    ids: Tensor,
-    max_new_tokens: int,
-    ends: Collection[int],
-    temperature: float | None,
-    generator: torch.Generator,
-    penalise: RepetitionPenaltyLogitsProcessor,
-) -> Iterator[int]:
-    """Write an answer that the full cache beside a reduced one verifies."""
-    seen = cache.get_seq_length()
+    seen = int(cache.get_seq_length())
+    penalise = RepetitionPenaltyLogitsProcessor(repetition_penalty(model))
 
     def process(tokens: Tensor, logits: Tensor) -> Tensor:
         scores: Tensor = penalise(tokens[:, seen:], logits)
         return scores if temperature is None else scores / temperature
 
-    tokens = lossless_tokens(
-        model,
-        cache,
-        torch.cat([ids.new_zeros(1, seen), ids], dim=1),  # what was seen is not read again
-        process=process,
-        ends=lambda tokens: int(tokens[0, -1]) in ends,
-        longest=max_new_tokens,
-        draws=temperature is not None,
-        generator=generator,
-    )
-    with closing(tokens), torch.no_grad():
-        for token in tokens:
-            yield int(token)
-            if int(token) in ends:
-                return
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    sampling = Sampling(process=process, draws=temperature is not None, generator=generator)
+    text = torch.cat([ids.new_zeros(1, seen), ids], dim=1)  # what was seen is not read again
+    own = cache if keep else copy.deepcopy(cache)
+    return _written(model, own, text, sampling, max_new_tokens, stops, ends_turn=keep)
+
+
+@torch.no_grad()
+def _written(
+    model: Any,
+    cache: Cache,
+    text: Tensor,
+    sampling: Sampling,
+    max_new_tokens: int,
+    ends: Collection[int],
+    *,
+    ends_turn: bool,
+) -> Iterator[int]:
+    reduced = cache if isinstance(cache, BudgetCache) else None
+    if reduced is None or reduced.verifier is None:
+        tokens = _tokens(model, cache, text, sampling)
+    else:
+        tokens = lossless_tokens(
+            model,
+            reduced,
+            text,
+            sampling,
+            ends=lambda tokens: int(tokens[0, -1]) in ends,
+            longest=max_new_tokens,
+        )
+    try:
+        with closing(tokens):
+            for token in islice(tokens, max_new_tokens):
+                yield int(token)
+                if int(token) in ends:
+                    return
+    finally:  # also where an answer is broken off
+        if ends_turn and reduced is not None and reduced.interrupted is None:
+            reduced.end_turn()
+
+
+def _tokens(
+    model: Any, cache: Cache, ids: Tensor, sampling: Sampling
+) -> Generator[Tensor, None, None]:
+    """Yield one token after the other, (1, 1), without end."""
+    while True:
+        new = ids[:, int(cache.get_seq_length()) :]
+        logits = model(input_ids=new, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        token = sampling.draw(sampling.shares(sampling.process(ids, logits.float())))
+        yield token
+        ids = torch.cat([ids, token], dim=1)
 
 
 def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.refusals import is_assisted, refuse, setting
 from kvalloc.runtime.verifier import LONGEST_DRAFT, Verifier
 
-__all__ = ["check_lossless", "generate_lossless", "lossless_tokens", "verify_with"]
+__all__ = ["Sampling", "check_lossless", "generate_lossless", "lossless_tokens", "verify_with"]
 
 ROUNDING = {4: 12.0, 2: 3.0}
 """Times the precision of the model's numbers, by their bytes, by which the logits of two tokens may
@@ -29,6 +29,43 @@ differ and be called a tie: several tokens in one forward can round otherwise th
 
 Process = Callable[[Tensor, Tensor], Tensor]
 """Given all tokens (rows, n) and the logits behind them (rows, vocabulary): processed logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is taken from the logits behind all tokens.
+
+    Attributes
+    ----------
+    process : callable
+        Processes the logits, in 32 bits.
+    draws : bool
+        Draw each token; otherwise the most likely one is taken.
+    generator : torch.Generator or None
+        Of what is drawn; the default one where it is None.
+    """
+
+    process: Process
+    draws: bool = False
+    generator: torch.Generator | None = None
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """Return the distribution of what follows, (rows, vocabulary); greedy: all on one token."""
+        if self.draws:
+            return scores.softmax(dim=-1)
+        return nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).to(scores.dtype)
+
+    def draw(self, shares: Tensor) -> Tensor:
+        """Return a token for each row, (rows, 1)."""
+        if not self.draws:
+            return shares.argmax(dim=-1, keepdim=True)
+        return torch.multinomial(shares, 1, generator=self.generator)
+
+    def accepts(self, odds: Tensor) -> Tensor:
+        """Return where a drafted token of these odds stays; greedy: where they are not 0."""
+        if not self.draws:
+            return odds > 0
+        return torch.rand(odds.shape, generator=self.generator, device=odds.device) < odds
 
 
 def verify_with(cache: BudgetCache, model: Any) -> None:
@@ -83,22 +120,18 @@ class _Answer:
     model : transformers.PreTrainedModel
     cache : BudgetCache
         With a `Verifier`.
+    sampling : Sampling
     mask : Tensor of int64, (rows, n_tokens), or None
         What is no padding of the tokens given; all that come are none. None where there is none.
-    process : callable
-    draws : bool
-        Draw each token; otherwise the most likely one is taken.
-    generator : torch.Generator or None
-        Of what is drawn.
+    scores : list of Tensor, each (rows, vocabulary)
+        Processed logits of the tokens so far.
     """
 
     model: Any
     cache: BudgetCache
+    sampling: Sampling
     mask: Tensor | None
-    process: Process
-    draws: bool
-    generator: torch.Generator | None
-    scores: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor]
 
     @property
     def verifier(self) -> Verifier:
@@ -138,26 +171,14 @@ class _Answer:
         cache.draft_from(int(ids.shape[1]))
         return logits[:, -1]
 
-    def shares(self, scores: Tensor) -> Tensor:
-        """Return the distribution of what follows, (rows, vocabulary); greedy: all on one token."""
-        if self.draws:
-            return scores.softmax(dim=-1)
-        return nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).to(scores.dtype)
-
-    def draw(self, shares: Tensor) -> Tensor:
-        """Return a token for each row, (rows, 1)."""
-        if not self.draws:
-            return shares.argmax(dim=-1, keepdim=True)
-        return torch.multinomial(shares, 1, generator=self.generator)
-
     def draft(self, ids: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
         """Draft tokens with the reduced cache; returns all tokens, and what each was drawn from."""
         drawn_from = []
         with self.cache.drafting():
             for _ in range(length):
                 logits = self._logits(ids, self.cache, 1)[:, -1]
-                drawn_from.append(self.shares(self.process(ids, logits)))
-                ids = torch.cat([ids, self.draw(drawn_from[-1])], dim=1)
+                drawn_from.append(self.sampling.shares(self.sampling.process(ids, logits)))
+                ids = torch.cat([ids, self.sampling.draw(drawn_from[-1])], dim=1)
         return ids, drawn_from
 
     def round(self, ids: Tensor, longest: int, ends: Callable[[Tensor], bool]) -> Tensor:
@@ -180,7 +201,7 @@ class _Answer:
         -------
         Tensor of int64, (rows, n_tokens + n_new)
         """
-        verifier, n_tokens = self.verifier, int(ids.shape[1])
+        verifier, sampling, n_tokens = self.verifier, self.sampling, int(ids.shape[1])
         room = min(own.room_for_drafts(LONGEST_DRAFT) for _, own in self.cache.groups)
         length = max(0, min(verifier.draft_tokens, room, longest - 1))
         drafted, drawn_from = self.draft(ids, length)
@@ -190,33 +211,29 @@ class _Answer:
         for place in range(length):
             shares, token = self.noted(ids, logits[:, place]), drafted[:, n_tokens + place, None]
             odds = shares.gather(1, token) / drawn_from[place].gather(1, token)
-            accepted = self._uniform(odds) < odds
+            accepted = sampling.accepts(odds)
             if not accepted.all():
                 rest = (shares - drawn_from[place]).clamp(min=0)
-                token = torch.where(accepted, token, self.draw(torch.where(accepted, shares, rest)))
+                again = sampling.draw(torch.where(accepted, shares, rest))
+                token = torch.where(accepted, token, again)
             verifier.tried += 1
             verifier.accepted += bool(accepted.all())
             ids = torch.cat([ids, token], dim=1)
             if not accepted.all() or ends(ids):
                 return ids
-        return torch.cat([ids, self.draw(self.noted(ids, logits[:, length]))], dim=1)
-
-    def _uniform(self, like: Tensor) -> Tensor:
-        if not self.draws:  # accepted where the odds are not 0
-            return torch.zeros_like(like)
-        return torch.rand(like.shape, generator=self.generator, device=like.device)
+        return torch.cat([ids, sampling.draw(self.noted(ids, logits[:, length]))], dim=1)
 
     def noted(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Return the distribution of a verified token; note its scores, and whether it is a tie."""
         self.verifier.tokens += 1
-        scores = self.process(ids, logits)
+        scores = self.sampling.process(ids, logits)
         self.scores.append(scores)
-        if not self.draws:
+        if not self.sampling.draws:
             best = scores.topk(2, dim=-1).values
             precision = torch.finfo(self.model.dtype).eps
             within = ROUNDING[self.model.dtype.itemsize] * precision * best[:, 0].abs()
             self.verifier.ties += int((best[:, 0] - best[:, 1] <= within).sum())
-        return self.shares(scores)
+        return self.sampling.shares(scores)
 
     def take_back(self, begin: int, end: int) -> None:
         """Let both caches end before a column.
@@ -258,17 +275,16 @@ def _given_to(full: DynamicCache, cache: BudgetCache) -> Iterator[None]:
         del vars(cache)["update"]
 
 
+@torch.no_grad()
 def lossless_tokens(
     model: Any,
     cache: BudgetCache,
     ids: Tensor,
+    sampling: Sampling,
     *,
-    process: Process,
     ends: Callable[[Tensor], bool],
     longest: int,
     mask: Tensor | None = None,
-    draws: bool = False,
-    generator: torch.Generator | None = None,
     scores: list[Tensor] | None = None,
 ) -> Generator[Tensor, None, None]:
     """Answer as the full cache does, in fewer reads of it.
@@ -280,8 +296,7 @@ def lossless_tokens(
         See `verify_with`.
     ids : Tensor of int64, (rows, n_tokens)
         All tokens, those that the cache has seen included.
-    process, draws, generator
-        How a token is taken from its logits.
+    sampling : Sampling
     ends : callable
         Given all tokens: whether the answer, or that of a row, ends with the last.
     longest : int
@@ -307,10 +322,9 @@ def lossless_tokens(
     full: Any = cache.verifier.full if cache.verifier else None
     held = 0 if full is None else int(full.get_seq_length())
     refuse(lossless_apart=held != seen and (seen, held))
-    noted = [] if scores is None else scores
-    answer = _Answer(model, cache, mask, process, draws, generator, noted)
+    answer = _Answer(model, cache, sampling, mask, [] if scores is None else scores)
     first = int(ids.shape[1])
-    ids = torch.cat([ids, answer.draw(answer.noted(ids, answer.read(ids)))], dim=1)
+    ids = torch.cat([ids, sampling.draw(answer.noted(ids, answer.read(ids)))], dim=1)
     shown, read = first, None
     while True:
         try:
@@ -359,11 +373,10 @@ def generate_lossless(
         model,
         cache,
         ids,
-        process=process,
+        Sampling(process=process, draws=bool(generation_config.do_sample)),
         ends=lambda tokens: bool(ended(tokens).any()),
         longest=generation_config.max_length - int(ids.shape[1]),
         mask=None if mask is None or bool(mask.all()) else mask,
-        draws=bool(generation_config.do_sample),
         scores=scores,
     )
     with closing(tokens):

@@ -16,7 +16,7 @@ import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.answering import answer
-from kvalloc.runtime.lossless import lossless_tokens, verify_with
+from kvalloc.runtime.lossless import Sampling, lossless_tokens, verify_with
 from kvalloc.runtime.verifier import Verifier
 
 CONTEXT, NEW = 90, 70
@@ -113,14 +113,15 @@ def test_sampled_tokens_have_the_full_caches_distribution() -> None:
         model,
         cache,
         ids,
-        process=lambda tokens, logits: logits / TEMPERATURE,
+        Sampling(
+            process=lambda tokens, logits: logits / TEMPERATURE,
+            draws=True,
+            generator=torch.Generator().manual_seed(0),
+        ),
         ends=lambda tokens: False,
         longest=3,
-        draws=True,
-        generator=torch.Generator().manual_seed(0),
     )
-    with torch.no_grad():
-        drawn = [*tokens][1]
+    drawn = [*tokens][1]
     counts = torch.bincount(drawn[:, 0], minlength=len(expected))
     assert chance(counts, expected) > 1e-3
     assert chance(counts, drafted) < 1e-6
