@@ -25,13 +25,20 @@ from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.selection import gathered
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax, queries_behind
 from kvalloc.scorers.later_pass import Later, LaterStep
-from kvalloc.scorers.parameters import Above0, Count, Positive
+from kvalloc.scorers.parameters import Count, Positive
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 50.0
 """How many entries one may count for."""
+
+VALUE_RIDGE, BIAS_RIDGE = 0.01, 0.3
+"""How close values and biases stay to what the entries have by themselves."""
+
+FOLLOWING_WEIGHT = 10.0
+"""How much a query of the tokens that follow counts beside one of the prompt."""
 
 _LEAST_RIDGE = 1e-6
 """Of a ridge over the number of entries: below it normal matrices in float32 are too rough."""
@@ -41,10 +48,6 @@ _ALIKE = 1.25
 
 _NOTHING = 1e-30
 """Least lambda."""
-
-NEAR_ROWS, THINNED = 32, 8
-"""See `AttentionMatching.reference_weights`. On SmolLM2-135M at 20% kept, 60 queries take little
-more than half as long as 144."""
 
 _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""
@@ -66,25 +69,19 @@ class AttentionMatching(Score):
     scorer : Scorer
         Picks the entries that stay.
     rows : int
-        Last queries of the prompt, tokens; 0 for none. Beside tokens that follow the last 32 count
-        one by one, and of those before every eighth counts for eight.
+        Last queries of the prompt, tokens; 0 for none.
     every : int
-        Where no token is waited for: only each N-th of these rows is matched, and counts for N. On
-        SmolLM2-135M every second of 64 loses what all of them do, in half the time.
+        Only each N-th of these rows is matched, and counts for N. On SmolLM2-135M every second of
+        64 loses what all of them do, in half the time.
     following : int
         Tokens that are waited for, as the scorer ``lookahead`` does; 0 for none.
-    following_weight : float
-        How much a query of these counts beside one of the prompt, above 0.
-    value_ridge, bias_ridge : float
-        How close values and biases stay to what the entries have by themselves, above 0.
     biases : bool
         Whether there are logit biases.
 
     Raises
     ------
     InputError
-        If a parameter is out of range, or there are neither rows nor following tokens, or rows are
-        thinned in both ways.
+        If a parameter is out of range, or there are neither rows nor following tokens.
 
     References
     ----------
@@ -98,11 +95,8 @@ class AttentionMatching(Score):
     reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
 
     rows: Count = 128
-    every: Positive = 1
+    every: Positive = 2
     following: Count = 16
-    following_weight: Above0 = 10.0
-    value_ridge: Above0 = 0.01
-    bias_ridge: Above0 = 0.3
     biases: bool = True
 
     def __post_init__(self) -> None:
@@ -111,11 +105,6 @@ class AttentionMatching(Score):
         if not self.rows and not self.following:
             raise InputError(
                 f"policy {self.name}: rows and following are both 0, so there is nothing to match"
-            )
-        if self.every > 1 and self.following:
-            raise InputError(
-                f"policy {self.name}: every={self.every} thins the rows where no token is waited "
-                "for; set following=0, too"
             )
 
     @property
@@ -166,10 +155,9 @@ class AttentionMatching(Score):
             places = order[..., :most]
             change = None
             if states.stored_keys is not None:
-                stored = states.stored_keys[:, heads]
-                stored = stored.gather(2, _each_number(places, stored))
+                stored = gathered(states.stored_keys[:, heads], places)
                 rounded = attention_logits(own, stored, 0, n_queries).flatten(2, 3)
-                change = rounded - logits.flatten(2, 3).gather(-1, _each_query(places, rounded))
+                change = rounded - logits.flatten(2, 3).take_along_dim(places[:, :, None], dim=-1)
             logits += bias[:, heads, None, None]
             found = match_attention(
                 attention_softmax(logits, sinks).flatten(2, 3),
@@ -177,46 +165,37 @@ class AttentionMatching(Score):
                 places,
                 sizes=sizes[:, heads],
                 query_weights=counts[:, heads],
-                value_ridge=self.value_ridge,
-                bias_ridge=self.bias_ridge if self.biases else None,
+                biases=self.biases,
                 bias=bias[:, heads].gather(2, places),
                 change=change,
                 others=sinks is not None,
             )
-            index = _each_number(places, values)
+            index = places[..., None].expand_as(found.values)
             values[:, heads] = values[:, heads].scatter(2, index, found.values)
             if found.logit_bias is not None:
                 bias[:, heads] = bias[:, heads].scatter(2, places, found.logit_bias)
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
-    def reference_weights(self, rows: int) -> Tensor:
-        """How much each of the prompt's last queries counts, (rows,); 0 where it is left out."""
-        weights = torch.ones(rows)
-        if self.following:
-            far = weights[: max(rows - NEAR_ROWS, 0)].zero_()
-            far[THINNED // 2 :: THINNED] = THINNED
-        elif self.every > 1:  # the last one is among them
-            weights.zero_()
-            weights[(rows - 1) % self.every :: self.every] = self.every
-        return weights
-
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
         """Queries behind the prompt, and how much each counts: (batch, n_query_heads, n, ...)."""
         queries, counts = [], []
         if self.rows:
-            weights = self.reference_weights(min(self.rows, int(states.queries.shape[2])))
-            places = states.queries.shape[2] - len(weights) + weights.nonzero()[:, 0]
+            end = int(states.queries.shape[2])
+            first = end - min(self.rows, end)
+            places = torch.arange(first, end).flip(0)[:: self.every].flip(0)  # the last among them
             instead = "match the queries of what follows alone (rows=0)"
             who = "the policy attention_matching"
-            moved = queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead)
-            queries.append(moved)
-            counts.append(weights[weights > 0].to(moved.device).expand(*moved.shape[:2], -1))
+            queries.append(queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead))
+            counts.append(float(self.every))
         for waits in self._waits:
             noted = waits.later_notes(states).totals["queries"].to(states.keys.device)
             queries.append(noted.float())
-            weights = torch.full(noted.shape[:3], self.following_weight, device=noted.device)
-            counts.append(weights)
-        return torch.cat(queries, dim=2), torch.cat(counts, dim=2)
+            counts.append(FOLLOWING_WEIGHT)
+        weights = [
+            torch.full(own.shape[:3], count, device=own.device)
+            for own, count in zip(queries, counts, strict=True)
+        ]
+        return torch.cat(queries, dim=2), torch.cat(weights, dim=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,16 +248,6 @@ def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:
     return found
 
 
-def _each_number(places: Tensor, vectors: Tensor) -> Tensor:
-    """Places (..., n) as an index for all numbers of vectors (..., n_tokens, dim)."""
-    return places[..., None].expand(*places.shape, vectors.shape[-1])
-
-
-def _each_query(places: Tensor, rows: Tensor) -> Tensor:
-    """Places (..., n) as an index for every row of rows (..., n_rows, n_tokens)."""
-    return places[..., None, :].expand(*rows.shape[:-1], places.shape[-1])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
     """What the kept entries of a head become.
@@ -300,8 +269,7 @@ def match_attention(
     kept: Tensor,
     *,
     query_weights: Tensor,
-    value_ridge: float,
-    bias_ridge: float | None,
+    biases: bool = True,
     sizes: Tensor | None = None,
     bias: Tensor | None = None,
     change: Tensor | None = None,
@@ -318,10 +286,8 @@ def match_attention(
         No entry twice in a head.
     query_weights : Tensor of float32, (..., n_queries)
         How much each query counts, at least 0.
-    value_ridge : float
-        Above 0; large values leave the values as they are.
-    bias_ridge : float or None
-        Above 0; None for no biases.
+    biases : bool
+        Whether there are to be logit biases.
     sizes : Tensor of int64, (...), optional
         Where heads keep different numbers: how many of the first places of `kept` count. The
         entries at the others are not kept, and come back as they were.
@@ -345,19 +311,19 @@ def match_attention(
     mass in closed form, cut to its bounds.
     """
     n_kept = int(kept.shape[-1])
-    if min(value_ridge, bias_ridge or value_ridge) < _LEAST_RIDGE * n_kept:
+    if _LEAST_RIDGE * n_kept > VALUE_RIDGE:
         weights = weights.double()
     sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
     there = torch.arange(n_kept, device=kept.device) < sizes[..., None]
     mass = weights.sum(dim=-1, keepdim=True)
-    own = weights.gather(-1, _each_query(kept, weights)) * there[..., None, :]
+    own = weights.take_along_dim(kept[..., None, :], dim=-1) * there[..., None, :]
     if change is not None:
         own *= change.exp()
     roots = query_weights.to(weights.dtype).sqrt()[..., None]
     counts = None
-    if bias_ridge is not None:
+    if biases:
         lacking = mass - own.sum(dim=-1, keepdim=True)
-        more = ridge_step(roots * own, roots * lacking, bias_ridge, sizes)[..., 0]
+        more = ridge_step(roots * own, roots * lacking, BIAS_RIDGE, sizes)[..., 0]
         before = torch.ones_like(more) if bias is None else bias.to(more.dtype).exp()
         counts = (before * (1 + more)).clamp(LEAST_WEIGHT, MOST_WEIGHT)
         own *= (counts / before)[..., None, :]
@@ -365,9 +331,9 @@ def match_attention(
     if others:
         total = total + (1 - mass).clamp(min=0)  # they stay
     shares = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
-    first = values.gather(-2, _each_number(kept, values)).to(weights.dtype)
+    first = values.take_along_dim(kept[..., None], dim=-2).to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - shares @ first
-    added = ridge_step(roots * shares, roots * lacking, value_ridge, sizes)
+    added = ridge_step(roots * shares, roots * lacking, VALUE_RIDGE, sizes)
     return Matched(
         values=(first + added).to(values.dtype),
         logit_bias=None if counts is None else counts.log().float(),

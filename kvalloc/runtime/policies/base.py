@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers import Scorer
+from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.lookahead import latest_votes
 from kvalloc.scorers.parameters import Parameterized
 
@@ -302,3 +303,29 @@ class RankedPolicy(EvictionPolicy):
         return [
             self.keep_ranked(ranked, states, each, sinks=sinks, window=window) for each in budgets
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VotedPolicy(RankedPolicy):
+    """A policy that ranks entries by the attention that some rows of the prompt pay, added up.
+
+    The scorer is not used: the cache holds the rows' queries back.
+    """
+
+    @abstractmethod
+    def voters(self, n_tokens: int) -> range:
+        """Return the places of the rows of a prompt of so many tokens."""
+
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
+        """The rows' votes; see `RankedPolicy.rankings`."""
+        voters = self.voters(int(states.keys.shape[2]))
+        return (weighted_rows(states, last_rows(states, voters)),)
+
+    @property
+    def observes(self) -> bool:
+        """It does not."""
+        return False
+
+    def query_rows(self, n_tokens: int) -> int:
+        """From the first row to the end."""
+        return max(n_tokens - self.voters(n_tokens).start, 0)

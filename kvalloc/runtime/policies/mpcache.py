@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Limits, Rankings, Reader
-from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.selection import best_entries, kept_places
-from kvalloc.scorers.column_sums import last_rows, weighted_rows
+from kvalloc.runtime.policies.base import Limits, Rankings, Reader, VotedPolicy
+from kvalloc.runtime.selection import best_entries, keep_best, kept_places
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
 
 _FIRST_PAIR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPCache(Score):
+class MPCache(VotedPolicy):
     """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
 
     The dynamic half reduces what is read, not what is stored.
@@ -29,7 +27,7 @@ class MPCache(Score):
     Parameters
     ----------
     scorer : Scorer
-        Picks the entries that stay where `rows_share` is 0.
+        Not used.
     rows_share : float
         Share of the prompt's rows, at its end, whose attention is added up for the static choice.
     alpha : float
@@ -57,7 +55,7 @@ class MPCache(Score):
     summary = "each decoded token reads the nearest clusters of what is stored"
     reference = "MPCache, Sections 4.2 to 4.4"
 
-    rows_share: Share = 0.2
+    rows_share: ShareAbove0 = 0.2
     alpha: Share = 0.6
     coarse_tokens: Positive = 32
     coarse_share: ShareAbove0 = 0.7
@@ -74,24 +72,15 @@ class MPCache(Score):
                 f"{self.fine_tokens}; choose sizes of which one divides the other"
             )
 
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """The last rows' votes, or the scores; see `RankedPolicy.rankings`."""
-        if not self.rows_share:
-            return super().rankings(states, **limits)
-        n_tokens = int(states.keys.shape[2])
-        voters = range(n_tokens - self.query_rows(n_tokens), n_tokens)
-        return (weighted_rows(states, last_rows(states, voters)),)
+    def voters(self, n_tokens: int) -> range:
+        """Return the last rows; see `VotedPolicy.voters`."""
+        return range(n_tokens - math.ceil(n_tokens * self.rows_share), n_tokens)
 
-    @property
-    def observes(self) -> bool:
-        """Whether the scorer does, where it is used; the last rows are held back by the cache."""
-        return not self.rows_share and super().observes
-
-    def query_rows(self, n_tokens: int) -> int:
-        """The last rows."""
-        if not self.rows_share:
-            return super().query_rows(n_tokens)
-        return math.ceil(n_tokens * self.rows_share)
+    def keep_ranked(
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
+    ) -> Tensor:
+        """Choose the best; see `RankedPolicy.keep_ranked`."""
+        return keep_best(rankings[0], budgets, **limits)
 
     def reader(self, *, sinks: int, window: int) -> ClusterReader:
         """The dynamic half; see `EvictionPolicy.reader`."""
@@ -140,14 +129,21 @@ class ClusterReader(Reader):
         if n_coarse < 2:
             return None
         entries = slice(self._sinks, self._sinks + n_coarse * settings.coarse_tokens)
-        where = positions[..., entries].long()
-        chosen = None
+        where = positions[..., entries].long().contiguous()
+        nearest = None
         if settings.share_layers and place >= _FIRST_PAIR and place % 2:
-            chosen = self._follow(place, where, n_coarse)
-        if chosen is None:
-            chosen = self._compare(states, place, entries)
-            self._led = (place, where.contiguous(), self._inside(where, chosen))
-        return self._entries(states, chosen, entries)
+            nearest = self._follow(place, where, n_coarse)
+        inside = self._compare(states, place, entries) if nearest is None else nearest
+        inside = inside.repeat_interleave(settings.fine_tokens, dim=-1)
+        if nearest is None:
+            self._led = (place, where, inside)
+        stored = int(states.keys.shape[2])
+        read = nn.functional.pad(inside, (entries.start, stored - entries.stop), value=True)
+        others = stored - n_coarse * settings.coarse_tokens
+        counts = torch.full(
+            read.shape[:2], others + self._counts(n_coarse)[1] * settings.fine_tokens
+        )
+        return kept_places(read, counts).view(*counts.shape, -1)
 
     def forget(self) -> None:
         """Drop the clusters: the entries have changed."""
@@ -162,7 +158,7 @@ class ClusterReader(Reader):
         return coarse, math.ceil(settings.fine_share * coarse * parts)
 
     def _compare(self, states: AttentionStates, place: int, entries: slice) -> Tensor:
-        """Fine clusters nearest to the query, (batch, n_kv_heads, n_fine)."""
+        """Which fine clusters are nearest to the query, (batch, n_kv_heads, n_fine)."""
         settings = self._settings
         clusters = self._clusters.get(place)
         if clusters is None:
@@ -179,40 +175,20 @@ class ClusterReader(Reader):
         open_coarse = _best(coarse, n_kept)
         parts = settings.coarse_tokens // settings.fine_tokens
         fine = (clusters.fine.float() @ query).squeeze(-1)
-        return _best_places(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
+        return _best(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
 
     def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
-        """Fine clusters with most of the positions that the layer before reads.
+        """Which fine clusters have most of the positions that the layer before reads.
 
         None where that layer read everything.
         """
         if self._led is None or self._led[0] != place - 1:
             return None
         led, inside = (own.to(where.device) for own in self._led[1:])
-        same = torch.searchsorted(led, where.contiguous()).clamp(max=led.shape[-1] - 1)
+        same = torch.searchsorted(led, where).clamp(max=led.shape[-1] - 1)
         shared = inside.gather(-1, same) & (led.gather(-1, same) == where)
-        held = _clustered(shared, self._settings.fine_tokens).sum(dim=-1)
-        return _best_places(held.float(), self._counts(n_coarse)[1])
-
-    def _inside(self, where: Tensor, chosen: Tensor) -> Tensor:
-        """Which entries are in the chosen clusters, (batch, n_kv_heads, n)."""
-        size = self._settings.fine_tokens
-        inside = _clustered(torch.zeros_like(where, dtype=torch.bool), size)
-        return inside.scatter(2, chosen[..., None].expand(*chosen.shape, size), True).flatten(2)
-
-    def _entries(self, states: AttentionStates, chosen: Tensor, entries: slice) -> Tensor:
-        """Entries of the chosen clusters between those that are always read."""
-        size = self._settings.fine_tokens
-        offsets = torch.arange(size, device=chosen.device)
-        inside = (chosen[..., None] * size + offsets + entries.start).flatten(2)
-
-        def run(first: int, end: int) -> Tensor:
-            own = torch.arange(first, end, device=chosen.device)
-            return own.expand(*chosen.shape[:2], -1)
-
-        return torch.cat(
-            [run(0, entries.start), inside, run(entries.stop, states.keys.shape[2])], dim=-1
-        )
+        held = shared.reshape(*shared.shape[:2], -1, self._settings.fine_tokens).sum(dim=-1)
+        return _best(held.float(), self._counts(n_coarse)[1])
 
 
 def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:
@@ -220,16 +196,6 @@ def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:
     return alpha * clusters.amax(dim=3) + (1 - alpha) * clusters.amin(dim=3)
 
 
-def _clustered(entries: Tensor, size: int) -> Tensor:
-    return entries.reshape(*entries.shape[:2], -1, size)
-
-
 def _best(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
     among = torch.ones_like(scores, dtype=torch.bool) if among is None else among
     return best_entries(scores, torch.full(scores.shape[:2], count), among=among)
-
-
-def _best_places(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
-    """Places of the best, increasing, (batch, n_kv_heads, count)."""
-    mask, counts = _best(scores, count, among), torch.full(scores.shape[:2], count)
-    return kept_places(mask, counts).view(*counts.shape, count)

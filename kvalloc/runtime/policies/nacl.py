@@ -12,14 +12,13 @@ from torch import Tensor
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
+from kvalloc.runtime.policies.base import Limits, Rankings, VotedPolicy
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
-from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.parameters import Count, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaCl(RankedPolicy):
+class NaCl(VotedPolicy):
     """Proxy tokens stay and score the others; some of the rest are drawn from those scores.
 
     1. ``F = sum over proxy rows of softmax(A)``, mean over the query heads of a KV head.
@@ -77,9 +76,27 @@ class NaCl(RankedPolicy):
                 "give both, with 0 <= start < stop"
             )
 
+    def voters(self, n_tokens: int) -> range:
+        """Return the places of the proxies; see `VotedPolicy.voters`."""
+        if self.proxy_start is not None and self.proxy_stop is not None:
+            return range(self.proxy_start, self.proxy_stop)
+        return range(n_tokens - max(math.ceil(n_tokens * self.proxy_share), 1), n_tokens)
+
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """The proxies' votes F; see `RankedPolicy.rankings`."""
-        return (weighted_rows(states, last_rows(states, self._proxies(states))),)
+        """The proxies' votes F; see `RankedPolicy.rankings`.
+
+        Raises
+        ------
+        InputError
+            If a proxy that is named is beyond the prompt.
+        """
+        n_tokens = int(states.keys.shape[2])
+        if (self.proxy_stop or 0) > n_tokens:
+            raise InputError(
+                f"policy nacl: proxy_stop is {self.proxy_stop}, but a prompt has only "
+                f"{n_tokens} tokens"
+            )
+        return super().rankings(states, **limits)
 
     def keep_ranked(
         self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
@@ -87,7 +104,8 @@ class NaCl(RankedPolicy):
         """Choose the entries that stay; see `RankedPolicy.keep_ranked`."""
         (scores,) = rankings
         free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
-        proxies, n_tokens = self._proxies(states), int(scores.shape[2])
+        n_tokens = int(scores.shape[2])
+        proxies = self.voters(n_tokens)
         first = max(proxies.start, limits["sinks"])
         stop = max(min(proxies.stop, n_tokens - limits["window"]), first)
         n_own = counts.clamp(max=stop - first)
@@ -101,18 +119,6 @@ class NaCl(RankedPolicy):
         drawn = best_entries(scores + self._noise(states), n_random, among=free & ~own & ~best)
         return ~free | kept_proxies | best | drawn
 
-    def _proxies(self, states: AttentionStates) -> range:
-        """Places of the proxies."""
-        n_tokens = int(states.keys.shape[2])
-        if self.proxy_start is not None and self.proxy_stop is not None:
-            if self.proxy_stop > n_tokens:
-                raise InputError(
-                    f"policy nacl: proxy_stop is {self.proxy_stop}, but a prompt has only "
-                    f"{n_tokens} tokens"
-                )
-            return range(self.proxy_start, self.proxy_stop)
-        return range(n_tokens - max(math.ceil(n_tokens * self.proxy_share), 1), n_tokens)
-
     def _noise(self, states: AttentionStates) -> Tensor:
         """Gumbel noise, (n_kv_heads, n_tokens): the largest of ``F + noise`` are a draw.
 
@@ -124,14 +130,3 @@ class NaCl(RankedPolicy):
             for head in heads
         ]
         return torch.from_numpy(np.stack(noise)).to(states.keys.device, torch.float32)
-
-    @property
-    def observes(self) -> bool:
-        """It does not: the proxies' queries are held back by the cache."""
-        return False
-
-    def query_rows(self, n_tokens: int) -> int:
-        """From the first proxy to the end."""
-        if self.proxy_start is not None:
-            return max(n_tokens - self.proxy_start, 0)
-        return max(math.ceil(n_tokens * self.proxy_share), 1)

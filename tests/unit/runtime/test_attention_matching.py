@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,24 @@ from scorer_oracle import make_states
 
 import kvalloc
 from kvalloc.accounting.costs import WIDTHS
-from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.errors import UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.runtime.policies import attention_matching
 from kvalloc.runtime.policies.attention_matching import (
+    BIAS_RIDGE,
+    FOLLOWING_WEIGHT,
     LEAST_WEIGHT,
     MOST_WEIGHT,
-    AttentionMatching,
+    VALUE_RIDGE,
     match_attention,
 )
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
-from kvalloc.scorers import get_scorer
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
 AHEAD_TOKENS = 8
-ROWS, AWAITED, WEIGHT, VALUE_RIDGE, BIAS_RIDGE = 12, 3, 5.0, 0.02, 0.4
-PARAMETERS = {"rows": ROWS, "following": AWAITED, "following_weight": WEIGHT}
-PARAMETERS |= {"value_ridge": VALUE_RIDGE, "bias_ridge": BIAS_RIDGE}
+ROWS, AWAITED = 12, 3
+PARAMETERS = {"rows": ROWS, "following": AWAITED}
 
 
 # By themselves
@@ -74,22 +74,6 @@ def matched_by_hand(
     return values[kept] + change, np.log(factors)
 
 
-def matched(
-    weights: torch.Tensor,
-    values: torch.Tensor,
-    kept: list[int],
-    ridges: tuple[float, float | None],
-    **more: Any,
-) -> Any:
-    """`match_attention` with ridges of values and biases, each query counting once."""
-    more = {"query_weights": torch.ones(len(weights)), **more}
-    value_ridge, bias_ridge = ridges
-    places = torch.tensor(kept)
-    return match_attention(
-        weights, values, places, value_ridge=value_ridge, bias_ridge=bias_ridge, **more
-    )
-
-
 @given(
     n_queries=st.integers(1, 20),
     n_tokens=st.integers(2, 24),
@@ -105,11 +89,11 @@ def test_matching_never_does_worse_than_the_entries_alone(
     values, counts = draw.normal(size=(n_tokens, 3)), draw.uniform(0.1, 3.0, size=n_queries)
     kept = sorted(draw.choice(n_tokens, max(1, int(part * n_tokens)), replace=False).tolist())
     for biases in (False, True):
-        found = matched(
+        found = match_attention(
             torch.from_numpy(weights).float(),
             torch.from_numpy(values).float(),
-            kept,
-            (VALUE_RIDGE, BIAS_RIDGE if biases else None),
+            torch.tensor(kept),
+            biases=biases,
             query_weights=torch.from_numpy(counts).float(),
             others=beside > 0,
         )
@@ -132,33 +116,23 @@ def test_matching_never_does_worse_than_the_entries_alone(
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
     weights = torch.tensor([[0.0, 1.0]])
-    found = matched(weights, torch.eye(2), [0], (0.1, 0.1))
+    found = match_attention(weights, torch.eye(2), torch.tensor([0]), query_weights=torch.ones(1))
     assert torch.equal(found.values, torch.eye(2)[:1])
 
 
 @pytest.mark.parametrize("lost", [0.0, float("nan")])
-def test_a_system_that_cannot_be_solved_changes_nothing(lost: float) -> None:
+def test_a_system_that_cannot_be_solved_changes_nothing(
+    lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal queries and a ridge below the rounding; logits that overflow."""
+    for name in ("VALUE_RIDGE", "BIAS_RIDGE"):
+        monkeypatch.setattr(attention_matching, name, 1e-40)
     weights = torch.full((4, 8), 0.125) + lost
     values = torch.randn(8, 4)
-    found = matched(weights, values, [0, 1, 2, 3, 4, 5], (1e-40, 1e-40))
+    found = match_attention(weights, values, torch.arange(6), query_weights=torch.ones(4))
     assert torch.equal(found.values, values[:6])
+    assert found.logit_bias is not None
     assert not found.logit_bias.any()
-
-
-def test_older_queries_are_thinned_beside_tokens_that_follow() -> None:
-    policy = AttentionMatching(scorer=get_scorer("knorm"))
-    assert policy.reference_weights(12).tolist() == [1.0] * 12
-    expected = [8.0 if place % 8 == 4 else 0.0 for place in range(24)] + [1.0] * 32
-    assert policy.reference_weights(56).tolist() == expected
-
-
-def test_rows_are_thinned_from_the_last_where_none_follow() -> None:
-    policy = AttentionMatching(scorer=get_scorer("knorm"), following=0)
-    assert policy.reference_weights(7).tolist() == [1.0] * 7
-    assert replace(policy, every=3).reference_weights(7).tolist() == [3, 0, 0, 3, 0, 0, 3]
-    with pytest.raises(InputError, match="every=2 thins the rows where no token is waited for"):
-        replace(policy, every=2, following=1)
 
 
 # As a policy
@@ -211,9 +185,7 @@ def expected_of(
         ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - rows, n_tokens)]
         moved = turned(last, ahead, own.frequencies.double().numpy())
         references = np.concatenate([moved, queries[:, n_tokens : n_tokens + AWAITED]], axis=1)
-        far = [8.0 if place % 8 == 4 else 0.0 for place in range(rows - 32)]
-        near = far + [1.0] * min(rows, 32)
-        counts = np.array(near + [WEIGHT] * AWAITED)
+        counts = np.array([0.0, 2.0] * (rows // 2) + [FOLLOWING_WEIGHT] * AWAITED)
         group = len(queries) // places.shape[1]
         found[layer] = []
         for head in range(places.shape[1]):
@@ -243,7 +215,7 @@ def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Te
     return values, bias
 
 
-@pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 60)])
+@pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 2)])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 @pytest.mark.usefixtures("unrounded")

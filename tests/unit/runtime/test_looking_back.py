@@ -11,10 +11,10 @@ from prompt_runs import states_seen
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.policies import changed_policy, mpcache, nacl
+from kvalloc.runtime.policies import base, changed_policy
 
 CONTEXT = 60
-FILES = {"mpcache": (mpcache, {"rows_share": 0.5}), "nacl": (nacl, {"proxy_share": 0.5})}
+PARAMETERS = {"mpcache": {"rows_share": 0.5}, "nacl": {"proxy_share": 0.5}}
 
 
 def attention_in_loops(
@@ -44,12 +44,11 @@ def test_each_query_sees_what_is_left_before_it(
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     if level == "head":
         profile = tiny.by_head(profile, spread=4)
-    module, parameters = FILES[policy]
-    changed = changed_policy(profile.policy, policy, parameters)
+    changed = changed_policy(profile.policy, policy, PARAMETERS[policy])
     cache = make_cache(model, profile, prompt_tokens=CONTEXT, policy=changed)
     ids = tiny.prompt(CONTEXT)
     seen: list[tuple[AttentionStates, torch.Tensor]] = []
-    summed = module.weighted_rows
+    summed = base.weighted_rows
 
     def spy(states: AttentionStates, weights: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = summed(states, weights)
@@ -57,7 +56,7 @@ def test_each_query_sees_what_is_left_before_it(
             seen.append((states, found))
         return found
 
-    monkeypatch.setattr(module, "weighted_rows", spy)
+    monkeypatch.setattr(base, "weighted_rows", spy)
     queries = states_seen(model, ids)[0].queries  # which no eviction changes
     group = tiny.N_QUERY_HEADS // tiny.N_KV_HEADS
     end = checked = 0
