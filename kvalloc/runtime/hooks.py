@@ -19,8 +19,7 @@ import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
 from functools import partial
@@ -334,12 +333,13 @@ def _before(
 def _before_eager(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    cache = _cache_among(args, kwargs)
     entry = _installed(module)
-    if entry is not None:
-        # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
-        _close(entry, completed=False)
-    method = entry.serving[-1]() if entry is not None and entry.serving else None
+    if entry is None:  # its last cache has just gone
+        return None
+    # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
+    _close(entry, completed=False)
+    cache = _cache_among(args, kwargs)
+    method = entry.serving[-1]() if entry.serving else None
     if cache is None and method is None:
         return None
     arguments = _named(module, args, kwargs)
@@ -352,7 +352,7 @@ def _before_eager(
 
 def _begin(
     module: nn.Module,
-    entry: _Installed | None,
+    entry: _Installed,
     cache: HookedCache,
     arguments: Mapping[str, Any],
     *,
@@ -360,17 +360,28 @@ def _begin(
 ) -> dict[str, Any]:
     """Begin a forward with a cache, also a compiled one of one token; returns its arguments."""
     outputs, arguments = cache.ahead(module, arguments)
-    with _claimed(entry, cache):
+    running, thread = entry.open_forwards, threading.get_ident()
+    forward = _OpenForward(cache, outputs)
+    with _lock:
+        if any(one.cache is cache for one in running.values()):  # this thread's own was closed
+            raise UnsupportedRequestError(
+                "another thread runs the model with this cache; give each thread a cache of its "
+                "own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before they start"
+            )
+        running[thread] = forward
+    try:
         changed = cache.begin_forward(module, arguments)
-        # It has checked that this is the cache's own model, so it carries the hooks.
-        entry = vars(module)[_INSTALLED]
-        forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache, outputs)
-        forward.begun = True
-        arguments = {**arguments, "past_key_values": cache, **(changed or {})}
-        if decoded:
-            forward.visible = arguments.get("attention_mask")
-        else:
-            forward.token = entry.switch.enter(forward.attend)
+    except BaseException:
+        with _lock:
+            running.pop(thread, None)
+        raise
+    running[thread] = forward  # where budgets were decided, the model has run in between
+    forward.begun = True
+    arguments = {**arguments, "past_key_values": cache, **(changed or {})}
+    if decoded:
+        forward.visible = arguments.get("attention_mask")
+    else:
+        forward.token = entry.switch.enter(forward.attend)
     return arguments
 
 
@@ -380,28 +391,6 @@ def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
     if asked is None:
         asked = getattr(module.config, "use_cache", True)
     return bool(asked) and arguments.get("past_key_values") is None
-
-
-@contextmanager
-def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
-    """Let no other thread begin a forward with a cache; if the ``with`` fails, it may again."""
-    if entry is None:
-        yield
-        return
-    running = entry.open_forwards
-    with _lock:
-        if any(one.cache is cache for one in running.values()):  # this thread's own was closed
-            raise UnsupportedRequestError(
-                "another thread runs the model with this cache; give each thread a cache of its "
-                "own: kvalloc.make_cache(model, profile), or copy.deepcopy(cache) before they start"
-            )
-        running[threading.get_ident()] = _OpenForward(cache)
-    try:
-        yield
-    except BaseException:
-        with _lock:
-            running.pop(threading.get_ident(), None)
-        raise
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -466,9 +455,8 @@ def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[T
     cache, decoder = _cache_of(number)
     seen = cache.layers[0].get_seq_length()
     name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"
-    entry = _installed(decoder)
-    if entry is not None:
-        _close(entry, completed=False)
+    entry: _Installed = vars(decoder)[_INSTALLED]
+    _close(entry, completed=False)
     arguments = {name: tokens, "attention_mask": mask}
     _begin(decoder, entry, cache, arguments, decoded=True)
     return number.clone(), torch.tensor(seen, device=tokens.device)
