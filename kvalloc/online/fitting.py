@@ -7,10 +7,10 @@ caches lose is measured with budgets that were decided by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from kvalloc.formats.score_profile import ShareError
 from kvalloc.formats.shipped_profiles import fitted_file
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.measure.job import Steps, measured_samples
-from kvalloc.measure.profiling import ProfileOptions, job_of, measure_job
+from kvalloc.measure.job import Job, Steps, measured_samples
+from kvalloc.measure.profiling import ProfileOptions, measure_job, read_options
 from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
 from kvalloc.measure.scorer_fitting import FitOptions, SurrogateFit
 from kvalloc.models.loading import require_run_packages
 from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
+from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
-from kvalloc.prompts.intervals import interval
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.units import keywords_of
 
@@ -107,15 +107,18 @@ def fit(
     engine = engine_of(model)
     facts = engine.facts(model_id)
     output = _output(output, fitted_file(facts.shape))
-    second, losses, others = _texts(tokenizer, texts, options)
+    context, seed = options.get("context", 1024), options.get("seed", 0)
+    second, losses, others = _samples(tokenizer, texts, context, options.get("samples"), seed)
     record = {
         **facts.record(),
         **options,
-        "text_digest": [one.samples.digest() for one in (second, losses, others)],
+        "text_digest": [one.digest() for one in (second, losses, others)],
     }
     layers = len(facts.shape.full_layers)
     each = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
-    steps = [one.count * work for one, work in zip((second, losses, others), each, strict=True)]
+    steps = [
+        len(one.samples) * work for one, work in zip((second, losses, others), each, strict=True)
+    ]
 
     def stage(number: int) -> Callable[[int, int], None] | None:
         """Return the progress of one stage within that of the job."""
@@ -125,99 +128,73 @@ def fit(
         return lambda done, total: progress(before + own * done // max(total, 1), sum(steps))
 
     with Checkpoint(output, record, resume=resume) as kept:
-        fitting = SurrogateFit(shape=facts.shape, samples=second.samples, context=second.context)
+        fitting = SurrogateFit(shape=facts.shape, samples=second, context=context)
         surrogate = fitting.run(engine, kept.stage("second"), stage(0))
         file = kept.folder / "surrogate.safetensors"
         surrogate.save(file)
         how: ProfileOptions = {
-            "samples": losses.count,
-            "context": losses.context,
-            "seed": losses.seed,
+            "context": min(context, LOSS_CONTEXT),
             "sinks": SINKS,
             "scorer": f"surrogate:file={file}:window={WINDOW}",
             "loss": "fast",
             "loss_level": "head",
             "bits": (16, *WIDTHS),
         }
-        job = job_of(tokenizer, losses.texts, facts.shape, how)
+        job = Job(shape=facts.shape, samples=losses, **read_options(how))
         scores = measure_job(job, engine, kept.stage("losses"), stage(1))
         parameters = {**scores.scorer_parameters, "file": ""}  # which is a part of this one
         fitted = FittedModel.of(surrogate, scores.replace(scorer_parameters=parameters))
         fitted.save(file)
-        errors = _errors(engine, str(file), others.samples, kept.stage("error"), stage(2))
+        errors = _errors(engine, str(file), others, kept.stage("error"), stage(2))
         fitted = fitted.with_errors(errors)
         fitted.save(output)
         kept.finish()
     return fitted
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Texts:
-    """Texts of one stage, and which samples are chosen of them."""
-
-    texts: Sequence[str | Document | Prompt]
-    context: int
-    seed: int
-    samples: SampleSet
-
-    @classmethod
-    def choose(
-        cls,
-        tokenizer: Any,
-        texts: Sequence[str | Document | Prompt],
-        context: int,
-        seed: int,
-        count: int | None,
-    ) -> Self:
-        """Choose so many samples; a tenth of all that there are where the number is None."""
-        samples = choose_samples(
-            texts,
-            tokenizer,
-            context_tokens=context,
-            least_tokens=SINKS + WINDOW + 1,
-            samples=count,
-            seed=seed,
-        )
-        return cls(texts=texts, context=context, seed=seed, samples=samples)
-
-    @property
-    def count(self) -> int:
-        """Return the number of samples."""
-        return len(self.samples.samples)
-
-
-def _texts(
+def _samples(
     tokenizer: Any,
     given: Iterable[str | Document | Prompt] | None,
-    options: FitOptions,
-) -> tuple[_Texts, _Texts, _Texts]:
+    context: int,
+    count: int | None,
+    seed: int,
+) -> tuple[SampleSet, SampleSet, SampleSet]:
     """Return what the surrogate is fitted on, what losses and what whole caches are measured on.
 
     Of given texts whole caches are measured on samples that no loss was measured on, if any.
     """
-    context, seed = options.get("context", 1024), options.get("seed", 0)
-    short, count = min(context, LOSS_CONTEXT), options.get("samples")
-    choose = partial(_Texts.choose, tokenizer)
+    short = min(context, LOSS_CONTEXT)
+
+    def choose(
+        texts: Sequence[str | Document | Prompt], longest: int, seed: int, count: int | None
+    ) -> SampleSet:
+        return choose_samples(
+            texts,
+            tokenizer,
+            context_tokens=longest,
+            least_tokens=SINKS + WINDOW + 1,
+            samples=count,
+            seed=seed,
+        )
+
     if given is None:
         count, lengths = count or EACH_KIND * len(KINDS), (short, short // 2)
         how: dict[str, Any] = {"kinds": LOSS_KINDS, "question": "both"}
         made = partial(calibration_prompts, tokenizer)
-        fitted = made(count, context, seed=seed)
-        losses = made(count, lengths, seed=seed, **how)
         others = made(ERROR_PROMPTS, lengths, seed=ERROR_SEED, **how)
         return (
-            choose(fitted, context, seed, count),
-            choose(losses, short, seed, count),
+            choose(made(count, context, seed=seed), context, seed, count),
+            choose(made(count, lengths, seed=seed, **how), short, seed, count),
             choose(others, short, seed, ERROR_PROMPTS),
         )
     texts = [given] if isinstance(given, str) else list(given)
     second = choose(texts, context, seed, count)
-    measured = choose(texts, short, seed, min(second.count, MAX_LOSS_PROMPTS))
-    used = {one.token_ids.tobytes() for one in measured.samples.samples}
-    drawn = choose(texts, short, ERROR_SEED, min(second.count, ERROR_PROMPTS))
-    unused = [one for one in drawn.samples.samples if one.token_ids.tobytes() not in used]
-    unseen = replace(drawn.samples, samples=tuple(unused))
-    return second, measured, replace(drawn, samples=unseen)
+    count = len(second.samples)
+    measured = choose(texts, short, seed, min(count, MAX_LOSS_PROMPTS))
+    used = {one.token_ids.tobytes() for one in measured.samples}
+    drawn = choose(texts, short, ERROR_SEED, min(count, ERROR_PROMPTS))
+    unused = [one for one in drawn.samples if one.token_ids.tobytes() not in used]
+    return second, measured, replace(drawn, samples=tuple(unused))
 
 
 def _output(output: str | Path | None, found: Path) -> Path:
@@ -244,31 +221,28 @@ def _errors(
     """Return what whole caches of some shares lose beside what the file's curves predict."""
     tokens = max((one.token_ids.size for one in samples.samples), default=0)
     decided = {share: solve_share(file, share, tokens) for share in ERROR_SHARES if tokens}
-    profiles = [one for one in decided.values() if one is not None]
+    profiles = {share: one for share, one in decided.items() if one is not None}
     steps = Steps(len(samples.samples), progress)
-    losses: dict[int, FloatArray] = {}
-    if profiles:
-        work = partial(_whole_losses, samples.samples, profiles)
-        groups = [[index] for index in range(len(samples.samples))]
-        for index, result in measured_samples(engine, work, groups, kept, steps, sample_steps=1):
-            if not isinstance(result, Failed):
-                losses[index] = result["losses"]
-    if not losses:
-        return ()
-    by_task: dict[str, list[FloatArray]] = {}
-    for index, values in losses.items():
-        by_task.setdefault(samples.samples[index].task, []).append(values)
-    tasks = [np.stack(values) for values in by_task.values()]
+    work = partial(_whole_losses, samples.samples, [*profiles.values()])
+    groups = [[index] for index in range(len(samples.samples))] if profiles else []
+    losses = {
+        index: result["losses"]
+        for index, result in measured_samples(engine, work, groups, kept, steps, sample_steps=1)
+        if not isinstance(result, Failed)
+    }
     errors = []
-    for place, (share, profile) in enumerate((s, p) for s, p in decided.items() if p is not None):
-        alone = [task[:, place] for task in tasks]
-        loss, spread = float(np.mean([one.mean() for one in alone])), interval(alone)
+    for place, (share, profile) in enumerate(profiles.items() if losses else ()):
+        measured = loss_summary(samples, {index: own[place] for index, own in losses.items()})
         predicted = profile.predicted_loss or 0.0
-        if min(loss, predicted) > 0:
-            ends = None if spread is None else (spread[0], spread[1])
+        if min(measured["loss"], predicted) > 0:
+            ends = measured["interval"]
             errors.append(
                 ShareError(
-                    share=share, predicted=predicted, loss=loss, interval=ends, prompts=len(losses)
+                    share=share,
+                    predicted=predicted,
+                    loss=measured["loss"],
+                    interval=ends and tuple(ends),
+                    prompts=len(losses),
                 )
             )
     return tuple(errors)

@@ -14,7 +14,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.engine.contract import ModelFacts
@@ -120,11 +119,12 @@ def solve_measured(
         measured, steps = CacheLosses(model, samples.samples, kept=kept), Steps(0, progress)
 
         def measure(decided: BudgetProfile) -> dict[str, Any]:
-            losses, steps.total = [], steps.total + len(samples.samples)
+            losses, steps.total = dict[int, float](), steps.total + len(samples.samples)
             for index in range(len(samples.samples)):
-                losses.append(measured.loss(index, decided))
+                losses[index] = measured.loss(index, decided)
                 steps.advance()
-            return _summary(samples, np.array(losses))
+            read = {"text": samples.description, "text_digest": samples.digest()}
+            return loss_summary(samples, losses) | read
 
         decided = _meet(
             request, lambda wanted: solve(scores, request=wanted, **(how or {})), measure
@@ -210,16 +210,23 @@ def _samples(
     return samples
 
 
-def _summary(samples: SampleSet, losses: FloatArray) -> dict[str, Any]:
-    """Return the mean over tasks of the means over their prompts, with its provenance."""
-    names = np.array([one.task for one in samples.samples])
-    by_task = {task: losses[names == task] for task in sorted({*names.tolist()})}
-    means = {task: float(some.mean()) for task, some in by_task.items()}
+def loss_summary(samples: SampleSet, losses: Mapping[int, float]) -> dict[str, Any]:
+    """Return the mean over tasks of the means over their prompts, as files state it.
+
+    Parameters
+    ----------
+    samples : SampleSet
+    losses : mapping of int to float
+        Loss of each sample that was measured, by its number.
+    """
+    by_task: dict[str, list[float]] = {}
+    for index, loss in losses.items():
+        by_task.setdefault(samples.samples[index].task, []).append(loss)
+    tasks = {task: np.array(by_task[task]) for task in sorted(by_task)}
+    means = {task: float(values.mean()) for task, values in tasks.items()}
     return {
         "loss": sum(means.values()) / len(means),
-        "interval": interval([*by_task.values()]),
+        "interval": interval([*tasks.values()]),
         "by_task": means,
         "prompts": len(losses),
-        "text": samples.description,
-        "text_digest": samples.digest(),
     }
