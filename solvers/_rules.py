@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class SharingRule(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the rule's choice; see the class.
+        """Return the rule's choice; the best that is known where the time is up; see the class.
 
         Raises
         ------
@@ -48,10 +49,13 @@ class SharingRule(Solver):
         SolverError
             If the rule's choice breaks a side constraint, or the time is up before there is one.
         """
-        rule, largest = self.rule(problem, deadline_after(time_limit_seconds))
+        deadline = deadline_after(time_limit_seconds)
+        rule, largest = self.rule(problem, deadline)
         maximise = problem.sense is Sense.MAX_VALUE
 
         def is_beyond(number: int) -> bool:
+            if number < largest and time.monotonic() > deadline:
+                return maximise  # ends at the best number that is known to be allowed
             choice = rule(number)
             if maximise:
                 over = problem.cost(choice) > problem.spendable_bytes
@@ -71,7 +75,8 @@ class SharingRule(Solver):
         choice = rule(max(number, 0))
         if fault := problem.side_fault(choice):
             raise SolverError(f"{self.name} knows no budgets that fit: {fault}; use ilp")
-        return Solution.of(problem, choice, detail=self.describe(problem, choice))
+        detail = self.describe(problem, choice)
+        return Solution.of(problem, choice, detail=detail, deadline=deadline)
 
 
 def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:

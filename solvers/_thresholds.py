@@ -18,7 +18,11 @@ THRESHOLD_RESOLUTION = 1e-20
 
 
 def largest_gains(
-    problem: AllocationProblem, steps: int, units: IntArray, limits: IntArray
+    problem: AllocationProblem,
+    steps: int,
+    units: IntArray,
+    limits: IntArray,
+    floors: IntArray | None = None,
 ) -> IntArray:
     """Take the given number of largest gains of some units; ties go to the lower unit.
 
@@ -31,6 +35,8 @@ def largest_gains(
         Units among which they are taken.
     limits : ndarray of int64, (n,)
         Most steps of each.
+    floors : ndarray of int64, (n,), optional
+        Steps that each has in any case, no more than ``steps`` together; none by default.
 
     Returns
     -------
@@ -43,7 +49,8 @@ def largest_gains(
     def fits(choice: IntArray) -> bool:
         return int(choice.sum()) <= steps
 
-    inside, order = _bracket(problem, fits, units, limits)
+    floors = np.zeros_like(limits) if floors is None else floors
+    inside, order = _bracket(problem, fits, units, limits, floors)
     return _add(inside, order[: steps - int(inside.sum())])
 
 
@@ -66,7 +73,7 @@ def _fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
     floors = np.zeros_like(limits)
     if not falls_short(floors):
         return floors
-    inside, order = _bracket(problem, falls_short, problem.units, limits)
+    inside, order = _bracket(problem, falls_short, problem.units, limits, floors)
     fewer = range(1, order.size)
     enough = bisect_left(fewer, True, key=lambda n: not falls_short(_add(inside, order[:n])))
     return _add(inside, order[: 1 + enough])
@@ -77,6 +84,7 @@ def _bracket(
     accepted: Callable[[IntArray], bool],
     units: IntArray,
     limits: IntArray,
+    floors: IntArray,
 ) -> tuple[IntArray, IntArray]:
     """Return steps that are surely taken, and those around the threshold by falling gain.
 
@@ -85,7 +93,7 @@ def _bracket(
     problem : AllocationProblem
     accepted : callable
         Whether a choice is still on the near side of the target; fewer steps are, more are not.
-    units, limits : ndarray of int64, (n,)
+    units, limits, floors : ndarray of int64, (n,)
         As in `largest_gains`.
 
     Returns
@@ -98,7 +106,7 @@ def _bracket(
     """
     high = 1.0 + problem.largest_gain
     low = -1.0
-    inside, outside = np.zeros_like(limits), limits
+    inside, outside = floors, limits
     # Gains that are exactly zero are common (entries without any score): look there first.
     middle = 0.0
     while low < middle < high:

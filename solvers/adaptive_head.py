@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import ClassVar
 
 import numpy as np
@@ -82,12 +81,8 @@ class AdaptiveHead(SharingRule):
     def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
         last = problem.last_options[units]
         if self.safeguard == "floor":
-            floor = np.minimum(int(self.alpha * steps / units.size), last)
-
-            def kept(count: int) -> IntArray:
-                return np.maximum(floor, largest_gains(problem, count, units, last))
-
-            return kept(bisect_left(range(steps), steps, key=lambda count: int(kept(count).sum())))
+            floors = np.minimum(int(self.alpha * steps / units.size), last)
+            return largest_gains(problem, steps, units, last, floors)
         counts = largest_gains(problem, steps, units, last)
         mixed = (1 - self.alpha) * counts + self.alpha * steps / units.size
         return apportion(mixed, steps, maximum=last)
