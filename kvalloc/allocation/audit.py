@@ -314,9 +314,9 @@ def _proof_checks(
         Check(BOUND, "none" if stated is None else written(stated), found, passed, proven)
     )
     if resolve:
-        checks.append(_solved_again(profile, problem, written, time_limit))
-        if checks[-1].proven:  # by two solvers
-            checks[-2] = replace(checks[-2], proven=passed)
+        claimed = objective if stated is None else stated
+        second = solved_again(problem, claimed, profile.detail, written, time_limit)
+        checks[-1:] = with_second(checks[-1], second)
     closed = stated is not None and abs(stated - objective) <= slack
     if ended == Termination.OPTIMAL.value:
         gap = f"a gap of {gap_text(relative_gap(objective, stated))}"
@@ -338,24 +338,42 @@ def _proof_checks(
     return checks
 
 
-def _solved_again(
-    profile: BudgetProfile,
+def with_second(bound: Check, again: Check) -> list[Check]:
+    """Return the check of a bound, proven also where another solver agrees, and that one's."""
+    return [replace(bound, proven=bound.proven or (bound.passed and again.proven)), again]
+
+
+def solved_again(
     problem: AllocationProblem,
+    bound: float,
+    used: str,
     written: Callable[[float], str],
     time_limit: float | None,
 ) -> Check:
-    """Solve with another back end than the one that decided, and compare with the bound."""
-    name, stated = "solved again", "" if profile.bound is None else written(profile.bound)
-    for used, back_end in BACK_ENDS.items():
+    """Solve with another back end than the one that decided, and compare with its bound.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    bound : float
+        What is stated to be beaten by nothing.
+    used : str
+        The line of who decided, which names its back end.
+    written : callable
+        Writes an objective for people.
+    time_limit : float or None
+        Seconds.
+    """
+    name, stated = "solved again", written(bound)
+    for word, back_end in BACK_ENDS.items():
         solver = get_solver(back_end)
-        if used in profile.detail or solver.can_solve(problem) is not True:
+        if word in used or solver.can_solve(problem) is not True:
             continue
         try:
             answer = solve_problem(problem, solver, time_limit_seconds=time_limit)
         except SolverError as error:
             return Check(name, stated, str(error), True, False)
         found = f"{written(answer.objective)} by {back_end}, {answer.termination.value}"
-        bound = profile.objective if profile.bound is None else profile.bound
         beaten = problem.is_better(answer.objective, bound, TOLERANCE)
         agrees = answer.bound is not None and not problem.is_better(answer.bound, bound, TOLERANCE)
         return Check(name, stated, found, not beaten, agrees)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.allocation.audit import BOUND, Check, choice_of
+from kvalloc.allocation.audit import BOUND, Check, choice_of, solved_again, with_second
 from kvalloc.allocation.decision import decide, solver_of
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.request import Request, RequestOptions, Target
@@ -56,12 +56,15 @@ class Bound(NamedTuple):
         By how much the members' weights are raised for their floors, see the module.
     prices : tuple of float
         Of the memory and of each cap, where they prove more than kvalloc's own; may be empty.
+    detail : str
+        The line of the solver.
     """
 
     value: float
     source: str
     scales: tuple[float, ...]
     prices: tuple[float, ...]
+    detail: str
 
 
 MAX_VALUES = 2**27
@@ -84,6 +87,8 @@ class Pool(list[BudgetProfile]):
         ``"dual"``, or the solver on whose word the bound stands.
     scales, prices : tuple of float
         With which the bound is computed again, see `Bound`.
+    detail : str
+        The line of the solver of all members together.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class Pool(list[BudgetProfile]):
         super().__init__(profiles)
         self.fairness, self.objective = fairness, objective
         self.bound, self.bound_source = max(bound.value, objective), bound.source
-        self.scales, self.prices = bound.scales, bound.prices
+        self.scales, self.prices, self.detail = bound.scales, bound.prices, bound.detail
 
     @property
     def gap(self) -> float | None:
@@ -189,7 +194,11 @@ def solve_pool(
 
 
 def verify_pool(
-    profiles: Sequence[BudgetProfile | str | Path], scores: Sequence[ScoreProfile | str | Path]
+    profiles: Sequence[BudgetProfile | str | Path],
+    scores: Sequence[ScoreProfile | str | Path],
+    *,
+    resolve: bool = False,
+    time_limit: float | None = None,
 ) -> list[Check]:
     """Recompute what the profiles of a pool state of it, from their score profiles alone.
 
@@ -201,12 +210,17 @@ def verify_pool(
         All that `solve_pool` returned, in any order.
     scores : sequence of ScoreProfile, str or Path
         Those that they were decided from, in the same order.
+    resolve : bool
+        Solve all together once more, with another back end. Where floors raise weights, that is
+        the problem with these, which proves the bound; its choice need not keep the floors.
+    time_limit : float, optional
+        For that, seconds.
 
     Returns
     -------
     list of Check
         That all state the same pool, memory, floors, objective and bound. A bound beyond the dual
-        one is not proven again: it stands on the word of its solver.
+        one is not proven again: it stands on the word of its solver, unless another one agrees.
 
     Raises
     ------
@@ -226,7 +240,7 @@ def verify_pool(
             for at, *each in zip(order, weights, floors, strict=True)
         ]
         worst, objective, bound = stated["fairness"] == "worst", *_numbers(stated)
-        source = str(stated["bound_source"])
+        source, detail = str(stated["bound_source"]), str(stated["detail"])
         if places != [*range(1, len(pools) + 1)] or len(scales) != len(members):
             raise ValueError(f"members {places}")
         # Anything else proves nothing.
@@ -270,7 +284,11 @@ def verify_pool(
     word = "" if proven or source == DUAL else f"; not proven again: {source}'s word"
     passed = not beaten and (proven or (source != DUAL and bound <= dual))
     found = "a better choice" if beaten else f"{dual!r} by duality{word}"
-    return [*checks, Check(BOUND, repr(bound), found, passed, proven)]
+    check = Check(BOUND, repr(bound), found, passed, proven)
+    if not resolve:
+        return [*checks, check]
+    again = solved_again(joint, bound + paid, detail, lambda value: repr(value - paid), time_limit)
+    return [*checks, *with_second(check, again)]
 
 
 def _numbers(stated: Mapping[str, Any]) -> tuple[float, float]:
@@ -480,7 +498,7 @@ def _best(
         answer = solved(_scaled(joint, members, scales))
         assert answer.bound is not None  # a bound by duality at least
         value, used = answer.bound - _paid(members, scales.tolist()), tuple(scales.tolist())
-        return answer.choice, Bound(value, answer.bound_source, used, answer.prices)
+        return answer.choice, Bound(value, answer.bound_source, used, answer.prices, answer.detail)
 
     def keeps(choice: IntArray, at: int) -> bool:
         part = np.split(choice, np.cumsum(sizes)[:-1])[at]

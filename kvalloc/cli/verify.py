@@ -46,7 +46,7 @@ def verify(
     kvalloc verify p.json s.safetensors
     kvalloc verify p.json s.safetensors --resolve --time-limit 60
     kvalloc verify p.json s.safetensors --json
-    kvalloc verify folder a.safetensors b.safetensors
+    kvalloc verify folder a.safetensors b.safetensors --resolve
     """
     from kvalloc.allocation.audit import is_proven
     from kvalloc.allocation.audit import verify as recompute
@@ -65,7 +65,8 @@ def verify(
     if several := len(profiles) > 1:
         from kvalloc.allocation.pool import verify_pool
 
-        groups.append(("together", verify_pool(profiles, scores)))
+        joint = verify_pool(profiles, scores, resolve=resolve, time_limit=time_limit)
+        groups.append(("together", joint))
     checks = [
         replace(check, name=f"{name}: {check.name}") if several else check
         for name, own in groups
