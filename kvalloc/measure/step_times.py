@@ -127,16 +127,22 @@ def device_steps(model: Any, name: str) -> StepTimes:
 
 
 @torch.inference_mode()
-def measure_steps(model: Any, profiles: tuple[BudgetProfile, BudgetProfile]) -> StepTimes:
+def measure_steps(
+    model: Any, profiles: tuple[BudgetProfile, BudgetProfile], plain_tokens: int
+) -> StepTimes:
     """Measure what the steps of a model take where it is.
 
-    One prompt is read for each cache, and its row repeated. All that is compared runs in turns.
+    One prompt is read for each reduced cache, and its row repeated. A plain cache has one row of
+    the length that it is asked about, since its time for a byte is another for many short rows.
+    All that is compared runs in turns.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     profiles : tuple of BudgetProfile
-        Two whose prompts and shares differ; a plain cache reads the second one's prompt.
+        Two whose prompts and shares differ.
+    plain_tokens : int
+        Of the row of a plain cache.
 
     Returns
     -------
@@ -155,13 +161,19 @@ def measure_steps(model: Any, profiles: tuple[BudgetProfile, BudgetProfile]) -> 
         cache.batch_repeat_interleave(rows)
         return lambda tokens: forward(rows, tokens)
 
-    def plain(tokens: int, rows: int) -> Callable[[int], object]:
-        return read(DynamicCache(config=model.config), tokens, rows)
+    def plain(rows: int, tokens: int = FEW_TOKENS) -> Callable[[int], object]:
+        """Read a few tokens into a plain cache; copies of them make it as long as wanted."""
+        cache: Any = DynamicCache(config=model.config)
+        add = read(cache, FEW_TOKENS, rows)
+        more = (1, 1, -(-tokens // FEW_TOKENS) - 1, 1)
+        for place, layer in enumerate(cache.layers):
+            cache.update(layer.keys.repeat(more), layer.values.repeat(more), place)
+        return add
 
     lengths = [one.context_tokens for one in profiles]
     reduced = [make_cache(model, one, allow_other_model=True) for one in profiles]
-    adding: dict[Any, Callable[[int], object]] = {rows: plain(FEW_TOKENS, rows) for rows in ROWS}
-    adding["plain"] = plain(lengths[1], CACHE_ROWS)
+    adding: dict[Any, Callable[[int], object]] = {rows: plain(rows) for rows in ROWS}
+    adding["plain"] = plain(1, plain_tokens)
     for place, cache in enumerate(reduced):
         adding[f"reduced {place}"] = read(cache, lengths[place], CACHE_ROWS)
     steps = {name: partial(add, 1) for name, add in adding.items()}
@@ -189,7 +201,7 @@ def measure_steps(model: Any, profiles: tuple[BudgetProfile, BudgetProfile]) -> 
     return StepTimes(
         rows=ROWS,
         model_seconds=tuple(seconds[rows] for rows in ROWS),
-        plain=Line(0.0, of_row("plain", seconds) / shape.plain_bytes(lengths[1])),
+        plain=Line(0.0, max(seconds["plain"] - seconds[1], 0.0) / shape.plain_bytes(plain_tokens)),
         kept=Line.through(*kept),
         followed=Line(0.0, max(slower, 0.0) / shape.plain_bytes(FOLLOWED)),
         settled=Line.through(*settled),

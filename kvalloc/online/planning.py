@@ -167,7 +167,8 @@ def plan_batch(
     if times is None and device is not None:
         times = device_steps(model, device)
     if times is None:
-        times = measure_steps(model, _measured(setting, least, prompt))
+        tokens = min(prompt + answer // 2, max(1, room // shape.plain_bytes(1)))
+        times = measure_steps(model, _measured(setting, least, prompt), tokens)
     planned = [one.planned(room, times) for one in loads if one.peak_bytes <= room]
     planned.sort(key=lambda one: -one.tokens_per_second)
     plain = Load.of_plain(shape, prompt, answer)
