@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
+import typer
+
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.cli.answers import Conversation, PromptOptions, check_text
 from kvalloc.cli.options import ModelFlags, from_typed, takes
@@ -223,14 +225,14 @@ def _answer(
         print()
     if show and not quiet:
         _say("")
-        _say(f"> {question.strip()}", "bold")
+        _say(f"> {question.strip()}", bold=True)
     written = conversation.answer(question, keep=keep, stopped=stopped)
     count = len(written.tokens)
     if not quiet:
         took = f"the first after {duration(written.first_seconds)}{written.speed_text}"
-        _say(f"{count:,} token{'s' * (count > 1)}; {took}", "dim")
+        _say(f"{count:,} token{'s' * (count > 1)}; {took}", dim=True)
         if keep:
-            _say(f"cache: {kept_text(conversation.cache)}", "dim")
+            _say(f"cache: {kept_text(conversation.cache)}", dim=True)
     return {
         "question": question.strip(),
         "answer": written.text,
@@ -261,11 +263,11 @@ def _answer_typed(conversation: Conversation) -> list[dict[str, Any]]:
                     )
                 )
                 if stopped():
-                    _say("broken off", "dim")
+                    _say("broken off", dim=True)
         except InputError as error:
             if not interactive:
                 raise
-            _say(str(error), "red")
+            _say(str(error), fg="red")
     if not rows and not interactive:
         raise InputError(
             "there is no question; give --question TEXT, or turns on stdin, a line each"
@@ -313,7 +315,7 @@ def _typed_turns() -> Iterator[str]:
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and a history for input())
     if not (is_quiet() or wants_json()):
-        _say("Ask; an empty line or Ctrl-D ends.", "dim")
+        _say("Ask; an empty line or Ctrl-D ends.", dim=True)
     while True:
         try:
             line = input("> ").strip()
@@ -325,9 +327,6 @@ def _typed_turns() -> Iterator[str]:
         yield line
 
 
-def _say(text: str, style: str | None = None) -> None:
-    """Print a line on stderr as it stands: nothing in it is read as rich's marks or as emoji."""
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True, soft_wrap=True).print(Text(plain(text)), style=style)
+def _say(text: str, **style: Any) -> None:
+    """Print a line on stderr."""
+    typer.secho(plain(text), err=True, **style)

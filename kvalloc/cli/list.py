@@ -145,18 +145,14 @@ def _print_plugins(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
-    empty = {"name": name, "summary": "", "reference": "", "options": None}
+    row = {"name": name, "summary": "", "reference": "", "options": None, "error": None}
     try:
         cls = load(group, name, base)
     except KVAllocError as error:
-        return {**empty, "error": " ".join(str(error).split())}
-    return {
-        "name": name,
-        "summary": str(getattr(cls, "summary", "")),
-        "reference": str(getattr(cls, "reference", "")),
-        "options": {key: _default(option) for key, option in plugin_options(cls).items()},
-        "error": None,
-    }
+        return row | {"error": " ".join(str(error).split())}
+    texts = {text: str(getattr(cls, text, "")) for text in ("summary", "reference")}
+    options = {key: _default(option) for key, option in plugin_options(cls).items()}
+    return row | texts | {"options": options}
 
 
 def _default(option: inspect.Parameter) -> Any:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from pathlib import Path
 from types import UnionType
 from typing import (
     Annotated,
@@ -50,7 +49,7 @@ def parse_seconds(text: str) -> float:
     raise InputError(f"--time-limit is {text} s, expected a number above 0")
 
 
-class Common(TypedDict):
+class Common:
     """What several commands take.
 
     Parameters
@@ -82,18 +81,15 @@ class Common(TypedDict):
         Print each step on stderr, with its time.
     """
 
-    model: Annotated[str, Option()]
-    scores: Annotated[Path, Option()]
-    profile: Annotated[str, Option()]
-    solver: Annotated[str, Option("NAME", SOLVING)]
-    average: Annotated[str, Option("curves|allocations", SOLVING)]
-    time_limit: Annotated[float, Option("SECONDS", SOLVING, parser=parse_seconds)]
-    fitted: Annotated[Path, Option("FILE", MODEL)]
-    allow_other_model: Annotated[bool, Option("", MODEL)]
-    resume: Annotated[bool, Option()]
-    json: Annotated[bool, Option()]
-    quiet: Annotated[bool, Option()]
-    verbose: Annotated[bool, Option()]
+
+COMMON = {
+    "solver": Option("NAME", SOLVING),
+    "average": Option("curves|allocations", SOLVING),
+    "time_limit": Option("SECONDS", SOLVING, parser=parse_seconds),
+    "fitted": Option("FILE", MODEL),
+    "allow_other_model": Option("", MODEL),
+}
+"""How the help shows some of them."""
 
 
 class ModelFlags(TypedDict, total=False):
@@ -148,9 +144,6 @@ RARE = frozenset(
 )
 """Options that few need, by name: only ``--help-all`` shows them."""
 
-_COMMON: dict[str, Option] = {
-    name: get_args(hint)[1] for name, hint in get_type_hints(Common, include_extras=True).items()
-}
 _ALSO = {"output": ("-o",), "quiet": ("-q",), "verbose": ("-v",)}
 _ALWAYS = ("json", "quiet", "verbose")
 """Other names of flags."""
@@ -247,7 +240,7 @@ def _flag(
     name: str, hint: Any, helps: Mapping[str, tuple[str, str]], *, argument: bool = False
 ) -> Any:
     """Return the annotation that makes typer show a parameter or field."""
-    shown, (text, default) = _COMMON.get(name, Option()), helps[name]
+    shown, (text, default) = COMMON.get(name, Option()), helps[name]
     if get_origin(hint) is Annotated:
         hint, shown = get_args(hint)
     known, parser = _names(name), shown.parser

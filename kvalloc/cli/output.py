@@ -12,14 +12,21 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvalloc.errors import InputError, plain
 from kvalloc.report.terminal import hanging, table_text, terminal_width
 
-_json: ContextVar[bool] = ContextVar("kvalloc_json", default=False)
-_quiet: ContextVar[bool] = ContextVar("kvalloc_quiet", default=False)
-_verbose: ContextVar[bool] = ContextVar("kvalloc_verbose", default=False)
+
+class _Printing(NamedTuple):
+    """What was typed of ``--json``, ``--quiet`` and ``--verbose``."""
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+_printing: ContextVar[_Printing] = ContextVar("kvalloc_printing", default=_Printing())  # noqa: B039
 
 
 @contextmanager
@@ -33,14 +40,12 @@ def printing(*, json: bool = False, quiet: bool = False, verbose: bool = False) 
     """
     if quiet and verbose:
         raise InputError("--quiet and --verbose contradict each other; give one of them")
-    settings = ((_json, json), (_quiet, quiet), (_verbose, verbose))
-    tokens = [(variable, variable.set(value)) for variable, value in settings]
+    token = _printing.set(_Printing(json, quiet, verbose))
     try:
         with _logging() if verbose else nullcontext():
             yield
     finally:
-        for variable, token in tokens:
-            variable.reset(token)
+        _printing.reset(token)
 
 
 @contextmanager
@@ -64,17 +69,17 @@ def _logging() -> Iterator[None]:
 
 def wants_json() -> bool:
     """Return whether stdout is for one JSON document."""
-    return _json.get()
+    return _printing.get().json
 
 
 def is_quiet() -> bool:
     """Return whether only results and errors are printed."""
-    return _quiet.get()
+    return _printing.get().quiet
 
 
 def is_verbose() -> bool:
     """Return whether more is shown than most people need."""
-    return _verbose.get()
+    return _printing.get().verbose
 
 
 def print_result(

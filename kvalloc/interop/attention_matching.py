@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvalloc.errors import InputError, one_line
 from kvalloc.files import write_text
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, imported_heads
+from kvalloc.interop.target import ExportTarget, imported_heads, reading
 
 
 class AttentionMatching(ExportTarget):
@@ -49,7 +48,7 @@ class AttentionMatching(ExportTarget):
             Share of all entries to keep, 0..1.
         """
         names = _names(like)
-        try:
+        with reading(path, "has no head budgets of Attention Matching"):
             shares = json.loads(path.read_bytes())
             if not isinstance(shares, dict) or shares.keys() != {*names}:
                 raise ValueError(
@@ -59,10 +58,6 @@ class AttentionMatching(ExportTarget):
             wanted = np.array([float(shares[name]) for name in names])
             if not (np.isfinite(wanted).all() and wanted.min() >= 0 and wanted.max() > 0):
                 raise ValueError("expected shares from 0 on, not all of them 0")
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise InputError(
-                f"{path} has no head budgets of Attention Matching: {one_line(error)}"
-            ) from error
         if kept is None:
             kept = like.budgets[list(like.shape.full_layers)].mean() / like.context_tokens
         total = kept * wanted.size * like.context_tokens

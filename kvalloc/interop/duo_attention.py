@@ -7,11 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kvalloc.errors import InputError, one_line
 from kvalloc.files import make_folder, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, alone, imported, scored, with_decided
+from kvalloc.interop.target import (
+    ExportTarget,
+    alone,
+    check_numbers,
+    imported,
+    reading,
+    scored,
+    with_decided,
+)
 
 HEADS = "full_attention_heads.tsv"
 
@@ -70,7 +77,7 @@ class DuoAttention(ExportTarget):
             Share of the heads that stream, those with the smallest numbers; by default those
             below one half.
         """
-        try:
+        with reading(path, f"is no pattern of DuoAttention, a folder with {HEADS} and config.json"):
             rows = [row for row in (path / HEADS).read_text("utf-8").splitlines() if row.strip()]
             if not rows:
                 raise ValueError(f"{HEADS} is empty")
@@ -79,17 +86,7 @@ class DuoAttention(ExportTarget):
             sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
             if min(sinks, recent) < 0:
                 raise ValueError(f"sink_size is {sinks}, recent_size {recent}, expected >= 0")
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise InputError(
-                f"{path} is no pattern of DuoAttention, a folder with {HEADS} and config.json: "
-                f"{one_line(error)}"
-            ) from error
-        if heads.shape != like.budgets.shape or not np.isfinite(heads).all():
-            raise InputError(
-                f"{path / HEADS} has {heads.shape[0]} x {heads.shape[1]} numbers, expected finite "
-                f"ones for the {like.shape.n_layers} layers x {like.shape.n_kv_heads} KV heads of "
-                f"{like.shape.model_id}"
-            )
+            check_numbers(heads, like.budgets.shape)
         limit = 0.5 if sparsity is None else float(np.quantile(heads.clip(0, 1), sparsity))
         retrieval = heads.clip(0, 1)[list(like.shape.full_layers)] >= limit
         few = min(sinks + recent, like.context_tokens)

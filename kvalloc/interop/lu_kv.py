@@ -8,10 +8,9 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError, one_line
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.interop.target import ExportTarget, imported_heads
+from kvalloc.interop.target import ExportTarget, check_numbers, imported_heads, reading
 
 TOTALS = np.arange(1, 100) / 100
 """Share of all entries that is evicted, one a row of the file."""
@@ -67,17 +66,10 @@ class LUKV(ExportTarget):
         evicted : float, optional
             Share of all entries to evict, kvpress' ``compression_ratio``, 0.01..0.99.
         """
-        try:
-            with open(path, "rb") as file:  # np.load would open archives, too, and not close them
-                curves: FloatArray = np.lib.format.read_array(file, allow_pickle=False)
-        except Exception as error:  # NumPy takes the header for Python's, with errors of its own
-            raise InputError(f"{path} is no file of LU-KV: {one_line(error)}") from error
-        expected = (len(TOTALS), *like.budgets.shape)
-        if curves.shape != expected or not np.isfinite(curves).all():
-            raise InputError(
-                f"{path} holds numbers shaped {curves.shape}, expected finite ones shaped "
-                f"{expected} for {like.shape.model_id}"
-            )
+        # np.load would open archives, too, and not close them
+        with reading(path, "is no file of LU-KV"), open(path, "rb") as file:
+            curves: FloatArray = np.lib.format.read_array(file, allow_pickle=False)
+            check_numbers(curves, (len(TOTALS), *like.budgets.shape))
         full, context = list(like.shape.full_layers), like.context_tokens
         if evicted is None:
             evicted = 1 - like.budgets[full].mean() / context

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvalloc.errors import InputError, MissingDependencyError, one_line
+from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.files import write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
-from kvalloc.interop.target import ExportTarget, scored
+from kvalloc.interop.target import ExportTarget, reading, scored
 
 BLOCK_TOKENS = 32
 """Of the CPU; a GPU has blocks of 16, of which these are whole numbers, too."""
@@ -100,15 +100,10 @@ def scheduler_config(path: str | Path) -> Any:
         raise MissingDependencyError(
             "openvino_genai is not installed; get it with: pip install openvino-genai"
         ) from error
-    try:
+    with reading(path, "is no cache eviction config of 'kvalloc export --to openvino'"):
         stated = json.loads(Path(path).read_bytes())["cache_eviction_config"]
         mode = getattr(openvino_genai.AggregationMode, stated["aggregation_mode"])
         eviction = openvino_genai.CacheEvictionConfig(**stated | {"aggregation_mode": mode})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise InputError(
-            f"{path} is no cache eviction config of 'kvalloc export --to openvino': "
-            f"{one_line(error)}"
-        ) from error
     config = openvino_genai.SchedulerConfig()
     config.use_cache_eviction, config.cache_eviction_config = True, eviction
     return config

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError, MissingDependencyError, one_line, require
+from kvalloc.errors import require
 from kvalloc.files import atomic_write, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.interop.target import ExportTarget, imported
+from kvalloc.interop.target import ExportTarget, imported, reading
 
 Table = Mapping[str, Sequence[Any]]
 """Columns by name, all of one length."""
@@ -55,7 +55,7 @@ class CSV(ExportTarget):
     def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
         """Read budgets, and bits if it has some; see `ExportTarget.read`."""
         wanted: dict[str, Any] = {}
-        try:
+        with reading(path, "is no table of budgets with the columns layer, head and tokens"):
             table = self.read_table(path)
             places = [np.array(table[name], dtype=np.int64) for name in ("layer", "head")]
             order = np.ravel_multi_index(places, like.budgets.shape)
@@ -66,13 +66,6 @@ class CSV(ExportTarget):
                     array = np.empty(like.budgets.size, dtype=np.int64)
                     array[order] = np.array(table[column], dtype=np.int64)
                     wanted[name] = array.reshape(like.budgets.shape)
-        except MissingDependencyError:
-            raise
-        except Exception as error:  # pyarrow has errors of its own, and its types have theirs
-            raise InputError(
-                f"{path} is no table of budgets with the columns layer, head and tokens: "
-                f"{one_line(error)}"
-            ) from error
         return imported(like, path, level="head", **wanted)
 
 

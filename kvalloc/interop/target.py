@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,14 @@ import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError, UnsupportedRequestError, one_of, several
+from kvalloc.errors import (
+    InputError,
+    MissingDependencyError,
+    UnsupportedRequestError,
+    one_line,
+    one_of,
+    several,
+)
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
 from kvalloc.shape import ModelShape
@@ -199,6 +207,34 @@ def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
 def scored(scorer: str, *, sinks: int, window: int) -> Policy:
     """Return the policy of a scorer with sinks and a window, and its other parameters' defaults."""
     return Policy(scorer=scorer, scorer_parameters={"window": window}, sinks=sinks, window=window)
+
+
+@contextmanager
+def reading(path: str | Path, what: str) -> Iterator[None]:
+    """Say in one line what is wrong with a foreign file: its reader may fail in any way.
+
+    Parameters
+    ----------
+    path : str or Path
+    what : str
+        What it turns out not to be, such as ``"is no file of LU-KV"``.
+
+    Raises
+    ------
+    InputError
+    """
+    try:
+        yield
+    except MissingDependencyError:
+        raise
+    except Exception as error:
+        raise InputError(f"{path} {what}: {one_line(error)}") from error
+
+
+def check_numbers(array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a file's numbers are finite and of this shape."""
+    if array.shape != shape or not np.isfinite(array).all():
+        raise ValueError(f"its numbers are shaped {array.shape}, expected finite ones, {shape}")
 
 
 def imported(like: BudgetProfile, path: Path, **values: Any) -> BudgetProfile:
