@@ -40,6 +40,8 @@ from kvalloc.online.ways import (
     chosen_way,
 )
 from kvalloc.prompts.intervals import resampled_means
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
 
 NEW, SHARE = 64, 0.2
@@ -163,7 +165,7 @@ def cache_of(
         assert isinstance(way, Decided), "nothing is decided for this model"
     else:
         way = {"twice": Twice, "late": Late, "early": Early}[name](setting=setting)
-    return kvalloc.make_cache(model, way.profile(tokens), bounded=way.bounded)
+    return build_cache(model, way.profile(tokens), CacheOptions(by_layer=way.by_layer))
 
 
 @torch.inference_mode()

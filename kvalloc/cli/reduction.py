@@ -40,8 +40,6 @@ class Reduction:
         stay; see 'kvalloc list policies'. Its parameters after colons, such as nacl:seed=1.
     decode_every : int
         Evict again every N tokens that follow the prompt; every 64 or more by default.
-    bounded : bool
-        With a policy that waits for what follows the prompt: keep twice the budgets until then.
     lossless : bool
         Answer as the full cache does: it verifies what the reduced cache drafts.
     """
@@ -54,7 +52,6 @@ class Reduction:
     solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
     policy: Annotated[str | None, Option("NAME", KEPT)] = None
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
-    bounded: Annotated[bool, Option("", KEPT)] = False
     fitted: Annotated[Path | None, Option("FILE", MODEL)] = None
     lossless: Annotated[bool, Option("", KEPT)] = False
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
@@ -102,7 +99,7 @@ class Reduction:
         from kvalloc.runtime import CacheOptions
         from kvalloc.runtime.lossless import verify_with
 
-        names = ("policy", "decode_every", "bounded", "allow_other_model", "fitted")
+        names = ("policy", "decode_every", "allow_other_model", "fitted")
         options = CacheOptions(**{name: getattr(self, name) for name in names})
         make = cache_maker(self.profile, options, **self.target)
         loaded = load(self.model, self.typed)

@@ -44,7 +44,6 @@ def apply(
     allow_other_model: bool = False,
     policy: str | Policy | None = None,
     decode_every: int | None = None,
-    bounded: bool = False,
     fitted: str | Path | None = None,
     lossless: bool = False,
     **keywords: Unpack[PromptOptions],
@@ -78,7 +77,7 @@ def apply(
         one target is given.
     allow_other_model : bool
         With a profile or a fitted file: accept that of a model of another name with the same sizes.
-    policy, decode_every, bounded : optional
+    policy, decode_every : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
         With a budget or a target loss alone: what ``kvalloc fit`` wrote for this model, so that one
@@ -105,7 +104,6 @@ def apply(
     options = CacheOptions(
         policy=policy,
         decode_every=decode_every,
-        bounded=bounded,
         allow_other_model=allow_other_model,
         fitted=fitted,
     )

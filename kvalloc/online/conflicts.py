@@ -16,7 +16,7 @@ DECIDING = (
     *("solver", "scorer", "sinks"),
 )
 """How a target is decided for each prompt."""
-KEEPING = ("policy", "decode_every", "bounded")
+KEEPING = ("policy", "decode_every")
 """How a cache keeps its budgets."""
 
 

@@ -104,8 +104,8 @@ class Default:
         setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
 
         def way_of(length: int | None) -> Way:
-            limit, bounded = context_limit(model), self.options.bounded
-            return chosen_way(setting, length, limit=limit, embedded=size.embedded, bounded=bounded)
+            limit = context_limit(model)
+            return chosen_way(setting, length, limit=limit, embedded=size.embedded)
 
         if tokens is None:
             profile = way_of(None).profile(None)
@@ -126,7 +126,7 @@ class Default:
             requested = {**profile.requested, "value": self.share}
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
-            options = replace(self.options, bounded=way.bounded, memory=memory)
+            options = replace(self.options, by_layer=way.by_layer, memory=memory)
             cache = build_cache(model, profile, options, prompt_tokens=size.announced)
             caches.append((rows, cache))
         return caches[0][1] if len(caches) == 1 else GroupedCache(caches)

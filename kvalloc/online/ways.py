@@ -28,7 +28,6 @@ from kvalloc.online.solved import (
     matching_options,
     solve_share,
 )
-from kvalloc.runtime.plan import BOUNDED_BUDGETS
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.scorers.lookahead import LATEST_VOTES, latest_votes
@@ -129,7 +128,7 @@ class Way:
         Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads).
     text : str
         What it does, in a line of detail.
-    bounded : bool
+    by_layer : bool
         Option of that name of the caches that serve it, see `CacheOptions`.
     by_prompt : bool
         Whether heads share what they may keep, and each prompt hands it out.
@@ -141,7 +140,7 @@ class Way:
 
     cost: ClassVar[float]
     text: ClassVar[str]
-    bounded: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = False
     by_prompt: ClassVar[bool] = True
     fits_values: ClassVar[bool] = False
 
@@ -244,7 +243,7 @@ class Early(Way):
 
     cost = 1.2
     text = "evicts while the prompt is read"
-    bounded = True
+    by_layer = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,33 +342,12 @@ class Late(Way):
         return self._holding_bytes(read, min(LATEST_VOTES, read.tokens) + AWAITED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounded(Late):
-    """As `Late`, of twice the budgets, which the heads of each layer keep as it is read."""
-
-    text = (
-        f"keeps {BOUNDED_BUDGETS} times the budget until {AWAITED} tokens have followed the prompt"
-    )
-    bounded = True
-
-    def peak_bytes(self, read: Rows) -> int:
-        """Return it; at 16 bits until the last eviction."""
-        (tokens, rows, columns, _), shape = read, self.setting.shape
-        peak, one_layer = super().peak_bytes(read), reading_bytes(shape, columns, rows)
-        entries = min(BOUNDED_BUDGETS * self.setting.entries(tokens), tokens)
-        if entries < columns:
-            stays = entries * shape.n_kv_heads * shape.bytes_per_entry * rows
-            peak += one_layer - len(shape.full_layers) * (one_layer - stays)
-        return peak
-
-
 def chosen_way(
     setting: Setting,
     tokens: int | None,
     *,
     limit: int | None = None,
     embedded: bool = False,
-    bounded: bool = False,
 ) -> Way:
     """Return how a row is served that may hold its full cache.
 
@@ -382,16 +360,12 @@ def chosen_way(
         Tokens that the model was made for.
     embedded : bool
         Whether the prompt comes as embeddings, which cannot be read again.
-    bounded : bool
-        Whether memory is to be bounded until tokens have followed.
     """
     if tokens is not None:
-        if not bounded and (solved := setting.solved_tokens(tokens)) is not None:
+        if (solved := setting.solved_tokens(tokens)) is not None:
             return Decided(setting=setting, solved_tokens=solved)
         if setting.entries(tokens) == tokens:
             return Whole.of(setting, tokens)
-    if bounded:
-        return Bounded(setting=setting)
     if tokens is None or embedded:
         return Late(setting=setting)
     again = tokens + min(PIECE, tokens) + CARRIED_TOKENS

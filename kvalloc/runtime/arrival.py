@@ -32,8 +32,6 @@ class Step:
         Columns of the prompt as far as it is known.
     completes : bool
         Whether the prompt is known to be complete after it.
-    remember : bool
-        Whether what the policy notes of it will be wanted later.
     """
 
     seen: int
@@ -41,7 +39,6 @@ class Step:
     budgets: IntArray | None
     prompt_tokens: int
     completes: bool
-    remember: bool = True
 
     @property
     def batch(self) -> int:
@@ -194,7 +191,6 @@ class Arrival:
             budgets=budgets,
             prompt_tokens=expected if in_prompt else (self.prompt_tokens or seen),
             completes=completes,
-            remember=in_prompt and not completes,
         )
 
     def row_tokens(self, visible: Tensor, expected: int) -> IntArray:

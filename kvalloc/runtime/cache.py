@@ -393,8 +393,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         step = prompt.begin(arguments, mask)
         # one token is attended to without a copy of what is kept in front of what followed
-        observed = step.remember and prompt.plan.policy.observes
-        alone = step.new_tokens == 1 and step.budgets is None and not observed
+        alone = step.new_tokens == 1 and step.follows
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
                 layer.joins = prompt.reader is not None or not alone

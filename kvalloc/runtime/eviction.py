@@ -139,8 +139,6 @@ class Eviction:
         How many of the latest tokens are no candidates, and stay.
     idle : frozenset of int
         Rows of which nothing goes, and which have no queries to choose by.
-    chooser : EvictionPolicy, optional
-        Who chooses now, where `policy` does so later, for which it notes what it needs.
     hand_out : callable, optional
         ``hand_out(scores, budgets)``: by a row's scores in one layer, a list of one (n_kv_heads,
         n_evictable), how many each head keeps of what they may keep together, (1, n_kv_heads).
@@ -162,7 +160,6 @@ class Eviction:
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following: int = 0
     idle: frozenset[int] = frozenset()
-    chooser: EvictionPolicy | None = None
     hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
     scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
         default_factory=dict
@@ -196,7 +193,7 @@ class Eviction:
             n_tokens -= int((~self.visible[row, :n_tokens]).sum())
         if self.held and (self.policy.observes or self.policy.needs_whole_prompt):
             return n_tokens
-        return max(one.query_rows(n_tokens) for one in (self.policy, self._who))
+        return self.policy.query_rows(n_tokens)
 
     def _grain(self, layer: BudgetLayer | Tail, keys: Tensor) -> int:
         if layer.reduced and not layer.even:
@@ -379,8 +376,8 @@ class Eviction:
             One a row; n_evictable is 0 where a row has no more than sinks and window. A head that
             has fewer than another has -inf at its end.
         """
-        who = self._who
-        assert isinstance(who, Score)  # other profiles are not `by_prompt`
+        policy = self.policy
+        assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
         stored = _numbers(layer)
         for part in self._pieces(layer, states):
@@ -389,7 +386,7 @@ class Eviction:
             end = self.sinks if part[0] in self.idle else end
             scores = own.keys[..., 0]
             if end > self.sinks:  # else there is nothing to choose from, or only padding
-                scores = who.scores(own, sinks=self.sinks)
+                scores = policy.scores(own, sinks=self.sinks)
                 later = (own.later or {}).items()
                 notes = {key: replace(noted, columns=None) for key, noted in later}
                 self.scored[states.layer, part] = scores, notes
@@ -430,16 +427,11 @@ class Eviction:
         scores, _ = self.scored.pop((states.layer, part), (None, None))
         if scores is not None:
             return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
-        return self._who.keep(states, budgets, sinks=self.sinks, window=self.window)
-
-    @property
-    def _who(self) -> EvictionPolicy:
-        """Who chooses now."""
-        return self.policy if self.chooser is None else self.chooser
+        return self.policy.keep(states, budgets, sinks=self.sinks, window=self.window)
 
     def _stored(self, own: AttentionStates, kept: Tensor, budgets: Tensor) -> AttentionStates:
         """A piece with what the policy puts into the entries that stay."""
-        if self.chooser is not None or not bool((budgets < kept.shape[2]).any()):
+        if not bool((budgets < kept.shape[2]).any()):
             return own
         given, bits = own, self.bits.get(own.layer)
         if bits is not None and (bits != 16).any() and self.policy.combines:

@@ -72,7 +72,6 @@ def make_cache(
     prompt_tokens: int | None = None,
     policy: str | Policy | None = None,
     decode_every: int | None = None,
-    bounded: bool = False,
 ) -> BudgetCache:
     """Make a cache for one conversation that keeps the profile's budgets of its prompt.
 
@@ -88,7 +87,7 @@ def make_cache(
         Length, padding included, of a prompt that arrives in several forwards: its budgets hold
         from the first one on. By default the first forward is the whole prompt, since a second
         chunk could not be told from a follow-up question; see also `BudgetCache.prefill`.
-    policy, decode_every, bounded : optional
+    policy, decode_every : optional
         How the cache keeps its budgets, see `kvalloc.runtime.CacheOptions`.
 
     Returns
@@ -116,7 +115,6 @@ def make_cache(
     options = CacheOptions(
         policy=policy,
         decode_every=decode_every,
-        bounded=bounded,
         allow_other_model=allow_other_model,
     )
     return build_cache(model, profile, options, prompt_tokens=prompt_tokens)

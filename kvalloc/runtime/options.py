@@ -26,11 +26,9 @@ class CacheOptions:
         Tokens after which what followed the prompt competes for the budget of all tokens seen,
         beside what is kept; by default 64, or a sixteenth of the tokens seen. 1 keeps the budget at
         every token.
-    bounded : bool
-        For policies that look at what follows the prompt: hold no full cache until then, but keep
-        twice the budgets while the prompt is read. By default they hold the whole prompt. Where
-        each prompt hands the budgets out and nothing is waited for: the heads of each layer compete
-        as it is read, not those of all layers.
+    by_layer : bool
+        Where each prompt hands the budgets out: the heads of each layer compete as it is read, not
+        those of all layers, for which the whole prompt is held.
     allow_other_model : bool
         Accept a profile of a model of another name with the same sizes, e.g. of a fine-tune.
     memory : int, optional
@@ -42,7 +40,7 @@ class CacheOptions:
 
     policy: str | Policy | None = None
     decode_every: int | None = None
-    bounded: bool = False
+    by_layer: bool = False
     allow_other_model: bool = False
     memory: int | None = None
     fitted: str | Path | None = None

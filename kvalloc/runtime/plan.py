@@ -25,52 +25,16 @@ from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["BOUNDED_BUDGETS", "Plan", "Schedule", "due_after"]
+__all__ = ["Plan", "due_after"]
 
 EVERY, OF_SEEN = 64, 16
 """Tokens after which a conversation is brought back within its budget: a full block of keys, and
 where more of this share of the tokens seen, so that to do so takes the same part of the time."""
 
-BOUNDED_BUDGETS = 2
-"""In bounded memory so many times the budgets are kept until enough has followed a prompt."""
-
 
 def due_after(settled: int) -> int:
     """Return after how many tokens what follows so many competes, by default."""
     return max(EVERY, settled // OF_SEEN)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When entries of a prompt go.
-
-    Attributes
-    ----------
-    while_read : bool
-        Whether each layer evicts when it has read a forward; else the prompt is held whole.
-    after : int or None
-        Tokens that follow the prompt before all layers evict, 0 where it is enough that it is
-        complete; None where they do not.
-    chooser : EvictionPolicy or None
-        Who chooses while it is read, where that is not the cache's own policy.
-    by_layer : bool
-        Whether the heads of a layer share what they may keep then, and each prompt hands it out.
-    """
-
-    while_read: bool
-    after: int | None
-    chooser: EvictionPolicy | None = None
-    by_layer: bool = False
-
-    @property
-    def late(self) -> bool:
-        """Whether anything goes when the prompt is complete, and not while it is read."""
-        return self.after is not None
-
-    @property
-    def times(self) -> int:
-        """Of the budgets, which are kept until then."""
-        return BOUNDED_BUDGETS if self.while_read and self.late else 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,8 +61,12 @@ class Plan:
         Of layers that share entries, their group.
     wanted : mapping of int to tuple of Scorer
         For each layer, the scorers that look beyond the prompt.
-    whole, chunks : Schedule
-        Of a prompt that comes in one forward, and in several.
+    holds, holds_chunks : bool
+        Whether a prompt that comes in one forward, or in several, is held whole until all layers
+        evict at once; else each layer evicts when it has read a forward.
+    by_layer : bool
+        Whether the heads of a layer share what it may keep, and each prompt hands it out as it is
+        read.
     limit : int or None
         Tokens that the model was made for.
     reduces : bool
@@ -120,8 +88,9 @@ class Plan:
     halves: Mapping[int, IntArray]
     groups: Mapping[int, tuple[int, ...]]
     wanted: Wanted
-    whole: Schedule
-    chunks: Schedule
+    holds: bool
+    holds_chunks: bool
+    by_layer: bool
     limit: int | None
     reduces: bool
     every: int | None
@@ -153,28 +122,12 @@ class Plan:
         )
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
-        scorers = [scorer for each in wanted.values() for scorer in each]
-        awaited, bounded = awaited_tokens(scorers), options.bounded
-        holds = bool(wanted) or profile.by_prompt
+        by_layer = options.by_layer and profile.by_prompt
+        holds = bool(wanted) or (profile.by_prompt and not by_layer)
         # a group evicts after its last layer, when the queries of its others have gone
         holds |= policy.holds and bool(profile.share_groups)
-        at_once = profile.by_prompt and not scorers
-        more = holds or bounded or policy.combines
-        refusals.refuse(
-            beyond_memory=profile.fits_a_peak and more and policy.name,
-            on_or_off=bounded not in (True, False) and (bounded,),
-            bounded_awaits_nothing=bounded and not (awaited or at_once),
-            bounded_shared=bounded and refusals.shared_layers(profile),
-        )
-        held = Schedule(while_read=False, after=awaited)
-        read = Schedule(while_read=True, after=None)
-        if bounded:
-            held = read = Schedule(
-                while_read=True,
-                after=None if at_once else awaited,  # what a layer chooses at once is final
-                chooser=policy.early,
-                by_layer=profile.by_prompt,
-            )
+        beyond = profile.fits_a_peak and (holds or policy.combines)
+        refusals.refuse(beyond_memory=beyond and policy.name)
         wide = next(model.parameters()).itemsize > HALF_BYTES
         bits = rounded_layers(profile, every=wide and profile.reduces)
         return cls(
@@ -187,8 +140,9 @@ class Plan:
             halves={layer: np.full_like(own, 16) for layer, own in bits.items()} if wide else {},
             groups=groups_by_layer(profile.share_groups),
             wanted=wanted,
-            whole=held if holds else read,
-            chunks=held if holds or policy.holds else read,
+            holds=holds,
+            holds_chunks=holds or policy.holds,
+            by_layer=by_layer,
             limit=context_limit(model),
             reduces=profile.reduces,
             every=every,

@@ -111,7 +111,7 @@ class Prompt:
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._waits = False  # for tokens that follow a held prompt
         self.given: int | None = None  # columns behind which drafts may stand; None without any
-        self._schedule = self.plan.chunks  # unless the first forward is the whole prompt
+        self._holds = self.plan.holds_chunks  # unless the first forward is the whole prompt
         self._seen: dict[int, AttentionStates] = {}
         self._forget_held()
 
@@ -263,17 +263,13 @@ class Prompt:
         step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
         self._targets = {}
         if not step.seen:
-            self._schedule = self.plan.whole if step.completes else self.plan.chunks
+            self._holds = self.plan.holds if step.completes else self.plan.holds_chunks
             late = not step.completes and self.plan.bits
             refusals.refuse(rounded_beyond_memory=late and self.plan.profile.fits_a_peak)
-        schedule = self._schedule
-        if step.budgets is not None:
-            if schedule.times > 1:
-                step = replace(step, budgets=schedule.times * step.budgets, remember=True)
-            if schedule.late:
-                self._begin_held(arguments, step)
-            if schedule.while_read:
-                self._targets = self._targets_while_read(step)
+        if not step.follows and self._holds:
+            self._begin_held(arguments, step)
+        elif not step.follows:
+            self._targets = self._targets_while_read(step)
         self._check_read(self._targets)
         for index in self._targets:
             self._layers[index].evicts_next = True
@@ -282,18 +278,19 @@ class Prompt:
 
     def _targets_while_read(self, step: Step) -> dict[int, IntArray]:
         """Entries that each layer is to keep once it has read a forward, where any has to go."""
-        schedule, policy, some = self._schedule, self.plan.policy, step.seen or not step.completes
+        policy, some = self.plan.policy, step.seen or not step.completes
         refusals.refuse(
-            merges_chunks=some and policy.combines and not schedule.chooser and policy.name,
-            adds_up_chunks=step.remember and policy.needs_whole_prompt,
+            merges_chunks=some and policy.combines and policy.name,
+            adds_up_chunks=not step.completes and policy.needs_whole_prompt,
         )
-        packs, by_layer = step.completes and not schedule.late, dict[int, IntArray]()
+        found: dict[int, IntArray] = {}
         for index in self.plan.profile.shape.full_layers:
-            always, stored = packs and self.plan.rounds(index), self._layers[index].stored_counts()
-            targets = step.targets(index, stored, always=always, shared=schedule.by_layer)
+            always = step.completes and self.plan.rounds(index)
+            stored = self._layers[index].stored_counts()
+            targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
             if targets is not None:
-                by_layer[index] = targets
-        return by_layer
+                found[index] = targets
+        return found
 
     @contextmanager
     def _half_way(self) -> Iterator[None]:
@@ -311,10 +308,8 @@ class Prompt:
         if step.follows:
             self._note_following(layer, states, step)
             return
-        schedule = self._schedule
-        held = not schedule.while_read
-        remember = step.remember or self._goes_on_observing
-        if not (held or layer.awaits_eviction or remember):
+        remember = not step.completes or self._goes_on_observing
+        if not (self._holds or layer.awaits_eviction or remember):
             layer.unfinished = Unfinished()
             return
         eviction = self._eviction(
@@ -322,16 +317,14 @@ class Prompt:
             prompt_tokens=step.prompt_tokens,
             visible=step.visible,
             remember=remember,
-            bits=self.plan.bits if step.completes and not schedule.late else self.plan.halves,
+            bits=self.plan.bits if step.completes else self.plan.halves,
             new_from=step.seen,
-            held=held,
-            chooser=schedule.chooser,
-            hand_out=self._handed_out if schedule.by_layer else None,
+            held=self._holds,
+            hand_out=self._handed_out if self.plan.by_layer else None,
         )
         eviction.note(layer, states, step.columns)
-        if schedule.late:
+        if self._holds:
             self._note_seen(states)
-        if held:
             return
         if not layer.awaits_eviction:
             eviction.observe(layer, states)
@@ -436,7 +429,7 @@ class Prompt:
 
     def _complete(self) -> None:
         """The prompt is complete; a held one is repeated, and evicted or waits for what follows."""
-        targets = self._final_targets() if self._schedule.late else {}
+        targets = self._final_targets() if self._holds else {}
         if not targets:
             self._settle()
             return

@@ -74,12 +74,9 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "on its own; take one that ranks, such as score, or solve again without "
         "{option[share_groups]}",
         # How a cache is made
-        "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
-        "followed the prompt, and this profile waits for none; leave it out",
-        "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
         "beyond_memory": "these budgets were decided for {option[memory]} at its peak, and here "
         "the policy {0} takes more than what is kept and one layer in full while the prompt is "
-        "read; choose another policy, leave out {option[bounded]}, or decide by {option[budget]}",
+        "read; choose another policy, or decide by {option[budget]}",
         # What the model is set to, and what a call asks for
         "assisted": "use_mtp and speculation_type draft by what only a full cache holds; leave "
         "them out, or take prompt_lookup_num_tokens or assistant_model",
@@ -159,7 +156,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
     },
     InputError: {
         "no_decode_every": "{option[decode_every]} is {0[0]!r}, expected a number of tokens >= 1",
-        "on_or_off": "{option[bounded]} is {0[0]!r}, expected True or False",
         "no_prompt_tokens": "prompt_tokens is {0[0]}, expected >= 1",
         "no_policy": "policy is {0[0]!r}; name a policy or a scorer, or give a Policy, as of a "
         "profile",

@@ -132,23 +132,6 @@ class Scorer(Parameterized, ABC):
         return None
 
     @property
-    def early(self) -> Scorer:
-        """The one that ranks while the prompt is read, where memory is bounded; this by default.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If there is none, as nothing can be said before the tokens after the prompt are seen.
-        """
-        if self.later is not None:
-            raise UnsupportedRequestError(
-                f"the scorer {self.name} says nothing before the prompt is complete, so memory "
-                f"cannot be bounded while it is read; leave out {option('bounded')}, or choose "
-                "another scorer"
-            )
-        return self
-
-    @property
     def again(self) -> Scorer | None:
         """The one that ranks what is kept of a prompt beside what followed it.
 

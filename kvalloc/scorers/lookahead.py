@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
@@ -87,11 +87,6 @@ class Lookahead(PooledScorer):
     def later(self) -> Later | None:
         """The tokens that follow, if any are waited for."""
         return Later(kind="following", tokens=self.tokens) if self.tokens else None
-
-    @property
-    def early(self) -> Lookahead:
-        """The prompt's last queries alone, those of the window if no others vote."""
-        return replace(self, tokens=0, votes=self.votes or self.window)
 
     @property
     def later_key(self) -> Hashable:

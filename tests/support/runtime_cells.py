@@ -27,7 +27,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvalloc.accounting.costs import SCALE_BYTES, packed_row_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.runtime import load_cache, make_cache
+from kvalloc.runtime import load_cache
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import (
     EvictionPolicy,
     RankedPolicy,
@@ -78,9 +80,7 @@ class Setting:
     ) -> None:
         self.model, self.tolerance, self.policy = model, tolerance, policy
         self.mode = mode
-        # twice as many stay at first where memory is bounded: fewer than the prompt has
-        share = 0.3 if mode == "bounded" else 0.4
-        profile = tiny.make_profile(model, CONTEXT, share, scorer=scorer, parameters=None)
+        profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=None)
         profile = tiny.by_head(profile, spread=9) if level == "head" else profile
         if policy in policy_names():
             own = (EARLY_OPTIONS if mode == "early" else {}) | OPTIONS
@@ -104,8 +104,10 @@ class Setting:
             profile = profile.replace(level="head", by_prompt=True)
         self.profile = profile
 
-    def cache(self, **changes: Any) -> Any:
-        return make_cache(self.model, self.profile, bounded=self.mode == "bounded", **changes)
+    def cache(self, decode_every: int | None = None, **changes: Any) -> Any:
+        """Where each prompt hands out its entries early, each layer hands out its own."""
+        options = CacheOptions(by_layer=self.mode == "early", decode_every=decode_every)
+        return build_cache(self.model, self.profile, options, **changes)
 
     def shadow(self) -> Any:
         return tiny.Shadow(self.model)
@@ -192,23 +194,11 @@ class Setting:
         self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
 
     def settle(self, cache: Any, shadow: Any, mask: Any = None) -> Any:
-        """Give a policy that waits for tokens those; returns the mask that covers them, too.
-
-        Where memory is bounded twice the budgets wait, and what goes later is among them.
-        """
+        """Give a policy that waits for tokens those; returns the mask that covers them, too."""
         if not (awaited := cache.awaited_tokens):
             return mask
-        early, followed = tiny.kept_of(cache), cache.get_seq_length()
-        if self.mode == "bounded" and mask is None and not self.profile.by_prompt:
-            full = list(self.profile.shape.full_layers)
-            twice = np.minimum(2 * self.profile.budgets[full], CONTEXT)
-            assert (cache.kept_tokens_by_row[:, full] == twice).all()
         self.ask(awaited, cache, shadow, mask)
         assert not cache.awaited_tokens
-        for layer, kept in tiny.kept_of(cache).items() if self.mode == "bounded" else ():
-            for place in np.ndindex(*kept.shape[:2]):
-                prompted = kept[place][kept[place] < followed].tolist()
-                assert {*prompted} <= {*early[layer][place].tolist(), -1}
         self.follow(shadow, cache)
         return mask if mask is None else torch.nn.functional.pad(mask, (0, awaited), value=1)
 
@@ -383,12 +373,11 @@ def generated(
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """What `generate` gives, its new tokens, and the oracle's logits of them.
 
-    With late eviction it goes on after the tokens that are awaited, and evicts amid them. Where
-    memory is bounded it does not get so far: what went early could no longer be seen.
+    With late eviction it goes on after the tokens that are awaited, and evicts amid them.
     """
     cache, shadow = at.cache(), at.shadow()
     at.run(ids, probe := at.cache())
-    awaited = probe.awaited_tokens if at.mode == "late" else 0
+    awaited = probe.awaited_tokens
     new_tokens = awaited + 4
     if DRAFTS.items() <= options.items():
         cache.activate_past_recording(CONTEXT)
@@ -519,7 +508,7 @@ ARRIVALS: dict[str, Callable[..., None]] = {
 FACTORS: dict[str, list[str]] = {
     "policy": [*policy_names(), BY_PROMPT, BY_HEAD],
     "arrival": list(ARRIVALS),
-    "mode": ["early", "late", "bounded"],
+    "mode": ["early", "late"],
     "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
     "level": ["layer", "head"],
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
@@ -546,7 +535,7 @@ def scorer_of(cell: Cell) -> str:
 @functools.cache
 def scorers_of(policy: str, mode: str) -> list[str]:
     """Scorers with which a policy evicts in a mode: who waits by itself goes with others, too."""
-    kinds = {"early": (None,), "late": ("following", "repeat"), "bounded": ("following",)}[mode]
+    kinds = {"early": (None,), "late": ("following", "repeat")}[mode]
     kinds += (None,) if policy in (*HOLDING, BY_PROMPT) else ()
     return [name for name in SCORERS if LATER.get(name) in kinds]
 
@@ -586,8 +575,6 @@ def refusal(cell: Cell) -> str | None:
         return "adds up"
     if sharing == "shared" and policy not in RANKING:
         return "chooses for each layer on its own"
-    if sharing == "shared" and mode == "bounded":
-        return "which choose once"
     if scorer_of(cell) == "reconstruction" and arrival == "inputs_embeds":
         return "came as inputs_embeds"
     if policy in COMBINING and "chunks" in arrival and mode == "early" and policy not in HOLDING:

@@ -2,7 +2,7 @@
 
     python tests/support/soak_runs.py [--calls 2000] [--seed 0]
 
-Every way to reduce a cache (policies, scorers, widths, early, late and bounded eviction, budgets
+Every way to reduce a cache (policies, scorers, widths, early and late eviction, budgets
 for each prompt, the default) with every shape of a call (a batch, padding, chunks, beams, one that
 breaks half-way): first each once, which is the warm-up and must answer as a process that has done
 nothing else, then so many drawn at random, in one thread and in four. A tiny model of random
@@ -188,7 +188,7 @@ def ways_of(model: Any, context: int, fitted: Path) -> dict[str, dict[str, Any] 
         **{f"policy {name}": {"profile": layer, "policy": name} for name in policy_names()},
         **{f"scorer {name}": {"profile": head, "policy": name} for name in SCORERS},
         "scorer surrogate": {"profile": head, "policy": f"surrogate:file={fitted}"},
-        "bounded": {**late, "bounded": True},
+        "late": late,
         "every 3": {"profile": head, "decode_every": 3},
         "every 3, late": {**late, "decode_every": 3},
         "every 3, 4 bits": {"profile": head.replace(bits=packed[4]), "decode_every": 3},

@@ -203,11 +203,6 @@ class EvictionPolicy(Parameterized, ABC):
         """Scorers that have to see tokens after the prompt before `keep` can choose in a layer."""
         return (self.scorer,) if self.scorer.later is not None else ()
 
-    @property
-    def early(self) -> EvictionPolicy:
-        """Who chooses while the prompt is read, where memory is bounded: see `Scorer.early`."""
-        return replace(self, scorer=self.scorer.early)
-
     def again(self, *, rotates: bool) -> EvictionPolicy:
         """Return who chooses among what is kept and what followed.
 

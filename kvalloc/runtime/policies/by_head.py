@@ -77,12 +77,6 @@ class ByHead(EvictionPolicy):
             kept[:, heads] = self.policies[place].keep(states, budgets, **limits)[:, heads]
         return kept
 
-    @property
-    def early(self) -> ByHead:
-        """Each head's own; see `EvictionPolicy.early`."""
-        early = tuple(policy.early for policy in self.policies)
-        return replace(self, scorer=early[0].scorer, policies=early)
-
     def again(self, *, rotates: bool) -> ByHead:
         """Return each head's own; see `EvictionPolicy.again`."""
         again = tuple(policy.again(rotates=rotates) for policy in self.policies)

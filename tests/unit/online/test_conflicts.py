@@ -36,7 +36,7 @@ def test_options_are_named_as_the_reader_writes_them() -> None:
 
 
 def test_what_goes_together_is_let_through() -> None:
-    check_conflicts(["budget", "memory", "fitted", "bounded", "decode_every"])
+    check_conflicts(["budget", "memory", "fitted", "decode_every"])
     check_conflicts(["profile", "policy", "allow_other_model", "save_cache", "decode_every"])
     check_conflicts(["target_retention", "solver", "level", "scorer", "policy"])
     check_conflicts([])

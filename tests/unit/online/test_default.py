@@ -26,7 +26,6 @@ from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import grid_length, solve_share
 from kvalloc.online.ways import (
     AWAITED,
-    Bounded,
     Decided,
     Early,
     Late,
@@ -37,8 +36,6 @@ from kvalloc.online.ways import (
     chosen_way,
 )
 from kvalloc.runtime import CacheOptions, load_cache
-from kvalloc.runtime.prompt import Prompt
-from kvalloc.units import size
 
 TOKENS = 150
 
@@ -76,7 +73,6 @@ def share_of(cache: Any, rows: int = 1) -> float:
         ({"budget": "14%"}, 4, "reconstruction"),
         ({"budget": "30%", "memory": "60KiB"}, 5, "lookahead"),
         ({"budget": "30%", "decode_every": 8}, 5, "reconstruction"),
-        ({"budget": "30%", "memory": "1GiB", "bounded": True}, 5, "lookahead"),
         ({"budget": "41%"}, 5, "reconstruction"),
     ],
 )
@@ -96,7 +92,7 @@ def test_no_more_than_the_share_is_stored_and_little_less(
     assert len(np.unique(cache.kept_tokens)) > 1  # handed out by the prompt
     prompt = run(model, tiny.prompt(TOKENS), new=1, **options)
     in_layers = np.unique(prompt.kept_tokens.sum(axis=1))  # by each layer where memory is short
-    assert (len(in_layers) == 1) == ("memory" in options and "bounded" not in options)
+    assert (len(in_layers) == 1) == ("memory" in options)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
@@ -205,7 +201,7 @@ def test_what_cannot_be_is_refused(
 @pytest.mark.parametrize("tokens", [1, 2, 5, 12, 20])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"decode_every": 64}, {"bounded": True}, {"memory": "1MiB"}, {"scorer": "snapkv"}],
+    [{}, {"decode_every": 64}, {"memory": "1MiB"}, {"scorer": "snapkv"}],
 )
 def test_a_prompt_too_short_for_its_share_is_kept_whole(
     tiny: ModuleType, model: Any, tokens: int, options: dict[str, Any]
@@ -225,7 +221,7 @@ def test_a_prompt_too_short_for_its_share_is_kept_whole(
         assert stored.retained_bytes == cache.retained_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"bounded": True}, {"memory": "150KiB"}])
+@pytest.mark.parametrize("options", [{}, {"memory": "150KiB"}])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
     tiny: ModuleType, kind: str, options: dict[str, Any]
@@ -239,29 +235,6 @@ def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
     assert torch.equal(reduced[0], plain[0])
     assert applied.last_cache.kept_tokens_by_row[0].max() == 19
     assert applied.last_cache.kept_tokens_by_row[1].max() > 19
-
-
-def test_memory_that_is_bounded_is_said_and_kept(
-    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, stored, attended = tiny.prompt(TOKENS), [], Prompt.attended
-    with kvalloc.apply(model, budget="15%", bounded=True) as applied:
-
-        def noted(prompt: Prompt, *args: Any) -> None:
-            stored.append(applied.last_cache.retained_bytes)
-            attended(prompt, *args)
-
-        monkeypatch.setattr(Prompt, "attended", noted)
-        generate(model, ids, max_new_tokens=AWAITED)
-    detail, shape = applied.last_cache.profile.detail, shape_of(model)
-    assert f"keeps 2 times the budget until {AWAITED} tokens have followed the prompt" in detail
-    setting, read = Default.parse("15%").setting(shape), Rows(TOKENS, 1, TOKENS)
-    peak = Bounded(setting=setting).peak_bytes(read)
-    assert f"about {size(peak)} while it is read" in detail
-    assert max(stored) <= peak < Late(setting=setting).peak_bytes(read)
-    assert max(stored) < shape.plain_bytes(TOKENS)
-    with pytest.raises(InputError, match="full cache is held"):
-        run(model, ids, budget="15%", bounded=True, memory="10KiB")
 
 
 def ways_of(
@@ -282,9 +255,7 @@ def ways_of(
         (0.2, 761, {"limit": 1024}, Late),
         (0.2, TOKENS, {"embedded": True}, Late),
         (0.2, None, {}, Late),
-        (0.2, TOKENS, {"bounded": True}, Bounded),
         (0.2, 12, {}, Whole),
-        (0.2, 12, {"bounded": True}, Whole),
         (1.0, TOKENS, {}, Whole),
     ],
 )
@@ -408,8 +379,7 @@ def test_what_a_fitted_file_decides_takes_what_it_says(
     assert full > shape.plain_bytes(TOKENS)
     within = replace(default, options=replace(options, memory=full - 1))
     short = within.cache(model, PromptSize(tokens=TOKENS, chunked=True))
-    bounded = run(model, tiny.prompt(TOKENS), budget="20%", fitted=fitted_file, bounded=True)
-    assert all(len(np.unique(one.profile.bits)) == 1 for one in (short, bounded))
+    assert len(np.unique(short.profile.bits)) == 1
     rows = run(model, tiny.prompt(TOKENS, 2), budget="20%", fitted=fitted_file)
     assert "as solved from" in rows.profile.detail
     assert 0.16 < share_of(rows, 2) <= 0.2

@@ -47,9 +47,9 @@ def rows_of(tiny: ModuleType, lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, Any]) -> Any:
     """What `kvalloc.apply` makes for a batch."""
-    if not Default.applies(**{**options, "decode_every": None, "bounded": False}):
+    if not Default.applies(**{**options, "decode_every": None}):
         return PromptTarget.parse(**options).cache(model)
-    names = ("fitted", "decode_every", "bounded")
+    names = ("fitted", "decode_every")
     kept = CacheOptions(**{name: options[name] for name in names if name in options})
     default, shape = Default.parse(options["budget"], kept), shape_of(model)
     if options.get("memory") == "least":
@@ -114,7 +114,6 @@ def assert_rows_as_alone(
         ({"budget": "14%"}, 3),
         ({"budget": "50%"}, 3),
         ({"budget": "20%", "decode_every": 8}, 3),
-        ({"budget": "20%", "bounded": True}, 2),
         ({"budget": "20%", "memory": "least"}, 2),
         ({"budget": "100%"}, 1),
         ({"budget": "20%", "scorer": "snapkv"}, 1),

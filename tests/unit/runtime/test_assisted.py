@@ -94,7 +94,6 @@ def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
     ("scorer", "options"),
     [
         ("lookahead", {}),
-        ("lookahead", {"bounded": True}),
         ("reconstruction", {}),
         ("xkv", {"target_retention": 0.7}),
     ],

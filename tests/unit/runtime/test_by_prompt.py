@@ -18,6 +18,8 @@ from scorer_oracle import full_attention
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import make_cache
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.prompt import State
 from kvalloc.runtime.selection import handed_out
@@ -118,10 +120,10 @@ def assert_best(cache: Any, layers: list[int], scores: Any, total: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_in_bounded_memory_the_best_of_each_layers_heads_stay(family: str) -> None:
+def test_the_best_of_each_layers_heads_stay_where_it_is_read(family: str) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = at_once(model)
-    cache = make_cache(model, profile, bounded=True)
+    cache = build_cache(model, profile, CacheOptions(by_layer=True))
     run(model, ids, cache)
     assert cache.state is State.EVICTED
     scores = naive_scores(model, ids, profile)
@@ -139,8 +141,8 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
     """Of rows with padding, too, each as if it were alone."""
     profile, rows = at_once(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
-    options = {"bounded": True, "decode_every": decode_every, "prompt_tokens": CONTEXT}
-    cache = make_cache(model, profile, **options)
+    options = CacheOptions(by_layer=True, decode_every=decode_every)
+    cache = build_cache(model, profile, options, prompt_tokens=CONTEXT)
     for first in range(0, CONTEXT, chunk):
         last = first + chunk
         run(model, ids[:, first:last], cache, mask[:, :last],
@@ -149,7 +151,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
         wanted = profile.budgets_for(own.shape[1]).sum(axis=1)
         assert (cache.kept_tokens_by_row[row].sum(axis=1) == wanted).all()
     assert len(np.unique(cache.kept_tokens)) > 2
-    alone = make_cache(model, profile, **options)
+    alone = build_cache(model, profile, options, prompt_tokens=CONTEXT)
     for part in rows[0].split(chunk, dim=1):
         run(model, part, alone)
     if chunk == CONTEXT:

@@ -17,6 +17,8 @@ from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
 from kvalloc.online.ways import Early, Rows
 from kvalloc.runtime.attention import torch as by_torch
+from kvalloc.runtime.making import build_cache
+from kvalloc.runtime.options import CacheOptions
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
 SHARE = 0.2
@@ -48,8 +50,7 @@ class Watched:
 
 
 def profile_of(model: Any, mode: str) -> Any:
-    scorer, parameters = ("lookahead", {"tokens": AWAITED}) if "bounded" in mode else ("xkv", {})
-    profile = tiny.make_profile(model, TOKENS, SHARE, scorer=scorer, parameters=parameters)
+    profile = tiny.make_profile(model, TOKENS, SHARE, scorer="xkv", parameters={})
     if not mode.endswith("by layer"):
         profile = tiny.by_head(profile, spread=60)
     if "shared" in mode:
@@ -67,15 +68,14 @@ def profile_of(model: Any, mode: str) -> Any:
     return profile.replace(by_prompt=mode == "handed out")
 
 
-BOUNDS = {"early by layer": None, "early": None, "matched": None, "handed out": 1}
-BOUNDS |= {"bounded by layer": 2, "bounded": 2}
-BOUNDS |= dict.fromkeys(["packed by layer", "packed", "shared by layer", "shared"])
+MODES = ["early by layer", "early", "matched", "handed out"]
+MODES += ["packed by layer", "packed", "shared by layer", "shared"]
 GROUPS = ((2, 3), (4, 5, 6))
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", list(BOUNDS))
+@pytest.mark.parametrize("mode", MODES)
 def test_the_peak_of_every_layer_is_what_the_mode_promises(
     mode: str, dtype: torch.dtype, padded: bool
 ) -> None:
@@ -87,7 +87,7 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     size = 4 if mode == "matched" else dtype.itemsize  # fitted in float32
     layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * size
     profile = profile_of(model, mode)
-    cache = kvalloc.make_cache(model, profile, bounded=BOUNDS[mode] is not None)
+    cache = build_cache(model, profile, CacheOptions(by_layer=profile.by_prompt))
 
     def prefill(cache: Any) -> None:
         model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
@@ -96,7 +96,7 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
         lambda: model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     )
     above = [a - b for a, b in zip(watched.peaks(lambda: prefill(cache)), alone, strict=True)]
-    kept = (BOUNDS[mode] or 1) * profile.retained_bytes_at(TOKENS) * 2
+    kept = profile.retained_bytes_at(TOKENS) * 2
     if "shared" in mode:  # a group is held until its last layer, with its rankings
         layer = max(map(len, GROUPS)) * (layer + 2 * 2 * TOKENS * tiny.N_KV_HEADS * 8)
     assert max(above) <= kept + layer

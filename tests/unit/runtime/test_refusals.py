@@ -376,11 +376,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         "layers 2-3 keep the same entries, but heads have different policies",
     ),
     "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
-    "bounded_awaits_nothing": (partial(made, bounded=True), "waits for none"),
-    "bounded_shared": (
-        lambda model: make_cache(model, shared(model), bounded=True),
-        "layers 2-3 keep the same entries, which choose once; leave out bounded",
-    ),
     "beyond_memory": (
         lambda model: make_cache(model, at_peak(model), policy="reconstruction"),
         "decided for memory at its peak, and here the policy score takes more",
@@ -459,7 +454,6 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     "decided_in_file": (lambda model: loading._decided_before(model, []), "not in the file"),
     "pickled": (lambda model: pickle.dumps(read(model)), r"cache\.save"),
     "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
-    "on_or_off": (partial(made, bounded=0.5), "bounded is 0.5, expected"),
     "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
     "no_policy": (partial(made, policy=3), "policy is 3"),
     "kept_by_sliding": (
@@ -529,18 +523,8 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
         "ready-made",
     ),
     *(
-        ("on_or_off", partial(made, bounded=wrong), "expected True or False")
-        for wrong in (2, "on", None)
-    ),
-    ("bounded_awaits_nothing", partial(made, bounded=True, policy="reconstruction"), "for none"),
-    *(
         ("no_decode_every", partial(made, decode_every=wrong), "decode_every")
         for wrong in (-1, True, 2.5)
-    ),
-    (
-        UnsupportedRequestError,
-        partial(beside, other="reconstruction", scorer="lookahead", bounded=True),
-        "reconstruction says nothing before",
     ),
     (UnsupportedRequestError, partial(beside, other="merge"), "merges entries and cannot be one"),
     (UnsupportedRequestError, partial(beside, other="mpcache"), "leaves stored entries unread"),
