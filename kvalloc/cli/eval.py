@@ -48,8 +48,7 @@ class EvalOptions(TypedDict, total=False):
         kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, also rounded as kvalloc stores
         entries: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
     tasks : str, default needle,kl
-        Several with commas: needle, needle-keys, facts, pairs, tracking, common-words,
-        labels, qa, own, code, kl.
+        Several with commas: needle, needle-keys, facts, pairs, qa, own, code, kl.
     prompts : Path
         A file of prompts, as one more task: LongBench's fields, or 'prompt' with 'answer' or
         'answers'.

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from kvalloc.errors import one_of
 from kvalloc.prompts.tasks import (
     completion,
-    extraction,
-    labels,
     needles,
     pairs,
     reading,
     running,
-    tracking,
 )
 from kvalloc.prompts.tasks.task import Task
 
 __all__ = ["TASKS", "Task", "find_tasks"]
 
-_MODULES = (needles, pairs, tracking, extraction, labels, reading, completion, running)
+_MODULES = (needles, pairs, reading, completion, running)
 TASKS: dict[str, Task] = {task.name: task for module in _MODULES for task in module.TASKS}
 """What ``kvalloc eval --tasks`` offers."""
 

@@ -9,8 +9,10 @@ one random identifier for another, and does not know what is wanted of it unless
 
 from __future__ import annotations
 
+import re
+
 from kvalloc.prompts.examples import Example, Question
-from kvalloc.prompts.tasks.extraction import plain_words
+from kvalloc.prompts.splits import Split, belongs, split_texts
 from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
 LEAD = "Here are keys and their values.\n\n"
@@ -21,6 +23,13 @@ TOKENS_PER_PAIR = 2
 """Not even a vocabulary of whole words takes fewer."""
 QUESTION = Question(text="{again}", prefix="{key}:", first_line=True, max_new_tokens=7)
 VALUES = range(10_000, 100_000)
+_WORD = re.compile(r"\b[a-z]{5,8}\b")
+
+
+def plain_words(split: Split) -> list[str]:
+    """Return the English words of a split's texts that are in no other split."""
+    words = set(_WORD.findall(" ".join(split_texts(split).values()).lower()))
+    return sorted(word for word in words if belongs(word, split))
 
 
 def _pairs(brief: Brief) -> Draft:

@@ -18,7 +18,7 @@ def test_no_text_to_profile_on_is_held_out():
         refuse_held_out([Document(text=text)])
 
 
-@pytest.mark.parametrize("name", ["needle", "tracking", "qa"])
+@pytest.mark.parametrize("name", ["needle", "qa"])
 def test_prompts_of_the_held_out_split_are_refused_as_samples(name):
     def prompts(split):
         cases = TASKS[name].make(Letters(), 2, 3000, split=split)

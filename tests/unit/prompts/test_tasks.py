@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import sysconfig
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,10 @@ from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
 from kvalloc.prompts.examples import OPENING
 from kvalloc.prompts.splits import KEYS, SPLITS, belongs, split_texts
 from kvalloc.prompts.tasks import TASKS, find_tasks
-from kvalloc.prompts.tasks.extraction import ASKED, plain_words
-from kvalloc.prompts.tasks.labels import FORMS, LABELS
 from kvalloc.prompts.tasks.needles import FACTS
-from kvalloc.prompts.tasks.pairs import SHOWN
-from kvalloc.prompts.tasks.tracking import CHAINS, HOPS
+from kvalloc.prompts.tasks.pairs import SHOWN, plain_words
 
-IN_CONTEXT = ("needle", "needle-keys", "facts", "pairs", "tracking", "common-words", "qa")
+IN_CONTEXT = ("needle", "needle-keys", "facts", "pairs", "qa")
 N_CHARACTERS = 5000
 
 
@@ -150,48 +146,6 @@ def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
         assert len(dict(shown)) == SHOWN
         assert set(shown) <= set(pairs)
         assert not set(asked) & set(dict(shown))
-
-
-@for_seeds
-def test_tracked_variables_hold_the_value_when_the_assignments_are_followed(seed):
-    for case in make("tracking", seed, after=True):
-        held = {}
-        for name, right in re.findall(r"VAR (\w{3}) = (\d{5}|VAR \w{3})\.", read(case.input_ids)):
-            held[name] = held[right[4:]] if right.startswith("VAR ") else right
-        value = re.search(r"the value (\d{5})\?", read(case.turns[0].question_ids))[1]
-        assert len(held) == CHAINS * (HOPS + 1)
-        assert {n for n, v in held.items() if v == value} == set(case.turns[0].answers)
-
-
-@settings(max_examples=4)
-@given(seed=st.integers(0, 10**6), n_tokens=st.integers(2000, 9000))
-def test_the_words_asked_for_are_the_most_common(seed, n_tokens):
-    for case in make("common-words", seed, n_tokens=n_tokens, after=True):
-        words = re.findall(r"\d+\. (\w+)", read(case.input_ids).partition("\n\n")[2])
-        ranks = Counter(words).most_common(ASKED + 1)
-        assert {word for word, _ in ranks[:ASKED]} == set(case.turns[0].answers)
-        assert ranks[ASKED - 1][1] > ranks[ASKED][1]
-
-
-@for_seeds
-def test_labels_fit_their_questions(seed):
-    forms = {
-        re.escape(form).replace(r"\{0\}", ".+").replace(r"\{1\}", ".+"): label
-        for label, some in FORMS.items()
-        for form in some
-    }
-
-    def right(question):
-        return {label for form, label in forms.items() if re.fullmatch(form, question)}
-
-    for case in make("labels", seed, after=True, turns=2):
-        shots = re.findall(r"Question: (.+)\nType: (\w+)", read(case.input_ids))
-        assert {label for _, label in shots} == set(LABELS)
-        assert all(right(question) == {label} for question, label in shots)
-        for turn in case.turns:
-            question = re.search(r"Question: (.+)\nType:$", read(turn.question_ids))[1]
-            assert right(question) == set(turn.answers)
-            assert question not in dict(shots)
 
 
 @for_seeds
