@@ -74,7 +74,6 @@ def _profiles() -> None:
         load_profile,
         shipped_fitted,
         shipped_profiles,
-        shipped_scores,
     )
 
     rows = []
@@ -84,9 +83,7 @@ def _profiles() -> None:
         except KVAllocError as error:  # a damaged one in the cache hides no other
             note(str(error))
     print_result(rows, lambda: _show_profiles(rows))
-    named = {"score profiles": shipped_scores(), "fitted files": shipped_fitted()}
-    shipped = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
-    note(f"also shipped, by name: {shipped}", beside_json=False)
+    note(f"fitted files that ship: {', '.join(shipped_fitted())}", beside_json=False)
     for file in fitted_files():
         note(f"fitted here: {file}", beside_json=False)
 

@@ -25,11 +25,10 @@ from kvalloc.shape import ModelShape
 
 PACKAGE = "kvalloc.profiles"
 SHIPPED: dict[type[Any], str] = {
-    ScoreProfile: ".scores.safetensors",
     BudgetProfile: ".json",
     FittedModel: ".fitted.safetensors",
 }
-"""Endings of what ships, by kind; a name can be that of one of each kind."""
+"""Endings of what ships, by kind."""
 
 KINDS = (ScoreProfile, BudgetProfile, Evaluation)
 """What is read from any file."""
@@ -46,11 +45,6 @@ _FOREIGN = {
 def shipped_profiles() -> list[str]:
     """Return the names of the budget profiles that ship with kvalloc, sorted."""
     return _shipped(BudgetProfile)
-
-
-def shipped_scores() -> list[str]:
-    """Return the names of the score profiles that ship with kvalloc, sorted."""
-    return _shipped(ScoreProfile)
 
 
 def shipped_fitted() -> list[str]:
@@ -88,13 +82,13 @@ def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
 
 
 def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
-    """Load a score profile from a file, from the hub, or a shipped one by its name.
+    """Load a score profile from a file, from the hub, or that of a fitted file.
 
     Parameters
     ----------
     source : ScoreProfile, str or Path
-        A path, ``hf://owner/repo[@revision]/file.safetensors``, a name that `shipped_scores` lists,
-        such as ``"smollm2-135m-instruct"``, or a score profile, which is given back.
+        A path, ``hf://owner/repo[@revision]/file.safetensors``, the name of a fitted file that
+        ships, such as ``"smollm2-135m-instruct"``, or a score profile, which is given back.
 
     Returns
     -------
@@ -107,10 +101,7 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     ProfileFileError
         If the file is not a sound score profile.
     """
-    if isinstance(source, ScoreProfile):
-        return source
-    loaded = load_file(source, [ScoreProfile, FittedModel])
-    return loaded.scores if isinstance(loaded, FittedModel) else loaded
+    return source if isinstance(source, ScoreProfile) else load_file(source, [ScoreProfile])
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
@@ -161,7 +152,8 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
     source : str or Path
         A file of kvalloc, here or on the hub, or the name of a shipped profile.
     kinds : sequence of type
-        Which records to take.
+        Which records to take. A fitted file stands for its score profile where that is wanted and
+        it is not.
 
     Returns
     -------
@@ -174,6 +166,12 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
     ProfileFileError
         If it is a file of another kind, which is named, or not a sound one.
     """
+    if ScoreProfile in kinds and FittedModel not in kinds:
+        loaded = load_file(source, [*kinds, FittedModel])
+        if not isinstance(loaded, FittedModel):
+            return loaded
+        ranked_by = {**loaded.scores.scorer_parameters, "file": str(source)}
+        return loaded.scores.replace(scorer_parameters=ranked_by)
     if not on_hub(source) and not os.path.exists(source):
         return _load_shipped(source, [kind for kind in kinds if kind in SHIPPED])
     with local_file(source) as path:

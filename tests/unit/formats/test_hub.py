@@ -217,5 +217,5 @@ def test_without_the_client(monkeypatch):
 def test_shipped_profiles_are_listed():
     ran = run("list", "profiles")
     assert ran.code == 0
-    assert "score profiles: smollm2-135m-instruct; fitted files: qwen2.5-coder" in ran.err
+    assert "fitted files that ship: qwen2.5-coder-0.5b-instruct, smollm2-135m-instruct" in ran.err
     assert "smollm2-135m-instruct-retention-90" in ran.out

@@ -12,9 +12,9 @@ from kvalloc.formats.shipped_profiles import (
     find_fitted,
     load_fitted,
     shipped_fitted,
-    shipped_scores,
 )
 from kvalloc.online.solved import solve_share
+from kvalloc.scorers import get_scorer
 
 README = Path(__file__).parents[3] / "profiles" / "README.md"
 
@@ -30,17 +30,6 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     assert f"`{name}`" in README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", shipped_scores())
-def test_shipped_scores_load_by_name_wherever_a_file_does(name: str) -> None:
-    scores = kvalloc.load_scores(name)
-    assert scores.has_losses
-    assert scores.interpolation_error < 0.002
-    assert run("solve", name, "--budget", "20%", "--json").json["predicted_loss"] < 0.02
-    assert run("inspect", name).code == 0
-    assert (README.parent / f"{name}.scores.safetensors").stat().st_size < 300_000
-    assert f"`{name}.scores.safetensors`" in README.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", shipped_fitted())
 def test_a_shipped_fitted_file_decides_every_share(name: str, fitted_here: Path) -> None:
     """It is the one that its model takes by itself, and stores no more than each share."""
@@ -54,5 +43,10 @@ def test_a_shipped_fitted_file_decides_every_share(name: str, fitted_here: Path)
             assert 0.95 * share < solved.share_at(tokens) <= share
             assert solved.gap is not None
             assert solved.gap < 0.01
+    # wherever a score profile is named, and what is solved from it can be applied
+    assert run("inspect", name).code == 0
+    decided = kvalloc.solve(name, budget="20%", level="head")
+    assert decided.predicted_loss is not None
+    assert get_scorer(decided.policy.scorer, **decided.policy.scorer_parameters).file == name
     assert (README.parent / f"{name}.fitted.safetensors").stat().st_size < 2 * 2**20
     assert f"`{name}.fitted.safetensors`" in README.read_text(encoding="utf-8")
