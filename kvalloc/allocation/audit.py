@@ -151,7 +151,7 @@ def _prediction_checks(
     budgets, bits = profile.budgets, profile.bits
     policies, checks = _policies_of(profile, scores, problem, choice)
     if policies is None:
-        retention = curves.retention(budgets, bits)
+        retention = curves.retention(budgets)
     checks.append(_close("retention", profile.retention, retention))
     if request.cost != "bytes":
         checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))

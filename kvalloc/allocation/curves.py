@@ -102,11 +102,11 @@ class RequestCurves:
             values = -self.losses(tokens, bits).min(axis=0)
             return values, np.ones(values.shape[0])
         if request.weights is not None:
-            curves, weights = self._weighted(bits)
+            curves, weights = self._weighted()
             return self._retained_at(curves, tokens), weights
         n_layers = len(scores.shape.full_layers)
         single = 0 if scores.n_samples == 1 else self.sample
-        if request.level == "head" and single is not None and request.bits is None:
+        if request.level == "head" and single is not None:
             # The measured curves with the heads' shares as weights: their product, what a head adds
             # to its layer, would be a second copy, which is gigabytes with a long context.
             layers = list(scores.shape.full_layers)
@@ -114,27 +114,20 @@ class RequestCurves:
             curves = self._full_layers(curves).reshape(-1, scores.ranks.size)
             weights = np.ones_like(shares) if request.objective == "worst" else shares / n_layers
             return self._retained_at(curves, tokens), weights
-        curves = self._added(bits)
+        curves = self._full_layers(scores.contributions(self.sample))
+        axis = 1 if request.level == "layer" else ()
+        curves = curves.sum(axis=axis).reshape(-1, scores.ranks.size)
         values = self._retained_at(curves, tokens)
         if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
-            whole = curves if bits == 16 else self._added(16)
-            return values / whole[:, -1:], np.ones(values.shape[0])
+            return values / curves[:, -1:], np.ones(values.shape[0])
         return values, np.full(values.shape[0], 1.0 / n_layers)
 
-    def _added(self, bits: int) -> FloatArray:
-        """Return what each unit adds to its layer's retention, ``(n_units, n_points)``."""
-        added = self._full_layers(self.scores.contributions(self.sample, bits=bits))
-        if self.request.level == "layer":
-            curves: FloatArray = added.sum(axis=1)
-            return curves
-        return added.reshape(-1, self.scores.ranks.size)
-
-    def _weighted(self, bits: int) -> tuple[FloatArray, FloatArray]:
+    def _weighted(self) -> tuple[FloatArray, FloatArray]:
         """Return curves and weights of units, such that keeping everything is worth 1."""
         scores, sample = self.scores, self.sample
         weights = head_weights(scores.shape, self.request.weights or ())
-        curves = self._full_layers(scores.contributions(sample, bits=bits))
-        worth = weights * self._full_layers(scores.contributions(sample))[..., -1]
+        curves = self._full_layers(scores.contributions(sample))
+        worth = weights * curves[..., -1]
         if self.request.level == "head":
             return curves.reshape(-1, curves.shape[2]), weights.ravel() / worth.sum()
         # A layer's curve is the weighted sum of its heads'; of a layer without weight, the plain.
@@ -275,18 +268,15 @@ class RequestCurves:
 
     # Predictions for budgets
 
-    def retention(self, budgets: IntArray, bits: IntArray | None = None) -> float:
+    def retention(self, budgets: IntArray) -> float:
         """Return the mean over full-attention layers of the kept share of score mass.
 
-        With bits, the share of each head is multiplied by its measured fidelity. The layers of
-        each of the request's groups keep the same entries, at one budget.
+        The layers of each of the request's groups keep the same entries, at one budget.
 
         Parameters
         ----------
         budgets : ndarray of int64, (n_layers, n_kv_heads)
             Entries that each head keeps, sinks and window included.
-        bits : ndarray of int64, (n_layers, n_kv_heads), optional
-            Bit width of each head; 16 everywhere by default.
 
         Returns
         -------
@@ -295,16 +285,12 @@ class RequestCurves:
         """
         scores, groups = self.scores, self.request.groups
         full = scores.shape.full_layers
-        widths = np.full_like(budgets, 16) if bits is None else bits
-        curves = {
-            width: scores.contributions(self.sample, bits=width)
-            for width in np.unique(widths[list(full)]).tolist()
-        }
+        curves = scores.contributions(self.sample)
         shared = {layer for group in groups for layer in group}
         joint = {group[0]: scores.shared_contributions(group, self.sample) for group in groups}
         kept = [
             self._retained_at(
-                joint[layer][head] if layer in joint else curves[widths[layer, head]][layer, head],
+                joint[layer][head] if layer in joint else curves[layer, head],
                 budgets[layer, [head]],
             )
             for layer in full
@@ -325,8 +311,9 @@ class RequestCurves:
 
         Parameters
         ----------
-        budgets, bits
-            As in `retention`.
+        budgets, bits : ndarray of int64, (n_layers, n_kv_heads)
+            Entries that each head keeps, sinks and window included, and their width; 16 everywhere
+            by default.
         policies : ndarray of int64, (n_layers, n_kv_heads), optional
             Place of each head's policy in `ScoreProfile.policies`; the scorer's own by default.
 
@@ -490,9 +477,6 @@ def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 
     """
     check_losses(scores, (bits,))
     assert scores.losses is not None  # checked above
-    every = scores.losses[:, :, :, None]
-    if scores.other_losses is not None:
-        every = np.concatenate([every, scores.other_losses], axis=3)
-    chosen: FloatArray = every.mean(axis=0) if sample is None else every[sample]
-    first = len(scores.policies) * scores.loss_widths.index(bits)
-    return np.moveaxis(chosen, 2, 0)[first : first + len(scores.policies)]
+    at_width = scores.losses[:, :, :, scores.loss_widths.index(bits)]
+    chosen: FloatArray = at_width.mean(axis=0) if sample is None else at_width[sample]
+    return np.moveaxis(chosen, 2, 0)

@@ -412,7 +412,7 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     elif curves.request.is_plain_mean:
         fields["retention"] = value
     else:
-        fields["retention"] = curves.retention(budgets, bits)
+        fields["retention"] = curves.retention(budgets)
     # Losses are measured with entries that each layer chooses for itself.
     if curves.scores.has_losses and not groups:
         fields["predicted_loss"] = curves.predicted_loss(budgets, bits, policies)

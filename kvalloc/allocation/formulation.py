@@ -172,9 +172,9 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
 
     With weights the retention is the weighted mean, scaled so that keeping everything is 1.
 
-    With several bit widths every budget is an option at each of them. Its value is the retention
-    times the measured fidelity, or less the loss measured at both together. Options that cost no
-    less than another one for no more value are left out, unit by unit.
+    With several bit widths every budget is an option at each of them, worth less the loss that was
+    measured at both together. Options that cost no less than another one for no more value are left
+    out, unit by unit.
 
     With the objective ``"loss"`` an option's value is less the loss measured there, linear between
     the measured levels, and the value of a choice is the sum over units. Where losses of several
@@ -401,7 +401,7 @@ def _option_tokens(curves: RequestCurves) -> IntArray:
             "pages"
         )
     stride = 1
-    if request.objective == "loss" or request.bits is not None:
+    if request.objective == "loss":
         stride = -(-(last - first + 1) // EVEN_OPTIONS)
     elif last - first > MAX_OPTIONS:
         raise InputError(

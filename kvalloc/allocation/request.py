@@ -437,7 +437,7 @@ class RequestOptions(TypedDict, total=False):
         Budgets are whole pages of N tokens.
     bits : str or sequence of int
         Bit widths to choose from beside the budgets; 16 is half precision. The score
-        profile must hold what was measured at each.
+        profile must hold losses that were measured at each.
     share_groups : str, int or tuple of tuple of int
         Adjacent layers that keep the same entries (MPCache), such as 2-3,4-5; or at most N groups
         of layers, a layer alone counting as one, chosen for the target. The score profile must
@@ -710,7 +710,8 @@ class Request:
                 )
             object.__setattr__(self, "bits", None if widths == (16,) else widths)
         kind = self.target.kind
-        implied = self.objective is None and self.loss_policies is not None and kind != "retention"
+        by_loss = self.loss_policies is not None or self.bits is not None
+        implied = self.objective is None and by_loss and kind != "retention"
         if implied or (kind == "loss" and self.objective != "worst"):
             object.__setattr__(self, "objective", "loss")
         for message, conflict in _CONFLICTS.items():
@@ -802,13 +803,13 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "heads of a layer the same)": lambda r: r.bits and (r.max_distinct or r.equal_heads),
     "secret shares have one width, so {option[bits]} does not go with "
     "{option[cost=communication]}": lambda r: r.bits and r.cost == "communication",
-    "policies are chosen by what they lose, and retention is asked for; give "
-    "{option[target_loss]}, or leave the policies out": lambda r: (
-        r.loss_policies is not None and r.target.kind == "retention"
+    "bits and policies are chosen by what they lose, and retention is asked for; give "
+    "{option[target_loss]}, or leave them out": lambda r: (
+        (r.bits or r.loss_policies is not None) and r.target.kind == "retention"
     ),
-    "policies are chosen by what they lose, and retention is asked for with the objective "
-    "{r.objective!r}; give {option[objective=loss]}, or leave the policies out": lambda r: (
-        r.loss_policies is not None and r.objective != "loss"
+    "bits and policies are chosen by what they lose, and retention is asked for with the objective "
+    "{r.objective!r}; give {option[objective=loss]}, or leave them out": lambda r: (
+        (r.bits or r.loss_policies is not None) and r.objective != "loss"
     ),
     "a target loss is about the loss summed over all units, not the worst one; leave the "
     "objective out": lambda r: r.target.kind == "loss" and r.objective == "worst",
@@ -828,7 +829,7 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     ),
     "layers that share entries are decided by their mean retention at the model's own precision; "
     "leave out the objective, weights and bits, or the groups": lambda r: (
-        r.share_groups is not None and (r.objective not in (None, "mean") or r.weights or r.bits)
+        r.share_groups is not None and (r.objective not in (None, "mean") or r.weights)
     ),
     "a largest budget of {r.max_tokens} tokens is below the smallest of {r.min_tokens}; raise "
     "{option[max_tokens]} or lower {option[min_tokens]}": lambda r: (

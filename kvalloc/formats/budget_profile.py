@@ -232,8 +232,8 @@ class BudgetProfile(JsonRecord):
     """The target of the request: its name and value, and the bytes or the value it stands for."""
 
     retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
-    """Predicted retention at these budgets: mean over layers of the kept share of score mass.
-    With fewer bits than 16, times the fidelity that was measured."""
+    """Predicted retention at these budgets: mean over layers of the kept share of score mass,
+    whatever width it is kept at."""
 
     worst_sample_retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
     """The same of the sample that loses most, where more than the mean of the samples counted."""

@@ -116,11 +116,7 @@ def mean_scores(scores: ScoreProfile) -> ScoreProfile:
         + float(np.abs(between - scores.curves).max()),
         "sample_tokens": np.array([scores.context_tokens]),
     }
-    averaged = ("curves", "masses", "losses", "other_losses", "bit_fidelity")
-    for name in averaged:
+    for name in ("curves", "masses", "losses"):
         if (array := changes.get(name, getattr(scores, name))) is not None:
             changes[name] = array.mean(axis=0, keepdims=True)
-    for name in ("loss_stderr", "other_loss_stderr"):
-        if (array := getattr(scores, name)) is not None:
-            changes[name] = np.sqrt((array**2).mean(axis=0, keepdims=True) / scores.n_samples)
     return scores.replace(**changes)

@@ -184,7 +184,7 @@ def _all_places(parts: Sequence[ScoreProfile], *, whole: bool) -> tuple[IntArray
         wrong = f"sample {doubled[0]} is in two" if doubled else f"sample {missing[0]} is in none"
         raise InputError(
             f"the parts are no shards of one measurement: {wrong} of them; measure all of them "
-            "with the same samples in batches of the same size"
+            "with the same samples"
         )
     return places, order
 

@@ -152,7 +152,7 @@ Mask1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=0, high=1)]
 IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
 FloatArray3D = Annotated[FloatArray, ArrayOf(np.float64, 3)]
 FloatArray4D = Annotated[FloatArray, ArrayOf(np.float64, 4)]
-FloatArray5D = Annotated[FloatArray, ArrayOf(np.float64, 5)]
+FloatArray6D = Annotated[FloatArray, ArrayOf(np.float64, 6)]
 
 
 class Record(BaseModel):

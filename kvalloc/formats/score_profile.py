@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import BIT_WIDTHS
-from kvalloc.errors import InputError, command, option
+from kvalloc.errors import InputError, command
 from kvalloc.formats.policy import Policy, require_policies
 from kvalloc.formats.record import (
     ROUNDING,
@@ -20,7 +20,7 @@ from kvalloc.formats.record import (
     ArrayRecord,
     FileRecord,
     FloatArray4D,
-    FloatArray5D,
+    FloatArray6D,
     IntArray1D,
     IntArray2D,
     Mask1D,
@@ -35,8 +35,6 @@ from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 Shares4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0, high=1)]
 Tokens1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=1)]
 Masses3D = Annotated[FloatArray, ArrayOf(np.float64, 3, low=0)]
-Errors4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0)]
-Errors5D = Annotated[FloatArray, ArrayOf(np.float64, 5, low=0)]
 
 LOSS_NOISE_NATS = 1e-3
 """A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
@@ -127,10 +125,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         "masses",
         "sample_tokens",
         "losses",
-        "loss_stderr",
-        "other_losses",
-        "other_loss_stderr",
-        "bit_fidelity",
         "shared_curves",
         "sample_places",
     )
@@ -158,34 +152,15 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     loss_bits: IntArray1D | None = None
     """Bit widths that losses were measured at, 16 first, ``(n_widths,)``: the unit's entries
-    evicted down to a budget and stored at the width together. None for 16 alone."""
+    evicted down to a budget and stored at the width together."""
 
-    losses: FloatArray4D | None = None
-    """Loss curves C(n): KL(full cache || reduced cache) of the next-token distribution, nats per
-    token, with this unit alone reduced to ``loss_tokens``; one row a layer where whole layers were
-    reduced; ``(n_samples, n_layers, n_kv_heads or 1, n_levels)``. 0 at the last level. What was
-    measured, noise included: a curve need not fall, be convex, or stay above 0 everywhere."""
-
-    loss_stderr: Errors4D | None = None
-    """Standard error of each loss, shaped as ``losses``."""
-
-    other_losses: FloatArray5D | None = None
-    """Loss curves of ``loss_policies`` at the same levels, and of all policies at each further one
-    of ``loss_bits``, ``(n_samples, n_layers, n_kv_heads or 1, n_widths * (1 + n_policies) - 1,
-    n_levels)``. Every policy keeps the same where nothing but sinks and window is kept, and where
-    everything is; at fewer bits than 16 that loses something, too."""
-
-    other_loss_stderr: Errors5D | None = None
-    """Standard error of each."""
-
-    bit_widths: IntArray1D | None = None
-    """Bit widths whose fidelity was measured, ``(n_bits,)``."""
-
-    bit_fidelity: Shares4D | None = None
-    """``max(0, 1 - ||o_b - o|| / ||o||)`` of the window's rows of attention output with K and V at
-    b bits (o_b) and as they are (o), nothing evicted; 0..1, and 1 at 16 bits; ``(n_samples,
-    n_layers, n_kv_heads, n_bits)``. A stand-in for harm: it sees one layer, and neither what later
-    layers make of it nor the answer."""
+    losses: FloatArray6D | None = None
+    """Loss curves C(n, width): KL(full cache || reduced cache) of the next-token distribution, nats
+    per token, with this unit alone reduced to ``loss_tokens`` by each of ``policies`` and stored at
+    each of ``loss_bits``; one row a layer where whole layers were reduced; ``(n_samples, n_layers,
+    n_kv_heads or 1, n_widths, n_policies, n_levels)``. 0 at 16 bits and the last level. What was
+    measured, noise included: a curve need not fall, be convex, or stay above 0 everywhere. Every
+    policy keeps the same where nothing but sinks and window is kept, and where everything is."""
 
     shared_runs: IntArray2D | None = None
     """First layer and number of layers of each run of adjacent layers whose joint curves were
@@ -256,9 +231,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     @property
     def loss_widths(self) -> tuple[int, ...]:
         """Bit widths at which losses were measured, 16 first; none where losses were not."""
-        if self.losses is None:
-            return ()
-        return (16,) if self.loss_bits is None else tuple(self.loss_bits.tolist())
+        return () if self.loss_bits is None else tuple(self.loss_bits.tolist())
 
     def error_at(self, share: float) -> float | None:
         """Return measured over predicted loss at a share, between the shares that were measured."""
@@ -292,30 +265,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         shares: FloatArray = np.divide(self.masses, totals, out=even, where=totals > 0)
         return shares
 
-    def fidelity(self, bits: int) -> FloatArray:
-        """Return the measured fidelity of a bit width, per sample: 1 at 16.
-
-        Returns
-        -------
-        ndarray of float64, (n_samples, n_layers, n_kv_heads)
-
-        Raises
-        ------
-        InputError
-            If it was not measured.
-        """
-        if bits == 16:
-            return np.ones_like(self.masses)
-        widths = [] if self.bit_widths is None else self.bit_widths.tolist()
-        if bits not in widths or self.bit_fidelity is None:
-            known = f"those of {', '.join(map(str, widths))} bits were" if widths else "none was"
-            raise InputError(
-                f"what {bits} bits do was not measured in this score profile ({known}); measure it "
-                f"with {command('profile', bits=(16, 8, 4))}, or leave it out of {option('bits')}"
-            )
-        return self.bit_fidelity[..., widths.index(bits)]
-
-    def contributions(self, sample: int | None = None, *, bits: int = 16) -> FloatArray:
+    def contributions(self, sample: int | None = None) -> FloatArray:
         """Return what each head adds to its layer's retention, by the entries it keeps.
 
         The retention of a layer whose heads keep n_h entries is the sum over its heads of
@@ -327,16 +277,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         ----------
         sample : int, optional
             One sample; the mean over all samples by default.
-        bits : int
-            Bit width of the entries: fewer than 16 take each head's measured fidelity off.
 
         Returns
         -------
         ndarray of float64, (n_layers, n_kv_heads, n_points)
         """
         shares = self.head_shares
-        if bits != 16:
-            shares = shares * self.fidelity(bits)
         mean: FloatArray
         if sample is not None:
             mean = shares[sample][..., None] * self.curves[sample]
@@ -402,7 +348,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
             where = f"in sample {sample}, layer {layer}"
             _require_curves("curves", self.curves[sample, layer], 1.0, ranks, where)
         self._require_losses()
-        self._require_fidelity()
         self._require_shared()
         self._require_part()
         return self
@@ -413,17 +358,14 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         Noise is accepted: a curve need not fall, nor stay above 0. Refused are more nats below 0
         than above it (a reversed sign), and a loss where everything is kept (reversed levels).
         """
-        levels, losses, others = self.loss_tokens, self.losses, self.other_losses
-        if levels is None or losses is None:
-            names = ("loss_tokens", "losses", "loss_stderr", "loss_bits")
-            alone = ", ".join(name for name in names if getattr(self, name) is not None)
-            expected = "both losses and loss_tokens, or none of them"
-            require(not alone, "loss_tokens, losses", f"one without the other: {alone}", expected)
+        levels, widths, losses = self.loss_tokens, self.loss_bits, self.losses
+        if levels is None or widths is None or losses is None:
+            names = "loss_tokens", "loss_bits", "losses"
+            require_none(*names, values=(levels, widths, losses))
+            there = "loss_method" if self.loss_method else "loss_policies"
             expected = "losses that it belongs to"
-            require(not self.loss_method, "loss_method", self.loss_method, expected)
-            given = self.loss_policies or others is not None
-            expected = "losses of the scorer's own entries beside them"
-            require(not given, "other_losses", "given", expected)
+            none = not (self.loss_method or self.loss_policies)
+            require(none, there, getattr(self, there), expected)
             return
         smallest, context = max(1, self.protected_tokens), self.context_tokens
         require(levels.size > 1, "loss_tokens", f"shaped {levels.shape}", "two levels or more")
@@ -431,56 +373,22 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         found = f"{levels.tolist()[:4]}..{int(levels[-1])}"
         expected = f"rising from at least {smallest} (sinks and window) to the context of {context}"
         require(sound, "loss_tokens", found, expected)
-        self._require_nats("losses", "loss_stderr", {1, self.shape.n_kv_heads}, ())
-        if self.loss_bits is not None:
-            measured = [] if self.bit_widths is None else self.bit_widths.tolist()
-            given = self.loss_bits.tolist()
-            sound = given[:1] == [16] and len({*given}) == len(given) > 1
-            sound = sound and {16, *measured}.issuperset(given)
-            expected = "16, then some of bit_widths once"
-            require(sound, "loss_bits", f"int64 {given}", expected)
-        n_kinds = len(self.loss_widths) * len(self.policies)
-        if n_kinds > 1 or others is not None or self.other_loss_stderr is not None:
-            both, expected = n_kinds > 1 and others is not None, "both or neither"
-            require(both, "loss_policies, other_losses", "one without the other", expected)
-            require_policies("loss_policies", self.policy, self.loss_policies)
-            kinds = (n_kinds - 1,)
-            self._require_nats("other_losses", "other_loss_stderr", {losses.shape[2]}, kinds)
-
-    def _require_nats(
-        self, name: str, errors: str, heads: set[int], middle: tuple[int, ...]
-    ) -> None:
-        """Check losses and errors ``(n_samples, n_layers, one of heads, *middle, n_levels)``."""
-        losses, stderr = getattr(self, name), getattr(self, errors)
-        assert self.loss_tokens is not None  # checked by the caller
-        full, n_levels = list(self.shape.full_layers), self.loss_tokens.size
-        sizes = {(self.n_samples, self.shape.n_layers, n, *middle, n_levels) for n in heads}
-        for field, array in ((name, losses), (errors, stderr)):
-            if array is None:
-                continue
-            sound = array.shape in sizes and array.shape == losses.shape
-            expected = f"float64 shaped {sorted(sizes)}"
-            require(sound, field, f"float64 shaped {array.shape}", expected)
-        decided = losses[:, full]
-        at_16 = decided[..., : len(self.loss_policies), :] if middle else decided
-        whole = (np.abs(at_16[..., -1]) <= ROUNDING).all()
-        require(whole, name, "not 0 where everything is kept", "C(context) = 0, levels rising")
+        given = widths.tolist()
+        sound = given[:1] == [16] and len({*given}) == len(given) and {*given} <= {*BIT_WIDTHS}
+        expected = f"16, then some of {', '.join(map(str, BIT_WIDTHS[1:]))} once"
+        require(sound, "loss_bits", f"int64 {given}", expected)
+        require_policies("loss_policies", self.policy, self.loss_policies)
+        layers, heads = self.shape.n_layers, self.shape.n_kv_heads
+        units = 1 if losses.shape[2] == 1 else heads
+        kinds = len(given), len(self.policies)
+        require_shape("losses", losses, (self.n_samples, layers, units, *kinds, levels.size))
+        decided = losses[:, list(self.shape.full_layers)]
+        whole = (np.abs(decided[..., 0, :, -1]) <= ROUNDING).all()
+        expected = "C(context) = 0, levels rising"
+        require(whole, "losses", "not 0 where everything is kept", expected)
         low, high = float(decided.min()), float(decided.max())
         expected = "KL in nats: what is lost, above 0 but for noise"
-        require(low >= -max(LOSS_NOISE_NATS, high), name, f"{low:.6g}..{high:.6g}", expected)
-
-    def _require_fidelity(self) -> None:
-        widths, fidelity = self.bit_widths, self.bit_fidelity
-        if widths is None or fidelity is None:
-            require_none("bit_widths", "bit_fidelity", values=(widths, fidelity))
-            return
-        given, known = widths.tolist(), ", ".join(map(str, BIT_WIDTHS))
-        sound = given and len({*given}) == len(given) and {*given} <= {*BIT_WIDTHS}
-        require(bool(sound), "bit_widths", f"int64 {given}", f"int64, each one of {known} once")
-        name = "bit_fidelity"
-        require_shape(name, fidelity, (*self.masses.shape, widths.size))
-        whole = (fidelity[..., widths == 16] == 1).all()
-        require(whole, name, "not 1 at 16 bits", "1 where nothing is changed")
+        require(low >= -max(LOSS_NOISE_NATS, high), "losses", f"{low:.6g}..{high:.6g}", expected)
 
     def _require_part(self) -> None:
         shards, places = self.shards, self.sample_places

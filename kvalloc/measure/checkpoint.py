@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_KIND, _FORMAT = "kvalloc.unfinished", 5
+_KIND, _FORMAT = "kvalloc.unfinished", 6
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _PIECE = ".safetensors"

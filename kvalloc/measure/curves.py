@@ -1,10 +1,10 @@
-"""What one layer gives: retention curves, joint curves of adjacent layers, fidelity of bits."""
+"""What one layer gives: retention curves, joint curves of adjacent layers."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,6 @@ from kvalloc.errors import InputError, SampleError, option
 from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
 from kvalloc.units import parse_bits
-
-if TYPE_CHECKING:
-    from kvalloc.models.attention import AttentionStates
-
 
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
@@ -191,16 +187,16 @@ class SharedRuns:
         Parameters
         ----------
         layer : int
-        scores : ndarray, (batch, n_kv_heads, n_evictable)
+        scores : ndarray, (n_kv_heads, n_evictable)
             Of the entries that can be evicted.
-        masses : ndarray of float64, (batch, n_kv_heads)
+        masses : ndarray of float64, (n_kv_heads,)
             Their sums.
 
         Yields
         ------
         run : int
             Index into ``runs``.
-        curves : ndarray of float64, (batch, n_kv_heads, n_evictable + 1)
+        curves : ndarray of float64, (n_kv_heads, n_evictable + 1)
             What the run's layers keep together, as a function of the entries.
         """
         wanted = [length for first, length in self._index if first + length - 1 == layer]
@@ -215,25 +211,19 @@ class SharedRuns:
                 if length in wanted:
                     curves, kept = retention_curves(joint)
                     curves *= kept[..., None]
-                    yield self._index[before, length], curves + empty[:, None, None]
+                    yield self._index[before, length], curves + empty
         if self._recent.maxlen:
             self._recent.append((layer, scores, masses))
 
 
-def _shares(scores: npt.NDArray[Any], masses: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _shares(scores: npt.NDArray[Any], masses: FloatArray) -> tuple[FloatArray, float]:
     """Return scores as shares of their layer's mass; without any, what a head keeps anyway."""
-    whole = masses.sum(axis=1)
-    with_mass = np.where(whole > 0, whole, 1.0)
-    shares: FloatArray = scores / with_mass[:, None, None]
-    return shares, np.where(whole > 0, 0.0, 1.0 / masses.shape[1])
-
-
-FIDELITY_ROWS = 8
-"""Rows of attention output that bits are judged by where the scorer has no window: XKV's ows."""
+    whole = masses.sum()
+    return scores / (whole or 1.0), 0.0 if whole else 1.0 / masses.size
 
 
 def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
-    """Return bit widths to measure, the widest first; none by default.
+    """Return bit widths to measure beside 16, the widest first; none by default.
 
     Raises
     ------
@@ -248,41 +238,4 @@ def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
         raise InputError(
             f"the bits are {bits}, expected some of {known}, such as {option('bits', (16, 8, 4))}"
         )
-    return widths
-
-
-def layer_fidelity(
-    states: AttentionStates, bits: tuple[int, ...], *, window: int, model_id: str
-) -> FloatArray:
-    """Return the fidelity of each bit width in one layer.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        What the layer's attention sees.
-    bits : tuple of int
-        From `checked_widths`.
-    window : int
-        The scorer's window, tokens; `FIDELITY_ROWS` stand in where it has none.
-    model_id : str
-        Named in errors.
-
-    Returns
-    -------
-    ndarray of float64, (batch, n_kv_heads, n_bits)
-
-    Raises
-    ------
-    SampleError
-        If the attention output is not finite.
-    """
-    # The runtime loads torch, and naming a scorer does not.
-    from kvalloc.runtime.quantization import output_fidelity
-
-    measured = np.ones((*states.keys.shape[:2], len(bits)))
-    for place, width in enumerate(bits):
-        fidelity = output_fidelity(states, bits=width, rows=window or FIDELITY_ROWS)
-        measured[..., place] = fidelity.double().cpu().numpy()
-        what = f"the attention outputs of {model_id} in layer {states.layer} at {width} bits"
-        check_finite(what, measured[..., place])
-    return measured
+    return tuple(width for width in widths if width != 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby, product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvalloc.engine.contract import Advance, Engine, Failed, ModelFacts
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, FIDELITY_ROWS, rank_grid
+from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.measure.loss_plan import LossPlan, main_policy, named_policies
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
@@ -54,27 +54,25 @@ class Steps:
 
 def measured_samples(
     engine: Engine,
-    measure: Callable[[Any, list[int], Advance], Sequence[Mapping[str, Any]]],
-    groups: Sequence[list[int]],
+    measure: Callable[[Any, int, Advance], Mapping[str, Any]],
+    places: Sequence[int],
     kept: Checkpoint | None,
     steps: Steps,
     *,
     sample_steps: int,
     sizes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
-    """Yield what each sample gave, by its number and in order; or why it failed by itself.
+    """Yield what each sample gave, by its place and in order; or why it failed by itself.
 
-    A group whose samples are all in the checkpoint is not measured again; a part of one is, with
-    its companions, so that the sums are the same bit for bit. Each sample of a group that failed
-    runs again alone.
+    A sample that is in the checkpoint is not measured again.
 
     Parameters
     ----------
     engine : Engine
     measure : callable
-        Measures the samples of a group, as `Engine.run` calls it.
-    groups : sequence of list of int
-        Numbers of the samples that run together.
+        Measures the sample of a place, as `Engine.run` calls it.
+    places : sequence of int
+        Of the samples.
     kept : Checkpoint or None
         Where finished samples are kept.
     steps : Steps
@@ -86,34 +84,24 @@ def measured_samples(
 
     def finished() -> Iterator[tuple[int, Mapping[str, Any] | Failed]]:
         """Yield the samples as they come: workers finish in any order."""
-        left: dict[int, list[int]] = {}
-        for group in groups:
-            pieces = [] if kept is None else [kept.load(_name(index), sizes) for index in group]
-            known = [piece for piece in pieces if piece is not None]
-            if len(known) == len(group):
-                steps.advance(len(group) * sample_steps)
-                yield from zip(group, known, strict=True)
+        left: dict[int, int] = {}
+        for place in places:
+            piece = None if kept is None else kept.load(_name(place), sizes)
+            if piece is None:
+                left[place] = place
             else:
-                left[group[0]] = group
-        while left:
-            alone: dict[int, list[int]] = {}
-            for number, result in engine.run(measure, left, steps.advance):
-                if not isinstance(result, Failed):
-                    for index, sample in zip(left[number], result, strict=True):
-                        if kept is not None:
-                            kept.save(_name(index), sample)
-                        yield index, sample
-                elif len(left[number]) > 1:
-                    alone |= {index: [index] for index in left[number]}
-                else:
-                    yield number, result
-            left = alone
+                steps.advance(sample_steps)
+                yield place, piece
+        for place, result in engine.run(measure, left, steps.advance):
+            if kept is not None and not isinstance(result, Failed):
+                kept.save(_name(place), result)
+            yield place, result
 
     results, waiting = finished(), dict[int, Mapping[str, Any] | Failed]()
-    for index in chain.from_iterable(groups):
-        while index not in waiting:
+    for place in places:
+        while place not in waiting:
             waiting |= [next(results)]
-        yield index, waiting.pop(index)
+        yield place, waiting.pop(place)
 
 
 def _name(index: int) -> str:
@@ -131,12 +119,10 @@ class Job:
     sinks, context_tokens : int
         Of the score profile.
     samples : SampleSet
-    batch : int
-        Samples of equal length that run together.
     losses : LossPlan or None
         How losses are measured, if they are.
     bits : tuple of int
-        Bit widths whose fidelity is measured, and whose losses are where losses are.
+        Bit widths whose losses are measured, beside 16.
     share_length : int
         Longest run of layers whose joint curves are measured; 1 for none.
     shard : Shard or None
@@ -150,7 +136,6 @@ class Job:
     sinks: int
     context_tokens: int
     samples: SampleSet
-    batch: int = 1
     losses: LossPlan | None = None
     bits: tuple[int, ...] = ()
     share_length: int = 1
@@ -191,7 +176,7 @@ class Job:
         if self.losses is None:
             return 0
         each = MEASURED_LAYERS if self.losses.method == "measured" else 1
-        return each * len(self.loss_kinds)
+        return each * prod(self.loss_kinds)
 
     @property
     def sample_steps(self) -> int:
@@ -209,24 +194,24 @@ class Job:
     @property
     def loss_bits(self) -> tuple[int, ...]:
         """Widths at which losses are measured: as the model made entries, then the others."""
-        return (16, *(width for width in self.bits if width != 16))
+        return (16, *self.bits)
 
     @property
-    def loss_kinds(self) -> list[tuple[int, int]]:
-        """What losses are measured of at every level: each width with each policy's place."""
-        return [*product(self.loss_bits, range(len(self.policies)))]
+    def loss_kinds(self) -> tuple[int, int]:
+        """Numbers of widths and of policies whose losses are measured at every level."""
+        return len(self.loss_bits), len(self.policies)
 
     @cached_property
-    def groups(self) -> Sequence[list[int]]:
-        """Samples that run together: neighbours of equal length, at most `batch`.
+    def places(self) -> Sequence[int]:
+        """Places of the samples that are measured among all of them, rising.
 
         Raises
         ------
         InputError
-            If there are fewer groups than shards.
+            If there are fewer samples than shards.
         """
-        groups = [*self._all_groups()]
-        return groups if self.shard is None else self.shard.of_groups(groups)
+        every = range(len(self.samples.samples))
+        return every if self.shard is None else self.shard.of_places(every)
 
     def chunk_of(self, n_tokens: int) -> int:
         """Return the tokens of a sample that run at once, at least those whose queries are scored.
@@ -234,20 +219,7 @@ class Job:
         All of them by default, up to the context whose curves are exact.
         """
         chunk = self.chunk or (n_tokens if n_tokens <= EXACT_CONTEXT_TOKENS else CHUNK_TOKENS)
-        rows = self.scorer.query_rows(n_tokens), self.scorer.window, FIDELITY_ROWS
-        return max(chunk, *rows)
-
-    @property
-    def places(self) -> list[int]:
-        """Places of the samples that are measured among all of them, rising."""
-        return [*chain.from_iterable(self.groups)]
-
-    def _all_groups(self) -> Iterator[list[int]]:
-        sizes = [one.token_ids.size for one in self.samples.samples]
-        for _, neighbours in groupby(range(len(sizes)), key=lambda index: sizes[index]):
-            same = list(neighbours)
-            for begin in range(0, len(same), self.batch):
-                yield same[begin : begin + self.batch]
+        return max(chunk, self.scorer.query_rows(n_tokens), self.scorer.window)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays of one sample, by name, without those not wanted.
@@ -257,9 +229,8 @@ class Job:
         dict
             ``curves``: retention at the ranks. ``masses``: evictable score mass.
             ``interpolation_error``: largest difference between a curve and its interpolation.
-            ``fidelity``: what each bit width leaves of the attention output. ``shared``: joint
-            curves of the runs of layers that share. ``losses``, ``loss_stderr``: loss curves and
-            their standard errors, by `loss_kinds`.
+            ``shared``: joint curves of the runs of layers that share. ``losses``: loss curves, by
+            `loss_kinds`.
         """
         layers, heads, points = self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
         sizes: dict[str, tuple[int, ...]] = {
@@ -267,14 +238,11 @@ class Job:
             "masses": (layers, heads),
             "interpolation_error": (1,),
         }
-        if self.bits:
-            sizes["fidelity"] = (layers, heads, len(self.bits))
         if n_runs := len(self.shared_runs):
             sizes["shared"] = (n_runs, heads, points)
         if self.losses is not None:
             units = heads if self.losses.level == "head" else 1
-            losses = (layers, units, len(self.loss_kinds), self.loss_levels.size)
-            sizes |= {"losses": losses, "loss_stderr": losses}
+            sizes["losses"] = (layers, units, *self.loss_kinds, self.loss_levels.size)
         return sizes
 
     def record(self, facts: ModelFacts) -> dict[str, Any]:
@@ -288,7 +256,6 @@ class Job:
             "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
             "answers": self.samples.answers_digest(),
-            "batch": self.batch,
             "losses": None if self.losses is None else self.losses.record(),
             "bits": self.bits,
             "share_length": self.share_length,

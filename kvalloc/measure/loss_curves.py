@@ -18,15 +18,14 @@ from kvalloc.runtime.policies import policy_of
 
 T = TypeVar("T")
 
-_Place = tuple[int, int, int]
-"""KV head, kind (`Job.loss_kinds`) and level that a loss belongs to."""
+_Place = tuple[int, ...]
+"""KV head (or none of a figure), width, policy and level that a loss belongs to."""
 
 
 class _Figure(NamedTuple):
-    """A loss of all heads of a layer: of which kind, at which level, and what is kept for it."""
+    """A loss of all heads of a layer, and what is kept for it."""
 
-    kind: int
-    level: int
+    place: _Place
     keep: Tensor
     """``(n_kv_heads, n_tokens)``"""
     bits: IntArray
@@ -62,7 +61,7 @@ def sample_losses(
     Returns
     -------
     Measured
-        ``losses`` and ``loss_stderr``.
+        ``losses``, as `Job.sizes` has them.
 
     Raises
     ------
@@ -114,7 +113,7 @@ def measure_losses(
     Measured
         ``losses``: mean over the continuation's predictions of KL(full cache || reduced cache),
         nats per token; 0 in sliding layers, and at 16 bits at the last level, where nothing is
-        hidden. ``loss_stderr``: standard error of that mean.
+        hidden.
     """
 
     def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
@@ -153,7 +152,7 @@ def estimate_losses(
     Returns
     -------
     Measured
-        The standard errors are those of the draws.
+        Means over the draws.
 
     References
     ----------
@@ -172,7 +171,7 @@ def estimate_losses(
             squares = ((shifts @ slopes) ** 2 / (2 * probe.n_measured)).cpu().numpy()
             for head, of_head in enumerate(squares):
                 for figure, values in zip(some, of_head, strict=True):
-                    yield [(head, figure.kind, figure.level)], values
+                    yield [(head, *figure.place)], values
 
     return _of_all_layers(probe, job, of_layer, layer_done)
 
@@ -183,15 +182,14 @@ def _of_all_layers(
     of_layer: Callable[[int], Iterator[tuple[list[_Place], FloatArray]]],
     layer_done: Callable[[], None],
 ) -> Measured:
-    """Return the mean of the values that belong to each place, and its standard error."""
-    losses, stderr = np.zeros((2, *job.sizes()["losses"]))
+    """Return the mean of the values that belong to each place."""
+    losses = np.zeros(job.sizes()["losses"])
     for layer in sorted(probe.scores):
         for places, values in of_layer(layer):
-            error = float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
             for place in places:
-                losses[layer, *place], stderr[layer, *place] = values.mean(), error
+                losses[layer, *place] = values.mean()
         layer_done()
-    return {"losses": losses, "loss_stderr": stderr}
+    return {"losses": losses}
 
 
 def _by_unit(numbers: Tensor, heads: int) -> Tensor:
@@ -207,14 +205,15 @@ def _by_unit(numbers: Tensor, heads: int) -> Tensor:
 
 
 def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Figure]:
-    """Return what each kind keeps of a layer at each level, except everything at 16 bits."""
+    """Return what each policy keeps of a layer at each width and level; not all at 16 bits."""
     budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
     kept = [probe.kept(layer, place, budgets) for place in range(1 + len(probe.policies))]
     heads = len(kept[0][0])
     return [
-        _Figure(kind, level, keep, np.full(heads, width))
-        for kind, (width, policy) in enumerate(job.loss_kinds)
-        for level, keep in enumerate(kept[policy])
+        _Figure((place, policy, level), keep, np.full(heads, width))
+        for place, width in enumerate(job.loss_bits)
+        for policy, of_policy in enumerate(kept)
+        for level, keep in enumerate(of_policy)
         if width != 16 or level < len(budgets) - 1
     ]
 
@@ -237,7 +236,7 @@ def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:
         for head, keep, bits in _alone(figure, job):
             same = keep.cpu().numpy().tobytes() + bits.tobytes()
             variant = variants.setdefault(same, _Variant([], keep, bits))
-            variant.places.append((head, figure.kind, figure.level))
+            variant.places.append((head, *figure.place))
     return list(variants.values())
 
 

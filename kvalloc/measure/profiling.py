@@ -21,7 +21,6 @@ from kvalloc.measure.curves import (
     check_finite,
     check_share_length,
     checked_widths,
-    layer_fidelity,
     on_grid,
     retention_curves,
 )
@@ -63,8 +62,6 @@ class ProfileOptions(TypedDict, total=False):
         First tokens that are never evicted, and left out of the curves; 0 counts them as XKV does.
     seed : int, default 0
         Of the choice of samples.
-    batch : int, default 1
-        Samples of equal length that run together. Peak memory grows with it.
     loss : {"measured", "fast"} or LossPlan
         Also measure what reducing each unit alone does to the next-token distribution: a forward
         for every unit and level, or a second-order estimate at the price of a few prefills. It is
@@ -76,14 +73,14 @@ class ProfileOptions(TypedDict, total=False):
         chooses one for each unit with its budget; options after a colon, such as
         tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.
     bits : str or sequence of int
-        Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits';
-        with `loss` also what is lost at each of them and each budget together, of every policy.
+        With `loss`, also measure what is lost at each of these bit widths and each budget together,
+        of every policy, for 'kvalloc solve --bits'; 16 is measured in any case.
     chunk : int
         Tokens of a sample that run through a layer at once; memory grows with it. All of them by
         default up to 4,096, and 1,024 of longer samples. Losses take the whole sample.
     shard : str
         Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
-        'kvalloc merge' makes the same file as one call. A batch stays together.
+        'kvalloc merge' makes the same file as one call.
     share_length : int, default 1
         Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
         (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.
@@ -94,7 +91,6 @@ class ProfileOptions(TypedDict, total=False):
     scorer: Annotated[str | Scorer, Option("NAME", SCORES)]
     sinks: Annotated[int, Option("N", SCORES)]
     seed: int
-    batch: int
     loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
     loss_level: Annotated[LossLevel, Option("", LOSSES)]
     loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
@@ -197,15 +193,19 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     if (chunk := options.get("chunk")) is not None and chunk < 1:
         raise InputError(f"the chunk is {chunk} tokens, expected at least 1")
     shard = None if (text := options.get("shard")) is None else Shard.read(text)
+    if (bits := checked_widths(options.get("bits"))) and losses is None:
+        raise InputError(
+            f"{option('bits')} is about what is lost: add {option('loss', 'fast')} or "
+            f"{option('loss', 'measured')}"
+        )
     return {
         "shard": shard,
         "chunk": chunk,
         "scorer": scorer,
         "sinks": sinks,
         "context_tokens": options.get("context", 1024),
-        "batch": options.get("batch", 1),
         "losses": losses,
-        "bits": checked_widths(options.get("bits")),
+        "bits": bits,
         "share_length": options.get("share_length", 1),
     }
 
@@ -219,7 +219,7 @@ def job_of(
     """Return the options as a job; refuse what cannot be, before anything is measured."""
     decided = read_options(options)
     context, sinks, window = decided["context_tokens"], decided["sinks"], decided["scorer"].window
-    _check_sizes(shape, context, sinks, window, decided["batch"])
+    _check_sizes(shape, context, sinks, window)
     check_share_length(decided["share_length"], shape.full_layers)
     samples = choose_samples(
         texts,
@@ -249,8 +249,8 @@ def measure_job(
     failed: dict[int, Failed] = {}
     for index, result in measured_samples(
         engine,
-        partial(_measure_group, job),
-        job.groups,
+        partial(_measure_sample, job),
+        job.places,
         kept,
         steps,
         sample_steps=job.sample_steps,
@@ -268,62 +268,47 @@ def measure_job(
     return profile.replace(set_aside=job.samples.set_aside(failed))
 
 
-def _measure_group(job: Job, model: Any, group: list[int], advance: Advance) -> list[Measured]:
-    """Measure samples of equal length by one mini-prefill, and the losses of each."""
+def _measure_sample(job: Job, model: Any, index: int, advance: Advance) -> Measured:
+    """Measure a sample by one mini-prefill, and its losses."""
     import torch
 
-    ids = np.stack([job.samples.samples[index].token_ids for index in group])
-    arrays = {name: np.zeros((len(group), *size)) for name, size in job.sizes().items()}
-    whole = [arrays[name] for name in ("curves", "fidelity") if name in arrays]
-    for array in whole:  # of sliding layers, which keep what they always keep
-        array.fill(1.0)
-    masses, errors = arrays["masses"], arrays["interpolation_error"]
+    ids = job.samples.samples[index].token_ids
+    arrays = {name: np.zeros(size) for name, size in job.sizes().items() if name != "losses"}
+    arrays["curves"].fill(1.0)  # of sliding layers, which keep what they always keep
+    masses, error = arrays["masses"], arrays["interpolation_error"]
     runs = SharedRuns(job.shape.full_layers, job.share_length)
-    first, end = job.sinks, ids.shape[1] - job.scorer.window
+    first, end = job.sinks, ids.size - job.scorer.window
 
-    def store(name: str, row: int, place: int, curves: FloatArray) -> None:
-        arrays[name][row, place], error = on_grid(curves, job.ranks)
-        errors[row] = max(errors[row, 0], error)
+    def store(name: str, place: int, curves: FloatArray) -> None:
+        arrays[name][place], off = on_grid(curves, job.ranks)
+        error[0] = max(error[0], off)
 
     noted: Observed | None = None
 
     def look(states: AttentionStates) -> None:
         nonlocal noted
         layer, states = states.layer, replace(states, observed=noted)
-        if states.keys.shape[2] < ids.shape[1]:  # a chunk, and not the last one
+        if states.keys.shape[2] < ids.size:  # a chunk, and not the last one
             noted = job.scorer.observe(states, sinks=job.sinks)
             return
         noted = None
-        scores = job.scorer.score(states, sinks=job.sinks)[..., first:end].float().cpu().numpy()
-        for row, index in enumerate(group):
-            what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
-            check_finite(what, scores[row], least=0)
-            curves, masses[row, layer] = retention_curves(scores[row])
-            store("curves", row, layer, curves)
-        if job.bits:
-            arrays["fidelity"][:, layer] = layer_fidelity(
-                states, job.bits, window=job.scorer.window, model_id=job.shape.model_id
-            )
-        for run, together in runs.add(layer, scores, masses[:, layer]):
-            for row, curves in enumerate(together):
-                store("shared", row, run, curves)
-        advance(len(group))
+        scores = job.scorer.score(states, sinks=job.sinks)[0, :, first:end].float().cpu().numpy()
+        what = f"the scores of {job.shape.model_id} in layer {layer}, sample {index}"
+        check_finite(what, scores, least=0)
+        curves, masses[layer] = retention_curves(scores)
+        store("curves", layer, curves)
+        for run, together in runs.add(layer, scores, masses[layer]):
+            store("shared", run, together)
+        advance(1)
 
-    inputs = torch.from_numpy(ids).to(input_device(model))
-    chunk = job.chunk_of(ids.shape[1])
-    mini_prefill(model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
-    samples = [{name: array[row] for name, array in arrays.items()} for row in range(len(group))]
+    inputs = torch.from_numpy(ids)[None].to(input_device(model))
+    mini_prefill(model, inputs, look, layers=job.shape.full_layers, chunk=job.chunk_of(ids.size))
     if job.losses is None:
-        return samples
+        return arrays
     from kvalloc.measure.loss_curves import sample_losses  # loads torch
 
-    def layer_done() -> None:
-        advance(job.loss_layers)
-
-    return [
-        sample | sample_losses(model, job, index, layer_done=layer_done)
-        for index, sample in zip(group, samples, strict=True)
-    ]
+    losses = sample_losses(model, job, index, layer_done=lambda: advance(job.loss_layers))
+    return arrays | losses
 
 
 def _loss_plan(options: ProfileOptions) -> LossPlan | None:
@@ -353,12 +338,9 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
             "loss_tokens": job.loss_levels,
             "loss_method": job.losses.method,
             "loss_policies": job.policies[1:],
-            "loss_bits": np.array(job.loss_bits) if len(job.loss_bits) > 1 else None,
+            "loss_bits": np.array(job.loss_bits, dtype=np.int64),
+            "losses": stacked["losses"],
         }
-        for name in ("losses", "loss_stderr"):
-            losses[name] = stacked[name][:, :, :, 0]
-            if len(job.loss_kinds) > 1:
-                losses[f"other_{name}"] = stacked[name][:, :, :, 1:]
     held: dict[str, Any] = {}
     if job.shard is not None:
         held["shards"] = (np.arange(job.shard.of) == job.shard.number - 1).astype(np.int64)
@@ -370,7 +352,6 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         curves=stacked["curves"],
         masses=stacked["masses"],
         sample_tokens=np.array(n_tokens, dtype=np.int64),
-        bit_fidelity=stacked.get("fidelity"),
         shared_curves=stacked.get("shared"),
         interpolation_error=float(stacked["interpolation_error"].max()),
         shape=job.shape,
@@ -380,7 +361,6 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         sinks=job.sinks,
         window=job.scorer.window,
         ranks=job.ranks,
-        bit_widths=np.array(job.bits, dtype=np.int64) if job.bits else None,
         shared_runs=job.shared_runs if job.share_length > 1 else None,
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
@@ -393,11 +373,9 @@ def _scorer(options: ProfileOptions) -> Scorer:
     return scorer if isinstance(scorer, Scorer) else get_scorer(scorer)
 
 
-def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int, batch: int) -> None:
+def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int) -> None:
     if sinks < 0:
         raise InputError(f"sinks is {sinks}, expected a number of tokens >= 0")
-    if batch < 1:
-        raise InputError(f"batch is {batch}, expected a number of samples >= 1")
     if context <= sinks + window:
         raise InputError(
             f"a context of {context} tokens leaves nothing to evict beside {sinks} sinks and a "

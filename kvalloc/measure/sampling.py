@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One of the equal parts of a measurement: every n-th group of its samples.
+    """One of the equal parts of a measurement: every n-th of its samples.
 
     Attributes
     ----------
@@ -77,20 +77,20 @@ class Shard:
             )
         return cls(number=number, of=of)
 
-    def of_groups(self, groups: Sequence[list[int]]) -> Sequence[list[int]]:
-        """Return the groups of samples that belong to the shard.
+    def of_places(self, places: Sequence[int]) -> Sequence[int]:
+        """Return the places of the samples that belong to the shard.
 
         Raises
         ------
         InputError
-            If there are fewer groups than shards.
+            If there are fewer samples than shards.
         """
-        if len(groups) < self.of:
+        if len(places) < self.of:
             raise InputError(
-                f"{self.of} shards were asked for, and the samples make only {len(groups)} "
-                f"groups that run together; use at most {len(groups)} shards, or more samples"
+                f"{self.of} shards of {len(places)} samples are not possible; use at most "
+                f"{len(places)} shards, or more samples"
             )
-        return groups[self.number - 1 :: self.of]
+        return places[self.number - 1 :: self.of]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,14 +237,13 @@ class SurrogateFit:
             halves.
         """
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
-        groups = [[index] for index in range(n_samples)]
         steps = Steps(n_samples * layers, progress)
         halves: dict[int, NormalEquations] = {}
         ranked: dict[int, FloatArray] = {}
         losses: list[FloatArray] = []
         failed: dict[int, Failed] = {}
         for index, result in measured_samples(
-            engine, self.sums, groups, kept, steps, sample_steps=layers
+            engine, self.sums, range(n_samples), kept, steps, sample_steps=layers
         ):
             if isinstance(result, Failed):
                 failed[index] = result
@@ -289,14 +288,14 @@ class SurrogateFit:
         """Return the half of a sample, 0 or 1: neighbours in the text are in the same one."""
         return int(2 * index >= len(self.samples.samples))
 
-    def sums(self, model: Any, group: list[int], advance: Advance) -> list[dict[str, Any]]:
+    def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
         """Return what is kept of a sample: moments of its tokens, tokens to rank, vote losses."""
-        features, targets = self._rows(model, group[0], advance)
+        features, targets = self._rows(model, index, advance)
         places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
         joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
-        losses = vote_losses(model, self.shape, self.samples.samples[group[0]], targets, SINKS)
+        losses = vote_losses(model, self.shape, self.samples.samples[index], targets, SINKS)
         moments = NormalEquations.of(features, targets).moments
-        return [{"moments": moments, "ranked": joined, "vote_losses": losses}]
+        return {"moments": moments, "ranked": joined, "vote_losses": losses}
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
         """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""

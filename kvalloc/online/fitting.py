@@ -224,10 +224,10 @@ def _errors(
     profiles = {share: one for share, one in decided.items() if one is not None}
     steps = Steps(len(samples.samples), progress)
     work = partial(_whole_losses, samples.samples, [*profiles.values()])
-    groups = [[index] for index in range(len(samples.samples))] if profiles else []
+    places = range(len(samples.samples) if profiles else 0)
     losses = {
         index: result["losses"]
-        for index, result in measured_samples(engine, work, groups, kept, steps, sample_steps=1)
+        for index, result in measured_samples(engine, work, places, kept, steps, sample_steps=1)
         if not isinstance(result, Failed)
     }
     errors = []
@@ -252,11 +252,11 @@ def _whole_losses(
     samples: Sequence[Sample],
     profiles: Sequence[BudgetProfile],
     model: Any,
-    group: list[int],
+    index: int,
     advance: Advance,
-) -> list[dict[str, FloatArray]]:
+) -> dict[str, FloatArray]:
     """Return the loss of one prompt's whole cache by each profile."""
     measured = CacheLosses(model, samples)
-    losses = np.array([measured.loss(group[0], profile) for profile in profiles])
+    losses = np.array([measured.loss(index, profile) for profile in profiles])
     advance(1)
-    return [{"losses": losses}]
+    return {"losses": losses}

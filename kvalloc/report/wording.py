@@ -379,7 +379,6 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
         f"evictable; {'every rank' if profile.is_exact else grid}",
         "samples": f"{profile.part_text}{profile.samples_text} of {lengths} tokens",
         "loss curves": losses_text(profile),
-        "bits": _bits_text(profile),
         "text": profile.text_description or "not recorded",
         "set aside": "; ".join(profile.set_aside.values()),
         "made": f"{profile.created} with {versions}",
@@ -416,7 +415,7 @@ def losses_text(profile: ScoreProfile) -> str:
     levels = profile.loss_tokens
     titles = ", ".join(policy.title for policy in profile.policies)
     several = f", with each of {titles}" if profile.loss_policies else ""
-    if profile.loss_bits is not None:
+    if len(profile.loss_widths) > 1:
         several += f", stored at {', '.join(map(str, profile.loss_widths))} bits each"
     origin = _LOSS_ORIGINS.get(profile.loss_method, "measured or estimated")
     return (
@@ -430,16 +429,6 @@ def losses_per(profile: ScoreProfile) -> str | None:
     if profile.losses is None:
         return None
     return "layer" if profile.losses.shape[2] == 1 else "head"
-
-
-def _bits_text(profile: ScoreProfile) -> str:
-    if profile.bit_widths is None:
-        return "not measured"
-    means = [
-        (width, float(profile.fidelity(width)[:, list(profile.shape.full_layers)].mean()))
-        for width in profile.bit_widths.tolist()
-    ]
-    return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
 
 
 def _policy_text(policy: Policy) -> str:

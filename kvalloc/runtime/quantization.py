@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from math import inf
 
@@ -18,8 +17,6 @@ from kvalloc.accounting.costs import (
     bits_fault,
 )
 from kvalloc.errors import InputError
-from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.attention_rows import window_attention
 
 _LARGEST_SCALE = 65504.0
 """Largest finite float16: scales and minima beyond it are held there."""
@@ -122,48 +119,6 @@ def rotated(vectors: Tensor) -> Tensor:
         found = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         half *= 2
     return found
-
-
-def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
-    """How much of the last rows' attention output survives fewer bits.
-
-    ``max(0, 1 - ||o_b - o|| / ||o||)`` over the last tokens' rows of all query heads that share a
-    KV head, o being their attention output and o_b the same with keys and values at b bits,
-    nothing evicted. It stands in for harm: it sees one layer and one prompt, and neither what
-    later layers make of the error nor what it does to the answer, and it has no unit that could
-    be added to a loss.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        What one layer's attention sees.
-    bits : int
-        Of `WIDTHS`.
-    rows : int
-        How many of the last tokens.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads)
-        0..1; 1 at 16 bits, and where the output is 0.
-    """
-    if bits == 16:
-        return torch.ones(states.keys.shape[:2], device=states.keys.device)
-    fewer = dataclasses.replace(
-        states,
-        keys=quantised_keys(states.keys, bits),
-        values=quantised_values(states.values, bits),
-    )
-    plain, other = (_output(each, rows) for each in (states, fewer))
-    whole = plain.flatten(2).norm(dim=2)
-    lost = (other - plain).flatten(2).norm(dim=2)
-    return torch.where(whole > 0, 1 - lost / whole, (lost == 0).float()).clamp(0, 1)
-
-
-def _output(states: AttentionStates, rows: int) -> Tensor:
-    """Attention output of the last rows, ``(batch, n_kv_heads, group, rows, head_dim)``."""
-    weights = window_attention(states, rows)
-    return torch.einsum("bhgrt,bhtd->bhgrd", weights, states.values.float())
 
 
 def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:

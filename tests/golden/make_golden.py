@@ -27,7 +27,7 @@ import kvalloc
 DATA = Path(__file__).parent / "data"
 SCORES = DATA / "scores.safetensors"
 DECISIONS = DATA / "decisions.json"
-MEASURED = DATA / "measured.safetensors"  # the same with loss curves and fidelities of bits
+MEASURED = DATA / "measured.safetensors"  # the same with loss curves
 PROFILE = DATA / "budget_profile.json"
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {
@@ -122,14 +122,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 RETAINED = {"budget": "30%", "objective": "mean"}
 
-# of the profile with loss curves and bits
+# of the profile with loss curves
 MEASURED_CASES: dict[str, dict[str, Any]] = {
     f"{name}, {level}": {**arguments, "level": level, "solver": "dp"}
     for name, arguments in (
         ("loss 0.1", {"target_loss": 0.1}),
         ("least loss in 30%", {"budget": "30%", "objective": "loss"}),
-        ("bits in 15%", {"budget": "15%", "bits": (16, 8, 4)}),
-        ("bits for retention 0.9 in pages", {"target_retention": 0.9, "bits": (8, 4), "page": 8}),
         ("decode bytes in pages", {**RETAINED, "cost": "decode-bytes", "page": 8}),
         ("communication", {**RETAINED, "cost": "communication"}),
         ("weights", {**RETAINED, "weights": (1.0, 0.0, 2.0, 0.5)}),
@@ -205,20 +203,17 @@ def make_scores() -> Any:
 
 
 def make_measured() -> Any:
-    """Loss curves and fidelities on top of a score profile."""
+    """Loss curves on top of a score profile."""
     scores = loaded(SCORES)
     rng = np.random.default_rng(20240102)
     size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
     losses = -np.sort(-rng.exponential(0.05, (*size, 6)), axis=-1)
     losses += 0.002 * rng.standard_normal(losses.shape)
     losses[..., -1] = 0.0
-    lost = np.array([0.0, 0.02, 0.3]) * rng.random((*size, 3))
     return scores.replace(
         loss_tokens=np.array([8, 16, 24, 48, 72, 96]),
-        losses=losses,
-        loss_stderr=np.full(losses.shape, 0.002),
-        bit_widths=np.array([16, 8, 4]),
-        bit_fidelity=1 - lost,
+        loss_bits=np.array([16]),
+        losses=losses[:, :, :, None, None],
     )
 
 

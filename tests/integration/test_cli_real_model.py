@@ -54,7 +54,7 @@ def test_profile_solve_inspect_generate(folder):
 
 def test_entries_at_fewer_bits_from_solve_to_generate_and_eval(folder):
     """More entries at 8 bits do less harm than fewer at 16, for the same bytes."""
-    kvalloc("profile demo --samples 1 --context 384 --bits 16,8,4 -o s.safetensors")
+    kvalloc("profile demo --samples 1 --context 384 --loss fast --bits 16,8,4 -o s.safetensors")
     kvalloc("solve s.safetensors --budget 20% -o plain.json")
     kvalloc("solve s.safetensors --budget 40% --bits 16,8,4 -o bits.json")  # of 16-bit bytes
     kvalloc("verify bits.json s.safetensors --resolve")

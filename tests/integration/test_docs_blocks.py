@@ -23,7 +23,7 @@ import pytest
 import torch
 from cli_tools import Stdin, refused, run
 from docs_pages import PAGES, ROOT, blocks
-from factories import make_bits, make_losses, make_shape, make_shared_scores
+from factories import make_bits, make_shape, make_shared_scores
 from scorer_oracle import make_states
 from tiny_models import equal_budgets, tiny_model
 
@@ -146,9 +146,7 @@ def prepare_solving(folder: Path) -> dict[str, Any]:
     """A made-up score profile with all that can be measured."""
     shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
     bits = make_bits(shape=shape, context_tokens=120)
-    measured = {"bit_widths": bits.bit_widths, "bit_fidelity": bits.bit_fidelity}
-    losses = make_losses(shape=shape, context_tokens=120)
-    measured |= {name: getattr(losses, name) for name in ("loss_tokens", "losses", "loss_stderr")}
+    measured = {name: getattr(bits, name) for name in ("loss_tokens", "loss_bits", "losses")}
     shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=2, context_tokens=120)
     for name in "sab":
         shared.replace(shape=shape, **measured).save(folder / f"{name}.safetensors")

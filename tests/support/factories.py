@@ -115,8 +115,8 @@ def make_losses(
     losses[..., -1] = 0.0
     return scores.replace(
         loss_tokens=np.array(levels, dtype=np.int64),
-        losses=losses,
-        loss_stderr=np.full(size, noise),
+        loss_bits=np.array([16]),
+        losses=losses[:, :, :, None, None],
     )
 
 
@@ -126,10 +126,10 @@ def make_choices(
     """A score profile with loss curves of several policies, each the better one somewhere."""
     scores = make_losses(seed, **changes)
     rng = np.random.default_rng([seed, 3])
-    factors = rng.lognormal(0.0, 0.7, (*scores.losses.shape[:3], len(names), 1))
-    others = scores.losses[:, :, :, None] * factors
+    own = scores.losses[:, :, :, 0]
+    others = own * rng.lognormal(0.0, 0.7, (*own.shape[:3], len(names), 1))
     others += 0.002 * rng.standard_normal(others.shape)
-    others[..., 0], others[..., -1] = scores.losses[..., None, 0], 0.0
+    others[..., 0], others[..., -1] = own[..., 0], 0.0
     policies = tuple(
         Policy(
             scorer="xkv" if name == "critical" else name,
@@ -141,22 +141,13 @@ def make_choices(
         )
         for name in names
     )
-    return scores.replace(
-        loss_policies=policies,
-        other_losses=others,
-        other_loss_stderr=np.full(others.shape, 0.002),
-    )
+    losses = np.concatenate([own, others], axis=3)[:, :, :, None]
+    return scores.replace(loss_policies=policies, losses=losses)
 
 
 def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:
-    """A score profile with the fidelity of 8 and 4 bits."""
-    scores = make_scores(seed, **changes)
-    rng = np.random.default_rng([seed, 2])
-    size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
-    at_8 = 1 - 0.02 * rng.random(size)
-    at_4 = at_8 - 0.3 * rng.random(size)
-    fidelity = np.stack([np.ones(size), at_8, at_4], axis=-1)
-    return scores.replace(bit_widths=np.array([16, 8, 4]), bit_fidelity=fidelity)
+    """A score profile with loss curves of budgets and widths together."""
+    return make_loss_bits(seed, names=(), **changes)
 
 
 def make_loss_bits(
@@ -164,18 +155,11 @@ def make_loss_bits(
 ) -> ScoreProfile:
     """A score profile with loss curves of budgets and widths together, of several policies."""
     scores = make_choices(seed, names=names, per=per, **changes)
-    bits = make_bits(seed, **changes)
     rng = np.random.default_rng([seed, 4])
-    own = np.concatenate([scores.losses[:, :, :, None], scores.other_losses], axis=3)
-    added = [rng.exponential(scale, own.shape) for scale in (0.004, 0.03)]  # 8 and 4 bits
-    others = np.concatenate([scores.other_losses, *(own + more for more in added)], axis=3)
-    return scores.replace(
-        bit_widths=bits.bit_widths,
-        bit_fidelity=bits.bit_fidelity,
-        loss_bits=np.array([16, 8, 4]),
-        other_losses=others,
-        other_loss_stderr=np.full(others.shape, 0.002),
-    )
+    at_16 = scores.losses
+    added = [rng.exponential(scale, at_16.shape) for scale in (0.004, 0.03)]  # 8 and 4 bits
+    losses = np.concatenate([at_16, *(at_16 + more for more in added)], axis=3)
+    return scores.replace(loss_bits=np.array([16, 8, 4]), losses=losses)
 
 
 def joint_curves(raw: Array, runs: Array) -> Array:

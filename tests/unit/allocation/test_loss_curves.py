@@ -17,7 +17,7 @@ def test_the_problem_is_less_the_measured_loss() -> None:
     scores = make_losses(3, n_samples=2)
     assert scores.loss_tokens is not None
     problem = formulate(scores, Request.parse(target_loss=0.05, level="head"))
-    mean = scores.losses.mean(axis=0)
+    mean = scores.losses[:, :, :, 0, 0].mean(axis=0)
     for unit in range(problem.n_units):
         layer, head = int(problem.layers[unit]), int(problem.heads[unit])
         expected = np.interp(problem.tokens[unit], scores.loss_tokens, mean[layer, head])

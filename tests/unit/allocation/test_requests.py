@@ -138,7 +138,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"solver": "greedy:gamma=1"}, "has no option 'gamma'"),
             ({"share_groups": 4}, "share_length=2"),
             ({"share_groups": "2-3"}, "share_length=2"),
-            ({"bits": (16, 8)}, "8 bits do was not measured.*none was"),
+            ({"bits": (16, 8)}, "no loss curves.*bits=.16, 8.*ask for retention"),
+            ({"bits": (8,), "objective": "worst"}, "bits and policies are chosen by what they"),
+            ({"bits": (8,), "target_retention": 0.9}, "give target_loss, or leave them out"),
             ({"target_loss": 0.1}, "no loss curves.*ask for retention"),
             ({"objective": "loss", "solver": "dp"}, "no loss curves"),
             ({"weights": [1.0, 1.0]}, "tests/tiny has 3 layers of 2 KV heads"),
@@ -170,12 +172,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         (make_loss_bits, {"bits": (8, 5, 3), **fields}, NOT_AT_BITS)
         for fields in ({"objective": "loss"}, {"target_loss": 0.1})
     ),
-    (make_bits, {"bits": (8, 4), "target_loss": 0.1}, r"no loss curves.*bits=.16, 8, 4"),
+    (make_scores, {"bits": (8, 4), "target_loss": 0.1}, r"no loss curves.*bits=.16, 8, 4"),
     *(
         (make_bits, {"bits": (16, 8, 4), **fields}, words)
         for fields, words in (
             ({"bits": (16, 2)}, "expected some of 16, 8, 5, 4, 3"),
-            ({"objective": "loss"}, "holds no loss curves.*measure them with"),
             ({"max_distinct": 2}, "max_distinct and equal_heads"),
             ({"equal_heads": True, "level": "head"}, "max_distinct and equal_heads"),
             ({"average": "allocations"}, "average='curves'"),

@@ -61,7 +61,6 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
     (lambda: make_bits(3), {"budget": "25%", "level": "head", **BITS}),
     (make_bits, {"memory": 5000, "page": 8, "batch": 2, **BITS}),
     (make_bits, {"budget": "30%", "weights": [0.2, 1, 3], **BITS}),
-    (make_bits, {"budget": "30%", "objective": "worst", **BITS}),
     (lambda: make_losses(5), {"target_loss": 0.05, "level": "head", "solver": "dp"}),
     (
         lambda: make_losses(1, per="layer"),
@@ -165,7 +164,6 @@ FALSE: list[tuple[Any, dict[str, Any], Any, set[str]]] = [
     (make_choices, LOSSES, lambda profile: {"retention": 0.5}, {"retention"}),
     (make_choices, LOSSES, foreign_policy, {"policies"}),
     (make_scores, {**SHARE, **WORST}, moved("worst_sample_retention", 0.1), {"worst sample"}),
-    (make_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "retention"}),
     (make_loss_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "predicted loss"}),
     (
         make_shared_scores,

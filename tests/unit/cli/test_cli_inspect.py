@@ -40,7 +40,7 @@ ROWS = [
          {"loss_method": "measured"}),
         (lambda: make_losses().replace(loss_method="fast"),
          "estimated to second order (--loss fast) one", {"loss_method": "fast"}),
-        (make_bits, "mean fidelity 1.0000 at 16 bits", {"bit_widths": [16, 8, 4]}),
+        (make_bits, "stored at 16, 8, 4 bits each", {"loss_widths": [16, 8, 4]}),
     ],
 )  # fmt: skip
 def test_score_profiles(tmp_path, make, words, facts):

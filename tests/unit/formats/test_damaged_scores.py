@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import (
-    make_bits,
     make_choices,
     make_loss_bits,
     make_losses,
@@ -25,14 +24,12 @@ from kvalloc.formats.score_profile import ScoreProfile
     ("make", "changes"),
     [
         (make_scores, [{"text_digest": "1" * 64}]),
-        (make_losses, [{"loss_stderr": None}, {"losses": lambda a: a * 1.001}]),
-        (lambda: make_losses(per="layer"), [{"loss_stderr": None}]),
-        (make_bits, [{"bit_widths": None, "bit_fidelity": None}]),
-        (make_choices, [{"loss_policies": lambda p: (p[0].replace(label="t"), p[1])}]),
+        (make_losses, [{"losses": lambda a: a * 1.001}]),
         (
-            make_choices,
-            [dict.fromkeys(("other_losses", "other_loss_stderr")) | {"loss_policies": ()}],
+            lambda: make_losses(per="layer"),
+            [dict.fromkeys(("loss_tokens", "loss_bits", "losses"))],
         ),
+        (make_choices, [{"loss_policies": lambda p: (p[0].replace(label="t"), p[1])}]),
         (make_loss_bits, [{"loss_bits": np.array([16, 4, 8])}]),
         (make_shared_scores, [{"shared_runs": None, "shared_curves": None}]),
     ],
@@ -77,7 +74,7 @@ def convex(curves: Any) -> Any:
     return np.broadcast_to(np.linspace(0, 1, 36) ** 2, curves.shape).copy()
 
 
-MAKERS = (make_scores, make_losses, make_choices, make_loss_bits, make_bits, make_shared_scores)
+MAKERS = (make_scores, make_losses, make_loss_bits, make_shared_scores)
 WRONG: dict[str, Callable[[Any], Any]] = {
     "none": lambda a: None,
     "other type": lambda a: a.astype(np.float32 if a.dtype == float else np.int32),
@@ -87,7 +84,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "NaN": lambda a: a * np.nan,
     "below zero": lambda a: -a - 1,
 }
-SIZES = {"ranks", "curves", "masses", "loss_tokens", "loss_bits", "bit_widths", "shared_runs"}
+SIZES = {"ranks", "curves", "masses", "loss_tokens", "loss_bits", "shared_runs"}
 """Arrays by which others are sized: one of those may be named in their place."""
 
 
@@ -97,8 +94,7 @@ def test_every_array_is_checked_in_type_shape_and_range(make: Any, wrong: str) -
     scores = make()
     for name in ScoreProfile.model_fields:
         array = getattr(scores, name)
-        optional = wrong == "none" and name.endswith("stderr")
-        if not isinstance(array, np.ndarray) or optional:
+        if not isinstance(array, np.ndarray):
             continue
         with pytest.raises(InputError, match="score profile: " if name in SIZES else name):
             scores.replace(**{name: WRONG[wrong](array)})
@@ -115,14 +111,14 @@ SEMANTIC: dict[Any, list[tuple[Callable[[ScoreProfile], dict[str, Any]], str]]] 
         (at("sample_tokens", (1,), 0), "sample_tokens is 0..40, expected numbers within 1..inf"),
     ],
     make_losses: [
-        (at("losses", (1, 2, 1, 0), np.nan), r"losses is not finite at \[1, 2, 1, 0\]"),
+        (at("losses", (1, 2, 1, 0, 0, 0), np.nan), r"losses is not finite at \[1, 2, 1, 0, 0, 0\]"),
         (edit("loss_tokens", lambda a: a - 1), "loss.*to the context of 40"),
         (edit("loss_tokens", lambda a: a.clip(12)), r"rising from at least 5 \(sinks and window\)"),
         (edit("losses", lambda a: a[..., ::-1].copy()), "loss.*not 0 where"),
         (edit("losses", lambda a: -a), "loss.*what is lost, above 0"),
     ],
     make_choices: [
-        (drop("losses", "loss_tokens", "loss_stderr"), "losses of the scorer's own"),
+        (drop("losses", "loss_tokens", "loss_bits"), "losses that it belongs to"),
         (lambda s: {"loss_policies": (s.loss_policies[0],) * 2}, "'tova' twice"),
         (
             lambda s: {"loss_policies": (s.loss_policies[0].replace(window=9), s.loss_policies[1])},
@@ -130,14 +126,8 @@ SEMANTIC: dict[Any, list[tuple[Callable[[ScoreProfile], dict[str, Any]], str]]] 
         ),
     ],
     make_loss_bits: [
-        (lambda s: {"loss_bits": np.array([16, 8, 5])}, "some of bit_widths"),
-        (lambda s: {"loss_bits": np.array([16, 8, 8])}, "some of bit_widths"),
-    ],
-    make_bits: [
-        (edit("bit_fidelity", lambda a: a * 2), "within 0..1"),
-        (edit("bit_fidelity", lambda a: a * 0.5), "not 1 at 16 bits"),
-        (lambda s: {"bit_widths": np.array([16, 8, 8])}, "bit_widths"),
-        (lambda s: {"bit_widths": np.array([16, 8, 6])}, "bit_widths"),
+        (lambda s, given=given: {"loss_bits": np.array(given)}, "16, then some of 8, 5, 4, 3 once")
+        for given in ([16, 8, 6], [16, 8, 8], [8, 16, 4])
     ],
     make_shared_scores: [
         (edit("shared_runs", lambda a: a + [[-1, 0]]), "runs of 2 to 4"),

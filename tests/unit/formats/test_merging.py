@@ -52,7 +52,7 @@ def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, da
     scores.save(folder / "whole")
     n_shards = data.draw(st.integers(2, n_samples))
     order = data.draw(st.permutations(range(n_samples)))
-    # as batches of unequal length make them: any samples in any shard, none of them empty
+    # any samples in any shard, none of them empty
     chosen = [order[shard::n_shards] for shard in range(n_shards)]
     paths = []
     for shard, places in enumerate(chosen):
@@ -74,10 +74,8 @@ def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, da
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"batch": 2},
-        {"bits": (8,), "share_length": 2, "model": tiny_model(num_hidden_layers=5)},
-        {"loss": LOSSES},
+        {"share_length": 2, "model": tiny_model(num_hidden_layers=5)},
+        {"loss": LOSSES, "bits": (8,)},
     ],
 )
 def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path, options):
@@ -169,7 +167,7 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path, files, change):
         ({"shard": "0/2"}, "the shard is '0/2', expected"),
         ({"shard": "3/2"}, "the shard is '3/2', expected"),
         ({"shard": "1"}, "the shard is '1', expected"),
-        ({"shard": "1/4"}, "4 shards were asked for, and the samples make only 2 groups"),
+        ({"shard": "1/4"}, "4 shards of 2 samples are not possible"),
     ],
 )
 def test_shards_that_cannot_be_are_refused(options, said):

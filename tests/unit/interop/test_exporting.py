@@ -347,6 +347,6 @@ class TestCommand:
         assert last == [pytest.approx(scores.curves[:, 2, 1, -1].mean())]
         first = str(scores.loss_tokens[0])
         loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
-        assert loss == [pytest.approx(scores.losses[:, 1, 0, 0].mean())]
+        assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0, 0].mean())]
         refused(self.folder, "export", self.folder / "s.safetensors", "--to", "vllm", "-o", "v",
                 words=["with --to csv or --to parquet"])  # fmt: skip

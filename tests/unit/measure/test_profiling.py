@@ -80,16 +80,9 @@ def test_sliding_layers_get_no_curve_of_their_own():
     assert np.all(found.curves[:, 1, :, 0] == 0)
 
 
-@pytest.mark.parametrize("batch", [2, 3, 8])
-def test_a_batch_gives_the_same(batch):
-    one, many = measure(samples=5), measure(samples=5, batch=batch)
-    np.testing.assert_allclose(one.curves, many.curves, atol=1e-5)
-    np.testing.assert_allclose(one.masses, many.masses, atol=1e-5)
-
-
 def test_prompts_of_their_own_length():
     prompts = [Prompt(text=words(length, seed=length)) for length in (60, 30, 90, 13)]
-    found = measure(texts=prompts, samples=4, batch=2)
+    found = measure(texts=prompts, samples=4)
     assert found.sample_tokens.tolist() == [60, 30, 60, 13]
     assert found.evictable_tokens == 48
     # the third sample kept 1 evictable entry: its curve is the straight line
@@ -128,8 +121,8 @@ def broken_model():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch": 0}, "batch is 0"),
         ({"bits": (2,)}, "expected some of 16, 8, 5, 4, 3"),
+        ({"bits": (8,)}, "bits is about what is lost: add loss='fast' or"),
         ({"resume": True}, "name the output"),
         ({"loss": "exact"}, "loss method is 'exact'"),
         ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
@@ -167,11 +160,15 @@ LOSSES = {"shares": (0.0, 0.2, 0.6), "continuation_tokens": 5}
     ("options", "layers"),
     [
         ({}, 3),
-        ({"batch": 2}, 3),
-        ({"bits": (8, 4)}, 3),
         ({"share_length": 2}, 5),
         ({"loss": LossPlan(**LOSSES)}, 3),
-        ({"loss": LossPlan(method="fast", level="head", policies=("tova",), **LOSSES)}, 3),
+        (
+            {
+                "loss": LossPlan(method="fast", level="head", policies=("tova",), **LOSSES),
+                "bits": (8, 4),
+            },
+            3,
+        ),
         ({"loss": LossPlan(level="head", policies=("tova",), **LOSSES)}, 3),
     ],
 )
@@ -206,7 +203,7 @@ def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers
         ({"context": 50}, "context_tokens"),
         ({"seed": 1}, "text_digest"),
         ({"model": tiny_model(seed=1)}, "weights"),
-        ({"bits": (8,)}, "bits"),
+        ({"loss": "fast", "bits": (8,)}, "bits"),
         ({"loss": "fast"}, "losses"),
     ],
 )

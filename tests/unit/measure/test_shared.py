@@ -15,14 +15,16 @@ def measure(share_length, n_layers=6, **options):
 
 
 def added(raw, longest):
-    """All layers of all samples at once, one batch."""
-    runs = SharedRuns(range(raw.shape[1]), longest)
-    found = np.full((raw.shape[0], len(runs.runs), raw.shape[2], raw.shape[3] + 1), np.nan)
-    for layer in range(raw.shape[1]):
-        scores = raw[:, layer]
-        for run, curves in runs.add(layer, scores, scores.sum(axis=-1)):
-            found[:, run] = curves
-    return runs.runs, found
+    """The joint curves of all runs, sample by sample."""
+    n_samples, n_layers, n_heads, n_tokens = raw.shape
+    for sample in range(n_samples):
+        runs = SharedRuns(range(n_layers), longest)
+        if not sample:
+            joint = np.full((n_samples, len(runs.runs), n_heads, n_tokens + 1), np.nan)
+        for layer, scores in enumerate(raw[sample]):
+            for run, curves in runs.add(layer, scores, scores.sum(axis=-1)):
+                joint[sample, run] = curves
+    return runs.runs, joint
 
 
 @pytest.mark.parametrize("longest", [2, 3, 4])
@@ -41,7 +43,7 @@ def test_a_layer_without_any_mass_keeps_its_share_whatever_is_kept():
     assert np.allclose(found[0, 0, :, -1].sum(), 2.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"scorer": "snapkv", "window": 9}])
+@pytest.mark.parametrize("options", [{}, {"scorer": "snapkv", "window": 9}])
 def test_of_a_model(options):
     plain = measure(1, **options)
     found = measure(3, **options)
