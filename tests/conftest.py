@@ -22,45 +22,26 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+NUMBERS = {
+    "--matrix-cells": (None, "cells of the runtime's matrix, drawn at random with --matrix-seed"),
+    "--matrix-seed": (0, "seed of those cells"),
+    "--rounded-models": (24, "random models with entries below 16 bits beside a float64 oracle"),
+    "--hostile-files": (100, "changed files of each kind that are refused or read"),
+    "--hostile-seed": (0, "seed of those files"),
+    "--soak-calls": (16, "calls over one model, which leave nothing and answer as the first"),
+    "--kills": (2, "kills of commands, of all from 10 on"),
+    "--thread-rounds": (8, "times that threads over one model are beside one after the other"),
+}
+"""Options of long runs: default and help."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--matrix-cells",
-        type=int,
-        help="so many cells of the runtime's matrix, drawn at random with --matrix-seed",
-    )
-    parser.addoption("--matrix-seed", type=int, default=0)
+    for name, (default, text) in NUMBERS.items():
+        parser.addoption(name, type=int, default=default, help=text)
     parser.addoption(
         "--matrix-product",
         action="store_true",
         help="of the matrix, every policy x arrival x mode with every setting of all else",
-    )
-    parser.addoption(
-        "--rounded-models",
-        type=int,
-        default=24,
-        help="so many random models with entries below 16 bits answer as a float64 oracle",
-    )
-    parser.addoption(
-        "--hostile-files",
-        type=int,
-        default=100,
-        help="so many changed files of each kind are refused or read",
-    )
-    parser.addoption("--hostile-seed", type=int, default=0)
-    parser.addoption(
-        "--soak-calls",
-        type=int,
-        default=16,
-        help="so many calls over one model must leave nothing behind and answer as the first",
-    )
-    parser.addoption(
-        "--kills", type=int, default=2, help="so many kills of commands, of all from 10 on"
-    )
-    parser.addoption(
-        "--thread-rounds",
-        type=int,
-        default=8,
-        help="so often threads over one model are compared with one after the other",
     )
     parser.addoption(
         "--ray", action="store_true", help="also the tests that start a Ray cluster on this machine"

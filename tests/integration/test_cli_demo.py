@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 
 import cli_tools
@@ -66,20 +65,9 @@ def test_budgets_of_equal_size_are_measured_and_shown(demo):
         starts = rf"{row['task']} +{re.escape(row['name'])} .* {row['kl']:.4f} "
         assert re.search(f"^{starts}", output, re.MULTILINE), starts
     assert "weak guide to harm" in " ".join(output.split())
-
-
-def test_every_command_that_is_shown_can_be_typed(demo):
-    _, output = demo
     shown = [line.split()[2] for line in output.splitlines() if line.startswith("$ kvalloc ")]
     solved = ["solve"] * len(NAMES)
     assert shown == ["profile", "compare", *solved, "diff", "eval", "report", "report"]
-
-
-def test_json_has_stdout_to_itself(tmp_path):
-    done = run("--json", "-o", "o", folder=tmp_path, solvers={"greedy": "layer"})
-    assert done.code == 0, done.err
-    rows = json.loads(done.out)
-    assert rows == [*map(dict, Evaluation.load(tmp_path / "o" / "results.json").rows)]
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):

@@ -116,8 +116,6 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
          "line 1: a prompt of 505 tokens and its answer go beyond the 512"),
         ("--budget 20% --question-at before", "'before' is not one of 'inside', 'after'"),
         ("--plain-bits 4,x", "--plain-bits is '4,x', expected numbers"),
-        ("--plain-bits 6", "bits"),
-        ("--budget 20% --split test", "'--split': 'test' is not one of 'development', 'held-out'"),
         ("--budget 20% --tasks code --turns 3 --context 400",
          "the task code asks 1 question a prompt, not 3"),
         ("--budget 20% --metric f1", "--metric is for --prompts"),

@@ -15,27 +15,28 @@ from kvalloc.runtime.policies import policy_names
 
 
 @pytest.mark.parametrize("name", ["tiny", "gemma", "tiny-head"])
-def test_generate_keeps_what_was_granted(models, profiles, folder, name):
+def test_generate_keeps_what_was_granted_and_only_the_answer_goes_to_stdout(
+    models, profiles, folder, name
+):
     arguments = generate_arguments(models, profiles, folder, name)
     ran = run(*arguments, "--json")
     assert (ran.code, ran.err) == (0, "")
-    found = ran.json
-    assert found["prompt_tokens"] == 100
-    assert 1 <= found["new_tokens"] <= 5
-    assert found["retained_bytes"] < found["full_bytes"]
-    assert found["prefill_seconds"] > 0
+    facts = ran.json
+    assert facts["prompt_tokens"] == 100
+    assert 1 <= facts["new_tokens"] <= 5
+    assert facts["retained_bytes"] < facts["full_bytes"]
+    assert (facts["retained_bytes"] == facts["granted_bytes"]) == (name != "gemma")  # it slides
+    assert facts["prefill_seconds"] > 0
+    assert (facts["requested"], facts["decision_seconds"]) == (None, None)
     full = run(*arguments[:2], "--budget", "100%", *arguments[4:], "--json").json
     assert full["profile"] is None
-    assert full["full_bytes"] == found["full_bytes"] < full["retained_bytes"]  # in float32
-
-
-def test_only_the_answer_goes_to_stdout(models, profiles, folder):
-    arguments = generate_arguments(models, profiles, folder)
-    answer = run(*arguments, "--json").json["answer"]
-    ran = run(*arguments)
-    assert ran.out.strip() == answer.strip()
-    assert "100 prompt and" in ran.err
-    assert "prefill" in ran.err
+    assert full["full_bytes"] == facts["full_bytes"] < full["retained_bytes"]  # in float32
+    shown = run(*arguments)
+    assert shown.out.strip() == facts["answer"].strip()
+    assert "100 prompt and" in shown.err
+    assert "prefill" in shown.err
+    # a share of its own where the prompt's length gives another than the profile's
+    assert "tokens, " in shown.err.splitlines()[1].partition(" at ")[2]
     assert run(*arguments, "--quiet").err == ""
 
 
@@ -112,16 +113,6 @@ def test_what_is_kept_stands_beside_what_was_asked(models, folder, asked, said):
     assert found["share"] == pytest.approx(found["retained_bytes"] / found["full_bytes"])
 
 
-def test_a_profile_tells_its_own_share_where_the_prompts_length_gives_another(
-    models, profiles, folder
-):
-    words = generate_arguments(models, profiles, folder)
-    found = run(*words, "--json").json
-    assert (found["requested"], found["decision_seconds"]) == (None, None)
-    assert found["retained_bytes"] == found["granted_bytes"]
-    assert "tokens, " in run(*words).err.splitlines()[1].partition(" at ")[2]
-
-
 def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles):
     short = ("--prompt", prose(6), "--max-new-tokens", 3)
     ran = run("generate", models / "tiny", "--profile", profiles / "tiny.json", *short)
@@ -131,14 +122,14 @@ def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles):
     assert "keeps the prompt whole, which is too short for 20.0%" in decided.err
 
 
-def test_the_chat_form_is_used_where_there_is_one(models, profiles):
+def test_the_chat_form_is_used_where_there_is_one(models, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Stdin(prose(9)))
+    ran = run("generate", models / "tiny", "--budget", "100%", "--max-new-tokens", 1, "--json")
+    assert ran.json["prompt_tokens"] == 9
     arguments = ("--prompt", prose(20), "--max-new-tokens", 2, "--json")
     used = ("generate", models / "chatty", "--budget", "100%", *arguments)
     assert run(*used).json["prompt_tokens"] == 22
     assert run(*used, "--no-chat").json["prompt_tokens"] == 20
-    assert (
-        run("generate", models / "tiny", "--budget", "100%", *arguments).json["prompt_tokens"] == 20
-    )
 
 
 @pytest.mark.parametrize("question", [(), ("--question", "w5 w6")])
@@ -154,12 +145,6 @@ def test_an_answer_can_be_drawn_and_a_seed_draws_it_again(models, folder, questi
     assert len({*drawn.values(), answer()}) == 3
     assert (answer(*hot), answer(*hot, "--seed", 1)) == (drawn[0], drawn[1])
     assert answer("--temperature", 1e-5) == answer()
-
-
-def test_the_prompt_can_come_from_stdin(models, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", Stdin(prose(9)))
-    ran = run("generate", models / "tiny", "--budget", "100%", "--max-new-tokens", 1, "--json")
-    assert ran.json["prompt_tokens"] == 9
 
 
 def test_another_model_of_the_same_sizes_only_when_allowed(models, profiles, folder):
@@ -178,19 +163,16 @@ def test_another_model_of_the_same_sizes_only_when_allowed(models, profiles, fol
         ({"--profile": None}, ["--profile", "--budget 20%"]),
         ({"--profile": "missing.json"}, ["missing.json"]),
         ({"--profile": "edited.json"}, ["edited.json", "digest"]),
-        ({"--prompt-file": None, "--prompt": " "}, ["empty"]),
         ({"--prompt": "w1"}, ["two prompts at once"]),
         ({"--prompt-file": "nothing.txt"}, ["nothing.txt", "check the path"]),
         ({"--prompt-file": "binary.txt"}, ["binary.txt", "not text"]),
         ({"--prompt-file": "empty.txt"}, ["empty.txt", "empty"]),
         ({"--prompt-file": "long.txt"}, ["600", "512", "shorten"]),
         ({"--max-new-tokens": 450}, ["450", "512"]),
-        ({"--max-new-tokens": 0}, ["--max-new-tokens"]),
         ({"--chat": True}, ["no chat form"]),
         ({"--dtype": "int4"}, ["int4"]),
         ({"--profile": None, "--target-retention": 2}, ["retention of 2"]),
         ({"--profile": None, "--budget": "20%", "--level": "both"}, ["'both'"]),
-        ({"--profile": None, "--budget": "20%", "--solver": "none"}, ["no solver 'none'"]),
         ({"--profile": None, "--memory": "1KiB"}, ["--memory 1KiB", "one layer in full"]),
     ],
 )

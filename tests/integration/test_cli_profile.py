@@ -21,13 +21,9 @@ def test_profile_writes_what_it_says(models, folder):
     assert saved.shape.model_id == "tiny"
     assert "text.txt" in saved.text_description
     assert sorted(files_in(folder)) == ["prompt.txt", "s.safetensors", "text.txt"]
-
-
-def test_profile_ends_with_a_summary(models, folder):
-    ran = run(*profile_arguments(models, folder))
-    for words in ("tiny", "2 samples", "64 tokens", "xkv", "s.safetensors", " s, loading included"):
-        assert words in ran.out
-    assert run(*profile_arguments(models, folder), "-q").out == ""
+    shown = run(*profile_arguments(models, folder)).out
+    words = ("tiny", "2 samples", "64 tokens", "xkv", "s.safetensors", " s, loading included")
+    assert [word for word in words if word not in shown] == []
 
 
 def test_profile_makes_prompts_of_tasks(models, folder):
@@ -86,7 +82,6 @@ def test_a_killed_profile_is_resumed(models, folder, monkeypatch):
     [
         ({"MODEL": "mamba"}, ["Mamba"]),
         ({"MODEL": "nan"}, ["not finite", "layer 1"]),
-        ({"MODEL": ""}, ["config.json"]),
         ({"--text": "missing.txt"}, ["missing.txt", "check the path"]),
         ({"--samples": 99}, ["99 samples", "only 15"]),
         ({"--context": 513}, ["513", "beyond the 512"]),
@@ -95,12 +90,10 @@ def test_a_killed_profile_is_resumed(models, folder, monkeypatch):
         ({"--scorer": "lookahead"}, ["lookahead looks at tokens that come after the prompt"]),
         ({"--sinks": -1}, ["sinks"]),
         ({"--device": "abacus"}, ["abacus"]),
-        ({"-o": "no/folder/s.safetensors"}, ["cannot write", "does not exist"]),
         ({"-o": "."}, ["cannot write", "folder"]),
         ({"--prompts": "no.jsonl"}, ["no.jsonl, line 1", "not JSON"]),
         ({"--text": "no.jsonl"}, ["--prompts"]),
         ({"--tasks": "needle"}, ["--tasks", "text or prompts are given"]),
-        ({"--tasks": "kl", "--question-at": "before"}, ["--question-at", "inside"]),
         ({"--tasks": "kl", "--lengths": "9,x"}, ["--lengths", "512,1024"]),
         ({"--tasks": "kl", "--lengths": "100000"}, ["--lengths", "--context"]),
         ({"--question-at": "after"}, ["--question-at", "add --tasks"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ pytest.importorskip("kvpress", reason="kvpress has an environment of its own: ma
 
 import numpy as np
 import torch
-from docs_pages import ROOT, blocks
+from docs_pages import ROOT
 from factories import make_budget_profile
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache, QuantizedCache
@@ -117,16 +116,6 @@ def test_quantised_caches_alone_and_with_presses(model, prompt, name, backend, b
     assert reduced.kept_bytes / reduced.stored_bytes == pytest.approx(share / stored, rel=0.01)
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-def test_hqq_packs_prompts_of_any_length(model, prompt, bits):
-    """HQQ refuses numbers that fill no whole groups, and groups that fill no whole bytes."""
-    method = CacheMethod(make_cache=partial(quantized_cache, model, "HQQ", bits))
-    for n_tokens in (188, 187):
-        reduced = method.compress(model, prompt[:n_tokens])
-        assert reduced.feed(ANSWER, last=4).isfinite().all()
-        assert reduced.cache.get_seq_length() == n_tokens + 4
-
-
 @pytest.mark.model
 def test_the_command_with_a_peer(capsys):
     command = ["eval", "demo", "--peer", "kvpress:TOVA@20%", "--peer", "kvpress:KVzip@20%"]
@@ -150,34 +139,6 @@ def test_the_page_names_every_press_and_no_other():
     assert set(re.findall(r"`(\w+Press)\b", PAGE.read_text(encoding="utf-8"))) == presses
 
 
-@pytest.mark.model
-def test_what_the_page_starts_from_runs(tmp_path, monkeypatch, capsys):
-    (tmp_path / "context.txt").write_text("The special number is 4829131. " + "It rains. " * 99)
-    monkeypatch.chdir(tmp_path)
-    exec(blocks(PAGE)[0].text, {})
-    assert capsys.readouterr().out.strip()
-
-
-def test_the_benchmark_decodes_beside_presses():
-    """SnapKV stores the kept share in the model's float32, AdaKV all, and we half of that share."""
-    script = Path(__file__).parents[2] / "benchmarks" / "bench_runtime.py"
-    sizes = ["--shape", "tiny", "--dtype", "float32", "--context", "300", "--batch", "2"]
-    asked = ["--decode-rounds", "2", "--only", "peers", "--json"]
-    command = [sys.executable, str(script), *sizes, *asked]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    rows = json.loads(ran.stdout)["rows"]
-    assert len(rows) == 4
-    full = 300 * 4 * 2 * 2 * 32 * 4  # tokens, layers, heads, K and V, numbers, bytes
-    for row in rows:
-        assert row["figure"] > 0
-        assert row["rounds"] == 2
-        assert row["peer_kept_share"] == pytest.approx(0.2, abs=0.001)
-        share = 1.0 if "AdaKV" in row["name"] else 0.2
-        assert row["peer_stored_bytes"] / full == pytest.approx(share, abs=0.001)
-        assert row["stored_bytes"] / full == pytest.approx(0.1, abs=0.01)  # at 16 bits a number
-
-
 def budgets_of(model, rows, **changes):
     policy = Policy(scorer="streaming", scorer_parameters={"window": 8}, sinks=4, window=8)
     budgets, shape = np.array(rows), shape_of(model)
@@ -193,23 +154,6 @@ def read_prompt(model, prompt, press):
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
     return cache, hidden
-
-
-def test_a_press_keeps_a_profiles_budgets(model, prompt):
-    """Layers with one budget free entries, heads with their own hide them, and the rest stays."""
-    profile = budgets_of(model, [[50, 50], [12, 192], [192, 192]])
-    knorm = make_press(read_peer_name("kvpress:Knorm"))
-    cache, hidden = read_prompt(model, prompt, budget_press(profile, knorm))
-    assert [layer.keys.shape[2] for layer in cache.layers] == [50, 192, 192]
-    assert hidden[0] is None
-    assert hidden[2] is None
-    batch, head, place = (indices.tolist() for indices in hidden[1])
-    assert (set(batch), set(head), len(place)) == ({0}, {0}, 180)
-    assert set(place) == set(range(4, 184))  # sinks and window stay, whatever their norms
-    whole = budgets_of(model, [[192] * 2] * 3)
-    full, _ = read_prompt(model, prompt, budget_press(whole, knorm))
-    kept = cache.layers[0].keys[0, 0]
-    assert (kept[:, None] == full.layers[0].keys[0, 0][None]).all(-1).any(1).all()
 
 
 @pytest.mark.parametrize(

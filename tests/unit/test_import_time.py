@@ -9,16 +9,8 @@ import sys
 import pytest
 
 HEAVY = {
-    "gguf",
-    "jinja2",
-    "networkx",
-    "ortools",
-    "pandas",
-    "pydantic",
-    "scipy",
-    "torch",
-    "transformers",
-    "vl_convert",
+    *("gguf", "jinja2", "networkx", "ortools", "pandas", "pydantic", "scipy", "torch"),
+    *("transformers", "vl_convert"),
 }
 
 

@@ -15,9 +15,7 @@ from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
     against_best,
-    at_share,
     mean_kl,
-    position_table,
     shared_kl,
 )
 
@@ -85,16 +83,6 @@ def test_what_was_exact_before_an_eviction_is_compared_to_nobody():
     gone["kl"] = dict.fromkeys(gone["kl"], [None, 0])
     assert mean_kl(gone) is None
     assert "mean" not in against_best([gone, peer], "A", ("text",))
-
-
-def test_the_table_says_positions_bytes_and_of_how_many_prompts():
-    some = [*rows(), row("text", 2, "A", 0.6)]
-    assert {one["method"] for one in at_share(some, 0.2)} == {"A", "B", "default"}
-    assert at_share(some, 0.5) == []
-    heading, first, _, last = position_table(some, CELLS)
-    assert heading.split() == ["bytes", "exact", "prompts", *CELLS, "mean"]
-    assert first.split() == ["A", "20.0%", "0", "2-3", ".600/.600/-", ".800/.800/-", ".700"]
-    assert last.split() == ["default", "20.0%", "0", "2", ".150/.150/-", ".150/.150/-", ".150"]
 
 
 def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():

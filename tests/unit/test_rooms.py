@@ -56,9 +56,7 @@ def test_no_string_names_a_room_above() -> None:
         ('import_module("kvalloc.report.notebook")', True),
         ('where = "kvalloc.runtime", "make_cache"', True),
         ('f"kvalloc.online.{name}"', True),
-        ('load("kvalloc.solvers.greedy")', True),
         ('names("kvalloc.solvers")', False),  # a group of entry points
-        ('"kvalloc.accounting.costs"', False),
         ('"kvalloc.budget_profile", "kvalloc.apply(model)"', False),
         ('"""See `kvalloc.runtime`."""', False),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_runtime
 import runtime_half
-from _common import in_turns, ratio_of, row_met
+from _common import row_met
 from runtime_rows import ANSWER_TOKENS, fits_rows, stored_bytes
 
 import kvalloc
@@ -73,20 +72,6 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
         assert row_met({**row, "at_least": row["figure"]})
         assert not row_met({**row, "at_least": row["figure"] + 0.1})
         assert not row_met({**row, "at_least": 0, "at_most": row["figure"] - 0.1})
-
-
-def test_ratios_are_those_of_each_round() -> None:
-    found = {"a": ([1.0, 4.0, 9.0], [1.0, 1.0, 1.0]), "b": ([1.0, 2.0, 3.0], [2.0, 2.0, 2.0])}
-    ratio = ratio_of(found, "a", "b")
-    assert (ratio["figure"], ratio["processor_ratio"], ratio["rounds"]) == (2.0, 0.5, 3)
-
-
-def test_each_round_calls_everything_once_in_another_order() -> None:
-    called: list[str] = []
-    calls = {name: partial(called.append, name) for name in "abc"}
-    found = in_turns(calls, repeats=3)
-    assert "".join(called) == "abc" + "abc" + "bca" + "cab"
-    assert all(len(times) == 3 for kinds in found.values() for times in kinds)
 
 
 def test_what_16_bits_lose_is_more_than_nothing(model: Any, profile: Any, tmp_path: Path) -> None:

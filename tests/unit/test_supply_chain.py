@@ -23,20 +23,11 @@ def test_all_that_is_installed_is_pinned_allowed_and_listed() -> None:
     assert licences.faults() == []
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("MIT", True),
-        ("MIT AND PSF-2.0", True),
-        ("GPL-3.0-only OR MIT", True),
-        ("MIT AND GPL-3.0-only", False),
-        ("Apache-2.0 WITH LLVM-exception", True),
-        ("AGPL-3.0-or-later", False),
-        ("none stated", False),
-    ],
-)
-def test_which_licences_are_allowed(expression: str, expected: bool) -> None:
-    assert licences.allowed(expression) == expected
+def test_which_licences_are_allowed() -> None:
+    for one in ("MIT AND PSF-2.0", "GPL-3.0-only OR MIT", "Apache-2.0 WITH LLVM-exception"):
+        assert licences.allowed(one)
+    for one in ("MIT AND GPL-3.0-only", "AGPL-3.0-or-later", "none stated"):
+        assert not licences.allowed(one)
 
 
 def archive(path: Path, names: list[str], time: int, mode: int) -> Path:

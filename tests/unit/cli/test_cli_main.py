@@ -63,7 +63,6 @@ def test_a_help_has_an_example_and_fits_on_two_screens(command, monkeypatch):
     ("typed", "words"),
     [
         ("sovle", ["no command 'sovle'", "'solve'", "kvalloc --help"]),
-        ("xyz", ["no command 'xyz'", "choose from", "inspect"]),
         ("list", ["solvers|scorers|policies|profiles", "kvalloc list --help"]),
         ("list solver", ["'solver' is not one of 'solvers', 'scorers'"]),
         ("generate dmeo --budget 100% --prompt x", ["nearest is 'demo'"]),
@@ -79,22 +78,17 @@ def test_a_help_has_an_example_and_fits_on_two_screens(command, monkeypatch):
             ["is 0, expected a number above 0"],
         ),
         ("eval demo --scorer snapkv", ["--scorer says how a target is decided"]),
-        ("eval demo --budget 20% --solver gredy", ["nearest is 'greedy'"]),
-        ("eval demo", ["give --budget 20%, or a --profile"]),
         ("solve smolm2-instruct --budget 1 --json", ["is 'smollm2-135m-instruct'"]),
         ("list solvers -q -v", ["--quiet and --verbose contradict"]),
-        ("--colour", ["--colour", "kvalloc --help"]),
         ("solve", ["SCORES", "kvalloc solve --help"]),
         ("solve s --budgt 1", ["--budgt", "--budget"]),
         ("generate demo --compression-ratio 0.8", ["name the", "stays: --budget 20%; see"]),
         ("generate demo --compression-ratio=0.65", ["stays: --budget 35%; see"]),
-        ("generate demo --compression-ratio much", ["stays: --budget 20%; see"]),
         ("generate demo --compression-ratio", ["stays: --budget 20%; see"]),
         ("inspect a --compression-ratio 0.8", ["No such option: --compression-ratio; s"]),
         ("solve smollm2-135m-instruct --memory 1kb --json", ["--memory 1kb is below the floors"]),
         ("solve s --context many", ["--context", "integer"]),
         ("solve s --budget 1 --page 0", ["--page 0 is not", "--page 1 or more"]),
-        ("solve s --budget", ["--budget"]),
         ("inspect a b", ["b", "kvalloc inspect --help"]),
         ("profile demo", ["--output", "kvalloc profile --help"]),
     ],
@@ -242,23 +236,13 @@ def test_verbose_tells_what_was_done_and_when(tmp_path):
     assert run(*words).err == ""  # and it ends with the command
 
 
-def test_only_the_command_asked_for_is_imported(monkeypatch):
-    asked: list[str] = []
-    build = cli._build
-    monkeypatch.setattr(cli, "_build", lambda name: asked.append(name) or build(name))
-    run("inspect", "--help")
-    assert set(asked) == {"inspect"}
-
-
 @pytest.mark.parametrize(
     ("given", "complete"),
     [
         (["profile", "demo", "--loss"], ["profile", "demo", "--loss", "measured"]),
         (["profile", "--loss", "demo"], ["profile", "--loss", "measured", "demo"]),
-        (["profile", "demo", "--loss", "fast"], ["profile", "demo", "--loss", "fast"]),
         (["profile", "demo", "--loss", "fsat"], ["profile", "demo", "--loss", "fsat"]),
         (["solve", "--loss"], ["solve", "--loss"]),
-        ([], []),
     ],
 )
 def test_a_bare_loss_means_measured(given, complete):

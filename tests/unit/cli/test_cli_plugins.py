@@ -67,11 +67,14 @@ def findings(code=0):
     return {finding["name"]: finding for finding in ran.json["findings"]}
 
 
-def test_doctor_finds_everything_here():
-    found = findings()
-    assert found["torch"]["result"]
+def test_doctor_finds_everything_here(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "file"))
+    results = findings()
+    assert results["torch"]["result"]
     for name, words in (("compute", "threads"), ("solvers", "greedy"), ("scorers", "xkv")):
-        assert words in found[name]["result"]
+        assert words in results[name]["result"]
+    assert "KVALLOC_CACHE" in results["cache folder"]["advice"]
 
 
 def _without(monkeypatch, *missing):
@@ -113,9 +116,3 @@ def test_doctor_names_broken_plugins_but_goes_on(broken):
     found = findings()
     for kind in ("solvers", "scorers"):  # also what is loaded, and is neither
         assert "broken, stranger cannot be loaded" in found[kind]["advice"]
-
-
-def test_doctor_finds_a_cache_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "file"))
-    assert "KVALLOC_CACHE" in findings()["cache folder"]["advice"]

@@ -261,17 +261,17 @@ def test_tables_come_back(tmp_path, to):
 
 
 def test_a_table_may_be_edited(tmp_path):
-    (tmp_path / "t.csv").write_text("head,layer,tokens\n1,0,9\n0,0,8\n")
-    like = make_budget_profile([[20, 20]])
-    assert TARGETS["csv"].read(tmp_path / "t.csv", like).budgets.tolist() == [[8, 9]]
+    file, like = tmp_path / "t.csv", make_budget_profile([[20, 20]])
     for text, words in (
         ("layer,head,tokens\n0,0,4\n0,1,9\n", "at least the 5 tokens"),
         ("layer,head,tokens\n0,0,many\n0,1,9\n", "no table of budgets"),
         ("layer,head\n0,0\n0,1\n", "no table of budgets"),
     ):
-        (tmp_path / "t.csv").write_text(text)
+        file.write_text(text)
         with pytest.raises(InputError, match=words):
-            TARGETS["csv"].read(tmp_path / "t.csv", like)
+            TARGETS["csv"].read(file, like)
+    file.write_text("head,layer,tokens\n1,0,9\n0,0,8\n")
+    assert TARGETS["csv"].read(file, like).budgets.tolist() == [[8, 9]]
 
 
 def test_what_cannot_be_read_back_says_so(tmp_path):
@@ -282,71 +282,65 @@ def test_what_cannot_be_read_back_says_so(tmp_path):
 
 
 def test_a_length_is_said(tmp_path):
-    profile = wide()
-    left = export(profile, "tensorrt-llm", tmp_path / "c", context=800,
-                  accept=["engine-policy", "heads-to-layers"])  # fmt: skip
-    assert left.context_tokens == 800
-    assert left.length_rule == "fixed"
+    profile, names = wide(), ["engine-policy", "heads-to-layers"]
+    left = export(profile, "tensorrt-llm", tmp_path / "c", context=800, accept=names)
+    assert (left.context_tokens, left.length_rule) == (800, "fixed")
     assert left.retained_bytes == pytest.approx(profile.retained_bytes_at(800), rel=0.01)
 
 
-class TestCommand:
-    @pytest.fixture(autouse=True)
-    def files(self, tmp_path):
-        wide().save(tmp_path / "p.json")
-        self.folder, self.file = tmp_path, tmp_path / "p.json"
+@pytest.fixture
+def file(tmp_path):
+    """A budget profile in a file."""
+    wide().save(tmp_path / "p.json")
+    return tmp_path / "p.json"
 
-    def test_it_lists_what_each_would_lose(self):
-        ran = run("export", self.file)
-        assert ran.code == 0
-        for name, target in TARGETS.items():
-            assert name in ran.out
-            assert target.says in ran.out
-        assert "heads-to-layers (budgets of single heads: each layer's mean counts)" in ran.out
-        listed = {row["name"]: row["lost"] for row in run("export", self.file, "--json").json}
-        assert listed["csv"] == {}
-        assert "one-length" in listed["openvino"]
 
-    def test_it_writes_and_says_what_is_lost(self):
-        words = ("--accept one-length,engine-policy,heads-to-layers",)
-        refused(self.folder, "export", self.file, "--to", "tensorrt-llm", "-o",
-                self.folder / "c.yaml", words=words)  # fmt: skip
-        ran = run("export", self.file, "--to", "tensorrt-llm", "-o", self.folder / "c.yaml",
-                  *words[0].split(), "--restricted", self.folder / "r.json")  # fmt: skip
-        assert ran.code == 0
-        assert "kvalloc eval MODEL" in ran.err
-        left = BudgetProfile.load(self.folder / "r.json")
-        assert left.level == "layer"
-        assert f"{left.detail}" in ran.out
-        assert "restriction (greedy), layer level" in run("inspect", self.folder / "r.json").out
+def test_the_command_lists_what_each_would_lose(file):
+    shown = run("export", file).out
+    assert [
+        name for name, one in TARGETS.items() if name not in shown or one.says not in shown
+    ] == []
+    assert "heads-to-layers (budgets of single heads: each layer's mean counts)" in shown
+    listed = {row["name"]: row["lost"] for row in run("export", file, "--json").json}
+    assert listed["csv"] == {}
+    assert "one-length" in listed["openvino"]
 
-    @pytest.mark.parametrize(("arguments", "words"), [
-        (("--to", "csw"), "the nearest is 'csv'"),
-        (("--to", "csv"), "name it with -o, such as -o out.csv"),
-        (("--to", "vllm", "-o", "v", "--accept", "bits"), "there is no loss to accept 'bits'"),
-        (("--to", "csv", "-o", "none/t.csv"), "the folder none does not exist"),
-    ])  # fmt: skip
-    def test_mistakes(self, arguments, words):
-        refused(self.folder, "export", self.file, *arguments, words=[words])
 
-    def test_the_bytes_are_those_of_16_bits(self):
-        ran = run("export", self.file, "--to", "csv", "-o", self.folder / "t.csv", "--json")
-        assert ran.json["bytes"] == ran.json["bytes_left"] == 1095 * (2 * 2 * 4 + 4)
-        assert not ran.json["restricted"]
+def test_the_command_writes_and_says_what_is_lost(file):
+    names = "--accept one-length,engine-policy,heads-to-layers"
+    asked = ("export", file, "--to", "tensorrt-llm", "-o", file.parent / "c.yaml")
+    refused(file.parent, *asked, words=[names])
+    ran = run(*asked, *names.split(), "--restricted", file.parent / "r.json")
+    assert (ran.code, "kvalloc eval MODEL" in ran.err) == (0, True)
+    left = BudgetProfile.load(file.parent / "r.json")
+    assert left.level == "layer"
+    assert f"{left.detail}" in ran.out
+    assert "restriction (greedy), layer level" in run("inspect", file.parent / "r.json").out
 
-    def test_score_curves(self):
-        scores = make_losses(per="layer")
-        scores.save(self.folder / "s.safetensors")
-        ran = run("export", self.folder / "s.safetensors", "--to", "csv", "-o", self.folder / "c")
-        assert ran.code == 0
-        rows = [line.split(",") for line in (self.folder / "c").read_text().splitlines()]
-        assert rows[0] == ["layer", "head", "curve", "tokens", "value"]
-        units, levels = 3 * 2, scores.loss_tokens.size
-        assert len(rows) == 1 + units * (scores.ranks.size + levels)
-        last = [float(row[4]) for row in rows[1:] if row[:4] == ["2", "1", "retention", "40"]]
-        assert last == [pytest.approx(scores.curves[:, 2, 1, -1].mean())]
-        first = str(scores.loss_tokens[0])
-        loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
-        assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0, 0].mean())]
-        refused(self.folder, "export", self.folder / "s.safetensors", "--to", "vllm", "-o", "v",
-                words=["with --to csv or --to parquet"])  # fmt: skip
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("p.json --to csw", "the nearest is 'csv'"),
+    ("p.json --to csv", "name it with -o, such as -o out.csv"),
+    ("p.json --to vllm -o v --accept bits", "there is no loss to accept 'bits'"),
+    ("p.json --to csv -o none/t.csv", "the folder none does not exist"),
+    ("s.safetensors --to vllm -o v", "with --to csv or --to parquet"),
+])  # fmt: skip
+def test_a_wrong_export_is_one_line(file, monkeypatch, arguments, words):
+    monkeypatch.chdir(file.parent)
+    make_losses(per="layer").save(file.parent / "s.safetensors")
+    refused(file.parent, "export", *arguments.split(), words=[words])
+
+
+def test_score_curves_are_exported_as_a_table(tmp_path):
+    scores = make_losses(per="layer")
+    scores.save(tmp_path / "s.safetensors")
+    ran = run("export", tmp_path / "s.safetensors", "--to", "csv", "-o", tmp_path / "c")
+    assert ran.code == 0
+    rows = [line.split(",") for line in (tmp_path / "c").read_text().splitlines()]
+    assert rows[0] == ["layer", "head", "curve", "tokens", "value"]
+    assert len(rows) == 1 + 3 * 2 * (scores.ranks.size + scores.loss_tokens.size)
+    last = [float(row[4]) for row in rows[1:] if row[:4] == ["2", "1", "retention", "40"]]
+    assert last == [pytest.approx(scores.curves[:, 2, 1, -1].mean())]
+    first = str(scores.loss_tokens[0])
+    loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
+    assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0, 0].mean())]

@@ -137,23 +137,19 @@ def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
     assert seen == [PROMPT, PROMPT[:-2], PROMPT[:1], PROMPT[3:-1], (1,)]
 
 
-def test_what_cannot_be_done_is_refused(make, module):
-    with pytest.raises(InputError, match="use 'kvalloc eval --tasks kl'"):
-        make().loglikelihood_rolling([Instance(("w5",))])
-    with pytest.raises(InputError, match="answers are greedy"):
-        make().generate_until([Instance(("w5", {"do_sample": True}))])
-    with pytest.raises(InputError, match="has no token"):
-        make().loglikelihood([Instance(("w5", ""))])
-    with pytest.raises(InputError, match="no room for a prompt in 2 tokens"):
-        make(max_length=2).loglikelihood([Instance(("w5", " w6 w7"))])
-    with pytest.raises(InputError, match="after_tokens is -1"):
-        make(after_tokens=-1)
+def test_what_cannot_be_done_is_refused(make):
+    def asked(lm, function, *arguments):
+        return lambda: getattr(lm, function)([Instance(arguments)])
 
-
-def test_it_is_registered_under_its_name(module):
-    registry = sys.modules["lm_eval.api.registry"]
-    found = registry.get_model("kvalloc") if INSTALLED else registry.found["kvalloc"]
-    assert found is module.KVAllocLM
+    for refuse, said in (
+        (asked(make(), "loglikelihood_rolling", "w5"), "use 'kvalloc eval --tasks kl'"),
+        (asked(make(), "generate_until", "w5", {"do_sample": True}), "answers are greedy"),
+        (asked(make(), "loglikelihood", "w5", ""), "has no token"),
+        (asked(make(max_length=2), "loglikelihood", "w5", " w6 w7"), "no room for a prompt in 2"),
+        (lambda: make(after_tokens=-1), "after_tokens is -1"),
+    ):
+        with pytest.raises(InputError, match=said):
+            refuse()
 
 
 def test_without_the_harness_the_way_to_get_it_is_told(monkeypatch):
