@@ -87,7 +87,7 @@ class InfeasibleError(KVAllocError):
     message : str
         What cannot be met, and the nearest request that can.
     nearest : float or int, optional
-        The nearest feasible capacity (bytes) or target (same unit as asked).
+        The nearest feasible capacity (bytes) or target (in the unit of the request).
     """
 
     def __init__(self, message: str, *, nearest: float | int | None = None) -> None:

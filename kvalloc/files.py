@@ -1,4 +1,4 @@
-"""Writing a file so that nobody ever sees half of it, and what every file says of its making."""
+"""Writing whole files, and what every file says of its making."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
-                found = one_line(value, 40)
-                raise InputError(f"model shape: {name} is {found}, expected >= 1")
+                raise InputError(f"model shape: {name} is {one_line(value, 40)}, expected >= 1")
         if self.n_query_heads % self.n_kv_heads:
             raise InputError(
                 f"model shape: {self.n_query_heads} query heads cannot share "

@@ -52,8 +52,8 @@ def described(documented: object) -> dict[str, tuple[str, str]]:
     """Type and text of each parameter or field that a numpydoc docstring describes, by name."""
     text = inspect.getdoc(documented) or ""
     section = re.split(r"^(?:Parameters|Attributes)\n-+\n", text, flags=re.MULTILINE)[-1]
-    found = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
-    return {name: (kind, text) for name, kind, text in found}
+    entries = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
+    return {name: (kind, text) for name, kind, text in entries}
 
 
 def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], F]:
@@ -78,8 +78,8 @@ def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], 
     shown = [name for name in hints if name not in without]
 
     def decorate(function: F) -> F:
-        *own, rest = inspect.signature(function).parameters.values()
-        known = {*hints, *(one.name for one in own)}
+        *named, rest = inspect.signature(function).parameters.values()
+        known = {*hints, *(one.name for one in named)}
         entries = "".join(f"{name} : {texts[name][0]}\n{texts[name][1]}\n" for name in shown)
         entries = re.sub(r"\n+", "\n", entries)
 
@@ -93,7 +93,7 @@ def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], 
         result: Any = checked
         title = result.__qualname__
         result.__signature__ = inspect.signature(function).replace(
-            parameters=[*own, *(_keyword(name, hints[name], texts[name][0]) for name in shown)]
+            parameters=[*named, *(_keyword(name, hints[name], texts[name][0]) for name in shown)]
         )
         result.__doc__ = re.sub(
             rf"^\*\*{rest.name}\n(?: +.*\n|\n(?= ))*",
@@ -243,15 +243,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def share_text(share: float, asked: str = "") -> str:
-    """How much is stored, for people: what was asked for, if that is known, then what it is.
+def share_text(share: float, target: str = "") -> str:
+    """Return how much is stored, behind the target if that is known.
 
     Examples
     --------
     >>> share_text(0.1968, "20.0%"), share_text(1)
     ('asked for 20.0%, 19.7% of a cache at 16 bits', '100.0% of a cache at 16 bits')
     """
-    return f"{f'asked for {asked}, ' if asked else ''}{share:.1%} of a cache at 16 bits"
+    return f"{f'asked for {target}, ' if target else ''}{share:.1%} of a cache at 16 bits"
 
 
 def gap_text(gap: float | None) -> str:
@@ -301,7 +301,7 @@ def parse_indices(text: str) -> tuple[int, ...]:
     >>> parse_indices("0-3,8")
     (0, 1, 2, 3, 8)
     """
-    found: list[int] = []
+    indices: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", part)
         if match is None:
@@ -310,7 +310,7 @@ def parse_indices(text: str) -> tuple[int, ...]:
         last = first if match.group(2) is None else int(match.group(2))
         if last < first:
             raise InputError(f"{part.strip()!r} ends before it begins; write {last}-{first}")
-        found.extend(range(first, last + 1))
-    if len(found) != len(set(found)):
+        indices.extend(range(first, last + 1))
+    if len(indices) != len(set(indices)):
         raise InputError(f"{text.strip()!r} names a layer twice; name it once")
-    return tuple(found)
+    return tuple(indices)

@@ -64,9 +64,8 @@ def fitted_here(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The closing lines: the runtime's matrix, and how many tests were skipped for which reason."""
-    _matrix_summary(terminalreporter, config)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The closing lines: how many tests were skipped for which reason."""
     reasons = collections.Counter(
         " ".join(str(report.longrepr[2]).removeprefix("Skipped: ").split())
         for report in terminalreporter.stats.get("skipped", [])
@@ -75,16 +74,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("skipped")
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count:5d}  {reason}")
-
-
-def _matrix_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Of a matrix that was asked for: how many cells there are, and which are refused and why."""
-    if any(map(config.getoption, ("--matrix-product", "--matrix-cells"))):
-        from cell_choice import chosen_cells, summary_lines
-
-        terminalreporter.section("the runtime's matrix")
-        for line in summary_lines(chosen_cells(config.getoption)):
-            terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

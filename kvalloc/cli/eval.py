@@ -158,7 +158,7 @@ def eval(model: str, **given: Any) -> None:
         work = CaseWork(loaded.tokenizer, make)
         work.names(engine)  # what cannot be made is refused before anything runs
         cases = _cases(loaded.tokenizer, shape, tasks, options)
-        with ProgressBar("evaluating", unit="prompts") as progress:
+        with ProgressBar("evaluating", unit="answers") as progress:
             scores = evaluate(
                 engine, loaded.tokenizer, cases, work, context=context, progress=progress
             )

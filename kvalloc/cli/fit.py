@@ -48,7 +48,7 @@ def fit(
 
     given |= {"output": output, "resume": resume}
     fitted, facts, shown = measure(
-        measured_model, FitOptions, model, given, each=EACH_KIND, by_tasks=None
+        measured_model, FitOptions, model, given, per_kind=EACH_KIND, by_tasks=None
     )
     names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
     stated = {name: getattr(fitted.surrogate, name) for name in names.split()}

@@ -84,8 +84,8 @@ class _LazyGroup(TyperGroup):
 def summary(command: str) -> str:
     """Return the first line of a command's help, from its source: importing all takes a second."""
     source = (resources.files("kvalloc.cli") / f"{command}.py").read_text("utf-8")
-    found = re.search(rf'^def {command}\(.*?"""(.*?)\n', source, re.DOTALL | re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf'^def {command}\(.*?"""(.*?)\n', source, re.DOTALL | re.MULTILINE)
+    return match[1] if match else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,7 +62,7 @@ def measure(
     model: str,
     given: Mapping[str, Any],
     *,
-    each: int,
+    per_kind: int,
     by_tasks: bool | None = True,
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """Measure a model on the texts or prompts that the user names.
@@ -77,7 +77,7 @@ def measure(
     given : mapping
         What was typed of its options, of `PromptOptions` and of where the model runs, ``output``
         (None for the cache folder) and ``resume`` included.
-    each : int
+    per_kind : int
         Prompts of every kind and form that are made by default.
     by_tasks : bool
         Make prompts by tasks where the user names no text; otherwise take texts that ship. None
@@ -101,7 +101,7 @@ def measure(
     if output is not None:
         check_output(output, resume=resume)
     wanted: Any = from_typed(options, given)
-    prompts, made = read_prompt_options(given, each=each, by_tasks=bool(by_tasks))
+    prompts, made = read_prompt_options(given, per_kind=per_kind, by_tasks=bool(by_tasks))
     left = by_tasks is None and not {"text", "prompts", "tasks"} & given.keys()
     start = time.perf_counter()
     with running(model, given) as loaded:
@@ -133,7 +133,7 @@ def measure(
 
 
 def read_prompt_options(
-    given: Mapping[str, Any], *, each: int, by_tasks: bool
+    given: Mapping[str, Any], *, per_kind: int, by_tasks: bool
 ) -> tuple[Prompts, bool]:
     """Return the texts and prompts that the user names, or how to make some.
 
@@ -141,8 +141,8 @@ def read_prompt_options(
     ----------
     given : mapping
         What was typed of `PromptOptions`, and ``samples``, how many prompts to make.
-    each : int
-        So many of every kind and form by default.
+    per_kind : int
+        Prompts of every kind and form by default.
     by_tasks : bool
         Make prompts by tasks where the user gives nothing at all.
 
@@ -179,7 +179,7 @@ def read_prompt_options(
             return [
                 *calibration_prompts(
                     tokenizer,
-                    given.get("samples", each * forms),
+                    given.get("samples", per_kind * forms),
                     lengths,
                     kinds=kinds,
                     question=question,

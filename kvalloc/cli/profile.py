@@ -53,7 +53,7 @@ def profile(
     read_options(from_typed(ProfileOptions, given))
     given |= {"output": output, "resume": resume}
     measured, facts, shown = measure(
-        measured_profile, ProfileOptions, model, given, each=EACH_TASK, by_tasks="loss" in given
+        measured_profile, ProfileOptions, model, given, per_kind=EACH_TASK, by_tasks="loss" in given
     )
     fields = {**score_fields(measured), **shown}
     print_result({**score_facts(measured), **facts}, fields)

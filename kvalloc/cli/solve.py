@@ -12,13 +12,7 @@ from kvalloc.cli.options import ModelFlags, from_typed, takes
 from kvalloc.cli.output import note, print_result, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.errors import InputError, option
-from kvalloc.report.wording import (
-    LOSS_NOTE,
-    RETENTION_NOTE,
-    decision_cells,
-    decision_fields,
-    requested_bytes,
-)
+from kvalloc.report import wording
 from kvalloc.units import Option, duration, gap_text
 
 if TYPE_CHECKING:
@@ -154,14 +148,14 @@ def _solve_pool(
             profile.save(output / name)
     seconds = time.perf_counter() - start
     facts = [decision_facts(profile, seconds) for profile in pool]
-    columns = [decision_cells(profile, seconds) for profile in pool]
+    columns = [wording.decision_cells(profile, seconds) for profile in pool]
 
     def shown() -> None:
         rows = [[name, *column.values()] for name, column in zip(names, columns, strict=True)]
         print_table(["profile", *columns[0]], rows)
-        found = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
+        reached = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
         source = "" if pool.bound_source == "dual" else f" ({pool.bound_source}'s word)"
-        print(f"{found}: no split of the memory reaches more than {pool.bound:.6g}{source}")
+        print(f"{reached}: no split of the memory reaches more than {pool.bound:.6g}{source}")
 
     print_result({"profiles": facts, **facts[0]["requested"]["pool"], "output": output}, shown)
 
@@ -230,8 +224,8 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
         **dict.fromkeys(type(decided).model_fields),  # null, where the file leaves a field out
         **decided.record(),
         "policies": [policy.title for policy in decided.policies],
-        "predicted_loss_note": None if decided.predicted_loss is None else LOSS_NOTE,
-        "requested_bytes": requested_bytes(decided),
+        "predicted_loss_note": None if decided.predicted_loss is None else wording.LOSS_NOTE,
+        "requested_bytes": wording.requested_bytes(decided),
         "cost": decided.requested.get("cost", "bytes"),
         "seconds": seconds,
     }
@@ -257,15 +251,15 @@ def _summary(
     decided: BudgetProfile, seconds: float, interval: tuple[float, float] | None
 ) -> dict[str, str]:
     heads = decided.budgets.size
-    fields = decision_fields(decided)
+    fields = wording.decision_fields(decided)
     fields["solver"] += f", {duration(seconds)}"
     fields["tokens"] = (
         f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} per KV head "
         f"on average ({decided.retained_tokens:,} entries)"
     )
-    fields["note"] = "" if decided.retention is None else RETENTION_NOTE
+    fields["note"] = "" if decided.retention is None else wording.RETENTION_NOTE
     if interval is not None:
         low, high = interval
         fields["predicted loss"] += f" (95% interval over samples {low:.4g} to {high:.4g})"
-    fields["loss note"] = "" if decided.predicted_loss is None else LOSS_NOTE
+    fields["loss note"] = "" if decided.predicted_loss is None else wording.LOSS_NOTE
     return fields

@@ -69,11 +69,11 @@ def verify(
         groups.append(("together", joint))
     checks = [
         replace(check, name=f"{name}: {check.name}") if several else check
-        for name, own in groups
-        for check in own
+        for name, checked in groups
+        for check in checked
     ]
     passed = all(check.passed for check in checks)
-    proven = passed and all(is_proven(own) for _, own in groups)
+    proven = passed and all(is_proven(checked) for _, checked in groups)
     facts = {"passed": passed, "proven": proven, "checks": checks}
     print_result(facts, lambda: _show(checks))
     if not passed:

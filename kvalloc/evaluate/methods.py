@@ -87,7 +87,7 @@ class Compressed:
             They stay in the cache.
         answer_ids : sequence of int, (n_answer,)
             What comes after them. A cache that holds the prompt until some tokens have followed
-            reads so many by themselves, as if they came one by one.
+            reads that number of them apart, as if they came one by one.
         last : int
             Positions whose predictions are wanted, counted from the end.
 
@@ -203,7 +203,7 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
     Raises
     ------
     InputError
-        If entries cannot be stored at so many bits.
+        If entries cannot be stored at this width.
     """
     import numpy as np
 

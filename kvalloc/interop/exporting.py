@@ -17,13 +17,8 @@ from kvalloc.interop.target import ExportTarget, at_length, restrict
 from kvalloc.interop.tensorrt_llm import TensorRTLLM
 from kvalloc.interop.vllm import VLLM
 
-TARGETS: dict[str, ExportTarget] = {
-    one.name: one
-    for one in (
-        *(OpenVINO(), TensorRTLLM(), VLLM(), DuoAttention(), LUKV(), AttentionMatching()),
-        *(CSV(), Parquet()),
-    )
-}
+_KINDS = (OpenVINO, TensorRTLLM, VLLM, DuoAttention, LUKV, AttentionMatching, CSV, Parquet)
+TARGETS: dict[str, ExportTarget] = {kind.name: kind() for kind in _KINDS}
 """All of them, by name."""
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates, Compute
     from kvalloc.shape import ModelShape
 
-KVPRESS = "kvpress:"
 _NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?(?:@(\d+)bits)?")
 
 
@@ -41,7 +40,7 @@ class PeerName:
     inner : str or None
         The press that it wraps.
     share : float or None
-        Share of the prompt's entries to keep, 0..1; None where none was said.
+        Share of the prompt's entries to keep, 0..1; None if it is not named.
     bits : int
         To which kvalloc rounds what the press has kept; 16 for not at all.
     """
@@ -55,7 +54,7 @@ class PeerName:
         inner = f"({self.inner})" if self.inner else ""
         share = "" if self.share is None else f"@{self.share * 100:g}%"
         bits = "" if self.bits == 16 else f"@{self.bits}bits"
-        return f"{KVPRESS}{self.press}{inner}{share}{bits}"
+        return f"kvpress:{self.press}{inner}{share}{bits}"
 
 
 def read_peer_name(text: str) -> PeerName:
@@ -309,7 +308,8 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
     MissingDependencyError
         If kvpress is not installed here.
     """
-    shares = sorted({_share(profile) for profile in profiles}, reverse=True)
+    kept = (one.retained_tokens / (one.budgets.size * one.context_tokens) for one in profiles)
+    shares = sorted({round(share, 3) for share in kept}, reverse=True)
     names: list[PeerName] = []
     for text in texts:
         name = read_peer_name(text)
@@ -319,8 +319,7 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
                 f"a {option('profile')}, or a share: {name}@20%"
             )
         make_press(name)
-        wanted = shares if name.share is None else [name.share]
-        names += [replace(name, share=share) for share in wanted]
+        names += [replace(name, share=share) for share in ([name.share] if name.share else shares)]
     return list(dict.fromkeys(names))
 
 
@@ -328,11 +327,6 @@ def peer_methods(names: Sequence[PeerName], tokenizer: Any) -> dict[str, Method]
     """Return the peers by their names in the table."""
     path = getattr(tokenizer, "name_or_path", None)
     return {str(name): KvpressMethod(name=name, tokenizer_path=path) for name in names}
-
-
-def _share(profile: BudgetProfile) -> float:
-    """Return the share of all entries that a profile keeps, in thousandths."""
-    return round(profile.retained_tokens / (profile.budgets.size * profile.context_tokens), 3)
 
 
 def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
@@ -348,7 +342,7 @@ def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
 
 
 def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
-    """Let what is not hidden come back as kvalloc would store it at so many bits, head by head."""
+    """Round what is not hidden to what kvalloc would store at this width, head by head."""
     from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
     for layer, marked in zip(cache.layers, hidden, strict=True):

@@ -66,9 +66,9 @@ def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] 
             if module.layer_idx not in left.shape.full_layers or budgets.min() == keys.shape[2]:
                 return keys, values
             scores = press.score(module, hidden, keys, values, attentions, kwargs).clone()
-            most = scores.max() + 1
-            scores[..., : left.policy.sinks] = most
-            scores[..., max(0, keys.shape[2] - left.policy.window) :] = most
+            above_all = scores.max() + 1
+            scores[..., : left.policy.sinks] = above_all
+            scores[..., max(0, keys.shape[2] - left.policy.window) :] = above_all
             order = scores.argsort(dim=-1, descending=True, stable=True)
             if (budgets == budgets[0]).all():
                 kept = order[..., : budgets[0]].sort(dim=-1).values[..., None]

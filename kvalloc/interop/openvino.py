@@ -55,10 +55,10 @@ class OpenVINO(ExportTarget):
         InputError
             If nothing can be evicted between sinks and window.
         """
-        policy, most = profile.policy, int(profile.budgets[profile.shape.full_layers[0], 0])
-        if most <= policy.protected_tokens:
+        policy, entries = profile.policy, int(profile.budgets[profile.shape.full_layers[0], 0])
+        if entries <= policy.protected_tokens:
             raise InputError(
-                f"openvino: {most} entries a head are no more than its {policy.sinks} first and "
+                f"openvino: {entries} entries a head are no more than its {policy.sinks} first and "
                 f"{policy.window} last tokens; give a larger budget or a longer context"
             )
         width = self.widths[int(profile.widths[profile.shape.full_layers[0], 0])]
@@ -66,7 +66,7 @@ class OpenVINO(ExportTarget):
             "cache_eviction_config": {
                 "start_size": policy.sinks,
                 "recent_size": policy.window,
-                "max_cache_size": most,
+                "max_cache_size": entries,
                 "aggregation_mode": "NORM_SUM",
             },
             "ov_config": {"KV_CACHE_PRECISION": width},

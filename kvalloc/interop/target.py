@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +88,7 @@ class ExportTarget(ABC):
         raise UnsupportedRequestError(f"a file of {self.name} says too little to be read back")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restriction:
+class Restriction(NamedTuple):
     """Something that a profile can say and some engines cannot.
 
     Attributes
@@ -174,13 +172,10 @@ def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> Bu
     InputError
         If the budgets do not fit that length.
     """
-    changes: dict[str, Any] = {"length_rule": "fixed", "share_of_16_bits": None} if fixed else {}
-    budgets = profile.budgets_for(context_tokens)
-    stated = {**_UNDECIDED, "page_tokens": profile.page_tokens, "solver": profile.solver}
-    stated["share_of_16_bits"] = profile.share_of_16_bits
-    return profile.replace(
-        **stated | changes | {"context_tokens": context_tokens, "budgets": budgets}
-    )
+    kept = ("page_tokens",) if fixed else ("page_tokens", "share_of_16_bits")
+    changes = _UNDECIDED | {name: getattr(profile, name) for name in kept}
+    changes |= {"context_tokens": context_tokens, "budgets": profile.budgets_for(context_tokens)}
+    return profile.replace(**changes | ({"length_rule": "fixed"} if fixed else {}))
 
 
 def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:

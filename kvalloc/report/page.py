@@ -167,11 +167,11 @@ def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str,
 def _memory(material: Material) -> dict[str, Any]:
     """Return the bytes of a full cache and of each profile's for one prompt of many lengths."""
     shape = material.shape
-    most = shape.max_context_tokens or MAX_TOKENS
-    own = {one.context_tokens for one in material.profiles.values()}
+    longest = shape.max_context_tokens or MAX_TOKENS
+    decided = {one.context_tokens for one in material.profiles.values()}
     steps = {step * 2**power for step in (2, 3) for power in range(6, 20)}
-    contexts = sorted(length for length in {*steps, *own, most} if 256 <= length <= most)
-    contexts = contexts or [most]
+    contexts = sorted(length for length in {*steps, *decided, longest} if 256 <= length <= longest)
+    contexts = contexts or [longest]
 
     def of(profile: BudgetProfile | None, dtype_bytes: int) -> list[int]:
         sized = replace(shape, dtype_bytes=dtype_bytes)
@@ -184,7 +184,7 @@ def _memory(material: Material) -> dict[str, Any]:
     def each(profile: BudgetProfile | None) -> dict[str, list[int]]:
         return {str(count): of(profile, count) for _, count in DTYPES}
 
-    start = min(own, default=contexts[len(contexts) // 2])
+    start = min(decided, default=contexts[len(contexts) // 2])
     return {
         "contexts": contexts,
         "start": contexts.index(start) if start in contexts else 0,

@@ -65,7 +65,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
 
 
 def _error_text(decided: BudgetProfile) -> str:
-    """Return what whole caches lose beside the sum of single losses; empty if nobody measured."""
+    """Return what whole caches lose beside the sum of single losses; empty if unmeasured."""
     if decided.model_error is None or decided.predicted_loss is None:
         return ""
     expected = decided.model_error * decided.predicted_loss

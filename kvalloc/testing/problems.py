@@ -169,7 +169,7 @@ def _made(
     heads: IntArray,
     n_options: int,
 ) -> AllocationProblem:
-    """A problem of a kind, with so many layers of these heads."""
+    """A problem of a kind, with this number of layers and these heads."""
     aggregate, curves, side = _parse(kind)
     n_units = n_layers * heads.size
     tokens, values, costs, counts = _options(random, curves, n_units, n_options)

@@ -6,10 +6,9 @@ import collections
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 from runtime_cells import FACTORS, Cell, comparable, refusal
 
 PRODUCT = ("policy", "arrival", "mode")
@@ -131,34 +130,6 @@ def refused_as(cell: Cell) -> str | None:
     if reason is None and {"crop", "gemma3"} <= set(cell):
         return "sliding layers cannot be cropped (the prompt before it is answered)"
     return reason
-
-
-def summary_lines(cells: Sequence[Cell]) -> list[str]:
-    """How many cells are answered, and which are refused and why, line by line."""
-    refused: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
-    for cell in cells:
-        reason = refused_as(cell)
-        if reason is not None:
-            refused[cell[0], reason].append(cell)
-    number = sum(map(len, refused.values()))
-    triples = len({cell[: len(PRODUCT)] for cell in cells})
-    whole = int(np.prod([len(FACTORS[name]) for name in PRODUCT]))
-    lines = [
-        f"{len(cells):,} cells of {triples} of {whole} policies x arrivals x modes: "
-        f"{len(cells) - number:,} answered as the oracle, {number:,} refused:"
-    ]
-    for (policy, reason), some in sorted(refused.items()):
-        arrivals = sorted({cell[1] for cell in some})
-        everywhere = len(arrivals) == len(FACTORS["arrival"])
-        within = "every arrival" if everywhere else ", ".join(arrivals)
-        lines.append(f"  {len(some):5,}  {policy}: {reason!r} in {within}")
-    beside = [name for name in NAMES if name not in ("arrival", "family", "attention")]
-    never = 2 * int(np.prod([len(FACTORS[name]) for name in beside]))
-    lines.append(
-        f"left out of all {never:,}: rows padded in between, on gemma3 with padding_only, where a "
-        "model without a reduced cache counts its windows otherwise, too"
-    )
-    return lines
 
 
 def impossible() -> dict[Cell, str]:
