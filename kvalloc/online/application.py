@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ def apply(
     policy: str | Policy | None = None,
     decode_every: int | None = None,
     fitted: str | Path | None = None,
+    across: Literal["rows"] | None = None,
     lossless: bool = False,
     **keywords: Unpack[PromptOptions],
 ) -> Applied:
@@ -83,6 +84,10 @@ def apply(
         With a budget or a target loss alone: what ``kvalloc fit`` wrote for this model, so that one
         read of a prompt is enough. By default the file that `kvalloc.fit` left in the cache folder
         for these weights, or the one that ships for them.
+    across : {"rows"}, optional
+        With a budget alone: the prompts of a batch share the bytes of all by their predicted
+        losses, so that short ones get a larger share than long ones. What follows a prompt is kept
+        at its row's share. By default each row has the budget as it has it alone.
     lossless : bool
         Answer as the full cache does, token by token: tokens are drafted with the reduced cache and
         verified, several at once, with the full one, which on a GPU lies in the host's memory. What
@@ -106,6 +111,7 @@ def apply(
         decode_every=decode_every,
         allow_other_model=allow_other_model,
         fitted=fitted,
+        across=across,
     )
     given = {"profile": profile, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])

@@ -93,6 +93,13 @@ CONFLICTS = (
     ),
     Conflict(given=("fitted",), without=("budget", "target_loss"), message=_FITTED),
     Conflict(
+        given=("across",),
+        beside=(*sorted({*TARGET} - {"budget"}), *DECIDING, "profile", "policy"),
+        without=("budget",),
+        message="{0} shares a budget among the rows of a batch by what was fitted to the model; it "
+        "goes with {option[budget=20%]} and nothing else that decides",
+    ),
+    Conflict(
         given=("target_loss",),
         beside=(*DECIDING, "policy"),
         message="{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once "

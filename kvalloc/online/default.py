@@ -21,7 +21,7 @@ from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
-from kvalloc.online.solved import grid_length, share_for_loss
+from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
 from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.grouped import GroupedCache
@@ -103,16 +103,19 @@ class Default:
             return replace(self, share=share, target_loss=None).cache(model, size)
         setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
 
-        def way_of(length: int | None) -> Way:
+        def way_of(setting: Setting, length: int | None) -> Way:
             limit = context_limit(model)
             return chosen_way(setting, length, limit=limit, embedded=size.embedded)
 
         if tokens is None:
-            profile = way_of(None).profile(None)
+            profile = way_of(setting, None).profile(None)
             return build_cache(model, profile, self.options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(length, 1) for length in size.lengths or (tokens,)]
-        ways = [way_of(length) for length in lengths]
+        settings = [setting] * len(lengths)
+        if self.options.across is not None:
+            settings = _settings_of_rows(setting, lengths)
+        ways = [way_of(*each) for each in zip(settings, lengths, strict=True)]
         groups = self._that_fit(tokens, lengths, ways, chunked=size.chunked)
         caches = []
         for way, rows in groups.items():
@@ -123,7 +126,7 @@ class Default:
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info(text)
-            requested = {**profile.requested, "value": self.share}
+            requested = {**profile.requested, "value": way.setting.share}
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
@@ -152,6 +155,8 @@ class Default:
         ------
         ModelMismatchError
             If the named one is of another model.
+        InputError
+            If rows are to share their bytes and there is no fitted file.
         """
         if self.options.fitted is None:
             file = find_fitted(shape)
@@ -162,6 +167,12 @@ class Default:
                 allow_other_model=self.options.allow_other_model,
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
+            )
+        if self.options.across is not None and file is None:
+            raise InputError(
+                f"{option('across', self.options.across)} shares bytes by losses that 'kvalloc "
+                f"fit' measures of a model, and {shape.model_id} was not measured; run it once, or "
+                "leave that out"
             )
         return Setting(shape=shape, share=self.share, file=file, rotates=rotates)
 
@@ -191,6 +202,14 @@ class Default:
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
         return groups if needs[0] <= memory else early
+
+
+def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:
+    """Return the setting of each row, where those that the curves cover share their bytes."""
+    covered = [row for row, tokens in enumerate(lengths) if setting.solved_tokens(tokens)]
+    shared = shares_of_rows(str(setting.file), setting.share, tuple(lengths[r] for r in covered))
+    shares = dict(zip(covered, shared, strict=True))
+    return [replace(setting, share=shares.get(row, setting.share)) for row in range(len(lengths))]
 
 
 def _text(

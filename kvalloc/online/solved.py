@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import numpy as np
+
+from kvalloc.accounting.costs import CacheCosts, bytes_in_share
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
+from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -107,6 +111,53 @@ def _share_for_loss(file: str, changed: int, loss: float, tokens: int) -> float:
             predicted = solved.predicted_loss * (solved.model_error or 1.0)
         low, high = (middle, high) if predicted > loss else (low, middle)
     return high / 1000
+
+
+def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the share of each row with the least sum of predicted losses in the bytes of all.
+
+    It is solved once for a file, a share and lengths.
+
+    Parameters
+    ----------
+    file : str
+        A fitted file.
+    share : float
+        Of the bytes of all rows together, at 16 bits.
+    lengths : tuple of int
+        Tokens of each row's prompt, none less than the curves cover.
+
+    Returns
+    -------
+    tuple of float
+        The same for rows of one length, which have one loss curve.
+    """
+    if len(set(lengths)) < 2:
+        return (share,) * len(lengths)
+    return _shares_of_rows(file, changed_ns(file), share, lengths)
+
+
+@lru_cache(maxsize=256)
+def _shares_of_rows(
+    file: str, changed_ns: int, share: float, lengths: tuple[int, ...]
+) -> tuple[float, ...]:
+    scores = load_fitted(file).scores
+    scores = scores.replace(scorer_parameters={**scores.scorer_parameters, "file": file})
+    costs = [
+        CacheCosts(shape=scores.shape, cost="bytes", context_tokens=tokens, batch=1, page_tokens=1)
+        for tokens in lengths
+    ]
+    beside = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
+    request = {"level": "head", "objective": "loss", "bits": WIDTHS}
+    pool = solve_pool(
+        [(scores, {**request, "context": tokens}, 1.0) for tokens in lengths],
+        memory=sum(beside) + sum(bytes_in_share(share, one.full) for one in costs),
+        solver="lagrangian",
+    )
+    parts = zip(pool, beside, costs, strict=True)
+    shares = np.array([(own.requested["value"] - held) / one.full for own, held, one in parts])
+    same = np.equal.outer(lengths, lengths)  # rows of one length, such as beams, are kept alike
+    return tuple(np.minimum((same * shares).sum(axis=1) / same.sum(axis=1), 1.0).tolist())
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime import refusals
@@ -36,6 +37,8 @@ class CacheOptions:
     fitted : str or Path, optional
         For the default: what ``kvalloc fit`` wrote for the model, instead of the file in the cache
         folder.
+    across : {"rows"}, optional
+        For the default: the rows of a batch share the bytes of all by their predicted losses.
     """
 
     policy: str | Policy | None = None
@@ -44,6 +47,7 @@ class CacheOptions:
     allow_other_model: bool = False
     memory: int | None = None
     fitted: str | Path | None = None
+    across: Literal["rows"] | None = None
 
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
         """Return the profile with the policy that is named, if one is."""

@@ -17,7 +17,7 @@ from prompt_runs import padded_rows, run
 from runtime_oracle import VOCABULARY
 
 import kvalloc
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import PromptTarget
@@ -151,6 +151,42 @@ def test_rows_of_several_lengths_are_solved_each_for_its_own(
     details = list(dict.fromkeys(profile.detail for profile in cache.row_profiles))
     assert all("evicts while the prompt is read, as solved from" in details[i] for i in (0, 1, 3))
     assert details[2].startswith("row 2: by default, nothing measured: keeps the prompt whole")
+
+
+def test_rows_share_the_bytes_of_all_by_their_losses(
+    tiny: ModuleType, model: Any, fitted_file: Path
+) -> None:
+    """Decided together: in no more bytes they lose less; alone a row has the budget."""
+    options, shape = CacheOptions(fitted=fitted_file), shape_of(model)
+    default = Default(share=0.3, options=options)
+    across = replace(default, options=replace(options, across="rows"))
+
+    def read(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+        ids, mask, places = padded_rows(rows_of(tiny, lengths), "left")
+        size = PromptSize(tokens=max(lengths), lengths=lengths)
+        caches = default.cache(model, size), across.cache(model, size)
+        for cache in caches:
+            run(model, ids, cache, mask, position_ids=places)
+        return caches
+
+    lengths = (LONG, 60, MIDDLE, 60)
+    alone, cache = read(lengths)
+    lost = [sum(one.predicted_loss for one in own.row_profiles) for own in (alone, cache)]
+    assert lost[1] < 0.8 * lost[0]
+    granted = 0.3 * shape.full_bytes(sum(lengths))
+    assert 0.9 * granted < cache.retained_bytes <= granted
+    shares = [profile.requested["value"] for profile in cache.row_profiles]
+    assert shares[1] == shares[3] > shares[2] > shares[0]
+    for few in ((MIDDLE,), (MIDDLE, MIDDLE), (MIDDLE, SHORT)):
+        for one, other in zip(*(own.row_profiles for own in read(few)), strict=True):
+            assert np.array_equal(one.budgets, other.budgets)
+
+
+def test_rows_share_nothing_without_a_fitted_file(model: Any, fitted_file: Path) -> None:
+    with pytest.raises(InputError, match="across='rows' shares bytes .* tiny was not measured"):
+        kvalloc.apply(model, budget="20%", across="rows")
+    with pytest.raises(InputError, match="across shares a budget .* goes with budget='20%'"):
+        kvalloc.apply(model, budget="20%", memory="1MiB", across="rows", fitted=fitted_file)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
