@@ -14,7 +14,7 @@ import numpy as np
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense, caps_of
 
 CAP_DIGITS = np.iinfo(np.int64).max // 4
 """Cost of an option that does not exist: above any capacity, far from overflow."""
@@ -99,11 +99,10 @@ class Choices:
         members = _members(problem)
         merged = len(members) < problem.n_units
         table = _merged(problem, members) if merged else _unmerged(problem)
-        caps = [cap for cap in problem.constraints if isinstance(cap, GroupCap)]
         choices = cls(
             problem=problem,
             **table,
-            caps=tuple(_cap(problem, cap, table) for cap in caps),
+            caps=tuple(_cap(problem, cap, table) for cap in caps_of(problem)),
             minimise=problem.sense is Sense.MIN_COST,
             capacity_bytes=problem.capacity_bytes,
             target=None if problem.target is None else problem.lowest_accepted_value,

@@ -18,11 +18,11 @@ from kvalloc.errors import InfeasibleError, SolverError, option
 from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
-    GroupCap,
     MaxDistinct,
     Solution,
     Solver,
     bound_at,
+    caps_of,
     deadline_after,
     dual_bound,
 )
@@ -67,9 +67,8 @@ class ByParts(Solver):
 
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
         """Return the options beyond which it looks at parts, and those of a part."""
-        capped = any(isinstance(one, GroupCap) for one in problem.constraints)
         most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
-        return most, PART_CAPPED if capped else PART_OPTIONS
+        return most, PART_CAPPED if caps_of(problem) else PART_OPTIONS
 
     @abstractmethod
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:

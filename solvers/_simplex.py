@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.errors import SolverError
-from kvalloc.problem import AllocationProblem, GroupCap, Solution, bound_at
+from kvalloc.problem import AllocationProblem, Solution, bound_at
+from kvalloc.problem.constraints import MODEL, cap_tree, caps_of
 from kvalloc.solvers._coarse import ByParts
 
 SLOPES = 2**58
@@ -21,7 +21,7 @@ SLOPES = 2**58
 ARCS = 4096
 """Arcs of one program; more options are looked at some at a time."""
 
-SOURCE, SINK = "model", "kept"
+SINK = "kept"
 
 
 class NetworkSimplex(ByParts):
@@ -73,64 +73,26 @@ def flow_graph(problem: AllocationProblem) -> tuple[Any, float]:
     grain = problem.lattice_bytes
     steps = (problem.spendable_bytes - problem.min_cost_bytes) // grain
     graph = nx.MultiDiGraph()
-    graph.add_node(SOURCE, demand=-steps)
+    graph.add_node(MODEL, demand=-steps)
     graph.add_node(SINK, demand=steps)
-    graph.add_edge(SOURCE, SINK, weight=0)
-    tree = cap_tree(problem)
-    graph.add_edges_from(tree.edges, weight=0)
-    for place, cap in caps_of(tree).items():
+    graph.add_edge(MODEL, SINK, weight=0)
+    above: dict[int, int | str] = dict.fromkeys(range(problem.n_units), MODEL)
+    caps = caps_of(problem)
+    for outer, place in cap_tree(caps).edges:
+        cap = caps[place]
         room = cap.capacity_bytes - int(problem.costs[list(cap.units), 0].sum())
-        [outer] = tree.predecessors(place)
-        graph.edges[outer, place, 0]["capacity"] = room // grain
+        graph.add_edge(outer, place, weight=0, capacity=room // grain)
+        above |= dict.fromkeys(cap.units, place)
     scale = SLOPES / (problem.largest_gain or 1.0)
     for unit, last in enumerate(problem.last_options.tolist()):
         node = f"unit {unit}"
+        graph.add_edge(above[unit], node, weight=0)
         widths = np.diff(problem.costs[unit, : last + 1]) // grain
         gains = problem.weights[unit] * np.diff(problem.values[unit, : last + 1])
         weights = np.rint(-scale * gains / widths).astype(np.int64).tolist()
         for width, weight in zip(widths.tolist(), weights, strict=True):
             graph.add_edge(node, SINK, capacity=width, weight=weight)
     return graph, 1.0 / scale
-
-
-def cap_tree(problem: AllocationProblem) -> Any:
-    """Return the tree of the caps of a problem: each hangs on the smallest cap around it.
-
-    Returns
-    -------
-    networkx.DiGraph
-        From the model through each cap, named by its place, to each unit.
-
-    Raises
-    ------
-    SolverError
-        If two caps overlap and neither is inside the other; names them.
-    """
-    import networkx as nx
-
-    caps = {at: one for at, one in enumerate(problem.constraints) if isinstance(one, GroupCap)}
-    inner: list[str | int] = [SOURCE] * problem.n_units  # the innermost cap so far
-    tree = nx.DiGraph()
-    for place in sorted((at for at in caps if caps[at].units), key=lambda at: -len(caps[at].units)):
-        cap, around = caps[place], {inner[unit] for unit in caps[place].units}
-        if len(around) > 1:
-            others = (caps[at] for at in around if isinstance(at, int))
-            other = next(one for one in others if not {*cap.units} <= {*one.units})
-            raise SolverError(
-                f"flow needs caps that nest, and {other.name} and {cap.name} overlap; use "
-                "lagrangian or ilp"
-            )
-        tree.add_node(place, cap=cap)
-        tree.add_edge(around.pop(), place)
-        for unit in cap.units:
-            inner[unit] = place
-    tree.add_edges_from((outer, f"unit {unit}") for unit, outer in enumerate(inner))
-    return tree
-
-
-def caps_of(tree: Any) -> dict[int, GroupCap]:
-    """Return the caps of a tree by their places, outermost first."""
-    return {place: cap for place, cap in tree.nodes(data="cap") if cap is not None}
 
 
 def _prices(
@@ -146,7 +108,7 @@ def _prices(
         for one, other, weight in ways + [(after, before, -arc["weight"])] * (used > 0):
             known = residual.get_edge_data(one, other, {"weight": weight})["weight"]
             residual.add_edge(one, other, weight=min(weight, known))
-    distance = nx.single_source_bellman_ford_path_length(residual, SOURCE)
+    distance = nx.single_source_bellman_ford_path_length(residual, MODEL)
     per_byte = slope / problem.lattice_bytes
     prices = [-per_byte * distance[SINK], *(0.0 for _ in problem.constraints)]
     for place in (node for node in graph if isinstance(node, int)):

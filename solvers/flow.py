@@ -11,8 +11,8 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, bound_at
-from kvalloc.problem.constraints import GroupCap
-from kvalloc.solvers._simplex import NetworkSimplex, cap_tree, caps_of
+from kvalloc.problem.constraints import MODEL, GroupCap, cap_tree, caps_of
+from kvalloc.solvers._simplex import NetworkSimplex
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 METHODS = ("thresholds", "network_simplex")
@@ -68,11 +68,13 @@ class Flow(Solver):
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return True for concave curves of one cost step under nested caps."""
+        if (able := super().can_solve(problem)) is not True:
+            return able
         try:
-            cap_tree(problem)
+            cap_tree(caps_of(problem))
         except SolverError as error:
             return str(error)
-        return super().can_solve(problem)
+        return True
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
@@ -149,11 +151,12 @@ class _Tree:
         self.problem = problem
         self.limits = problem.last_options.copy()
         self.groups: list[_Group] = []
-        tree = cap_tree(problem)
-        caps = caps_of(tree)
-        nested = [f"{caps[b].name} in {caps[a].name}" for a, b in tree.edges if {a, b} <= {*caps}]
+        caps = caps_of(problem)
+        tree = cap_tree(caps)
+        nested = [f"{caps[b].name} in {caps[a].name}" for a, b in tree.edges if a != MODEL]
         self.described = "; ".join([f"{len(caps)} caps", *nested[:SHOWN_CAPS]])
-        for place, cap in reversed(caps.items()):
+        for place in reversed([*tree][1:]):  # innermost first, the model left out
+            cap = caps[place]
             units = np.unique(np.asarray(cap.units, dtype=np.int64))
             room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
             steps = max(0, room // (problem.step_bytes or 1))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND, GroupCap
+from kvalloc.problem.constraints import EVERY_KIND, caps_of
 from kvalloc.problem.solver import Solution, Termination
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._ilp_program import BACKENDS
@@ -81,9 +81,8 @@ class ILP(ByParts):
     def _options(self, problem: AllocationProblem) -> Options:
         backend = self.backend
         if backend == "auto":
-            caps = any(isinstance(c, GroupCap) for c in problem.constraints)
             wide = problem.aggregate is Aggregate.TAIL
-            backend = "highs" if caps or wide else "cp_sat"
+            backend = "highs" if caps_of(problem) or wide else "cp_sat"
         return Options(gap=self.gap, workers=self.workers, backend=BACKENDS[backend])
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:

@@ -6,7 +6,14 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.formats.budget_profile import Limit
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, MaxDistinct, best_response
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    best_response,
+    caps_of,
+)
 
 HOLDS_WITHIN = 1.1
 """A price holds at the sizes at which it is at most this factor higher or lower."""
@@ -38,7 +45,7 @@ def limits_of(
     tuple of Limit
         The capacity, each cap, and the number of different budgets, where there are such limits.
     """
-    caps = [one for one in problem.constraints if isinstance(one, GroupCap)]
+    caps = caps_of(problem)
     # Prices of a dual that leaves limits out are no prices under them.
     priced = problem.aggregate is Aggregate.SUM and len(caps) == len(problem.constraints)
     known = prices if priced and len(prices) == 1 + len(caps) else ()

@@ -19,7 +19,7 @@ from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverErro
 from kvalloc.formats.budget_profile import relative_gap
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solution, Solver, Termination
 from kvalloc.problem.bounds import bound_at, cheapest_reaching, dual_bound
-from kvalloc.problem.constraints import GroupCap
+from kvalloc.problem.constraints import GroupCap, caps_of
 from kvalloc.problem.registry import get_solver
 
 PROOF_TOLERANCE = 1e-10
@@ -369,9 +369,8 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
 
 def are_prices(problem: AllocationProblem, prices: tuple[float, ...]) -> bool:
     """Return whether these are prices of the capacity and of each cap, or none."""
-    caps = sum(isinstance(constraint, GroupCap) for constraint in problem.constraints)
     sound = all(0 <= one < math.inf for one in prices)
-    return sound and len(prices) in (0, 1 + caps)
+    return sound and len(prices) in (0, 1 + len(caps_of(problem)))
 
 
 # Shadow prices: what the next byte buys
@@ -496,8 +495,7 @@ def _next_gain(problem: AllocationProblem, choice: IntArray) -> float:
     units = np.arange(problem.n_units)
     after = np.minimum(choice + 1, problem.last_options)
     gains = problem.weights * (problem.values[units, after] - problem.values[units, choice])
-    for cap in problem.constraints:
-        assert isinstance(cap, GroupCap)  # checked by the caller
+    for cap in caps_of(problem):
         members = np.asarray(cap.units, dtype=np.int64)
         stored = int(problem.costs[members, choice[members]].sum())
         if stored + step > cap.capacity_bytes:

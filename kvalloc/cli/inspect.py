@@ -81,7 +81,7 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
         print_evaluation(rows)
         print()
     print_fields({"budget profile": file, **wording.budget_fields(profile, brief=not is_verbose())})
-    print()
+    print("\n".join(["", *wording.cap_lines(profile)]))
     print("\n".join(budget_picture(profile)))
     if not is_verbose():
         note("parameters of the solver, the policies and the scorers: --verbose")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
-from kvalloc.cli.output import note, print_result, print_table, wants_json
+from kvalloc.cli.output import note, print_fields, print_result, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.errors import InputError, option
 from kvalloc.report import wording
@@ -104,7 +104,13 @@ def solve(
     interval = _loss_interval(decided, profile)
     facts = {**decision_facts(decided, seconds), "predicted_loss_interval": interval}
     summary = {**_summary(decided, seconds, interval), "written": str(output or "")}
-    print_result({**facts, "output": output}, summary)
+    print_result({**facts, "output": output}, lambda: _show(summary, wording.cap_lines(decided)))
+
+
+def _show(summary: dict[str, str], caps: list[str]) -> None:
+    print_fields(summary)
+    for line in caps:
+        print(line)
 
 
 def _solve_pool(

@@ -21,7 +21,7 @@ from kvalloc.problem.bounds import (
     dual_bound,
     steps_above,
 )
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget, cap_tree, caps_of
 from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "Termination",
     "best_response",
     "bound_at",
+    "cap_tree",
+    "caps_of",
     "cheapest_reaching",
     "deadline_after",
     "dual_bound",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, SolverError
 from kvalloc.problem.arrays import AllocationProblem, SideConstraint
 
 
@@ -135,5 +136,45 @@ class MaxDistinct(SideConstraint):
         return None
 
 
+def caps_of(problem: AllocationProblem) -> list[GroupCap]:
+    """Return the caps among the side constraints, in their order."""
+    return [one for one in problem.constraints if isinstance(one, GroupCap)]
+
+
+MODEL = "model"
+"""The root of a tree of caps."""
+
 EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, SameBudget, MaxDistinct})
 """All kinds of side constraints that kvalloc itself has."""
+
+
+def cap_tree(caps: Sequence[GroupCap]) -> Any:
+    """Return the tree of some caps: each hangs on the smallest cap around it.
+
+    Returns
+    -------
+    networkx.DiGraph
+        From `MODEL` through each cap, named by its place, outermost first.
+
+    Raises
+    ------
+    SolverError
+        If two caps overlap and neither is inside the other; names them.
+    """
+    import networkx as nx
+
+    inner: dict[int, int | str] = {}  # the innermost cap of each unit so far
+    tree = nx.DiGraph()
+    tree.add_node(MODEL)
+    for place in sorted(range(len(caps)), key=lambda at: -len(caps[at].units)):
+        cap, around = caps[place], {inner.get(unit, MODEL) for unit in caps[place].units}
+        if len(around) > 1:
+            others = (caps[at] for at in around if isinstance(at, int))
+            other = next(one for one in others if not {*cap.units} <= {*one.units})
+            raise SolverError(
+                f"flow needs caps that nest, and {other.name} and {cap.name} overlap; use "
+                "lagrangian or ilp"
+            )
+        tree.add_edges_from((outer, place) for outer in around)
+        inner |= dict.fromkeys(cap.units, place)
+    return tree

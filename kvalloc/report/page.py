@@ -20,6 +20,7 @@ from kvalloc.report import charts
 from kvalloc.report.material import Material, Row, UnitCurves
 from kvalloc.report.wording import (
     budget_fields,
+    cap_lines,
     decision_cells,
     decision_fields,
     evaluation_fields,
@@ -120,7 +121,7 @@ def _facts(material: Material) -> dict[str, Any]:
         "curves": curves,
         "curve_layers": list(shape.full_layers),
         "memory": memory,
-        "proofs": [(name, proof_text(one)) for name, one in profiles.items()],
+        "proofs": [(name, proof_text(one), cap_lines(one)) for name, one in profiles.items()],
         "decisions": _decision_table(material),
         "sources": _sources(material),
         "document": {

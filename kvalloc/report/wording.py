@@ -10,8 +10,10 @@ import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
+from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.sharing_groups import groups_text, shared_text
+from kvalloc.problem import GroupCap, cap_tree
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.report.terminal import number_text
 from kvalloc.units import duration, gap_text, share_text, size
@@ -262,6 +264,24 @@ def _worth_text(value_per_mib: float, amount_bytes: int, decided: BudgetProfile)
     gained = value_per_mib * amount_bytes / 2**20
     is_loss = decided.requested.get("objective") == "loss"
     return f"{gained:.3g} nats" if is_loss else f"{100 * gained:+.3g}%"
+
+
+def cap_lines(decided: BudgetProfile) -> list[str]:
+    """Return several caps of a decision as a tree, one a line; empty where they cross."""
+    request = Request.stated(decided)
+    if request is None or len(caps := request.cap) < 2:
+        return []
+    import networkx as nx
+
+    try:
+        tree = cap_tree(
+            [GroupCap(name=cap.name, units=cap.layers, capacity_bytes=0) for cap in caps]
+        )
+    except SolverError:  # no tree
+        return []
+    for place, cap in enumerate(caps):
+        tree.nodes[place]["label"] = f"{cap.name}: {size(cap.capacity_bytes)}"
+    return list(nx.generate_network_text(tree, ascii_only=True))
 
 
 def _price_text(decided: BudgetProfile) -> str:

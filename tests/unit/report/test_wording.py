@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from factories import make_budget_profile
+from factories import make_budget_profile, make_scores, make_shape
 
-from kvalloc.report.wording import decision_fields, ended_text, proof_text
+import kvalloc
+from kvalloc.report.wording import cap_lines, decision_fields, ended_text, proof_text
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,17 @@ def test_the_bound_over_all_groupings_stands_beside_that_of_the_chosen_one():
     profile = make_budget_profile(np.full((6, 2), 20), **stated, grouping_bound=1.0)
     shown = "0.900000 (dual), gap 0%; bound over all groupings 1.000000, gap 10%"
     assert decision_fields(profile)["bound"] == shown
+
+
+def test_caps_that_nest_are_drawn_as_a_tree() -> None:
+    scores = make_scores(1, shape=make_shape(n_layers=6))
+    caps = ["0-3=2KiB", "4-5=1MiB", "0-1=600B"]
+    nested = kvalloc.solve(scores, budget="50%", cap=caps)
+    assert cap_lines(nested) == [
+        "+-- model",
+        "    |-> layers 0-3: 2.00 KiB",
+        "    |   L-> layers 0-1: 600 bytes",
+        "    L-> layers 4-5: 1.00 MiB",
+    ]
+    crossing = kvalloc.solve(scores, budget="50%", cap=["0-3=2KiB", "3-5=2KiB"])
+    assert cap_lines(crossing) == cap_lines(kvalloc.solve(scores, budget="50%")) == []
