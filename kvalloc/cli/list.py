@@ -40,10 +40,9 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
     """List the installed solvers, scorers or policies, or the budget profiles.
 
     Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
-    with kvalloc and those in the hub's local cache, with their share of the bytes of a cache at 16
-    bits, and the KL that was measured with exactly these budgets, nats per token: the median of
-    the tasks, and the worst task. Below them stand what else ships, and what 'kvalloc fit' made
-    here.
+    with kvalloc, with their share of the bytes of a cache at 16 bits, and the KL that was measured
+    with exactly these budgets, nats per token: the median of the tasks, and the worst task. Below
+    them stand what else ships, and what 'kvalloc fit' made here.
 
     Parameters
     ----------
@@ -68,7 +67,6 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
 
 
 def _profiles() -> None:
-    from kvalloc.formats.hub import cached_profiles
     from kvalloc.formats.shipped_profiles import (
         fitted_files,
         load_profile,
@@ -76,12 +74,7 @@ def _profiles() -> None:
         shipped_profiles,
     )
 
-    rows = []
-    for name in [*shipped_profiles(), *cached_profiles()]:
-        try:
-            rows.append(_profile_row(name, load_profile(name)))
-        except KVAllocError as error:  # a damaged one in the cache hides no other
-            note(str(error))
+    rows = [_profile_row(name, load_profile(name)) for name in shipped_profiles()]
     print_result(rows, lambda: _show_profiles(rows))
     note(f"fitted files that ship: {', '.join(shipped_fitted())}", beside_json=False)
     for file in fitted_files():

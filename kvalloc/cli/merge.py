@@ -15,7 +15,6 @@ def merge(
     parts: list[Path],
     *,
     output: Annotated[Path, Option("OUT.safetensors")],
-    accept_missing: bool = False,
 ) -> None:
     """Put the parts together that 'profile' made with --shard.
 
@@ -25,11 +24,9 @@ def merge(
     Parameters
     ----------
     parts : list of Path
-        What shards wrote, or was merged of some of them.
+        What the shards wrote.
     output : Path
         The score profile to write.
-    accept_missing : bool
-        Merge what there is; the missing shards can be added later by another merge.
 
     Examples
     --------
@@ -39,12 +36,17 @@ def merge(
     """
     from kvalloc.formats.merging import merge as merged_parts
 
-    merged = merged_parts(parts, output, accept_missing=accept_missing)
-    facts = {**vars(merged), "parts": len(parts), "file_bytes": output.stat().st_size}
+    merged = merged_parts(parts, output)
+    facts = {
+        "output": output,
+        "samples": merged.n_samples,
+        "digest": merged.digest,
+        "parts": len(parts),
+        "file_bytes": (n_bytes := output.stat().st_size),
+    }
     many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
     shown = {
-        "merged": f"{merged.samples:,} samples of {many}",
-        "missing": merged.missing,
-        "written": f"{output} ({size(facts['file_bytes'])})",
+        "merged": f"{merged.samples_text} of {many}",
+        "written": f"{output} ({size(n_bytes)})",
     }
     print_result(facts, shown)

@@ -139,7 +139,7 @@ RARE = frozenset(
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
         *("decode_every", "seed"),
-        *("fitted", "allow_other_model", "accept_missing"),
+        *("fitted", "allow_other_model"),
     }
 )
 """Options that few need, by name: only ``--help-all`` shows them."""

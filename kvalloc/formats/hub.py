@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +28,6 @@ _MEANINGS = {
     "OfflineModeIsEnabled": ": HF_HUB_OFFLINE is set, so nothing is sent",
 }
 """What each of the client's errors means, special ones before their base classes."""
-
-_LARGEST_PROFILE_BYTES = 2**24
-"""A larger JSON file in the hub's cache, such as a tokenizer, is not opened."""
 
 
 def on_hub(source: str | Path) -> str | None:
@@ -132,26 +128,6 @@ def push(file: str | Path, to: str, *, private: bool = False) -> str:
     return _source(uri.type, uri.id, done.oid, place)
 
 
-def cached_profiles() -> list[str]:
-    """Return the sources of budget profiles in the hub's cache, with their revisions, sorted."""
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return []
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
-
-    try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return []
-    return sorted(
-        _source(repository.repo_type, repository.repo_id, revision.commit_hash, inside.as_posix())
-        for repository in repositories
-        for revision in repository.revisions
-        for file in revision.files
-        if file.file_path.suffix == ".json" and _holds_budgets(file.file_path)
-        for inside in [file.file_path.relative_to(revision.snapshot_path)]
-    )
-
-
 def _source(kind: str, repository: str, commit: str, file: str) -> str:
     """Return the name of a file of one revision."""
     folder = "" if kind == "model" else f"{kind}s/"
@@ -167,12 +143,6 @@ def _check(file: str | Path) -> None:
 
     kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedModel)}
     kinds.get(kind_of(file), BudgetProfile).load(file)
-
-
-def _holds_budgets(path: Path) -> bool:
-    from kvalloc.formats.record import kind_of
-
-    return path.stat().st_size <= _LARGEST_PROFILE_BYTES and kind_of(path) == "budget profile"
 
 
 def _fetched(name: str) -> Path:

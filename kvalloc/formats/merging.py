@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,7 @@ _ASIDE = "set_aside"
 """Field of the header whose entries of all parts the merged file has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """The result of a merge.
-
-    Attributes
-    ----------
-    output : Path
-    samples : int
-    missing : str
-        The shards that are not in it; empty for a whole measurement.
-    digest : str
-        Of the file's content.
-    """
-
-    output: Path
-    samples: int
-    missing: str
-    digest: str
-
-
-def merge(
-    parts: Sequence[str | Path], output: str | Path, *, accept_missing: bool = False
-) -> Merged:
+def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
     """Merge the parts of a measurement that ``kvalloc profile --shard`` made.
 
     The file is the one that an unbroken measurement writes, byte for byte, in whatever order the
@@ -53,15 +30,14 @@ def merge(
     Parameters
     ----------
     parts : sequence of str or Path
-        Files of score profiles; some may have been merged of parts themselves.
+        Files of score profiles, of every shard.
     output : str or Path
         The file to write, atomically.
-    accept_missing : bool
-        Merge what there is; the result is a part, too, to which the missing shards can be added.
 
     Returns
     -------
-    Merged
+    ScoreProfile
+        As it was written.
 
     Raises
     ------
@@ -79,22 +55,19 @@ def merge(
                 f"merge; parts are made with {option('shard', '1/8')}"
             )
         check_fields((parts[0], path), _shared(loaded[0]), _shared(part))
-    shards = [part.shards for part in loaded if part.shards is not None]
-    held = held_shards(parts, shards, accept_missing=accept_missing)
-    whole = bool(held.all())
-    places, order = _all_places(loaded, whole=whole)
+    _check_shards(parts, [part.shards for part in loaded if part.shards is not None])
+    order = _in_order(loaded)
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in loaded])[order]
         for name in ScoreProfile.PER_SAMPLE
         if getattr(loaded[0], name) is not None
     }
-    arrays |= {"shards": None if whole else held, "sample_places": None if whole else places}
+    arrays |= {"shards": None, "sample_places": None}
     last = {name: max(getattr(part, name) for part in loaded) for name in _MAY_DIFFER}
     last[_ASIDE] = dict(sorted(_set_aside(loaded).items()))
     result = loaded[0].replace(**arrays, **last)
     result.save(output)
-    missing = "" if whole else shards_text(held, held=0)
-    return Merged(output=Path(output), samples=places.size, missing=missing, digest=result.digest)
+    return result
 
 
 def _shared(part: ScoreProfile) -> dict[str, Any]:
@@ -145,48 +118,36 @@ def apart(
     )
 
 
-def held_shards(
-    paths: Sequence[str | Path], shards: Sequence[IntArray], *, accept_missing: bool
-) -> IntArray:
-    """Return the mask of present shards, ``(n_shards,)``; refuse one twice, or missing."""
+def _check_shards(paths: Sequence[str | Path], shards: Sequence[IntArray]) -> None:
+    """Refuse shards one of which is there twice, or missing."""
     held = np.zeros_like(shards[0])
-    for place, mask in enumerate(shards):
+    for path, mask in zip(paths, shards, strict=True):
         if mask.shape != held.shape:
-            raise apart((paths[0], paths[place]), "the number of shards", held.size, mask.size)
-        both = held & mask
-        if both.any():
-            other = next(
-                path for path, one in zip(paths, shards, strict=True) if (one & both).any()
-            )
+            raise apart((paths[0], path), "the number of shards", held.size, mask.size)
+        if (held & mask).any():
+            twice = (place for place, one in enumerate(shards) if (one & mask).any())
             raise InputError(
-                f"{other} and {paths[place]} overlap: {shards_text(both)} is in both of them; "
-                "give each shard once"
+                f"{paths[next(twice)]} and {path} overlap: {shards_text(held & mask)} is in both "
+                "of them; give each shard once"
             )
-        held = held | mask
-    if not held.all() and not accept_missing:
+        held |= mask
+    if not held.all():
         are = "are" if held.size - held.sum() > 1 else "is"
-        raise InputError(
-            f"{shards_text(held, held=0)} {are} missing; measure what is missing, or merge what "
-            f"there is with {option('accept_missing', True)}"
-        )
-    return held
+        raise InputError(f"{shards_text(held, held=0)} {are} missing; measure what is missing")
 
 
-def _all_places(parts: Sequence[ScoreProfile], *, whole: bool) -> tuple[IntArray, IntArray]:
-    """Return the rising places of all samples, and where each is in the parts one by one."""
+def _in_order(parts: Sequence[ScoreProfile]) -> IntArray:
+    """Return where each sample is in the parts one by one, in the order of their places."""
     places = np.concatenate([part.sample_places for part in parts])
-    order = np.argsort(places, kind="stable")
-    places = places[order]
-    doubled = places[1:][np.diff(places) == 0].tolist()
-    known = {*places.tolist(), *_set_aside(parts)}
-    missing = [*({*range(len(known))} - known)] if whole else []
-    if doubled or missing:
-        wrong = f"sample {doubled[0]} is in two" if doubled else f"sample {missing[0]} is in none"
+    known = sorted([*places.tolist(), *_set_aside(parts)])
+    wrong = next((place for place, one in enumerate(known) if place != one), None)
+    if wrong is not None:
+        fault = f"{known[wrong]} is in two" if known[wrong] < wrong else f"{wrong} is in none"
         raise InputError(
-            f"the parts are no shards of one measurement: {wrong} of them; measure all of them "
-            "with the same samples"
+            f"the parts are no shards of one measurement: sample {fault} of them; measure all of "
+            "them with the same samples"
         )
-    return places, order
+    return np.argsort(places, kind="stable")
 
 
 def _set_aside(parts: Sequence[ScoreProfile]) -> dict[int, str]:

@@ -124,9 +124,6 @@ def test_what_is_pushed_is_loaded(server, profile, tmp_path):
     server.shutdown()
     server.server_close()
     assert load_profile(f"hf://{REPO}/deeper/q.json") == other  # from the cache
-    found = ours.cached_profiles()
-    assert where in found
-    assert len(found) == 2
 
 
 def test_commands_take_what_is_there(server, profile, tmp_path):
@@ -135,9 +132,6 @@ def test_commands_take_what_is_there(server, profile, tmp_path):
     ran = run("inspect", where)
     assert ran.code == 0
     assert where in ran.out
-    listed = run("list", "profiles", "--json").json
-    assert [row["name"] for row in listed if row["name"].startswith("hf:")] == [where]
-    assert next(row for row in listed if row["name"] == where)["digest"] == profile.digest
     scores = make_scores()
     scores.save(tmp_path / "s.safetensors")
     run("push", tmp_path / "s.safetensors", REPO)
@@ -185,7 +179,6 @@ def test_what_a_commit_names_is_not_asked_for_again(server, profile, tmp_path, m
     load_profile(where)
     monkeypatch.setattr("socket.create_connection", lambda *_, **__: pytest.fail("asks again"))
     assert load_profile(where) == profile
-    assert where in {row["name"] for row in run("list", "profiles", "--json").json}
 
 
 def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):

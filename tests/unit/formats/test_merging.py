@@ -60,15 +60,9 @@ def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, da
         paths.append(folder / f"{shard}")
         part_of(scores, held, sorted(places)).save(paths[-1])
     paths = data.draw(st.permutations(paths))
-    while len(paths) > 2 and data.draw(st.booleans()):  # any tree of merges
-        first, second, *rest = paths
-        joined = folder / f"{len(rest)}+"
-        found = merge([first, second], joined, accept_missing=True)
-        assert found.missing
-        paths = data.draw(st.permutations([*rest, joined]))
     found = merge(paths, folder / "merged")
     assert (folder / "merged").read_bytes() == (folder / "whole").read_bytes()
-    assert (found.digest, found.samples) == (scores.digest, n_samples)
+    assert found == scores
 
 
 @pytest.mark.parametrize(
@@ -92,20 +86,6 @@ def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path, options):
 @pytest.fixture
 def files(tmp_path):
     return parts_of(make_scores(n_samples=6), 3, tmp_path)
-
-
-def test_what_is_missing_is_named_and_can_be_added_later(tmp_path, files):
-    with pytest.raises(InputError, match="shards 1 and 2 of 3 are missing; .*accept_missing=True"):
-        merge(files[2:], tmp_path / "s")
-    with pytest.raises(InputError, match="shard 1 of 3 is missing"):
-        merge(files[1:], tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-    assert merge(files[1:], tmp_path / "some", accept_missing=True).missing == "shard 1 of 3"
-    some = ScoreProfile.load(tmp_path / "some")
-    assert some.part_text == "shards 2 and 3 of 3, "
-    assert some.sample_places.tolist() == [1, 2, 4, 5]
-    merge([tmp_path / "some", files[0]], tmp_path / "s")
-    assert ScoreProfile.load(tmp_path / "s") == make_scores(n_samples=6)
 
 
 def other(files, **changes):
@@ -175,8 +155,10 @@ def test_shards_that_cannot_be_are_refused(options, said):
         tiny_profile(samples=2, **options)
 
 
-def test_the_command_says_what_is_missing(tmp_path, files):
-    merging = ("merge", files[0], "-o", tmp_path / "s")
-    said = run(*merging, "--accept-missing", "--json").json
-    assert (said["samples"], said["missing"]) == (2, "shards 2 and 3 of 3")
-    refused(tmp_path, *merging, words=["shards 2 and 3 of 3 are missing", "--accept-missing"])
+def test_the_command_says_what_is_merged_and_what_is_missing(tmp_path, files):
+    facts = run("merge", *files, "-o", tmp_path / "s", "--json").json
+    assert (facts["samples"], facts["parts"]) == (6, 3)
+    (tmp_path / "s").unlink()
+    refused(
+        tmp_path, "merge", files[0], "-o", tmp_path / "s", words=["shards 2 and 3 of 3 are missing"]
+    )
