@@ -290,8 +290,7 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
                 f"its {place} tokens are more than the {limit} that the model was made for; "
                 "shorten the prompt, or choose a policy that evicts while it is read"
             )
-        lead = max(len(later.instruction), len(later.continuation) + CARRIED_TOKENS)
-        room = limit - place - lead
+        room = limit - place - CARRIED_TOKENS
         smaller = f"repeat shorter pieces (chunk={room}), " if room >= SMALLEST_CHUNK else ""
         raise InputError(
             f"a scorer has the model repeat the prompt right after it, in pieces of up to "
@@ -308,11 +307,7 @@ def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, La
     pieces = []
     for begin in range(0, columns.numel(), later.tokens):
         repeated = columns[begin : begin + later.tokens]
-        lead, carried = later.instruction, columns[:0]
-        if begin:
-            lead, carried = later.continuation, columns[max(begin - CARRIED_TOKENS, 0) : begin]
-        leading_ids = ids.new_tensor(lead, dtype=ids.dtype).expand(part.batch, -1)
-        text = torch.cat([leading_ids, ids[:, carried], ids[:, repeated]], dim=1)
+        text = ids[:, columns[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]]
         leading = columns[: min(sinks, begin)]
         shown = None
         if later.nearby is not None and part.ends_alike:

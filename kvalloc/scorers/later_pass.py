@@ -1,4 +1,4 @@
-"""What a scorer may ask to see that comes after the prompt, and what it is shown of it.
+"""Tokens after the prompt that a scorer looks at, and what it sees of them.
 
 Most scorers look at the prompt alone. One that does not says so by `Scorer.later`, and the cache
 then holds the prompt whole before it evicts: until some tokens have followed it, whoever they come
@@ -33,12 +33,10 @@ class Later:
     ----------
     kind : {"following", "repeat"}
         Whatever follows the prompt: an answer, a question, a turn of a chat. Or the prompt once
-        more, teacher-forced, whose tokens are taken away again.
+        more, teacher-forced, whose tokens are taken away again; in front of each further piece come
+        the last `CARRIED_TOKENS` tokens of the piece before.
     tokens : int
         How many have to follow; longest piece of the prompt that is repeated at once.
-    instruction, continuation : tuple of int
-        Token ids in front of the first repeated piece, and of each further one, where the last
-        `CARRIED_TOKENS` tokens of the piece before come between.
     nearby : int or None
         How many of the prompt's tokens before a piece, and behind it, its repetition may look at
         beside the piece and the prompt's first tokens; None for all of them.
@@ -46,19 +44,14 @@ class Later:
 
     kind: Literal["following", "repeat"]
     tokens: int
-    instruction: tuple[int, ...] = ()
-    continuation: tuple[int, ...] = ()
     nearby: int | None = None
 
     def furthest(self, n_tokens: int) -> int:
         """Return the tokens that the longest repetition of a prompt adds to it, 0 for none."""
         if self.kind == "following":
             return 0
-        first = len(self.instruction) + min(self.tokens, n_tokens)
-        rest = min(self.tokens, n_tokens - self.tokens)
-        if rest <= 0:
-            return first
-        return max(first, len(self.continuation) + min(CARRIED_TOKENS, self.tokens) + rest)
+        first, rest = min(self.tokens, n_tokens), min(self.tokens, n_tokens - self.tokens)
+        return first if rest <= 0 else max(first, min(CARRIED_TOKENS, self.tokens) + rest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

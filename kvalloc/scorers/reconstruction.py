@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
@@ -47,15 +45,13 @@ class Reconstruction(PooledScorer):
         Odd width of an average pooling, tokens; the method has none: 1.
     group_reduce : {"max", "mean"}
         How the query heads that share a KV head are reduced, after the maximum over the queries.
-    instruction, continuation : str
-        Token ids, such as ``"198+198+52"``, in front of the first piece and of each further one:
-        what asks for the repetition. None by default, so that no tokenizer is needed.
 
     References
     ----------
     KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (Kim et al., 2025, arXiv
-    2505.23416). Pieces of 2,048 tokens, softmax over the piece, maximum over queries and group;
-    there the instruction is "Repeat the previous context exactly."
+    2505.23416). Pieces of 2,048 tokens, softmax over the piece, maximum over queries and group.
+    There the words "Repeat the previous context exactly" ask for the repetition; here nothing does,
+    which serves as well (docs/studies.md) and needs no tokenizer.
     """
 
     name = "reconstruction"
@@ -69,26 +65,11 @@ class Reconstruction(PooledScorer):
     window: Positive = 8
     pool: OddWidth = 1
     group_reduce: Reduction = "max"
-    instruction: str = ""
-    continuation: str = ""
-
-    def __post_init__(self) -> None:
-        """Check, and store token ids in one spelling; see `Scorer`."""
-        super().__post_init__()
-        for name in ("instruction", "continuation"):
-            ids = _ids(name, getattr(self, name))
-            object.__setattr__(self, name, "+".join(map(str, ids)))
 
     @property
     def later(self) -> Later:
         """The repetition."""
-        return Later(
-            kind="repeat",
-            tokens=self.chunk,
-            instruction=_ids("instruction", self.instruction),
-            continuation=_ids("continuation", self.continuation),
-            nearby=self.nearby,
-        )
+        return Later(kind="repeat", tokens=self.chunk, nearby=self.nearby)
 
     @property
     def later_key(self) -> Hashable:
@@ -140,14 +121,3 @@ class Reconstruction(PooledScorer):
             states,
             sinks=sinks,
         )
-
-
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    """Return the token ids of a text such as ``"198+198+52"``; a single one may be a number."""
-    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else "?"
-    if not re.fullmatch(r"(\d+(\+\d+)*)?", text):
-        raise InputError(
-            f"scorer reconstruction: {name} is {value!r}, expected token ids such as '198+198+52', "
-            "or nothing; a tokenizer gives them"
-        )
-    return tuple(int(part) for part in text.split("+")) if text else ()

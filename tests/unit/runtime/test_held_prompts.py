@@ -27,8 +27,8 @@ CONTEXT = 90
 NAMES = ("lookahead", "reconstruction", "nearby")
 OPTIONS: dict[str, dict[str, Any]] = {
     "lookahead": {"tokens": 5, "pool": 3},
-    "reconstruction": {"chunk": 37, "instruction": "7+8+9", "continuation": "10"},
-    "nearby": {"chunk": 37, "nearby": 6, "instruction": "7+8+9", "continuation": "10"},
+    "reconstruction": {"chunk": 37},
+    "nearby": {"chunk": 37, "nearby": 6},
 }
 SCORERS = {"nearby": "reconstruction"}
 Array = npt.NDArray[np.float64]
@@ -98,11 +98,10 @@ def reconstruction_scores(
     votes = np.zeros((heads, CONTEXT))
     for begin in range(0, CONTEXT, 37):
         piece = ids[:, begin : begin + 37]
-        lead = torch.tensor([[7, 8, 9]]) if begin == 0 else torch.tensor([[10]])
         carried = ids[:, max(begin - 8, 0) : begin]
         places = list(range(begin, begin + piece.shape[1]))
         hidden = [*range(4, begin - nearby), *range(begin + 37 + nearby, CONTEXT)]
-        states = seen(model, torch.cat([ids, lead, carried, piece], dim=1), hidden)[layer]
+        states = seen(model, torch.cat([ids, carried, piece], dim=1), hidden)[layer]
         later = list(range(CONTEXT, states.keys.shape[2]))
         columns = [*range(min(tiny.SINKS, begin)), *places, *later]
         own = replace(
@@ -165,7 +164,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     names = ("lookahead", "h2o", "reconstruction", "lookahead", "tova")
     options = ({"tokens": 3}, {}, {"pool": 3, "chunk": 37}, {"tokens": 6}, {})
-    profile = profile_of(model, "reconstruction", level, instruction="", continuation="")
+    profile = profile_of(model, "reconstruction", level)
     others = tuple(
         changed_policy(profile.policy, name, own).replace(label=f"{name}{place}")
         for place, (name, own) in enumerate(zip(names, options, strict=True))
@@ -202,8 +201,6 @@ def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
 
 
 def test_what_cannot_be_right_is_refused() -> None:
-    with pytest.raises(InputError, match=r"expected token ids such as '198\+198\+52'"):
-        get_scorer("reconstruction", instruction="Repeat")
     with pytest.raises(InputError, match="votes is 0"):
         get_scorer("lookahead", tokens=0, votes=0)
 
