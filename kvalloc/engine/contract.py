@@ -1,8 +1,8 @@
-"""What a job needs of whatever runs its model: facts of the model, and results for items.
+"""The interface of whatever runs a job's model: facts of the model, and results for items.
 
 A job is a function that takes the model and one item. Items have numbers; results come back by
-number, in whatever order they finish, and whoever asked puts them in order again. So what comes
-out does not depend on who ran what, or when.
+number, in whatever order they finish, and the caller puts them in order again. So the result does
+not depend on which worker ran what, or when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 MEASURED_WITH = ("numpy", "torch", "transformers")
-"""Whose versions a measurement names."""
+"""Packages whose versions a measurement names."""
 
 _BROKEN_DEVICE = "CUDA error"
 """In what torch says when nothing more can be done on a device in this process."""
@@ -33,13 +33,13 @@ Advance = Callable[[int], None]
 """Called with how many more steps of a job are done."""
 
 Work = Callable[[Any, Any, Advance], Any]
-"""What is done with a model and an item. It is sent to every worker once, so it can be pickled, and
+"""The work for one item, by the model. It is sent to every worker once, so it can be pickled, and
 may keep there what it needs for several items."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """What stands in place of the result of an item that failed by itself.
+    """The result of an item that failed by itself.
 
     Attributes
     ----------
@@ -51,14 +51,14 @@ class Failed:
 
     @property
     def reason(self) -> str:
-        """Why, on one line."""
+        """The reason, on one line."""
         known = isinstance(self.error, KVAllocError) or not str(self.error).strip()
         kind = "" if known else f"{type(self.error).__name__}: "
         return one_line(f"{kind}{one_line(self.error)}")
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """The item's own failure; what is wrong with the job, model or device is raised again."""
+        """Return the failure of an item; raise again what is wrong with job, model or device."""
         of_job = isinstance(error, KVAllocError) and not isinstance(error, SampleError)
         if of_job or _BROKEN_DEVICE in str(error):
             raise error
@@ -67,7 +67,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What of a model, and of where it runs, decides the numbers of any job.
+    """What decides the numbers of any job: the model, and where it runs.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any, model_id: str | None = None) -> ModelFacts:
-        """Those of a loaded model.
+        """Return the facts of a loaded model.
 
         Raises
         ------
@@ -116,7 +116,7 @@ class ModelFacts:
         )
 
     def record(self) -> dict[str, Any]:
-        """The same as plain values, for the manifest of a checkpoint."""
+        """Return the facts as plain values, for the manifest of a checkpoint."""
         # the digests are apart from the sizes, so that a message can say which of the two differ
         sizes = replace(self.shape, weights_digest=None, weights_signs=None)
         others = {name: value for name, value in vars(self).items() if name != "shape"}
@@ -127,12 +127,12 @@ class Engine(Protocol):
     """A loaded model, wherever it is."""
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """What it is.
+        """Return the facts of the model.
 
         Parameters
         ----------
         model_id : str, optional
-            The name it is to have, instead of what its config says.
+            Its name, instead of what its config says.
         """
 
     def run(
@@ -146,13 +146,13 @@ class Engine(Protocol):
         items : mapping of int to object
             By number.
         advance : callable
-            Told of the steps that the work says are done.
+            Called with the number of steps that the work has finished.
 
         Yields
         ------
         number : int
         result : object
-            What the work gave, or a `Failed`; as they finish.
+            Of the work, or a `Failed`; as they finish.
         """
 
 
@@ -168,7 +168,7 @@ class LocalEngine:
         self._model = model
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """What the model is."""
+        """Return the facts of the model."""
         return ModelFacts.of(self._model, model_id)
 
     def run(
@@ -185,18 +185,18 @@ class LocalEngine:
 
 
 def engine_of(model: Any) -> Engine:
-    """An engine as it is; a model as one in this process."""
+    """Return an engine as it is, and a model as an engine in this process."""
     engine: Engine = model if callable(getattr(model, "run", None)) else LocalEngine(model)
     return engine
 
 
 def none_failed(results: Iterable[tuple[int, Any]]) -> dict[int, Any]:
-    """All results, for jobs that cannot do without one.
+    """Return all results by number, for jobs that need every one.
 
     Raises
     ------
     Exception
-        Of the first that failed.
+        That of the first item that failed.
     """
     by_number: dict[int, Any] = {}
     for number, result in results:

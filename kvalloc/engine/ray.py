@@ -44,7 +44,7 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _DIED = object()
 
 _LOCAL_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Of such a cluster, where the user has not said otherwise: nobody is told of it, and workers have
+"""Of such a cluster, unless the user has set them: no usage is reported, and workers have
 the priority that this process has."""
 
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
@@ -52,7 +52,7 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 
 
 class Host:
-    """What a worker process does: it holds the model and, of one job, what that wants kept.
+    """The part of a worker process: holds the model and, of one job, its work.
 
     Parameters
     ----------
@@ -74,11 +74,10 @@ class Host:
         self.steps = 0
 
     def do(self, number: int, references: list[Any], pickled: bytes) -> bytes:
-        """What came of an item, pickled, and its steps.
+        """Return an item's result and its steps, pickled.
 
-        That is its result or a `Failed`, or the error that ends the job.
-
-        All goes to and fro as bytes: arrays in Ray's shared memory cannot be written to.
+        The result may be a `Failed`, or the error that ends the job. Everything is sent as bytes:
+        arrays in Ray's shared memory cannot be written to.
         """
         import ray
         import torch
@@ -92,15 +91,15 @@ class Host:
                 result: Any = self._work[1](self._model, item, self._advance)
         except Exception as error:
             _LOG.info("an item failed", exc_info=True)
-            result = _told(error)
+            result = _as_result(error)
         return pickle.dumps((result, self.steps))
 
     def _advance(self, steps: int) -> None:
         self.steps += steps
 
 
-def _told(error: Exception) -> Failed | KVAllocError:
-    """An item's error as the driver can read it, which may not have its class."""
+def _as_result(error: Exception) -> Failed | KVAllocError:
+    """Return an item's error as the driver can read it, which may not have its class."""
     try:
         failed = Failed.of(error)
     except KVAllocError as ends:
@@ -111,24 +110,24 @@ def _told(error: Exception) -> Failed | KVAllocError:
 
 
 def _actor_class() -> type:
-    """What Ray runs. Made here, so that it is sent whole: a machine may have another kvalloc."""
+    """Return the class that Ray runs, sent whole: a machine may have another kvalloc."""
 
     class Worker:
         def __init__(self) -> None:
             self.host: Host | None = None
 
         def begin(self, versions: dict[str, str], *given: Any, flags: bool) -> Any:
-            """The model's facts, or the versions that differ, or what went wrong."""
+            """Return the model's facts, the installed versions if they differ, or an error."""
             from importlib.metadata import PackageNotFoundError, version
 
-            own = {}
+            installed = {}
             for name in versions:
                 try:
-                    own[name] = version(name)
+                    installed[name] = version(name)
                 except PackageNotFoundError:
-                    own[name] = "source"
-            if own != versions:
-                return own
+                    installed[name] = "source"
+            if installed != versions:
+                return installed
             from kvalloc.engine.ray import Host
             from kvalloc.errors import KVAllocError
 
@@ -210,7 +209,7 @@ class RayEngine:
     _work: tuple[Work, Any] | None = field(default=None, init=False)
     _began: bool = field(default=False, init=False)
     _gpus: int = field(default=0, init=False)
-    _told_at: float = field(default=0.0, init=False)
+    _polled_at: float = field(default=0.0, init=False)
 
     def __enter__(self) -> RayEngine:
         """Connect, and let every worker load the model; one of them has it then.
@@ -251,7 +250,7 @@ class RayEngine:
             self._ray.shutdown()
 
     def facts(self, model_id: str | None = None) -> ModelFacts:
-        """What the workers have loaded."""
+        """Return the facts of the model that the workers have loaded."""
         assert self._facts is not None  # since it was entered
         if model_id is None:
             return self._facts
@@ -268,15 +267,15 @@ class RayEngine:
         if self._work is None or self._work[0] is not work:
             self._works += 1
             self._work = (work, self._ray.put(self._ray.cloudpickle.dumps(work)))
-        left, deaths, told = deque(items), Counter[int](), Counter[int]()
+        left, deaths, counted = deque(items), Counter[int](), Counter[int]()
         try:
             while left or any(worker.item is not None for worker in self._workers):
                 self._hand_out(left, items)
                 worker = self._next()
-                self._tell(told, advance)
+                self._count_steps(counted, advance)
                 if worker is None:
                     continue
-                number, result = self._taken(worker, told, advance)
+                number, result = self._taken(worker, counted, advance)
                 if result is _DIED:
                     deaths[number] += 1
                     _LOG.info("a worker died of item %d", number)
@@ -293,7 +292,7 @@ class RayEngine:
                 self._replace(worker)  # nobody waits for what it is at
 
     def _connected(self) -> bool:
-        """Connect to the cluster; whether it was started here."""
+        """Connect to the cluster; return whether it was started here."""
         ray = self._ray
         if ray.is_initialized():
             return False
@@ -317,7 +316,7 @@ class RayEngine:
         return True
 
     def _count(self) -> None:
-        """How many workers there are, and what each takes; refuses more than there is room for."""
+        """Set the number of workers and what each takes; refuse more than there is room for."""
         import torch
 
         resources = self._ray.cluster_resources()
@@ -343,7 +342,7 @@ class RayEngine:
             )
 
     def _begun(self, slot: int, lost: int = 0) -> _Worker:
-        """A new worker, which loads its model."""
+        """Return a new worker, which loads its model."""
         actor = self._ray.remote(_actor_class()).options(
             num_cpus=self.threads,
             num_gpus=self._gpus,
@@ -371,7 +370,7 @@ class RayEngine:
                 )
 
     def _next(self) -> _Worker | None:
-        """A worker that is done with its item; None after a while, or where one has its model."""
+        """Return a worker that has finished its item; None after a while, or once one loaded."""
         known = {one.waiting: one for one in self._workers if one.waiting is not None}
         ready, _ = self._ray.wait([*known], timeout=POLL_SECONDS)
         if not ready:
@@ -385,7 +384,7 @@ class RayEngine:
         return worker
 
     def _loaded(self, worker: _Worker) -> None:
-        """Look at what a new worker has loaded."""
+        """Check what a new worker has loaded."""
         exceptions = self._ray.exceptions
         try:
             result = self._ray.get(worker.waiting)
@@ -410,23 +409,23 @@ class RayEngine:
                 f"{here[name]}; install the same on all of its machines"
             )
         self._facts = self._facts or result
-        first, own = self._facts.record(), result.record()
-        if differ := [name for name in first if first[name] != own[name]]:
+        first, other = self._facts.record(), result.record()
+        if differ := [name for name in first if first[name] != other[name]]:
             raise InputError(
                 f"workers of the Ray cluster have not loaded the same model: {differ[0]} is "
-                f"{one_line(first[differ[0]], 60)} in one and {one_line(own[differ[0]], 60)} in "
+                f"{one_line(first[differ[0]], 60)} in one and {one_line(other[differ[0]], 60)} in "
                 f"another; give {self.source.source} the same files on all of its machines"
             )
         worker.ready, worker.waiting = True, None
         _LOG.info("worker %d of %s has its model", worker.slot + 1, self.workers)
 
-    def _taken(self, worker: _Worker, told: Counter[int], advance: Advance) -> tuple[int, Any]:
-        """What came of a worker's item; `_DIED` where it died of it, and is replaced."""
-        assert worker.item is not None  # the caller has looked
+    def _taken(self, worker: _Worker, counted: Counter[int], advance: Advance) -> tuple[int, Any]:
+        """Return a worker's item and its result; `_DIED` if the worker died, which is replaced."""
+        assert worker.item is not None  # checked by the caller
         number, exceptions = worker.item, self._ray.exceptions
         try:
             result, steps = pickle.loads(self._ray.get(worker.waiting))
-            advance(max(0, steps - told[number]))
+            advance(max(0, steps - counted[number]))
         except exceptions.RayTaskError as error:
             result = Failed(error=SampleError(one_line(error.cause)))
         except exceptions.RayError:
@@ -435,9 +434,9 @@ class RayEngine:
         worker.item = worker.waiting = None
         return number, result
 
-    def _tell(self, told: Counter[int], advance: Advance) -> None:
-        """Count what workers have done of their items; what is done again counts once."""
-        if time.monotonic() - self._told_at < POLL_SECONDS:
+    def _count_steps(self, counted: Counter[int], advance: Advance) -> None:
+        """Report the steps that workers have finished; those that are repeated count once."""
+        if time.monotonic() - self._polled_at < POLL_SECONDS:
             return
         busy = {one.actor.steps.remote(): one for one in self._workers if one.item is not None}
         if busy:
@@ -446,12 +445,12 @@ class RayEngine:
                 with suppress(self._ray.exceptions.RayError):
                     item, steps = busy[reference].item, self._ray.get(reference)
                     assert item is not None  # that is what they were chosen by
-                    advance(max(0, steps - told[item]))
-                    told[item] = max(told[item], steps)
-        self._told_at = time.monotonic()
+                    advance(max(0, steps - counted[item]))
+                    counted[item] = max(counted[item], steps)
+        self._polled_at = time.monotonic()
 
     def _check_room(self) -> None:
-        """Refuse to wait for workers that no machine has room for any more."""
+        """Raise if no machine has room for a worker any more."""
         assert self.threads is not None  # counted on entering
         resources = self._ray.cluster_resources()
         if resources.get("CPU", 0) < self.threads or resources.get("GPU", 0) < self._gpus:
