@@ -50,7 +50,7 @@ def fit(
     fitted, facts, shown = measure(
         measured_model, FitOptions, model, given, per_kind=EACH_KIND, by_tasks=None
     )
-    names = "samples context_tokens ridge r_squared rank_correlation text_description set_aside"
+    names = "samples context_tokens ridge r_squared text_description set_aside"
     stated = {name: getattr(fitted.surrogate, name) for name in names.split()}
     stated |= {"model": fitted.shape.model_id, "errors": fitted.scores.record()["errors"]}
     print_result({**stated, **facts}, {**fitted_fields(fitted), **shown})

@@ -316,16 +316,16 @@ class _Contents:
 
         Each is taken once: tensors that are left in the end belong to nothing.
         """
-        found = self._left.pop(name, None)
+        tensor = self._left.pop(name, None)
         dtypes = (dtype,) if isinstance(dtype, str) else dtype
         expected = f"{' or '.join(dtypes)} of {_sizes(shape)}"
-        if found is None:
+        if tensor is None:
             raise self._header.file_error(self._path, name, "missing", expected)
-        pairs = zip(shape, found.shape, strict=False)
-        fits = len(shape) == len(found.shape) and all(size in (None, n) for size, n in pairs)
-        stated = f"{found.dtype} of {_sizes(found.shape)}"
-        self._require(fits and found.dtype in dtypes, name, stated, expected)
-        return found.numbers()
+        pairs = zip(shape, tensor.shape, strict=False)
+        fits = len(shape) == len(tensor.shape) and all(size in (None, n) for size, n in pairs)
+        stated = f"{tensor.dtype} of {_sizes(tensor.shape)}"
+        self._require(fits and tensor.dtype in dtypes, name, stated, expected)
+        return tensor.numbers()
 
     def _require(self, holds: bool, field: str, found: object, expected: str) -> None:
         if not holds:

@@ -72,13 +72,9 @@ class FittedSurrogate(ArrayRecord, SurrogateHeader):
     """Share of the target's variance that a fit on one half of the samples explains on the other,
     mean over both ways and the KV heads, ``(n_full_layers,)``."""
 
-    rank_correlation: Annotated[FloatArray, ArrayOf(np.float64, 1, low=-1, high=1)]
-    """Rank correlation with the target within a prompt, likewise."""
-
     @model_validator(mode="after")
     def _fits(self) -> Self:
         layers, heads = len(self.shape.full_layers), self.shape.n_kv_heads
         require_shape("weights", self.weights, (layers, heads, self.weights.shape[-1]))
         require_shape("r_squared", self.r_squared, (layers,))
-        require_shape("rank_correlation", self.rank_correlation, (layers,))
         return self

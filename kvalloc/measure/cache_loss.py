@@ -108,12 +108,12 @@ class CacheLosses:
         given = self._ids(index, "answer_ids")[:, : self._continuation_tokens]
         if given.numel():
             return given
-        asked = torch.cat([prompt, question], dim=1)
+        ids = torch.cat([prompt, question], dim=1)
         cache = DynamicCache(config=self._model.config)
-        most = self._continuation_tokens
-        written = [*answer(self._model, cache, asked, max_new_tokens=most, keep=True)]
+        longest = self._continuation_tokens
+        written = [*answer(self._model, cache, ids, max_new_tokens=longest, keep=True)]
         check_continues(self._model, written[0], where=f"{self._where(index)}: ")
-        return asked.new_tensor([written])
+        return ids.new_tensor([written])
 
     def _where(self, index: int) -> str:
         return self._samples[index].name or f"prompt {index}"

@@ -33,7 +33,7 @@ Measured = dict[str, FloatArray]
 
 
 class Steps:
-    """How much of a job is done, told after each step.
+    """Counts the finished steps of a job, and reports each.
 
     Parameters
     ----------
@@ -175,8 +175,8 @@ class Job:
         """What measuring the losses of one layer takes, in layers of a mini-prefill."""
         if self.losses is None:
             return 0
-        each = MEASURED_LAYERS if self.losses.method == "measured" else 1
-        return each * prod(self.loss_kinds)
+        layers = MEASURED_LAYERS if self.losses.method == "measured" else 1
+        return layers * prod(self.loss_kinds)
 
     @property
     def sample_steps(self) -> int:

@@ -165,7 +165,7 @@ def estimate_losses(
     def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
         whole = probe.outputs(layer, None)
         slopes = _by_unit(gradients[layer], heads).transpose(1, 2)
-        # Heads do not see each other: all of them are reduced at once, and told apart after.
+        # Heads do not see each other: all of them are reduced at once, and separated after.
         for some in _batches(_figures(probe, layer, job), job):
             shifts = _by_unit(probe.outputs(layer, **_together(some)) - whole, heads)
             squares = ((shifts @ slopes) ** 2 / (2 * probe.n_measured)).cpu().numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -95,8 +96,7 @@ class LossPlan:
 
 
 FOLLOWED = ("pool", "pooling", "group_reduce")
-"""What a policy's scorer takes over from the score profile's unless it is told otherwise."""
-
+"""Options that a policy's scorer takes over from the score profile's, unless they are given."""
 
 USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
 """What the word ``usual`` stands for: rankings that differ, and are each the best of many heads
@@ -114,7 +114,7 @@ def main_policy(scorer: Scorer, sinks: int) -> Policy:
 
 
 def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
-    """Return the policies that some texts ask for, all with the same sinks and window.
+    """Return the policies that some texts name, all with the same sinks and window.
 
     A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
     best entries stay; then its options as ``:KEY=VALUE``, such as ``snapkv:window=4:pool=1``. A
@@ -146,7 +146,7 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
     main = main_policy(scorer, sinks)
     policies: list[Policy] = []
     stripped = (text.strip() for text in texts)
-    for text in [each for one in stripped for each in (USUAL if one == "usual" else (one,))]:
+    for text in chain.from_iterable(USUAL if name == "usual" else (name,) for name in stripped):
         policy = _named(text, main, scorer)
         if policy.replace(label="") == main:
             continue
@@ -199,7 +199,7 @@ def _followed(name: str, main: Policy) -> dict[str, Any]:
     from kvalloc.scorers import scorer_class
 
     if name not in names(SCORERS):
-        return {}  # which is told to the user where it is looked up
+        return {}  # an unknown scorer is refused where it is looked up
     if not scorer_class(name).follows:
         return {}
     takes = plugin_options(scorer_class(name))

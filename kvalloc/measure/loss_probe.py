@@ -1,4 +1,4 @@
-"""What a model would have said with a smaller cache in one place, for many places at once.
+"""What a model would have predicted with a smaller cache in one place, for many places at once.
 
 One prompt is run once with the full cache. Its continuation is then run again and again with
 entries of one layer hidden: from that layer on only, since everything before it is the same, and
@@ -255,10 +255,11 @@ class LossProbe:
             stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._stored(layer)
         )
         places = [mask.nonzero()[:, 0] for mask in keep.transpose(0, 1).flatten(0, 1)]
-        by_width = {each: quantised_values(values[:, 0], each) for each in np.unique(bits).tolist()}
+        widths = np.unique(bits).tolist()
+        by_width = {width: quantised_values(values[:, 0], width) for width in widths}
         rounded = [
-            torch.stack([by_width[width][head] for width in widths])
-            for head, widths in enumerate(bits.T.tolist())
+            torch.stack([by_width[width][head] for width in of_head])
+            for head, of_head in enumerate(bits.T.tolist())
         ]
         keys = stored_keys(keys, places, bits.T)
         return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
@@ -376,7 +377,7 @@ class LossProbe:
         """Show what comes after the prompt to the scorers that look at it, and let those score."""
         scorers = () if self._scorer.later is None else (self._scorer,)
         wanted = {
-            layer: (*scorers, *(each for one in self.policies for each in one.later_scorers(layer)))
+            layer: (*scorers, *(one for p in self.policies for one in p.later_scorers(layer)))
             for layer in self.prompt_states
         }
         repeated = repeat_prompt(self._held_prompt(), wanted, sinks=self._sinks)
@@ -409,7 +410,7 @@ class LossProbe:
         return HeldPrompt(
             decoder=decoder_of(self._model),
             stored={layer: (layers[layer].keys, layers[layer].values) for layer in full},
-            sliding={layer: each for layer, each in layers.items() if layer not in full},
+            sliding={layer: one for layer, one in layers.items() if layer not in full},
             visible=torch.ones(1, self.n_tokens, dtype=torch.bool),
             next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
             ids=self.prompt_ids[None],

@@ -51,7 +51,7 @@ def mini_prefill(
         The wanted layers. The last one's attention output, its MLP, all later layers, the final
         norm and the head are never computed.
     chunk : int, optional
-        Tokens that run at once, the last so many of them in the last chunk; all by default. `look`
+        Tokens that run at once, as many in the last chunk; all by default. `look`
         is then called with each chunk's queries, and all keys and values up to it.
 
     Raises

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray
-from kvalloc.engine.contract import MEASURED_WITH, Advance, Engine, Failed, engine_of
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.engine.contract import (
+    MEASURED_WITH,
+    Advance,
+    Engine,
+    Failed,
+    LocalEngine,
+    engine_of,
+)
 from kvalloc.errors import InputError, option
 from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
@@ -27,7 +34,7 @@ from kvalloc.measure.curves import (
 from kvalloc.measure.job import Job, Measured, Steps, measured_samples
 from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import Shard, choose_samples
+from kvalloc.measure.sampling import Sample, SampleSet, Shard, choose_samples
 from kvalloc.models.loading import require_run_packages
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
@@ -177,8 +184,66 @@ def profile(
     return result
 
 
+def prompt_scores(
+    model: Any,
+    token_ids: IntArray,
+    *,
+    scorer: Scorer,
+    sinks: int,
+    shape: ModelShape,
+) -> ScoreProfile:
+    """Return the retention curves of one prompt.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model, or its decoder; the same afterwards.
+    token_ids : ndarray of int64, (n_tokens,)
+        The prompt, without padding.
+    scorer : Scorer
+        Whose scores count.
+    sinks : int
+        First tokens, never evicted.
+    shape : ModelShape
+        The model's sizes, under the name that the profile is to bear.
+
+    Returns
+    -------
+    ScoreProfile
+        Of one sample; its context is the prompt's length.
+
+    Raises
+    ------
+    InputError
+        If the prompt is not longer than sinks and window, or a score is not finite.
+    UnsupportedModelError
+        If the model's attention cannot be seen.
+
+    References
+    ----------
+    XKV, Section IV-A.
+    """
+    protected, n_tokens = sinks + scorer.window, int(token_ids.size)
+    if n_tokens <= protected:
+        raise InputError(
+            f"a prompt of {n_tokens} tokens leaves nothing to decide beside {sinks} sinks and a "
+            f"window of {scorer.window}"
+        )
+    job = Job(
+        shape=shape,
+        scorer=scorer,
+        sinks=sinks,
+        context_tokens=n_tokens,
+        samples=SampleSet(
+            samples=(Sample(token_ids=token_ids),),
+            description=f"one prompt of {n_tokens} tokens",
+        ),
+    )
+    return measure_job(job, LocalEngine(model))
+
+
 def read_options(options: ProfileOptions) -> dict[str, Any]:
-    """Return what options ask for, as keywords of `Job`.
+    """Return options as keywords of `Job`.
 
     Raises
     ------
@@ -232,7 +297,7 @@ def job_of(
     from kvalloc.runtime.policies import policy_of  # loads torch
 
     job = Job(shape=shape, samples=samples, **decided)
-    for scorer in (job.scorer, *(policy_of(each).scorer for each in job.policies[1:])):
+    for scorer in (job.scorer, *(policy_of(one).scorer for one in job.policies[1:])):
         scorer.check_model(shape)
     return job
 

@@ -191,7 +191,7 @@ def choose_samples(
     if n_candidates == 0:
         raise InputError(
             f"the text has {stream.size + prefix.size} tokens, fewer than one sample of "
-            f"{context_tokens}; give more text or a shorter context"
+            f"{context_tokens}; give more text or a shorter {option('context')}"
         )
     chosen = _chosen(n_candidates, samples, sampling_ratio, seed)
     pieces = [index for index in chosen if index < n_pieces]
@@ -238,8 +238,7 @@ def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens
     if ids.size < least_tokens:
         raise InputError(
             f"{prompt.where}: the prompt has {ids.size} tokens, but sinks and window leave "
-            f"something to decide only from {least_tokens} tokens on; lengthen or remove it, or "
-            f"choose a scorer with a smaller window"
+            f"something to decide only from {least_tokens} tokens on; lengthen or remove it"
         )
     before = prompt.question or prompt.text
     space = " " if before and not before[-1].isspace() else ""

@@ -40,10 +40,7 @@ SINKS = 4
 """First tokens of a prompt, which are never evicted: nothing is learnt from them."""
 
 LEAST_SCORE = 1e-6
-"""Smaller attention is not told apart: its log would outweigh what matters."""
-
-RANKED_TOKENS = 64
-"""Tokens of each sample that are kept for the rank correlation."""
+"""Smaller attention counts as this: its log would outweigh what matters."""
 
 PIECE = 256
 """Tokens of the second copy that look up at once, as in the default (docs/runtime.md): with 2,048
@@ -69,7 +66,7 @@ class NormalEquations:
 
     @classmethod
     def of(cls, rows: FloatArray, targets: FloatArray) -> Self:
-        """Those of rows, ``(..., n_rows, n_features)``, with targets, ``(..., n_rows)``."""
+        """Return those of rows, ``(..., n_rows, n_features)``, and targets, ``(..., n_rows)``."""
         ones = np.ones_like(targets, dtype=np.float64)
         joined = np.concatenate(
             [np.asarray(rows, dtype=np.float64), targets[..., None], ones[..., None]], axis=-1
@@ -111,7 +108,7 @@ class NormalEquations:
         return np.concatenate([weights, constant[..., None]], axis=-1)
 
     def r_squared(self, weights: FloatArray) -> FloatArray:
-        """Share of the targets' variance that weights explain on these rows, ``(...)``.
+        """Return the share of the targets' variance that weights explain on these rows, ``(...)``.
 
         1 is all; below 0 is worse than the mean; 0 where the targets never change.
         """
@@ -239,7 +236,6 @@ class SurrogateFit:
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
         steps = Steps(n_samples * layers, progress)
         halves: dict[int, NormalEquations] = {}
-        ranked: dict[int, FloatArray] = {}
         losses: list[FloatArray] = []
         failed: dict[int, Failed] = {}
         for index, result in measured_samples(
@@ -250,7 +246,6 @@ class SurrogateFit:
                 continue
             half, sums = self._half(index), NormalEquations(moments=result["moments"])
             halves[half] = halves[half] + sums if half in halves else sums
-            ranked[index] = result["ranked"]
             losses.append(result["vote_losses"])
         if len(halves) < 2:  # so that some failed: there are two samples at least
             raise failed[min(failed)].error
@@ -260,22 +255,17 @@ class SurrogateFit:
             for ridge in RIDGES
         }
         ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
-        by_other = (second.fit(ridge), first.fit(ridge))
-        correlations = [
-            _rank_correlation(rows, by_other[self._half(index)]) for index, rows in ranked.items()
-        ]
         votes_weight, votes_ratio = best_weight(np.stack(losses))
         return FittedSurrogate(
             shape=self.shape,
             target=TARGET.name,
             target_parameters=TARGET.parameters(),
             context_tokens=self.context,
-            samples=len(ranked),
+            samples=len(losses),
             sinks=SINKS,
             ridge=ridge,
             weights=(first + second).fit(ridge),
             r_squared=explained[ridge].mean(axis=1),
-            rank_correlation=np.mean(correlations, axis=(0, 2)),
             votes_weight=votes_weight,
             votes_ratio=votes_ratio,
             text_digest=self.samples.digest(),
@@ -289,13 +279,11 @@ class SurrogateFit:
         return int(2 * index >= len(self.samples.samples))
 
     def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
-        """Return what is kept of a sample: moments of its tokens, tokens to rank, vote losses."""
+        """Return what is kept of a sample: moments of its tokens, and losses by weight of votes."""
         features, targets = self._rows(model, index, advance)
-        places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
-        joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
         losses = vote_losses(model, self.shape, self.samples.samples[index], targets, SINKS)
         moments = NormalEquations.of(features, targets).moments
-        return {"moments": moments, "ranked": joined, "vote_losses": losses}
+        return {"moments": moments, "vote_losses": losses}
 
     def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
         """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
@@ -310,7 +298,7 @@ class SurrogateFit:
         targets: list[FloatArray] = []
 
         def look(states: AttentionStates) -> None:
-            keys, values = (each[:, :, :n_tokens] for each in (states.keys, states.values))
+            keys, values = (one[:, :, :n_tokens] for one in (states.keys, states.values))
             noted = None
             for begin in range(0, n_tokens, PIECE):
                 repeated = first[begin : begin + PIECE]
@@ -338,21 +326,3 @@ class SurrogateFit:
         twice = torch.cat([ids, ids])[None].to(device)
         mini_prefill(model, twice, look, layers=self.shape.full_layers)
         return np.stack(features), np.stack(targets)
-
-
-def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:
-    """Return Spearman's correlation of what weights predict with the targets, the last column.
-
-    ``(n_full_layers, n_kv_heads)``; 0 where one of them never changes.
-    """
-    from scipy.stats import rankdata
-
-    predicted = (rows[..., :-1] @ weights[..., :-1, None])[..., 0]
-    centre = (rows.shape[-2] + 1) / 2
-    one, other = (rankdata(each, axis=-1) - centre for each in (predicted, rows[..., -1]))
-    spread = np.sqrt((one**2).mean(axis=-1) * (other**2).mean(axis=-1))
-    together = (one * other).mean(axis=-1)
-    correlation: FloatArray = np.divide(
-        together, spread, out=np.zeros_like(spread), where=spread > 0
-    )
-    return correlation

@@ -38,15 +38,15 @@ class Line(NamedTuple):
 
     Attributes
     ----------
-    fixed, each : float
+    fixed, slope : float
     """
 
     fixed: float
-    each: float
+    slope: float
 
     def at(self, count: float) -> float:
-        """Return the seconds for a row of so many."""
-        return self.fixed + self.each * count
+        """Return the seconds for a row of this many bytes or tokens."""
+        return self.fixed + self.slope * count
 
     @classmethod
     def through(cls, low: tuple[float, float], high: tuple[float, float]) -> Line:
@@ -65,7 +65,7 @@ class StepTimes:
     rows : tuple of int
         Rows at which the model is known, rising; linear between and beyond.
     model_seconds : tuple of float
-        A step of so many rows with an empty cache.
+        Seconds of a step of this many rows with an empty cache.
     plain, kept, followed : Line
         A step's part for a plain cache, for what a reduced one keeps, and for what has followed
         since, over their bytes.
@@ -86,7 +86,7 @@ class StepTimes:
     source: str
 
     def of_model(self, rows: int) -> float:
-        """Return the seconds of a step of so many rows with an empty cache."""
+        """Return the seconds of a step of some rows with an empty cache."""
         if rows <= self.rows[-1]:
             return float(np.interp(rows, self.rows, self.model_seconds))
         (few, many), (fast, slow) = self.rows[-2:], self.model_seconds[-2:]
@@ -107,10 +107,10 @@ def device_steps(model: Any, name: str) -> StepTimes:
     """
     bandwidth, products = DEVICES[name]
     table = model.get_input_embeddings().weight
-    read = [own for own in model.parameters() if own is not table]
+    read = [weight for weight in model.parameters() if weight is not table]
     if model.get_output_embeddings().weight is table:
         read.append(table)  # else one row of it is read
-    numbers, weights = sum(own.numel() for own in read), sum(own.nbytes for own in read)
+    numbers, weights = sum(one.numel() for one in read), sum(one.nbytes for one in read)
     balanced = max(round(weights / bandwidth * products / (2 * numbers)), 1)
     rows = (1, balanced + 1, 2 * (balanced + 1))
     once = Line(0.0, 1 / bandwidth)

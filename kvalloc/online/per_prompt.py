@@ -20,7 +20,7 @@ from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.measure.prompt_scores import prompt_scores
+from kvalloc.measure.profiling import prompt_scores
 from kvalloc.models.loading import shape_of
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.problem.registry import get_solver

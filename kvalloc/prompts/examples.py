@@ -1,4 +1,4 @@
-"""Examples in words, and how they become the tokens that a cache is asked with."""
+"""Examples in words, and how they become the tokens of prompts and questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST_SHARE = 0.9
-"""A prompt made by rule has at least this share of the tokens that were asked for."""
+"""A prompt made by rule has at least this share of the requested tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,8 @@ def render(
     whole = encode(tokenizer, context + rest, special=special)
     first, *later = example.questions
     bare = encode(tokenizer, (context + rest).removesuffix(first.prefix), special=special)
-    asked = encode(tokenizer, rest) if after else ()
-    turns = [replace(first.turn(asked, len(whole) - len(bare)), measured=not opened)]
+    question = encode(tokenizer, rest) if after else ()
+    turns = [replace(first.turn(question, len(whole) - len(bare)), measured=not opened)]
     turns += [one.turn(encode(tokenizer, _later(tokenizer, example, one))) for one in later]
     prompt = encode(tokenizer, context, special=special) if after else whole
     return Case(input_ids=prompt, turns=tuple(turns), source=example.source)
@@ -157,9 +157,9 @@ def fitted(
         special = not _chats(tokenizer, example)
         return len(encode(tokenizer, "".join(_first(tokenizer, example)), special=special))
 
-    least, most = sizes
-    size = least - 1 + bisect_right(range(least, most + 1), n_tokens, key=length)
-    if size < least:
+    smallest, largest = sizes
+    size = smallest - 1 + bisect_right(range(smallest, largest + 1), n_tokens, key=length)
+    if size < smallest:
         raise InputError(
             f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer "
             f"{option('context')}"

@@ -28,9 +28,9 @@ KEYS: dict[Split, list[str]] = words("keys")
 """Things that seldom stand in prose, none of them in two splits."""
 
 RUN_WORDS = 10
-"""A run of so many words is found again in no other text but by quotation."""
+"""A run of this many words stands in no other text but by quotation."""
 MOST_RUNS = 10
-"""So many runs in common may be a quotation; more are a piece of the text."""
+"""This many runs in common may be a quotation; more are a piece of the text."""
 
 _WORD = re.compile(r"[a-z0-9]+")
 

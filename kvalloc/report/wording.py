@@ -547,10 +547,8 @@ def _cell(value: Any, form: str) -> str:
 def fitted_fields(fitted: FittedModel) -> dict[str, str]:
     """Return the fields of a fitted file for people."""
     surrogate, scores = fitted.surrogate, fitted.scores
-    explained, ranks = (
-        f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
-        for by_layer in (surrogate.r_squared, surrogate.rank_correlation)
-    )
+    by_layer = surrogate.r_squared
+    explained = f"{by_layer.mean():.2f} ({by_layer.min():.2f} to {by_layer.max():.2f})"
     errors = "; ".join(
         f"{one.share:.0%}: {one.loss / one.predicted:.1f} times {one.predicted:.4f}"
         for one in scores.errors
@@ -566,7 +564,6 @@ def fitted_fields(fitted: FittedModel) -> dict[str, str]:
         "second read": f"fitted to {surrogate.target} on {surrogate.samples} samples of up to "
         f"{surrogate.context_tokens:,} tokens, ridge {surrogate.ridge:g}",
         "explained": f"{explained} of the variance of the half left out, by layer",
-        "ranks": f"{ranks} rank correlation with it",
         "votes": votes,
         "losses": f"of each head at {', '.join(map(str, scores.loss_widths))} bits on "
         f"{scores.text_description}",

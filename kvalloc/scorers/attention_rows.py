@@ -211,9 +211,9 @@ def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     if sink_logits is None:
         return torch.softmax(logits, dim=-1)
     sinks = sink_logits.float().view(1, *logits.shape[1:3], 1, 1)
-    most = torch.maximum(logits.amax(dim=-1, keepdim=True), sinks)
-    weights = (logits - most).exp_()
-    return weights.div_(weights.sum(dim=-1, keepdim=True) + (sinks - most).exp())
+    largest = torch.maximum(logits.amax(dim=-1, keepdim=True), sinks)
+    weights = (logits - largest).exp_()
+    return weights.div_(weights.sum(dim=-1, keepdim=True) + (sinks - largest).exp())
 
 
 def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:

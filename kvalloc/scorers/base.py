@@ -225,7 +225,7 @@ def awaited_tokens(scorers: Iterable[Scorer]) -> int:
 
 
 def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
-    """Return the repetitions that these scorers ask for, each once."""
+    """Return the repetitions that these scorers need, each once."""
     later = (scorer.later for scorer in scorers)
     return list(dict.fromkeys(one for one in later if one and one.kind == "repeat"))
 

@@ -96,8 +96,8 @@ def last_rows(states: AttentionStates, tokens: range) -> Tensor:
     Returns
     -------
     Tensor of float32, (n_new_tokens,)
-        On the host. Where the keys of some are gone, all rows that the states have: the caller
-        asked for no more of them.
+        On the host. Where the keys of some are gone, all rows of the states: the caller has
+        made sure that there are no others.
     """
     import torch
 

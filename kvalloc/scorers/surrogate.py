@@ -205,6 +205,6 @@ def entry_features(states: AttentionStates) -> Tensor:
     half = frequencies.shape[0]
     lengths = torch.hypot(keys[..., :half], keys[..., half : 2 * half])
     norms = [
-        each.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for each in (keys, values)
+        one.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for one in (keys, values)
     ]
     return torch.cat([keys, values, lengths, *norms], dim=-1)

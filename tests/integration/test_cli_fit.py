@@ -29,7 +29,7 @@ def test_a_fitted_file_is_named(models, profiles, folder):
     fit = ("fit", models / "tiny", *text, "-o")
     said = run(*fit, file, "--context", 64, "--samples", 4, "--json").json
     assert (said["samples"], said["context_tokens"]) == (4, 64)
-    assert len(said["r_squared"]) == len(said["rank_correlation"]) == 3
+    assert len(said["r_squared"]) == 3
     assert said["file_bytes"] == file.stat().st_size
     picking = ("--policy", f"surrogate:file={file}", "--json")
     for more in ((), ("--decode-every", 1)):

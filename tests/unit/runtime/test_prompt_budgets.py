@@ -14,7 +14,7 @@ from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, failing_with, g
 import kvalloc
 from kvalloc.accounting.costs import reading_bytes
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
-from kvalloc.measure.prompt_scores import prompt_scores
+from kvalloc.measure.profiling import prompt_scores
 from kvalloc.models.loading import shape_of
 from kvalloc.online.per_prompt import PromptTarget
 from kvalloc.online.prompt_size import PromptSize
