@@ -112,7 +112,7 @@ def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    print_table(("profile", "bytes", "KL", "worst at", "model"), cells)
+    print_table(("profile", "share", "KL", "worst at", "model"), cells)
 
 
 def _show_plugins(group: str, base: type[Any], hint: str) -> None:

@@ -88,6 +88,7 @@ def _show(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark = ("ok   " if check.proven else "word ") if check.passed else "WRONG"
-        both = f"stated {check.stated}, found {check.found}"
-        statement = check.stated if check.stated == check.found else both
+        statement = f"stated {check.stated}, found {check.found}"
+        if check.stated == check.found:
+            statement = "not stated" if check.stated == "None" else check.stated
         print(f"{mark}  {check.name:<{width}}  {hanging(statement, width + 9)}")

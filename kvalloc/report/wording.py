@@ -488,17 +488,17 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
 COLUMNS = (
     *(("from", "from", ""), ("task", "task", ""), ("cache", "name", "")),
     ("bytes", "retained_bytes", "bytes"),
-    *(("of 16 bits", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
-    *(("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
+    *(("share", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
+    *(("KL", "kl", ".4f"), ("95%", "ci95", ".4f")),
     *((name, name, ".4f") for name in POSITIONS),
     *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
     *(("ppl", "perplexity", ".2f"), ("n", "n", ".0f")),
 )
 PAIRED = (
     *(("task", "task", ""), ("cache", "name", ""), ("against", "against", "")),
-    *(("KL by KL", "kl_ratio", ".3f"), ("95%", "kl_ratio_ci95", ".3f")),
-    *(("KL - KL", "kl_difference", "+.4f"), ("95%", "kl_difference_ci95", "+.4f")),
-    *(("score", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
+    *(("KL ratio", "kl_ratio", ".3f"), ("95%", "kl_ratio_ci95", ".3f")),
+    *(("KL difference", "kl_difference", "+.4f"), ("95%", "kl_difference_ci95", "+.4f")),
+    *(("score difference", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
 )
 """Columns of the two tables: heading, what stands there, and how a number is shown."""
 

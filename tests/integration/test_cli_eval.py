@@ -33,8 +33,8 @@ def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
         *("eval", models / "tiny", "--profile", other, "--profile", budgets),
         *("--prompts", prompts, "-o", saved, "--turns", 1),
     )
-    assert all(name in shown.out for name in ("q.jsonl", "of 16 bits", "exact", "16-63"))
-    assert "KL by KL" in shown.out
+    assert all(name in shown.out for name in ("q.jsonl", "share", "exact", "16-63"))
+    assert "KL ratio" in shown.out
     record = json.loads(saved.read_text())
     assert (record["schema_version"], record["settings"]["split"]) == (3, "development")
     assert len(record["prompts"]) == 2 * 3

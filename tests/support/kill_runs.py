@@ -45,75 +45,62 @@ class Broken(Exception):
     """Something is not as it has to be."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
     """One command, in a folder with its inputs.
 
     Attributes
     ----------
-    arguments : tuple of str
-    inputs : tuple of str
-    outputs : tuple of str
+    line : str
+    inputs : str
+        Files and folders, blanks between.
+    outputs : str
         Files that it writes.
     resumes : bool
         Whether it is to go on with ``--resume``.
     """
 
-    arguments: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...] = ("out.safetensors",)
+    line: str
+    inputs: str
+    outputs: str = "out.safetensors"
     resumes: bool = False
 
 
-SAMPLED = ("--text", "text.txt", "--context", "48", "--scorer", "xkv:window=4")
-PROFILE = ("profile", "model", *SAMPLED)
-MEASURED = ("--budget", "45%", "--level", "head", "--measure", "model")
+PROFILE = "profile model --text text.txt --context 48 --scorer xkv:window=4"
+MEASURED = "--level head --measure model --measure-prompts prompts.jsonl"
+EVALUATED = "--prompts questions.jsonl --answer-tokens 4 --into-profile"
 JOBS = {
     "profile": Job(
-        arguments=(*PROFILE, "--samples", "5", "--loss", "fast", "-o", "out.safetensors"),
-        inputs=("model", "text.txt"),
-        resumes=True,
+        f"{PROFILE} --samples 5 --loss fast -o out.safetensors", "model text.txt", resumes=True
     ),
     "solve --measure": Job(
-        arguments=(
-            *("solve", "scores.safetensors", *MEASURED),
-            *("--measure-prompts", "prompts.jsonl", "-o", "out.json"),
-        ),
-        outputs=("out.json",),
-        inputs=("model", "scores.safetensors", "prompts.jsonl"),
+        f"solve scores.safetensors --budget 45% {MEASURED} -o out.json",
+        *("model scores.safetensors prompts.jsonl", "out.json"),
         resumes=True,
     ),
     "fit": Job(
-        arguments=(
-            *("fit", "model", "--text", "text.txt", "--context", "48"),
-            *("--samples", "5", "-o", "out.safetensors"),
-        ),
-        inputs=("model", "text.txt"),
+        "fit model --text text.txt --context 48 --samples 5 -o out.safetensors",
+        "model text.txt",
         resumes=True,
     ),
     "merge": Job(
-        arguments=("merge", "part-1.safetensors", "part-2.safetensors", "-o", "out.safetensors"),
-        inputs=("part-1.safetensors", "part-2.safetensors"),
+        "merge part-1.safetensors part-2.safetensors -o out.safetensors",
+        "part-1.safetensors part-2.safetensors",
     ),
     "eval": Job(
-        arguments=(
-            *("eval", "model", "--profile", "budgets.json", "--prompts", "questions.jsonl"),
-            *("--answer-tokens", "4", "--into-profile", "-o", "out.json"),
-        ),
-        outputs=("out.json", "budgets.json"),
-        inputs=("model", "budgets.json", "questions.jsonl"),
+        f"eval model --profile budgets.json {EVALUATED} -o out.json",
+        *("model budgets.json questions.jsonl", "out.json budgets.json"),
     ),
     "report": Job(
-        arguments=("report", "scores.safetensors", "budgets.json", "-o", "out.html"),
-        outputs=("out.html",),
-        inputs=("scores.safetensors", "budgets.json"),
+        "report scores.safetensors budgets.json -o out.html",
+        *("scores.safetensors budgets.json", "out.html"),
     ),
 }
 MADE = {
-    "scores.safetensors": (*PROFILE, *("--samples", "2", "--loss", "fast", "--loss-level", "head")),
-    "part-1.safetensors": (*PROFILE, *("--samples", "4", "--shard", "1/2")),
-    "part-2.safetensors": (*PROFILE, *("--samples", "4", "--shard", "2/2")),
-    "budgets.json": ("solve", "scores.safetensors", "--budget", "50%"),
+    "scores.safetensors": f"{PROFILE} --samples 2 --loss fast --loss-level head",
+    "part-1.safetensors": f"{PROFILE} --samples 4 --shard 1/2",
+    "part-2.safetensors": f"{PROFILE} --samples 4 --shard 2/2",
+    "budgets.json": "solve scores.safetensors --budget 50%",
 }
 """Inputs that commands of ours make."""
 
@@ -149,15 +136,15 @@ class Runs:
         questions = [{"prompt": " ".join(words[i : i + 50]), "answer": "w7"} for i in range(3)]
         (inputs / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
         (inputs / "text.txt").write_text(prose(300))
-        for name, arguments in MADE.items():
-            Child(inputs, (*arguments, "-o", name)).end_well(" ".join(arguments))
+        for name, line in MADE.items():
+            Child(inputs, f"{line} -o {name}").end_well(line)
         self.unbroken = {name: self._unbroken(name) for name in names}
 
     def _unbroken(self, name: str) -> Unbroken:
         times = []
         for _ in range(2):  # the first one has to import a few modules more
             work, start = self._new_case(name), time.monotonic()
-            child = Child(work, JOBS[name].arguments)
+            child = Child(work, JOBS[name].line)
             child.end_well(name)
             times.append(time.monotonic() - start)
             for module in child.report()["modules"]:
@@ -169,7 +156,7 @@ class Runs:
         self._case += 1
         work = self.folder / f"case-{self._case}"
         work.mkdir()
-        for one in JOBS[name].inputs:
+        for one in JOBS[name].inputs.split():
             source = self.folder / "inputs" / one
             if source.is_dir():
                 (work / one).symlink_to(source)
@@ -187,7 +174,9 @@ class Runs:
             of the unbroken run, or anything else stays beside them.
         """
         job, whole, work = JOBS[name], self.unbroken[name], self._new_case(name)
-        before = {one: b"from before" for one in job.outputs if one not in job.inputs}
+        before = {
+            one: b"from before" for one in job.outputs.split() if one not in job.inputs.split()
+        }
         before = before if rng.random() < 0.25 else {}
         for one, content in before.items():
             (work / one).write_bytes(content)
@@ -196,7 +185,7 @@ class Runs:
         for _ in range(rng.randint(1, max_kills)):
             by_time = rng.random() < 0.5
             at = 0 if by_time else rng.randint(1, whole.changes)
-            child = Child(work, self._arguments(job, killed), kill_at=at)
+            child = Child(work, self._line(job, killed), kill_at=at)
             if by_time:
                 time.sleep(rng.uniform(0, whole.seconds))
                 child.kill()
@@ -205,13 +194,13 @@ class Runs:
             killed += 1
             self.kills[name] += 1
             self._check_whole(name, work, old)
-        Child(work, self._arguments(job, 1)).end_well(f"{name} after {killed} kills")
+        Child(work, self._line(job, 1)).end_well(f"{name} after {killed} kills")
         self._check_equal(name, work, f"after {killed} kills")
         shutil.rmtree(work)
         return killed
 
-    def _arguments(self, job: Job, killed: int) -> tuple[str, ...]:
-        return (*job.arguments, "--resume") if killed and job.resumes else job.arguments
+    def _line(self, job: Job, killed: int) -> str:
+        return f"{job.line} --resume" if killed and job.resumes else job.line
 
     def two_at_once(self, name: str) -> None:
         """Let two processes write one output: one wins whole, or the second one is refused.
@@ -222,8 +211,7 @@ class Runs:
             If the output is another one, or the refusal does not name the other process.
         """
         job, work = JOBS[name], self._new_case(name)
-        resume = ("--resume",) if job.resumes else ()
-        children = [Child(work, (*job.arguments, *resume)) for _ in range(2)]
+        children = [Child(work, self._line(job, 1)) for _ in range(2)]
         codes = [child.wait() for child in children]
         refused = [child for child, code in zip(children, codes, strict=True) if code == 2]
         if 0 not in codes or {*codes} - {0, 2} or (refused and not job.resumes):
@@ -239,10 +227,10 @@ class Runs:
         """Raise where anything half is visible under a final name, or anything else is left."""
         job, whole = JOBS[name], self.unbroken[name].files
         for path, content in contents(work).items():
-            if path in job.outputs and content not in (whole[path], old.get(path)):
+            if path in job.outputs.split() and content not in (whole[path], old.get(path)):
                 raise Broken(f"{name}: a half {path} is visible after a kill")
             passing = Path(path).parts[0].startswith(".") or ".partial" in path
-            if path not in job.outputs and path not in old and not passing:
+            if path not in job.outputs.split() and path not in old and not passing:
                 raise Broken(f"{name}: {path} is left by a kill")
 
     def _check_equal(self, name: str, work: Path, when: str) -> None:
@@ -279,12 +267,12 @@ class Child:
     ----------
     work : Path
         Its folder.
-    arguments : tuple of str
+    line : str
     kill_at : int
         Which of its changes of files it does not live to see; 0 for none.
     """
 
-    def __init__(self, work: Path, arguments: tuple[str, ...], *, kill_at: int = 0) -> None:
+    def __init__(self, work: Path, line: str, *, kill_at: int = 0) -> None:
         self._log = work.parent / f"{work.name}-{time.monotonic_ns()}.log"
         self._changes = 0
         sys.stdout.flush()
@@ -303,7 +291,7 @@ class Child:
             _same_day()
             inside = os.path.realpath(work)
             sys.addaudithook(lambda event, given: self._saw(event, given, inside, kill_at))
-            code = self._run(arguments)
+            code = self._run(line.split())
         except BaseException:
             import traceback
 
@@ -313,7 +301,7 @@ class Child:
             sys.stderr.flush()
             os._exit(code)
 
-    def _run(self, arguments: tuple[str, ...]) -> int:
+    def _run(self, arguments: list[str]) -> int:
         from kvalloc.cli.main import main
 
         code = main(arguments)

@@ -65,21 +65,6 @@ def reduced(model, references, kept):
     return outcomes_of(model, references, lambda: kvalloc.make_cache(model, profile))
 
 
-def test_reference_bytes_are_a_plain_caches(model, references):
-    for case, full in references:
-        full_bytes = full.outcome.full_bytes
-        cache = DynamicCache(config=model.config)
-        model(torch.tensor([case.input_ids]), past_key_values=cache)
-        shape = shape_of(model)
-        assert full_bytes == shape.plain_bytes(PROMPT_TOKENS)
-        # after the prompt, sliding layers of transformers keep all of it behind a view
-        own = needed_bytes(cache) < stored_bytes(cache)
-        assert own == (model.config.model_type != "llama")
-        assert needed_bytes(cache) == shape.plain_bytes(PROMPT_TOKENS)
-        model(torch.tensor([[5]]), past_key_values=cache)
-        assert needed_bytes(cache) == shape.plain_bytes(PROMPT_TOKENS + 1)
-
-
 def test_a_cache_that_keeps_everything_is_exactly_zero_apart(model, references):
     plain = outcomes_of(model, references, lambda: DynamicCache(config=model.config))
     for outcome, (_, full) in zip(plain, references, strict=True):
