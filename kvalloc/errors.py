@@ -25,7 +25,7 @@ class KVAllocError(Exception):
         return plain(" ".join(super().__str__().split()))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Its parts for a pickle, in which it comes from a worker process; no `__init__` runs."""
+        """Return its parts for a pickle, in which a worker process sends it; no `__init__` runs."""
         return __newobj__, (type(self), *self.args), self.__dict__
 
 
@@ -119,7 +119,7 @@ def require(what: str, *packages: str, extra: str) -> None:
 
 
 def plain(text: str) -> str:
-    r"""A text that cannot move a terminal's cursor: control characters are shown escaped.
+    r"""Return a text with control characters escaped, which could move a terminal's cursor.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def plain(text: str) -> str:
 
 
 def one_line(value: object, limit: int = 200) -> str:
-    """A text, a value or another library's error on one line, shortened and `plain`."""
+    """Return a text, a value or another library's error on one line, shortened and `plain`."""
     if isinstance(value, BaseException):
         value = str(value).strip() or type(value).__name__
     if isinstance(value, list):
@@ -140,7 +140,7 @@ def one_line(value: object, limit: int = 200) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What a mistyped name may have meant, as the beginning of the way out; empty if unclear.
+    """Return the nearest known name, as the beginning of the way out; empty if none is near.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
-    """What an option of another tool is called here, as the beginning of the way out.
+    """Return what another tool's option is called here, as the beginning of the way out.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def in_our_words(name: str, known: Iterable[str], value: object = None) -> str:
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
-    """The line that refuses a name: the nearest one, and all there are.
+    """Return the line that refuses a name: the nearest one, and all there are.
 
     Examples
     --------
@@ -229,7 +229,7 @@ def naming_flags() -> Iterator[None]:
 
 
 def option(name: str, value: object = None, *, keyword: str | None = None) -> str:
-    """An option as the reader of a message writes it: a keyword, or a flag of the command line.
+    """Return an option as the reader of a message writes it: a keyword, or a flag.
 
     Parameters
     ----------
@@ -277,13 +277,13 @@ class OptionNames:
 
 
 def several(**options: object) -> str:
-    """Several options one behind the other, each as `option` writes it."""
+    """Return several options one behind the other, as `option` writes them."""
     between = " " if _flags.get() else ", "
     return between.join(option(name, value) for name, value in options.items())
 
 
 def command(name: str, **options: object) -> str:
-    """A step of the work as the reader of a message takes it: a function, or a command.
+    """Return a step of the work as the reader of a message takes it: a function, or a command.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ def command(name: str, **options: object) -> str:
 
 
 def by_interface(*, python: str, flags: str) -> str:
-    """What differs in more than the names of options, for whoever reads the message."""
+    """Return the text for the reader of a message, of the library or of the command line."""
     return flags if _flags.get() else python
 
 

@@ -226,7 +226,7 @@ def make_folder(folder: Path) -> None:
 
 
 def near_file(path: str | Path) -> str:
-    """A file or folder of nearly that name beside it, see `nearest`; empty where there is none.
+    """Return a file or folder of nearly that name beside it, see `nearest`; empty without one.
 
     Of a link that leads nowhere, as to itself, what it leads to instead.
     """
@@ -239,7 +239,7 @@ def near_file(path: str | Path) -> str:
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """What every file says of its making.
+    """Return what every file says of its making.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ def _version(name: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where kvalloc keeps what it made once: ``$KVALLOC_CACHE``, else the platform's folder."""
+    """Return the cache folder: ``$KVALLOC_CACHE``, else the platform's."""
     from platformdirs import user_cache_path  # only models in GGUF and the CPU kernel need it
 
     chosen = os.environ.get("KVALLOC_CACHE")

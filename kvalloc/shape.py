@@ -105,26 +105,26 @@ class ModelShape:
 
     @cached_property
     def bytes_per_entry(self) -> int:
-        """Bytes of one entry at 16 bits: the K and the V vector of one token in one KV head."""
+        """Return the bytes of an entry at 16 bits: K and V vector of a token in one KV head."""
         return 2 * self.head_dim * HALF_BYTES
 
     @property
     def plain_bytes_per_entry(self) -> int:
-        """Bytes of one entry as the model computes it, of which sliding layers store theirs."""
+        """Return the bytes of one entry as the model computes it, as sliding layers store it."""
         return 2 * self.head_dim * self.dtype_bytes
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Indices of the full-attention layers: the ones that get budgets."""
+        """Return the indices of the full-attention layers: those that get budgets."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full")
 
     @cached_property
     def sliding_layers(self) -> tuple[int, ...]:
-        """Indices of the other layers."""
+        """Return the indices of the layers with a sliding window."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "sliding")
 
     def sliding_entries(self, context_tokens: int) -> int:
-        """Entries one KV head of a sliding layer stores after ``context_tokens`` tokens.
+        """Return the entries that a KV head of a sliding layer stores after these tokens.
 
         transformers keeps the last ``sliding_window - 1`` tokens: the newest query brings its
         own key.
@@ -210,7 +210,7 @@ class ModelShape:
             )
 
     def _has_weights_of(self, other: ModelShape) -> bool | None:
-        """Whether both are known to have the same weights; None if that is not clear."""
+        """Return whether both have the same weights; None if that is unknown."""
         if self.weights_digest is not None and self.weights_digest == other.weights_digest:
             return True
         different = self.other_signs(other)
@@ -226,7 +226,7 @@ class ModelShape:
         return (int(mine, 16) ^ int(theirs, 16)).bit_count() / (4 * len(mine))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a file header."""
+        """Return plain values for a file header."""
         data = asdict(self)
         data["layer_types"] = list(self.layer_types)
         return data

@@ -49,7 +49,7 @@ class Option:
 
 
 def described(documented: object) -> dict[str, tuple[str, str]]:
-    """Type and text of each parameter or field that a numpydoc docstring describes, by name."""
+    """Return type and text of each parameter or field that a numpydoc docstring describes."""
     text = inspect.getdoc(documented) or ""
     section = re.split(r"^(?:Parameters|Attributes)\n-+\n", text, flags=re.MULTILINE)[-1]
     entries = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
@@ -107,7 +107,7 @@ def keywords_of(*options: type, without: Collection[str] = ()) -> Callable[[F], 
 
 
 def _keyword(name: str, hint: str, kind: str) -> inspect.Parameter:
-    """A keyword with the default that its entry in a docstring names; None without one."""
+    """Return a keyword with the default that its entry in a docstring names; None without one."""
     default: Any = kind.partition(", default ")[2] or None
     with suppress(ValueError, SyntaxError, TypeError):
         default = literal_eval(default)
@@ -116,7 +116,7 @@ def _keyword(name: str, hint: str, kind: str) -> inspect.Parameter:
 
 
 def parse_share(value: str | float) -> float:
-    """A budget, a share of a cache, from ``"20%"``, ``"0.2"`` or a number.
+    """Read a budget, a share of a cache, from ``"20%"``, ``"0.2"`` or a number.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def parse_share(value: str | float) -> float:
 
 
 def parse_fraction(value: str | float) -> float:
-    """A number from ``0.9`` or ``"90%"``; whoever uses it says which are in range.
+    """Read a number from ``0.9`` or ``"90%"``; the caller checks its range.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def check_temperature(temperature: float | None) -> None:
 
 
 def parse_bytes(value: str | int) -> int:
-    """A number of bytes from ``"512MiB"``, ``"1.5GB"`` or a whole number.
+    """Read a number of bytes from ``"512MiB"``, ``"1.5GB"`` or a whole number.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def bytes_text(size: int) -> str:
-    """A size that `parse_bytes` reads back exactly, in the largest unit that goes.
+    """Return a size that `parse_bytes` reads back exactly, in the largest unit that goes.
 
     Examples
     --------
@@ -210,7 +210,7 @@ def bytes_text(size: int) -> str:
 
 
 def size(count_bytes: float) -> str:
-    """Bytes for people.
+    """Return bytes for people.
 
     Examples
     --------
@@ -255,7 +255,7 @@ def share_text(share: float, target: str = "") -> str:
 
 
 def gap_text(gap: float | None) -> str:
-    """A relative gap for people; unknown is not zero.
+    """Return a relative gap for people; unknown is not zero.
 
     Examples
     --------
@@ -270,7 +270,7 @@ def gap_text(gap: float | None) -> str:
 
 
 def parse_bits(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...]:
-    """Bit widths from ``"16,8,4"`` or a sequence; whoever uses them says which there are.
+    """Read bit widths from ``"16,8,4"`` or a sequence; the caller checks which there are.
 
     Raises
     ------
@@ -289,7 +289,7 @@ def parse_bits(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...
 
 
 def parse_indices(text: str) -> tuple[int, ...]:
-    """Indices from ``"0-3,8"``, both ends included.
+    """Read indices from ``"0-3,8"``, both ends included.
 
     Raises
     ------

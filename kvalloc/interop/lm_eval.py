@@ -143,7 +143,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """Return the tokenizer's name, for the harness's cache of requests."""
         return str(self._tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(

@@ -69,7 +69,7 @@ THEMES = {
         names=("#56b4e9", "#ff9e5e", "#3ddc97", "#e78ac3", "#f5d547", "#9ecbff", "#ffffff"),
     ),
 }
-"""Okabe and Ito's palette and a colour of Tol's: told apart with any kind of colour vision."""
+"""Okabe and Ito's palette and a colour of Tol's: distinct for any kind of colour vision."""
 
 
 def budget_map(rows: Sequence[Row], *, heads: int) -> Spec:

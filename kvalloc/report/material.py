@@ -103,12 +103,12 @@ class Material:
 
     @property
     def records(self) -> dict[str, Any]:
-        """All of them by name."""
+        """Return all files' content by name."""
         return {**self.profiles, **self.scores, **self.evaluations}
 
     @property
     def shape(self) -> ModelShape:
-        """The model."""
+        """Return the model's sizes."""
         shape: ModelShape = next(iter(self.records.values())).shape
         return shape
 
@@ -226,7 +226,7 @@ class UnitCurves:
 
     @property
     def of_loss(self) -> bool:
-        """Whether these are loss curves."""
+        """Return whether these are loss curves."""
         return self.what != RETENTION
 
     @classmethod

@@ -124,7 +124,7 @@ def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
 
 
 def can_print_bars() -> bool:
-    """Whether stdout is a terminal whose encoding has the block characters."""
+    """Return whether stdout is a terminal whose encoding has the block characters."""
     if not sys.stdout.isatty():  # a pipe gets plain characters
         return False
     try:

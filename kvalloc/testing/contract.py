@@ -69,7 +69,7 @@ class SolverContract:
 
     @pytest.fixture
     def solver(self) -> Solver:
-        """The solver under test: override this."""
+        """Return the solver under test: override this."""
         raise NotImplementedError("override the fixture 'solver' to return yours")
 
     def test_it_declares_itself(self, solver: Solver) -> None:
@@ -228,7 +228,7 @@ class SolverContract:
         solver: Solver,
         optimum: Optimum | None = None,
     ) -> CheckedSolution | None:
-        """The checked answer; None where the solver rightly says that there is none."""
+        """Return the checked answer; None if the solver rightly says that there is none."""
         try:
             return solve_problem(problem, solver)
         except (InfeasibleError, SolverError) as error:
@@ -241,7 +241,7 @@ class SolverContract:
 
 
 def _goals(problem: AllocationProblem) -> list[AllocationProblem]:
-    """The problem with rising capacities, or rising targets."""
+    """Return the problem with rising capacities, or rising targets."""
     if problem.capacity_bytes is not None:
         low, high = problem.min_cost_bytes, problem.max_cost_bytes
         return [problem.with_capacity(low + (high - low) * part // 3) for part in range(4)]
@@ -252,7 +252,7 @@ def _goals(problem: AllocationProblem) -> list[AllocationProblem]:
 
 
 def _edges(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]]:
-    """The problem where there is nothing to decide, or almost."""
+    """Yield the problem where there is nothing to decide, or almost."""
     floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
     yield "only the floors fit", problem.with_capacity(problem.min_cost_bytes)
     yield (

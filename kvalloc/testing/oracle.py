@@ -10,8 +10,8 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem
 
-MOST_CHOICES = 200_000
-"""Choices that are looked at before a problem counts as too large."""
+MAX_CHOICES = 200_000
+"""Largest number of choices that is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Optimum:
 
 
 def brute_force(problem: AllocationProblem) -> Optimum | None:
-    """The optimum of a tiny problem, by looking at every choice.
+    """Return the optimum of a tiny problem, by looking at every choice.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def brute_force(problem: AllocationProblem) -> Optimum | None:
     True
     """
     counts = problem.option_counts.tolist()
-    if (n_choices := int(np.prod(problem.option_counts.astype(np.float64)))) > MOST_CHOICES:
+    if (n_choices := int(np.prod(problem.option_counts.astype(np.float64)))) > MAX_CHOICES:
         raise InputError(f"{n_choices:,} choices are too many for brute force; use fewer options")
     choices = np.stack(
         [axis.ravel() for axis in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij")],

@@ -62,7 +62,7 @@ tail:curves+side for the worst share of two to four scenarios."""
 def tiny_problem(
     kind: str, *, seed: int, sense: Sense = Sense.MAX_VALUE, level: str = "head"
 ) -> AllocationProblem:
-    """A problem with so few choices that `kvalloc.testing.brute_force` can look at all.
+    """Return a problem small enough for `kvalloc.testing.brute_force`.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def tiny_problem(
 def tiny_problems(
     count: int, *, seed: int = 0, kinds: Sequence[str] = KINDS, level: str | None = None
 ) -> Iterator[tuple[str, AllocationProblem]]:
-    """Tiny problems of all kinds in turn, both senses, heads and layers.
+    """Yield tiny problems of all kinds in turn, both senses, heads and layers.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def larger_problem(
     n_options: int = 64,
     sense: Sense = Sense.MAX_VALUE,
 ) -> AllocationProblem:
-    """A problem that takes time: what the clock of a solver is tested on.
+    """Return a problem that takes time, to test a solver's time limit on.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def _made(
     heads: IntArray,
     n_options: int,
 ) -> AllocationProblem:
-    """A problem of a kind, with this number of layers and these heads."""
+    """Return a problem of a kind, with this number of layers and these heads."""
     aggregate, curves, side = _parse(kind)
     n_units = n_layers * heads.size
     tokens, values, costs, counts = _options(random, curves, n_units, n_options)
@@ -215,7 +215,7 @@ def _parse(kind: str) -> tuple[Aggregate, str, str]:
 def _scenarios(
     random: np.random.Generator, curves: str, first: FloatArray
 ) -> tuple[FloatArray, dict[str, Any]]:
-    """The mean values, and the scenarios with the share of them that counts."""
+    """Return the mean values, and the scenarios with the share of them that counts."""
     count = int(random.integers(2, 5))
     others = [_options(random, curves, *first.shape)[1] for _ in range(count - 1)]
     scenarios = np.stack([first, *others])
@@ -226,7 +226,7 @@ def _scenarios(
 def _options(
     random: np.random.Generator, curves: str, n_units: int, n_options: int
 ) -> tuple[IntArray, FloatArray, IntArray, IntArray]:
-    """Tokens, values, costs and option counts."""
+    """Return tokens, values, costs and option counts."""
     shape = (n_units, n_options)
     page = 16 if curves == "paged" else 1
     tokens = np.broadcast_to(4 * page + page * np.arange(n_options, dtype=np.int64), shape)
@@ -276,7 +276,7 @@ def _sides(
 
 
 def _shared(problem: AllocationProblem) -> SameBudget:
-    """The units of each layer share, or where a layer is one unit, the first two layers."""
+    """Return the constraint that units of a layer share; of the first two layers at layer level."""
     groups = [np.flatnonzero(problem.layers == n).tolist() for n in np.unique(problem.layers)]
     if len(groups[0]) == 1:
         groups = [[0, 1]]
@@ -286,7 +286,7 @@ def _shared(problem: AllocationProblem) -> SameBudget:
 def _cap(
     random: np.random.Generator, problem: AllocationProblem, name: str, units: list[int]
 ) -> GroupCap:
-    """A cap somewhere between what the smallest and the largest options of the units take."""
+    """Return a cap between what the smallest and the largest options of the units take."""
     low = int(problem.costs[units, 0].sum())
     high = int(problem.costs[units, problem.last_options[units]].sum())
     capacity = low + int(random.uniform(0.3, 0.9) * (high - low))
@@ -296,15 +296,15 @@ def _cap(
 def _with_goal(
     random: np.random.Generator, problem: AllocationProblem, sense: Sense
 ) -> AllocationProblem:
-    """A capacity or a target somewhere between the least and the most."""
+    """Return the problem with a capacity or target between the smallest and the largest."""
     share = float(random.choice([0.0, *random.uniform(0.1, 0.9, 8), 1.0]))
     if sense is Sense.MAX_VALUE:
         room = problem.max_cost_bytes - problem.min_cost_bytes
         return problem.with_capacity(problem.min_cost_bytes + int(share * room))
     floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
-    most = problem.max_value
+    best = problem.max_value
     # Side constraints, or scenarios that are best at different choices, can put the best value
     # out of reach: ask for less there.
     if problem.constraints or problem.aggregate is Aggregate.TAIL:
-        most = 0.7 * most + 0.3 * floor
-    return problem.with_target(floor + share * (most - floor))
+        best = 0.7 * best + 0.3 * floor
+    return problem.with_target(floor + share * (best - floor))
