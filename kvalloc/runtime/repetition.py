@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +36,20 @@ __all__ = [
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """What a full-attention layer holds of a prompt, which stays as it is, and later tokens.
+    """What a layer holds of some rows of a prompt, which stays as it is, and later tokens.
+
+    Parameters
+    ----------
+    held : (Tensor, Tensor)
+        Keys and values of the prompt, (batch, n_kv_heads, n_columns, head_dim) each.
+    rows : Tensor of int64, (n_rows,)
+    columns : Tensor of int64, (n_shown,)
+        Those of `held` that later tokens see: the last ones of the rows' tokens, or of full
+        attention any.
+    tokens : int
+        Tokens of each row.
+    sliding : bool
+        Whether its attention is that of a sliding window.
 
     Attributes
     ----------
@@ -49,47 +61,45 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     values: Any
 
     def __init__(
-        self, keys: Tensor, values: Tensor, rows: Sequence[int] | None, shown: Tensor | None
+        self,
+        held: tuple[Tensor, Tensor],
+        rows: Tensor,
+        columns: Tensor,
+        tokens: int,
+        *,
+        sliding: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held, self._rows, self._shown = (keys, values), rows, shown
-        self.lazy_initialization(keys, values)
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompt, (n_rows, n_kv_heads, n_shown, head_dim) each."""
-        keys, values = self._held
-        if self._shown is not None:
-            shown = self._shown.to(keys.device)
-            keys, values = keys.index_select(2, shown), values.index_select(2, shown)
-        if self._rows is None:
-            return keys, values
-        if len(self._rows) == 1:
-            row = slice(self._rows[0], self._rows[0] + 1)
-            return keys[row], values[row]
-        index = torch.tensor(self._rows, device=keys.device)
-        return keys.index_select(0, index), values.index_select(0, index)
+        self._held, self._rows, self._columns, self._tokens = held, rows, columns, tokens
+        self.is_sliding = sliding
+        self.lazy_initialization(*held)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Add later tokens; returns all keys and values."""
         later = super().update(key_states, value_states, *args, **kwargs)
-        keys, values = (torch.cat(pair, dim=-2) for pair in zip(self.held, later, strict=True))
+        held = (_taken(_taken(own, 0, self._rows), 2, self._columns) for own in self._held)
+        keys, values = (torch.cat(pair, dim=-2) for pair in zip(held, later, strict=True))
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Tokens of the prompt, padding included, and later ones."""
-        later = 0 if self.keys.numel() == 0 else int(self.keys.shape[-2])
-        return int(self._held[0].shape[-2]) + later
+        """Tokens of the prompt and later ones."""
+        return self._tokens + (0 if self.keys.numel() == 0 else int(self.keys.shape[-2]))
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of what the new tokens may see: what is shown counts as the last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        hidden = 0
-        if self._shown is not None:
-            hidden = int(self._held[0].shape[-2]) - int(self._shown.numel())
+        hidden = self._tokens - len(self._columns)
         return self.get_seq_length() - hidden + int(new), hidden
+
+
+def _taken(states: Tensor, axis: int, places: Tensor) -> Tensor:
+    """Return increasing places of an axis: a view where they follow each other."""
+    count = len(places)
+    if count and int(places[-1] - places[0]) == count - 1:
+        return states.narrow(axis, int(places[0]), count)
+    return states.index_select(axis, places.to(states.device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,18 +113,13 @@ class HeldPrompt:
     stored : mapping of int to (Tensor, Tensor)
         Keys and values of each full-attention layer, (batch, n_kv_heads, n_prompt, head_dim).
     sliding : mapping of int to CacheLayerMixin
-        transformers' own layers, which a pass copies.
+        transformers' own layers, whose entries are those of the last columns.
     visible : Tensor of bool, (batch, n_prompt)
         False marks padding.
     next_positions : Tensor of int64, (batch,)
         Position of the token after each row.
     ids : Tensor of int64, (batch, n_prompt)
         The prompt.
-    rows : tuple of int, or None
-        Which rows of ``stored`` and ``sliding`` this is about; None for all.
-    shown : Tensor of int64, (n_shown,), or None
-        Columns that the later tokens see in full-attention layers, none of them padding; None for
-        all that are not.
     """
 
     decoder: nn.Module
@@ -123,72 +128,45 @@ class HeldPrompt:
     visible: Tensor
     next_positions: Tensor
     ids: Tensor
-    rows: tuple[int, ...] | None = None
-    shown: Tensor | None = None
 
-    @property
-    def batch(self) -> int:
-        """Rows that this is about."""
-        return int(self.visible.shape[0])
-
-    @property
-    def n_prompt(self) -> int:
-        """Columns, padding included."""
-        return int(self.visible.shape[1])
-
-    @property
-    def ends_alike(self) -> bool:
-        """Whether one mask can tell sliding and other layers what later tokens see.
-
-        It has one column for the last entries of both, which are of different tokens where some of
-        the prompt are not shown; so none of these may be padding.
-        """
-        return not self.sliding or bool(self.visible[:, -1].all())
-
-    def cache(self) -> Cache:
-        """A new cache for tokens after the prompt, which go with it."""
-        layers: list[Any] = []
-        for index in range(len(self.stored) + len(self.sliding)):
-            if index in self.stored:
-                layers.append(LaterLayer(*self.stored[index], self.rows, self.shown))
-                continue
-            layer = copy.deepcopy(self.sliding[index])
-            if self.rows is not None:
-                layer.batch_select_indices(torch.tensor(self.rows, device=layer.keys.device))
-            layers.append(layer)
-        return Cache(layers=layers)
-
-    def alike(self) -> list[HeldPrompt]:
-        """The same, one for all rows whose padding is in the same places.
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all rows whose padding is in the same places, and the columns that are none.
 
         Of a row of padding alone nothing is kept, so it may be read like any other.
         """
-        whole = replace(self, visible=self.visible | ~self.visible.any(dim=1, keepdim=True))
+        visible = self.visible | ~self.visible.any(dim=1, keepdim=True)
         groups: dict[bytes, list[int]] = {}
-        for row, shown in enumerate(whole.visible.numpy()):
+        for row, shown in enumerate(visible.numpy()):
             groups.setdefault(shown.tobytes(), []).append(row)
-        return [whole] if len(groups) == 1 else [whole._some(rows) for rows in groups.values()]
+        return [(torch.tensor(own), visible[own[0]].nonzero()[:, 0]) for own in groups.values()]
 
-    def _some(self, rows: list[int]) -> HeldPrompt:
-        return replace(
-            self,
-            rows=tuple(rows),
-            visible=self.visible[rows],
-            next_positions=self.next_positions[rows],
-            ids=self.ids[rows],
-        )
+    def cache(self, rows: Tensor, columns: Tensor, shown: Tensor) -> Cache:
+        """Return a new cache for tokens after some rows, which go with it.
 
-    def run(self, cache: Cache, ids: Tensor) -> None:
-        """Let the decoder read tokens, (batch, n_new_tokens), right after the prompt."""
-        n_new = int(ids.shape[1])
-        positions = torch.arange(n_new, device=ids.device)
-        mask = None
-        if not self.visible.all() and (self.shown is None or self.sliding):
-            mask = nn.functional.pad(self.visible.long(), (0, n_new), value=1).to(ids.device)
+        Parameters
+        ----------
+        rows, columns : Tensor of int64
+            One of `parts`.
+        shown : Tensor of int64, (n_shown,)
+            Columns that the later tokens see in full-attention layers.
+        """
+        layers: list[Any] = []
+        for index in range(len(self.stored) + len(self.sliding)):
+            if index in self.stored:
+                layers.append(LaterLayer(self.stored[index], rows, shown, len(columns)))
+                continue
+            held = self.sliding[index].keys, self.sliding[index].values
+            places = columns - (self.visible.shape[1] - held[0].shape[2])
+            places = places[places >= 0]
+            layers.append(LaterLayer(held, rows, places, len(columns), sliding=True))
+        return Cache(layers=layers)
+
+    def run(self, cache: Cache, ids: Tensor, rows: Tensor) -> None:
+        """Let the decoder read tokens, (n_rows, n_new_tokens), right after some rows."""
+        positions = self.next_positions[rows].to(ids.device)[:, None]
         self.decoder(
             input_ids=ids,
-            attention_mask=mask,
-            position_ids=self.next_positions.to(ids.device)[:, None] + positions,
+            position_ids=positions + torch.arange(ids.shape[1], device=ids.device),
             past_key_values=cache,
             use_cache=True,
         )
@@ -232,12 +210,13 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
             tokens = row_tokens(prompt.visible)
             check_context(later, prompt.next_positions.tolist(), tokens.tolist(), limit)
         noted: list[LaterNotes] = []
-        for part in (parts := prompt.alike()):
+        for rows, columns in (parts := prompt.parts()):
             noted.append({layer: {} for layer in looks})
-            for ids, step in _pieces(part, later, sinks):
-                view = replace(part, shown=step.shown)
-                with intercept_attention(part.decoder, _repeating(looks, noted[-1], step, sinks)):
-                    view.run(view.cache(), ids)
+            for ids, step in _pieces(prompt, rows, columns, later, sinks):
+                shown = columns if step.shown is None else step.shown
+                handler = _repeating(looks, noted[-1], step, sinks)
+                with intercept_attention(prompt.decoder, handler):
+                    prompt.run(prompt.cache(rows, columns, shown), ids, rows)
         for layer, own in noted[0].items():
             for key in own:
                 notes[layer][key] = _together([each[layer][key] for each in noted], parts)
@@ -300,26 +279,26 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
         )
 
 
-def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
-    """Tokens of each repetition, (n_rows, n), and what they are."""
-    ids = part.ids
-    columns = part.visible[0].nonzero()[:, 0].to(ids.device)
+def _pieces(
+    prompt: HeldPrompt, rows: Tensor, columns: Tensor, later: Later, sinks: int
+) -> list[tuple[Tensor, LaterStep]]:
+    """Return the tokens of each repetition of some rows, (n_rows, n), and what they are."""
+    own, n_prompt = prompt.ids[rows.to(prompt.ids.device)], int(prompt.visible.shape[1])
     pieces = []
     for begin in range(0, columns.numel(), later.tokens):
         repeated = columns[begin : begin + later.tokens]
-        text = ids[:, columns[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]]
-        leading = columns[: min(sinks, begin)]
-        shown = None
-        if later.nearby is not None and part.ends_alike:
+        read = columns[max(begin - CARRIED_TOKENS, 0) : begin + later.tokens]
+        leading, shown = columns[: min(sinks, begin)], columns
+        if later.nearby is not None:
             first, end = max(begin - later.nearby, 0), begin + later.tokens + later.nearby
             shown = torch.cat([columns[: min(first, max(sinks, SHOWN_FIRST))], columns[first:end]])
         step = LaterStep(
-            n_prompt=part.n_prompt,
+            n_prompt=n_prompt,
             repeated=repeated,
             leading=leading if leading.numel() else None,
-            shown=shown,
+            shown=shown if len(shown) < n_prompt else None,
         )
-        pieces.append((text, step))
+        pieces.append((own[:, read.to(own.device)], step))
     return pieces
 
 
@@ -336,12 +315,12 @@ def _repeating(looks: Wanted, notes: LaterNotes, step: LaterStep, sinks: int) ->
     return handler
 
 
-def _together(noted: Sequence[Observed], parts: Sequence[HeldPrompt]) -> Observed:
-    """What was noted of some rows each, for all of them in their order."""
+def _together(noted: Sequence[Observed], parts: Sequence[tuple[Tensor, Tensor]]) -> Observed:
+    """Return what was noted of some rows each, for all of them in their order."""
     first = noted[0]
     if len(noted) == 1:
         return first
     columns = [one.columns for one in noted if one.columns is not None]
     totals = {name: torch.cat([one.totals[name] for one in noted]) for name in first.totals}
     joined = replace(first, columns=torch.cat(columns) if columns else None, totals=totals)
-    return joined.rows(torch.tensor([row for part in parts for row in part.rows or ()]).argsort())
+    return joined.rows(torch.cat([rows for rows, _ in parts]).argsort())
