@@ -48,12 +48,15 @@ def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
     if len(kept) == 1:
         return _attend(call, kept[0])
     heads = tuple(head for part in kept for head in part.heads or ())
-    order = _order(heads, call.queries.shape[1] // len(heads), call.queries.device)
-    call, outputs, first = call if order is None else call.ordered(*order[:2]), [], 0
+    group, outputs, first = call.queries.shape[1] // len(heads), [], 0
+    order = _order(heads, group, call.queries.device)
+    call = call if order is None else call.of_heads(*order[:2])
     for part in kept:
         assert part.heads is not None, "parts of a layer say which heads they are"
-        some = call.heads(first, first := first + len(part.heads))
+        last = first + len(part.heads)
+        some = call.of_heads(range(first, last), range(first * group, last * group))
         outputs.append(_attend(some, part))
+        first = last
     output = torch.cat(outputs, dim=2)
     return output if order is None else output.index_select(2, order[2])
 

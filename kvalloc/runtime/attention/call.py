@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,27 +65,15 @@ class AttentionCall:
             sink_logits=states.sink_logits,
         )
 
-    def ordered(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
-        """The same with its KV heads, and the query heads that belong to them, in this order."""
+    def of_heads(self, heads: range | Tensor, query_heads: range | Tensor) -> AttentionCall:
+        """Return the same of some KV heads and the query heads that belong to them."""
         sinks = self.sink_logits
         return replace(
             self,
-            queries=self.queries.index_select(1, query_heads),
-            keys=self.keys.index_select(1, heads),
-            values=self.values.index_select(1, heads),
-            sink_logits=None if sinks is None else sinks.index_select(0, query_heads),
-        )
-
-    def heads(self, first: int, last: int) -> AttentionCall:
-        """The same of the KV heads from the first to before the last, as views."""
-        group = self.queries.shape[1] // self.keys.shape[1]
-        own = slice(first * group, last * group)
-        return replace(
-            self,
-            queries=self.queries[:, own],
-            keys=self.keys[:, first:last],
-            values=self.values[:, first:last],
-            sink_logits=None if self.sink_logits is None else self.sink_logits[own],
+            queries=_of(self.queries, 1, query_heads),
+            keys=_of(self.keys, 1, heads),
+            values=_of(self.values, 1, heads),
+            sink_logits=None if sinks is None else _of(sinks, 0, query_heads),
         )
 
     def with_dense_vectors(self) -> AttentionCall:
@@ -110,16 +99,26 @@ class AttentionCall:
         return None
 
 
-class Backend(Protocol):
+def _of(states: Tensor, axis: int, places: range | Tensor) -> Tensor:
+    """Return some places along an axis, as a view where they are a range."""
+    if isinstance(places, Tensor):
+        return states.index_select(axis, places)
+    return states.narrow(axis, places.start, len(places))
+
+
+class Backend(ABC):
     """One way to attend to kept entries."""
 
-    name: str
+    name: ClassVar[str]
 
     def unavailable(self) -> str | None:
-        """Why it can serve nothing on this machine, in words; None where it can."""
+        """Return why it can serve nothing on this machine, in words; None where it can."""
+        return None
 
     def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
-        """Why it cannot serve this call, in words; None where it can."""
+        """Return why it cannot serve this call, in words; None where it can."""
+        return None
 
+    @abstractmethod
     def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
-        """The attention output, (batch, n_new_tokens, n_query_heads, value_dim), contiguous."""
+        """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim)."""

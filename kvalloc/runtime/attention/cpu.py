@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting.costs import WIDTHS
-from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries
 
 __all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "unavailable"]
@@ -55,7 +55,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Entries on the CPU, read by compiled code."""
 
     name = "CPU kernel"

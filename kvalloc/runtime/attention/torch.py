@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
-from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import key_numbers, value_numbers
 
@@ -23,16 +23,10 @@ SCRATCH_NUMBERS = 1 << 18
 entries, and one new token's logits, are always done at once."""
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Serves every call."""
 
     name = "torch"
-
-    def unavailable(self) -> str | None:
-        """None: it is everywhere."""
-
-    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
-        """None: it serves every call."""
 
     def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
         """The attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""

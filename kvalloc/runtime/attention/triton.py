@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
-from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries
 
 __all__ = ["TritonBackend", "triton_attention"]
@@ -36,7 +36,7 @@ _TILE_BLOCKS = 4
 """Blocks of `COLUMNS` entries that are worth a program."""
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Entries on CUDA, read by kernels in Triton."""
 
     name = "CUDA kernel"
