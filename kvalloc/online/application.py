@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch
@@ -24,7 +22,13 @@ from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.hooks import end_serving, give_to_copies, keep_from_copies, serve
+from kvalloc.runtime.hooks import (
+    end_serving,
+    give_to_copies,
+    keep_from_copies,
+    named_arguments,
+    serve,
+)
 from kvalloc.runtime.lossless import check_lossless, generate_lossless, verify_with
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
@@ -208,7 +212,7 @@ class Applied:
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
         self._before = vars(model).get("generate", _MISSING)
-        model.generate = _reduced(self, model, generate, make)
+        model.generate = _reduced(self, generate)
         keep_from_copies(model, _without_applied)
 
     def __repr__(self) -> str:
@@ -235,7 +239,7 @@ class Applied:
         self, arguments: Mapping[str, Any], begin: Callable[[BudgetCache], dict[str, Any]]
     ) -> dict[str, Any] | None:
         """Begin a forward that would make a cache with a reduced one; None leaves it as it is."""
-        ids = _prompt((), arguments)
+        ids = _prompt(arguments)
         if ids is None or self._lossless:  # what is missing the model says itself
             return None
         # Where no mask says so, a forward takes nothing for padding.
@@ -258,12 +262,7 @@ class Applied:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -285,20 +284,16 @@ def _without_applied(state: dict[str, Any]) -> None:
     _uncover(state, lambda applied: True)
 
 
-def _reduced(
-    applied: Applied,
-    model: Any,
-    generate: Callable[..., Any],
-    make: Callable[[PromptSize], BudgetCache],
-) -> Callable[..., Any]:
-    """Return `generate` with a cache of `make`, while that is in effect."""
+def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `generate` with reduced caches, while these are in effect."""
 
     @wraps(generate)
     def reduced_generate(*args: Any, **kwargs: Any) -> Any:
         if not applied.active:
             return generate(*args, **kwargs)
-        arguments = _named(generate, args, kwargs)
-        cache, ids = kwargs.get("past_key_values"), _prompt(args, arguments)
+        model = applied._model
+        arguments = named_arguments(generate, args, kwargs)
+        cache, ids = kwargs.get("past_key_values"), _prompt(arguments)
         if cache is None and not setting(model, arguments, "is_assistant"):
             check_generate(model, arguments)
             chunked = _is_chunked(model, arguments)
@@ -309,7 +304,7 @@ def _reduced(
                 mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
                 ids = ids.repeat_interleave(copies, dim=0)
                 size = _size(ids, mask, chunked=chunked)
-            cache = make(size)
+            cache = applied._make(size)
             if applied._lossless:
                 verify_with(cache, model)
             if chunked and ids is not None:  # a chunk alone would not show the prompt
@@ -354,17 +349,6 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
     refuse(turn_of_nothing=tokens <= seen and (tokens, seen))
 
 
-def _named(
-    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return arguments by name: a generation config often comes second, by its place."""
-    try:
-        bound = inspect.signature(generate).bind_partial(*args).arguments
-    except TypeError:  # more than it takes, which it says better itself
-        return kwargs
-    return {**bound, **kwargs}
-
-
 def _is_chunked(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether prompts come in several forwards."""
     return setting(model, arguments, "prefill_chunk_size") is not None
@@ -389,10 +373,10 @@ def _mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
     return ids.ne(pad)
 
 
-def _prompt(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Tensor | None:
+def _prompt(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the prompt of ``generate()``, or None where the arguments do not show it."""
-    named = (arguments.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
-    for tensor in (*named, *args[:1]):
+    for name in ("inputs_embeds", "inputs", "input_ids"):
+        tensor = arguments.get(name)
         if isinstance(tensor, Tensor) and tensor.ndim >= 2:
             return tensor
     return None

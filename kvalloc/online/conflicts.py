@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvalloc.allocation.request import TARGETS
 from kvalloc.errors import InputError, OptionNames, option
@@ -20,8 +20,7 @@ KEEPING = ("policy", "decode_every")
 """How a cache keeps its budgets."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conflict:
+class Conflict(NamedTuple):
     """Options that do not go with others, or say nothing without them.
 
     Attributes
@@ -49,78 +48,67 @@ _FITTED = (
 
 CONFLICTS = (
     Conflict(
-        given=(*TARGET, *DECIDING, "profile", *KEEPING, "fitted"),
+        (*TARGET, *DECIDING, "profile", *KEEPING, "fitted"),
+        "{0} says how a document is reduced, and the one in {1} was reduced when it was saved; "
+        "leave it out",
         beside=("cache",),
-        message="{0} says how a document is reduced, and the one in {1} was reduced when it was "
-        "saved; leave it out",
     ),
     Conflict(
-        given=("lossless",),
+        ("lossless",),
+        "{0} needs the full cache beside the reduced one, which is all that {1} holds; leave out "
+        "either",
         beside=("cache", "save_cache"),
-        message="{0} needs the full cache beside the reduced one, which is all that {1} holds; "
-        "leave out either",
     ),
     Conflict(
-        given=("prompt", "prompt_file"),
+        ("prompt", "prompt_file"),
+        "{1} holds the document already; ask about it with {option[question]} instead of giving "
+        "{0}",
         beside=("cache",),
-        message="{1} holds the document already; ask about it with {option[question]} instead of "
-        "giving {0}",
     ),
+    Conflict(("save_cache",), "{1} is a saved cache already; leave out {0}", beside=("cache",)),
     Conflict(
-        given=("save_cache",),
-        beside=("cache",),
-        message="{1} is a saved cache already; leave out {0}",
-    ),
-    Conflict(
-        given=("prompt",),
+        ("prompt",),
+        "{0} and {1} are two prompts at once; give one of them",
         beside=("prompt_file",),
-        message="{0} and {1} are two prompts at once; give one of them",
     ),
     Conflict(
-        given=("seed",),
+        ("seed",),
+        "{0} draws an answer, and without {1} none is drawn; add it",
         without=("temperature",),
-        message="{0} draws an answer, and without {1} none is drawn; add it",
     ),
     Conflict(
-        given=("metric",),
-        without=("prompts",),
-        message="{0} is for {1}; every task has a metric of its own",
+        ("metric",), "{0} is for {1}; every task has a metric of its own", without=("prompts",)
     ),
+    Conflict(("fitted",), _FITTED, beside=(*DECIDING, "profile", "policy")),
+    Conflict(("fitted",), _FITTED, without=("budget", "target_loss")),
     Conflict(
-        given=("fitted",),
-        beside=(*DECIDING, "profile", "policy"),
-        message=_FITTED,
-    ),
-    Conflict(given=("fitted",), without=("budget", "target_loss"), message=_FITTED),
-    Conflict(
-        given=("across",),
+        ("across",),
+        "{0} shares a budget among the rows of a batch by what was fitted to the model; it goes "
+        "with {option[budget=20%]} and nothing else that decides",
         beside=(*sorted({*TARGET} - {"budget"}), *DECIDING, "profile", "policy"),
         without=("budget",),
-        message="{0} shares a budget among the rows of a batch by what was fitted to the model; it "
-        "goes with {option[budget=20%]} and nothing else that decides",
     ),
     Conflict(
-        given=("target_loss",),
+        ("target_loss",),
+        "{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once with "
+        "'kvalloc solve' and apply the profile",
         beside=(*DECIDING, "policy"),
-        message="{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once "
-        "with 'kvalloc solve' and apply the profile",
     ),
     Conflict(
-        given=(*TARGET, *DECIDING),
+        (*TARGET, *DECIDING),
+        "{0} decides for each prompt and {1} was decided before; give one of them",
         beside=("profile",),
-        message="{0} decides for each prompt and {1} was decided before; give one of them",
     ),
     Conflict(
-        given=("allow_other_model",),
+        ("allow_other_model",),
+        "{0} accepts what was stored for another model, and nothing stored is named; leave it out, "
+        "or give {1}",
         without=("profile", "fitted", "cache"),
-        message="{0} accepts what was stored for another model, and nothing stored is named; leave "
-        "it out, or give {1}",
     ),
     Conflict(
-        given=DECIDING,
+        DECIDING,
+        "{0} says how a target is decided for each prompt; give one, such as {option[budget=20%]}",
         without=TARGET,
-        message="{0} says how a target is decided for each prompt; give one, such as "
-        "{option[budget=20%]}",
     ),
 )
 """In the order in which they are looked for."""

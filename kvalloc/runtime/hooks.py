@@ -55,6 +55,7 @@ __all__ = [
     "give_to_copies",
     "hooked_models",
     "keep_from_copies",
+    "named_arguments",
     "retain",
     "serve",
 ]
@@ -342,7 +343,7 @@ def _before_eager(
     method = entry.serving[-1]() if entry.serving else None
     if cache is None and method is None:
         return None
-    arguments = _named(module, args, kwargs)
+    arguments = named_arguments(module.forward, args, kwargs)
     begin = partial(_begin, module, entry, arguments=arguments)
     if cache is not None:
         return (), begin(cache)
@@ -433,14 +434,17 @@ def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache |
     return next((one for one in among if isinstance(one, HookedCache)), None)
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+def named_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, those that come by their place, too."""
     if not args:
         return kwargs
-    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound.update(bound.pop(name, {}))
-    return bound
+    try:
+        bound = inspect.signature(function).bind_partial(*args).arguments
+    except TypeError:  # more than it takes, which it says better itself
+        return kwargs
+    return {**bound, **kwargs}
 
 
 # In a model that torch.compile has taken
