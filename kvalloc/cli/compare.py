@@ -54,10 +54,10 @@ def compare(
         notify=note,
         watch=lambda name: slow(f"solving with {name}"),
     )
-    print_result([_row(one) for one in attempts], lambda: _show(attempts), always=True)
+    print_result([_facts(one) for one in attempts], lambda: _show(attempts), always=True)
 
 
-def _row(attempt: Attempt) -> dict[str, Any]:
+def _facts(attempt: Attempt) -> dict[str, Any]:
     if attempt.profile is None:
         return {"solver": attempt.solver, "reason": attempt.reason}
     return {**decision_facts(attempt.profile, attempt.seconds), "reason": None}

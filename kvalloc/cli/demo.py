@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.steps import say, step
@@ -24,15 +24,8 @@ MEASURED_LOSSES = "smollm2-135m-instruct"
 BY_LOSS = "least_loss"
 
 
-class _Amount(NamedTuple):
-    """How much is measured: samples to profile, prompts of each task, tokens of each."""
-
-    samples: int
-    prompts: int
-    tokens: int
-
-
-FULL, QUICK = _Amount(4, 2, 1500), _Amount(1, 1, 240)
+FULL, QUICK = (4, 2, 1500), (1, 1, 240)
+"""Samples to profile, prompts of each task, tokens of each."""
 
 
 @takes()
@@ -74,12 +67,12 @@ def demo(
 
     require_run_packages()
     make_folder(output)
-    amount = QUICK if quick else FULL
+    profiled, asked, tokens = QUICK if quick else FULL
     measured, results_file = output / "scores.safetensors", output / "results.json"
     files = {name: output / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
 
     say("1. Measure: where the model looks")
-    texts = ("--samples", amount.samples, "--context", amount.tokens)
+    texts = ("--samples", profiled, "--context", tokens)
     step("profile", "demo", *texts, "-o", measured)
 
     say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
@@ -100,7 +93,7 @@ def demo(
 
     say("3. Apply: needles and KL with each, and what kvalloc does by default")
     named = [word for file in files.values() for word in ("--profile", file)]
-    prompts = ("--samples", samples or amount.prompts, "--context", amount.tokens, "--seed", seed)
+    prompts = ("--samples", samples or asked, "--context", tokens, "--seed", seed)
     default = ("--budget", f"{decided.share:.1%}", "--tasks", "needle,kl")
     step("eval", "demo", *named, *default, *prompts, "-o", results_file, result=True)
 

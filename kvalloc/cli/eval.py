@@ -99,16 +99,15 @@ class EvalOptions(TypedDict, total=False):
     allow_other_model: Annotated[bool | None, Option("", MODEL)]
 
 
-STANDING: EvalOptions = {
-    **{"question_at": "inside", "turns": 1, "split": "development"},
-    "answer_tokens": LONG_ANSWER_TOKENS,
+DEFAULTS = {
+    **{"question_at": "inside", "turns": 1, "split": "development", "profile": (), "peer": ()},
+    **{"answer_tokens": LONG_ANSWER_TOKENS, "samples": 6, "seed": 0, "dtype": "float32"},
 }
-DEFAULTS = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0, "dtype": "float32"}
 DEFAULT_CONTEXT = 1024
 BUDGET_BY = ("scorer", "solver", "level")
 """How a budget is decided; by `kvalloc.online.default` without any of them."""
 SETTINGS = (
-    *("dtype", *STANDING, "samples", "seed", "metric"),
+    *("dtype", "question_at", "turns", "split", "answer_tokens", "samples", "seed", "metric"),
     *("budget", *BUDGET_BY, "plain_bits"),
 )
 """Options that the evaluation's record holds, where they were given."""
@@ -276,11 +275,6 @@ def _cases(
     """Make the prompts; refuse one that leaves no room for its answer, before anything runs."""
     context = options.get("context", DEFAULT_CONTEXT)
     limit = shape.max_context_tokens or float("inf")
-    by_rule = "tasks" in options or "prompts" not in options
-    if ("context" in options or by_rule) and context > limit:
-        raise InputError(
-            f"--context {context} is beyond the {limit} tokens of {shape.model_id}; ask for less"
-        )
     standing = {name: options[name] for name in ("split", "turns", "answer_tokens")}
     standing["after"] = options["question_at"] == "after"
     standing["opened"] = options["question_at"] == "second-turn"

@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
-from kvalloc.allocation.request import TARGETS, Request, RequestOptions
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result, print_table
+from kvalloc.online.conflicts import TARGET
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import LOSS_NOTE, small_amount, value_heading
 from kvalloc.units import Option, duration, gap_text, size
@@ -16,11 +17,7 @@ from kvalloc.units import Option, duration, gap_text, size
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import Frontier, FrontierPoint
 
-BESIDE_TARGET = [
-    name
-    for name in RequestOptions.__annotations__
-    if name not in {kind.keyword for kind in TARGETS}
-]
+BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in TARGET]
 
 
 @takes(RequestOptions, only={RequestOptions: BESIDE_TARGET})
@@ -68,12 +65,9 @@ def frontier(
             progress=progress,
         )
     seconds, request = time.perf_counter() - start, traced.request
-    facts: dict[str, Any] = {
-        "solver": solver,
-        "level": request.level,
-        "objective": request.objective,
-    }
-    facts |= {"seconds": seconds, "points": [_plain(point) for point in traced]}
+    facts: dict[str, Any] = {"solver": solver, "seconds": seconds}
+    facts |= {"level": request.level, "objective": request.objective}
+    facts |= {"points": [_plain(point) for point in traced]}
     print_result(facts, lambda: _show(traced, seconds))
 
 

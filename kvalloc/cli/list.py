@@ -18,21 +18,11 @@ if TYPE_CHECKING:
 
 
 _PLUGINS = {
-    "solvers": (
-        "kvalloc.problem.solver:Solver",
-        "use one: kvalloc solve ... --solver NAME:KEY=VALUE",
-    ),
-    "scorers": (
-        "kvalloc.scorers:Scorer",
-        "use one: kvalloc profile ... --scorer NAME:KEY=VALUE",
-    ),
-    "policies": (
-        "kvalloc.runtime.policies:EvictionPolicy",
-        "use one: kvalloc generate ... --policy NAME:KEY=VALUE; a scorer's name stands "
-        "for score with that scorer",
-    ),
+    "solvers": ("kvalloc.problem.solver:Solver", "solve ... --solver"),
+    "scorers": ("kvalloc.scorers:Scorer", "profile ... --scorer"),
+    "policies": ("kvalloc.runtime.policies:EvictionPolicy", "generate ... --policy"),
 }
-"""Class of each kind of plug-in, and what is done with one."""
+"""Class of each kind of plug-in, and the option that takes one."""
 
 
 @takes()
@@ -62,8 +52,8 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
         from kvalloc.models.loading import require_run_packages
 
         require_run_packages()
-    base, hint = _PLUGINS[what]
-    _show_plugins(f"kvalloc.{what}", resolve_name(base), hint)
+    base, option = _PLUGINS[what]
+    _show_plugins(f"kvalloc.{what}", resolve_name(base), option)
 
 
 def _profiles() -> None:
@@ -115,13 +105,13 @@ def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
     print_table(("profile", "share", "KL", "worst at", "model"), cells)
 
 
-def _show_plugins(group: str, base: type[Any], hint: str) -> None:
-    """Print every plug-in of a group: what it is, or why it cannot be used; then the hint."""
+def _show_plugins(group: str, base: type[Any], option: str) -> None:
+    """Print every plug-in of a group: what it is, or why it cannot be used; then how to use one."""
     rows = [_plugin_row(group, name, base) for name in names(group)]
     print_result(rows, lambda: _print_plugins(rows), always=True)
     if not rows:
         note("none is registered: kvalloc is on the path, but not installed")
-    note(hint, beside_json=False)
+    note(f"use one: kvalloc {option} NAME:KEY=VALUE", beside_json=False)
 
 
 def _print_plugins(rows: Sequence[Mapping[str, Any]]) -> None:

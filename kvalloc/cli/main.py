@@ -39,13 +39,10 @@ USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_USER_OS_ERRORS = frozenset(
-    {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG),
-        *(errno.ENAMETOOLONG, errno.ELOOP),
-    }
-)
-
+_USER_OS_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+}
 
 _COMPLETION = "_KVALLOC_COMPLETE"
 """The environment variable in which a shell says what it wants to complete."""

@@ -52,8 +52,8 @@ class PromptOptions(TypedDict, total=False):
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
 
 
-Prompts = Callable[[Any], "list[Document | Prompt]"]
-"""Gives the prompts, for a tokenizer."""
+Prompts = Callable[[Any], "list[Document | Prompt] | None"]
+"""Gives the prompts, for a tokenizer; None leaves them to the library."""
 
 
 def measure(
@@ -101,11 +101,10 @@ def measure(
     if output is not None:
         check_output(output, resume=resume)
     wanted: Any = from_typed(options, given)
-    prompts, made = read_prompt_options(given, per_kind=per_kind, by_tasks=bool(by_tasks))
-    left = by_tasks is None and not {"text", "prompts", "tasks"} & given.keys()
+    prompts, made = read_prompt_options(given, per_kind=per_kind, by_tasks=by_tasks)
     start = time.perf_counter()
     with running(model, given) as loaded:
-        texts = None if left else prompts(loaded.tokenizer)
+        texts = prompts(loaded.tokenizer)
         if made:
             wanted["samples"] = len(texts or ())
         # losses are counted as the layers of a prefill that take as long
@@ -133,7 +132,7 @@ def measure(
 
 
 def read_prompt_options(
-    given: Mapping[str, Any], *, per_kind: int, by_tasks: bool
+    given: Mapping[str, Any], *, per_kind: int, by_tasks: bool | None
 ) -> tuple[Prompts, bool]:
     """Return the texts and prompts that the user names, or how to make some.
 
@@ -144,12 +143,12 @@ def read_prompt_options(
     per_kind : int
         Prompts of every kind and form by default.
     by_tasks : bool
-        Make prompts by tasks where the user gives nothing at all.
+        As for `measure`.
 
     Returns
     -------
     tuple of callable and bool
-        The prompts, none where the user gives nothing; and whether they are made by tasks.
+        The prompts; and whether they are made by tasks.
 
     Raises
     ------
@@ -163,7 +162,7 @@ def read_prompt_options(
     if tasks is None and (has_texts or not by_tasks):
         if about := [name for name in ("question_at", "lengths") if name in given]:
             raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
-        texts = _read(given)
+        texts = _read(given) if has_texts or by_tasks is not None else None
         return lambda tokenizer: texts, False
     from kvalloc.prompts.calibration import KINDS, STANDINGS, calibration_prompts
     from kvalloc.prompts.tasks import find_tasks

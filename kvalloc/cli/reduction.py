@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from kvalloc.allocation.request import TARGETS
 from kvalloc.cli.options import MODEL, from_typed
 from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
 BUDGETS, KEPT = "Budgets", "Which entries stay"
 """Headings in the help."""
 
-_TARGET = ("target", "value")
-"""What a request states of its target."""
-
-OF_A_PROMPT = (*(kind.keyword for kind in TARGETS), "level")
+OF_A_PROMPT = (*TARGET, "level")
 """What of a request can be decided from one prompt."""
 
 
@@ -130,15 +126,10 @@ def note_whole(cache: Any, n_tokens: int) -> None:
     if (kept < cache.get_seq_length()).any():
         return
     if awaited := cache.awaited_tokens:
-        note(
-            f"note: nothing is evicted yet: these budgets wait until {awaited} more "
-            f"token{'s have' if awaited > 1 else ' has'} followed the prompt"
-        )
-        return
-    note(
-        f"note: of a prompt of {n_tokens:,} token{'s' if n_tokens > 1 else ''} these budgets "
-        "leave nothing out: everything is kept",
-    )
+        more = f"{awaited} more token{'s' * (awaited > 1)}"
+        note(f"note: nothing is evicted yet: these budgets wait for {more} behind the prompt")
+    else:
+        note(f"note: these budgets leave nothing out of {n_tokens:,} tokens: everything is kept")
 
 
 def cache_facts(cache: Any) -> dict[str, Any]:
@@ -163,16 +154,16 @@ def cache_facts(cache: Any) -> dict[str, Any]:
 
     profile: BudgetProfile = cache.profile
     is_decided = cache.decision_seconds is not None
-    known = {name: value for name, value in profile.requested.items() if name in _TARGET}
+    requested = {name: profile.requested.get(name) for name in ("target", "value")}
     granted = profile.retained_bytes_at(cache.get_seq_length())
     return {
         "policy": profile.policy.name,
         "scorer": profile.policy.scorer,
         "other_policies": [policy.title for policy in profile.other_policies],
-        "requested": known if is_decided else None,
+        "requested": requested if is_decided else None,
         "retention": profile.retention if is_decided else None,
         "decision_seconds": cache.decision_seconds,
-        "granted_bytes": known["value"] if is_decided and profile.fits_a_peak else granted,
+        "granted_bytes": requested["value"] if is_decided and profile.fits_a_peak else granted,
         "share": cache.share,
         "retained_bytes": stored_bytes(cache),
         "full_bytes": cache.full_bytes,

@@ -75,6 +75,7 @@ def solve(
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
     from kvalloc.allocation.decision import solve as decide
+    from kvalloc.files import check_writable
     from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver
 
@@ -86,11 +87,13 @@ def solve(
     beside = options.keys() - RequestOptions.__annotations__
     if beside and "measure" not in beside:
         raise InputError(f"{option(min(beside))} goes with --measure MODEL; name the model")
-    _check_output(output, Path(scores[0]))
-    how: dict[str, Any] = {
-        **{"solver": get_solver(solver), "time_limit": time_limit},
-        **{"average": average, "notify": note},
-    }
+    _check_named(output, "the budget profile goes with -o OUT.json")
+    if output is not None:
+        if output.exists() and Path(scores[0]).exists() and output.samefile(scores[0]):
+            raise InputError(f"-o {output} would overwrite the score profile; name another file")
+        check_writable(output, stream=True)
+    how: dict[str, Any] = {"solver": get_solver(solver), "time_limit": time_limit}
+    how |= {"average": average, "notify": note}
     profile = load_scores(scores[0])
     start = time.perf_counter()
     if "measure" in options:
@@ -136,8 +139,7 @@ def _solve_pool(
     names = [f"{Path(one).stem}.json" for one in scores]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"two of the score profiles would write {twice}; rename one of the files")
-    if output is None and not wants_json():
-        raise InputError("say where the budget profiles go with -o FOLDER, or print with --json")
+    _check_named(output, "the budget profiles go with -o FOLDER")
     request = {key: value for key, value in options.items() if key != "memory"}
     start = time.perf_counter()
     with slow(f"solving with {solver}"):
@@ -166,19 +168,9 @@ def _solve_pool(
     print_result({"profiles": facts, **facts[0]["requested"]["pool"], "output": output}, shown)
 
 
-def _check_output(output: Path | None, scores: Path) -> None:
-    from kvalloc.files import check_writable
-
-    if output is None:
-        if not wants_json():
-            raise InputError(
-                "say where the budget profile goes with -o OUT.json, or print the result with "
-                "--json"
-            )
-        return
-    if output.exists() and scores.exists() and output.samefile(scores):
-        raise InputError(f"-o {output} would overwrite the score profile; name another file")
-    check_writable(output, stream=True)
+def _check_named(output: Path | None, where: str) -> None:
+    if output is None and not wants_json():
+        raise InputError(f"say where {where}, or print the result with --json")
 
 
 def _measured(

@@ -129,7 +129,7 @@ def test_frontier_in_numbers(tmp_path, make, asked, heading):
     assert heading in ran.out.splitlines()[0]
     assert not re.search(r"[+ ]0\.0000%?( |$)", ran.out.splitlines()[2])  # a price that is there
     assert len(ran.out.splitlines()) == 1 + len(points)
-    assert ("sum of single-unit measurements" in ran.err) == (make is make_losses)
+    assert ("sum of single-unit measurements" in ran.err) == (make is not make_scores)
 
 
 def test_verify_says_what_holds_and_diff_shows_who_gains(files):

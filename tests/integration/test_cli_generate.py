@@ -226,4 +226,4 @@ def test_an_answer_that_is_shorter_than_what_is_waited_for_ends_within_the_budge
 def test_a_document_that_waits_for_a_question_says_so(models, profiles, folder):
     words = generate_arguments(models, profiles, folder)[1:]
     ran = run("chat", *words, "--policy", "lookahead", "--question", "w3")
-    assert "note: nothing is evicted yet: these budgets wait until 8 more tokens have" in ran.err
+    assert "note: nothing is evicted yet: these budgets wait for 8 more tokens behind" in ran.err
