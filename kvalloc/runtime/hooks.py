@@ -86,7 +86,7 @@ class HookedCache(ABC):
     @property
     @abstractmethod
     def prompt_complete(self) -> bool:
-        """Whether all that comes follows the prompt."""
+        """Return whether all that comes follows the prompt."""
 
     @abstractmethod
     def begin_forward(
@@ -178,12 +178,12 @@ _lock = threading.RLock()
 
 
 def hooked_models() -> int:
-    """Number of models that carry the hooks now."""
+    """Return the number of models that carry the hooks now."""
     return len(_hooked)
 
 
 def _installed(module: nn.Module) -> _Installed | None:
-    """What a module carries of ours."""
+    """Return what a module carries of kvalloc; None where it carries nothing."""
     return getattr(module, _INSTALLED, None)
 
 
@@ -387,7 +387,7 @@ def _begin(
 
 
 def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward that brings no cache of ours would make one."""
+    """Return whether a forward that brings no reduced cache would make a cache."""
     asked = arguments.get("use_cache")
     if asked is None:
         asked = getattr(module.config, "use_cache", True)
@@ -558,7 +558,7 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer of a compiled decoder calls; a cache's number is in the place of its mask."""
+    """Answer a layer of a compiled decoder; a cache's number is in the place of its mask."""
     output = torch.ops.kvalloc.attend(
         attention_mask, query, key, value, module.layer_idx, scaling, softcap, sliding_window
     )

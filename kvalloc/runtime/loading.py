@@ -25,7 +25,7 @@ __all__ = ["filled_cache", "load_cache"]
 
 
 def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = False) -> Any:
-    """A cache as it was when it was saved, for the same model.
+    """Load a cache as it was when it was saved, for the same model.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def filled_cache(
     model: nn.Module,
     allow_other_model: bool,
 ) -> Any:
-    """`load_cache` of a file that was read, and so checked, already."""
+    """Load a cache from a file that was read, and so checked, already; see `load_cache`."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
     options = CacheOptions(
@@ -94,7 +94,7 @@ def filled_cache(
 
 
 def _tensor(stored: StoredTensor) -> Tensor:
-    """The same for torch, in the same memory."""
+    """Return a stored tensor as one of torch, in the same memory."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
         return torch.empty(stored.shape, dtype=dtype)
@@ -128,7 +128,7 @@ def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, 
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
-    """Where each layer of the model computes."""
+    """Return the device on which each layer of the model computes."""
     modules = decoder_layers(model)
     if modules is None or len(modules) < n_layers:
         return [next(model.parameters()).device] * n_layers

@@ -23,7 +23,7 @@ _LARGEST_SCALE = 65504.0
 
 
 def quantised_keys(keys: Tensor, bits: int) -> Tensor:
-    """Keys as they come back from storage: per channel, in blocks of 64 tokens.
+    """Return keys as they come back from storage: per channel, in blocks of 64 tokens.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
 
 
 def quantised_values(values: Tensor, bits: int) -> Tensor:
-    """Values as they come back from storage: per token, in blocks of 64 channels.
+    """Return values as they come back from storage: per token, in blocks of 64 channels.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
 
 
 def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tensor:
-    """Keys of which those that are kept are as they come back from storage.
+    """Return keys of which those that are kept are as they come back from storage.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tenso
 
 
 def rotated(vectors: Tensor) -> Tensor:
-    """Vectors times the orthonormal Hadamard matrix; twice gives them back.
+    """Return vectors times the orthonormal Hadamard matrix; twice gives them back.
 
     What stands out in one channel is spread over all, so that fewer bits lose less. By sums and
     differences, whose result does not depend on how many vectors there are.
@@ -122,7 +122,7 @@ def rotated(vectors: Tensor) -> Tensor:
 
 
 def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """The numbers that codes stand for, float32; scale and minimum are broadcast."""
+    """Return the numbers that codes stand for, float32; scale and minimum are broadcast."""
     return codes.float().mul_(scale.float()).add_(least.float())
 
 
@@ -156,7 +156,7 @@ def in_blocks(numbers: Tensor, block: int) -> Tensor:
 
 
 def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
-    """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
+    """Return numbers that were rounded to codes in blocks along the last axis."""
     codes, scales = coded(in_blocks(numbers, block), bits)
     back = from_codes(codes, *torch.split(scales, 1, dim=-1)).flatten(-2)[..., : numbers.shape[-1]]
     same: Tensor = back.to(numbers.dtype)

@@ -220,7 +220,7 @@ def refuse(**conditions: object) -> None:
 
 
 def at_least_1(value: Any) -> bool:
-    """Whether it is a whole number of at least 1."""
+    """Return whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -245,7 +245,7 @@ def check_profile(profile: BudgetProfile) -> None:
 
 
 def shared_layers(profile: BudgetProfile) -> str:
-    """Which layers share entries, for a message; empty where none do."""
+    """Return which layers share entries, for a message; empty where none do."""
     return shared_text(profile.share_groups) if profile.share_groups else ""
 
 
@@ -269,7 +269,7 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
 
 
 def setting(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
-    """What holds for a ``generate()``: its argument, its config's or the model's; None if none."""
+    """Return a setting of a ``generate()``: its argument, its config's, the model's, or None."""
     configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
     values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
@@ -296,7 +296,7 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def is_assisted(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Whether a ``generate()`` call, by its keyword arguments, tries drafts."""
+    """Return whether a ``generate()`` call, by its keyword arguments, tries drafts."""
     names = ("prompt_lookup_num_tokens", "assistant_early_exit")
     among = [arguments.get("assistant_model"), *(setting(model, arguments, n) for n in names)]
     return any(one is not None for one in among)
@@ -361,7 +361,7 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and new tokens of a forward, from its input ids or embeddings.
+    """Return rows and new tokens of a forward, from its input ids or embeddings.
 
     Raises
     ------

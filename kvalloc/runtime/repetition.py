@@ -84,11 +84,11 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Tokens of the prompt and later ones."""
+        """Return the number of tokens of the prompt and later ones."""
         return self._tokens + (0 if self.keys.numel() == 0 else int(self.keys.shape[-2]))
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of what the new tokens may see: what is shown counts as the last."""
+        """Return length and offset of what new tokens see: what is shown counts as the last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         hidden = self._tokens - len(self._columns)
         return self.get_seq_length() - hidden + int(new), hidden
@@ -303,7 +303,7 @@ def _pieces(
 
 
 def _repeating(looks: Wanted, notes: LaterNotes, step: LaterStep, sinks: int) -> Any:
-    """The layers' own attention, shown to the scorers."""
+    """Return a handler that shows scorers a layer's attention, and answers as the model does."""
 
     def handler(states: AttentionStates, compute: Compute) -> Any:
         for scorer in looks.get(states.layer, ()):

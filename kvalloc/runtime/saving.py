@@ -75,7 +75,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
 
 
 def _tensors_of(cache: Any) -> dict[str, Tensor]:
-    """Everything stored, by layer and name."""
+    """Return everything that is stored, by layer and name."""
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         own: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
@@ -93,7 +93,7 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
 
 
 def stored(tensor: Tensor) -> StoredTensor:
-    """The same bytes without torch."""
+    """Return a tensor's bytes without torch."""
     return StoredTensor(
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),

@@ -47,17 +47,17 @@ class Verifier:
 
     @property
     def acceptance(self) -> float | None:
-        """Share of the drafted tokens that stayed; None before any was tried."""
+        """Return the share of the drafted tokens that stayed; None before any was tried."""
         return self.accepted / self.tried if self.tried else None
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Tokens of an answer for each time that the full cache was read; None before any."""
+        """Return the answered tokens for each read of the full cache; None before any."""
         return self.tokens / self.rounds if self.rounds else None
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of K and V that the full cache holds."""
+        """Return the bytes of K and V that the full cache holds."""
         return sum(own.nbytes for layer in self.full.layers for own in layer_tensors(layer))
 
     @property

@@ -32,7 +32,7 @@ BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), TorchBackend())
 
 
 def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
-    """Attention of one layer's new tokens over kept entries and the tokens that followed.
+    """Attend from one layer's new tokens to kept entries and the tokens that followed.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
 
 
 def _attend(call: AttentionCall, kept: KeptEntries) -> Tensor:
-    """As `attend`; where kept values are turned, so are all others here, and the answer back."""
+    """Attend to one part; where its values are turned, turn the others, and the answer back."""
     if not WIDTHS[kept.bits].turned:
         return chosen(call, kept).attend(call, kept)
     queries, keys, values = call.queries.float(), call.keys.float(), rotated(call.values)
@@ -72,7 +72,7 @@ def _attend(call: AttentionCall, kept: KeptEntries) -> Tensor:
 
 
 def chosen(call: AttentionCall, kept: KeptEntries) -> Backend:
-    """The first backend that serves a call."""
+    """Return the first backend that serves a call."""
     for backend in BACKENDS[:-1]:
         reason = backend.refusal(call, kept)
         if reason is None:
@@ -90,7 +90,7 @@ def _log_once(name: str, reason: str) -> None:
 def _order(
     heads: tuple[int, ...], group: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """KV heads, the query heads that belong to them, and the way back of these, on the device.
+    """Return KV heads, their query heads, and the way back of these, on the device.
 
     None where the heads stand in this order already.
     """

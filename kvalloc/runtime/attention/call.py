@@ -54,7 +54,7 @@ class AttentionCall:
     def of(
         cls, states: AttentionStates, visible: Tensor | None = None, *, first: int = 0
     ) -> AttentionCall:
-        """From what a layer's attention sees; its keys and values from ``first`` on followed."""
+        """Make a call of what attention sees; keys and values from ``first`` on followed."""
         return cls(
             queries=states.queries,
             keys=states.keys[:, :, first:],
@@ -77,7 +77,7 @@ class AttentionCall:
         )
 
     def with_dense_vectors(self) -> AttentionCall:
-        """The same, each vector's numbers one after the other; copied only where they are not."""
+        """Return the call with each vector's numbers side by side; copy only where they are not."""
         queries, keys, values = (
             one if one.stride(-1) == 1 else one.contiguous()
             for one in (self.queries, self.keys, self.values)
@@ -85,7 +85,7 @@ class AttentionCall:
         return replace(self, queries=queries, keys=keys, values=values)
 
     def kernel_refusal(self, kept: KeptEntries) -> str | None:
-        """Why no kernel reads this call's types, in words; None where each one does."""
+        """Return why no kernel reads this call's types, in words; None where each one does."""
         given = [self.queries, self.keys, self.values]
         stored = [kept.keys, kept.values] if kept.bits == 16 else []
         if any(one.dtype != self.queries.dtype for one in given):

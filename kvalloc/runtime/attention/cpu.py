@@ -61,11 +61,11 @@ class CpuBackend(Backend):
     name = "CPU kernel"
 
     def unavailable(self) -> str | None:
-        """Why there is no compiled code on this machine."""
+        """Return why there is no compiled code on this machine."""
         return unavailable()
 
     def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
-        """Types that it does not read, gradients, a question that is too long, no compiler."""
+        """Refuse types it does not read, gradients, too long a question, no compiler."""
         if call.queries.device.type != "cpu":
             return "the entries are not on the CPU"
         rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
@@ -74,7 +74,7 @@ class CpuBackend(Backend):
         return call.kernel_refusal(kept) or unavailable()
 
     def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
-        """The attention output.
+        """Return the attention output.
 
         Raises
         ------
@@ -85,14 +85,14 @@ class CpuBackend(Backend):
 
 
 def unavailable() -> str | None:
-    """Why there is no kernel on this machine; None where there is one."""
+    """Return why there is no kernel on this machine; None where there is one."""
     found = kernel_library()
     return found if isinstance(found, str) else None
 
 
 @cache
 def kernel_library() -> ctypes.CDLL | str:
-    """The kernel, loaded once in a process; or why it cannot be, which is also logged."""
+    """Load the kernel once in a process; or return why it cannot be, which is also logged."""
     found = _load()
     if isinstance(found, str):
         _LOG.info("cpu.c is not used, torch's operations are: %s", found)
@@ -133,7 +133,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def openmp_libraries() -> list[str]:
-    """The OpenMP libraries that are loaded, torch's own first."""
+    """Return the OpenMP libraries that are loaded, torch's own first."""
     maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     found = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
     home = str(Path(torch.__file__).parent)
@@ -145,7 +145,7 @@ def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
 
 
 def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Tensor:
-    """`CpuBackend.attend` with so many threads."""
+    """Attend with a number of threads; see `CpuBackend.attend`."""
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     # said in full: the default type and device are the caller's to change
@@ -196,7 +196,7 @@ def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Te
 
 
 def _room(states: Tensor) -> int | None:
-    """Tokens between two heads' first ones; None where they do not stand like that."""
+    """Return the tokens between two heads' first ones; None where heads differ in it."""
     batch, n_heads, _, dim = states.shape
     row, *strides = states.stride()
     room = strides[0] // dim

@@ -19,7 +19,7 @@ MaskFunction: TypeAlias = Callable[..., Any]
 
 
 def mask_function(base: str) -> MaskFunction | None:
-    """What makes the masks of an attention implementation; None if it is none of those above.
+    """Return what makes the masks of an attention implementation; None if none of those above.
 
     Implementations from elsewhere (flash attention of the kernels hub, say) are known by the mask
     function that they are registered with.
@@ -47,7 +47,7 @@ def stored_mask(
     batch: int,
     visible: Tensor | None = None,
 ) -> Any:
-    """The mask that transformers would make if nothing but the stored tokens had ever been.
+    """Make the mask that transformers would if nothing but the stored tokens had ever been.
 
     Kept entries all lie before the new tokens, so which positions they had does not matter here:
     they are all visible, and the new tokens are causal among themselves.

@@ -29,7 +29,7 @@ class TorchBackend(Backend):
     name = "torch"
 
     def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
-        """The attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""
+        """Return the attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""
         batch, n_query_heads, n_new, key_dim = call.queries.shape
         n_segments = call.keys.shape[0] * call.keys.shape[1]
         grouped = call.queries.reshape(n_segments, -1, n_new, key_dim)
@@ -53,7 +53,7 @@ def _work_type(call: AttentionCall) -> torch.dtype:
 
 
 def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
-    """Segments that are computed together: equally long, and no more than fit the scratch."""
+    """Yield segments that are computed together: equally long, as many as fit the scratch."""
     for first, last in kept.spans.runs:
         length = int(kept.spans.lengths[first])
         numbers = length * (call.queries.shape[-1] + call.values.shape[-1])
@@ -74,7 +74,7 @@ def _logits_of_a_token(call: AttentionCall, kept: KeptEntries, segments: slice) 
 def _numbers(
     call: AttentionCall, kept: KeptEntries, segments: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and bias of equally long segments, (n, length, ...), in the work type."""
+    """Return keys, values and bias of equally long segments, (n, length, ...), in the work type."""
     spans, count = kept.spans, segments.stop - segments.start
     own = slice(int(spans.starts[segments.start]), int(spans.ends[segments.stop - 1]))
     keys, values = kept.keys[own], kept.values[own]
@@ -100,7 +100,7 @@ def _answers(
     segments: slice,
     tokens: slice,
 ) -> Tensor:
-    """What some segments answer some new tokens, as the queries: (n, group, n_tokens, dim)."""
+    """Return what segments answer new tokens, as the queries: (n, group, n_tokens, dim)."""
     n_segments, group, n_tokens, _ = queries.shape
     n_kept, n_following = kept_keys.shape[1], call.keys.shape[2]
     keys, values = (
@@ -131,7 +131,7 @@ def _answers(
 
 
 def _hidden(call: AttentionCall, segments: slice, tokens: slice) -> Tensor | None:
-    """What new tokens do not see of those that followed, (n or 1, 1, n_tokens, n_following)."""
+    """Return what new tokens do not see of the following, (n or 1, 1, n_tokens, n_following)."""
     n_new, n_following, visible = call.queries.shape[2], call.keys.shape[2], call.visible
     if n_new == 1 and visible is None:
         return None

@@ -42,13 +42,13 @@ class TritonBackend(Backend):
     name = "CUDA kernel"
 
     def unavailable(self) -> str | None:
-        """Whether Triton or a CUDA device is missing."""
+        """Return whether Triton or a CUDA device is missing."""
         if not torch.cuda.is_available():
             return "there is no CUDA device"
         return None if _installed() else "Triton is not installed"
 
     def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
-        """Entries elsewhere, types that it does not read, gradients, codes of an odd width."""
+        """Refuse entries elsewhere, types it does not read, gradients, codes of an odd width."""
         if not call.queries.is_cuda:
             return "the entries are not on CUDA"
         if not _installed():
@@ -62,7 +62,7 @@ class TritonBackend(Backend):
         return call.kernel_refusal(kept)
 
     def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
-        """The attention output."""
+        """Return the attention output."""
         # Triton launches on the current device, which need not be this layer's
         with torch.cuda.device_of(call.queries):  # type: ignore[no-untyped-call]
             return triton_attention(call, kept, programs=_wanted_programs(call.queries.device))
@@ -75,12 +75,12 @@ def _installed() -> bool:
 
 @cache
 def _wanted_programs(device: torch.device) -> int:
-    """Two for each multiprocessor."""
+    """Return two for each multiprocessor."""
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def triton_attention(call: AttentionCall, kept: KeptEntries, *, programs: int) -> Tensor:
-    """`TritonBackend.attend` with about so many programs, more where segments are short."""
+    """Attend with about so many programs, more where segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
@@ -125,14 +125,14 @@ def triton_attention(call: AttentionCall, kept: KeptEntries, *, programs: int) -
 
 
 def _tile_length(n_entries: int, programs: int) -> int:
-    """Entries of a tile, so that about so many programs share all of them."""
+    """Return the entries of a tile, so that about so many programs share all of them."""
     each = -(-n_entries // programs)
     return max(-(-each // COLUMNS), _TILE_BLOCKS) * COLUMNS
 
 
 @cache
 def _sizes(head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.dtype) -> Any:
-    """What is compiled into a kernel."""
+    """Return what is compiled into a kernel."""
     from kvalloc.runtime.attention.triton_kernels import Sizes
 
     value_block = max(_power_of_two(value_dim), 16)
@@ -151,12 +151,12 @@ def _sizes(head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.d
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not smaller."""
+    """Return the smallest power of two that is not smaller than a number."""
     return 1 << (number - 1).bit_length()
 
 
 def _launch(kernel: str, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """The only place that launches anything beside torch's operations."""
+    """Launch a kernel: the only place that launches anything beside torch's operations."""
     from kvalloc.runtime.attention import triton_kernels
 
     getattr(triton_kernels, kernel)[grid](*arguments, **constants)

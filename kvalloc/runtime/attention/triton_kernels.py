@@ -71,7 +71,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     factors,
     SIZES: tl.constexpr,
 ):
-    """The softmax of one block of query rows over one tile, kept or of those that followed.
+    """Write the softmax of one block of query rows over one tile, kept or following.
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of the
     ``n_tiles`` of tiles (segment, start, end, first key scale), then ``following_tiles`` of
@@ -131,7 +131,7 @@ def read_tile(  # type: ignore[no-untyped-def]
 def add_tiles(  # type: ignore[no-untyped-def]
     partial, first_tiles, sinks, output, n_tiles, following_tiles, counts, SIZES: tl.constexpr
 ):
-    """One segment's answer from the softmaxes of its tiles, where the model wants it.
+    """Write one segment's answer from the softmaxes of its tiles, where the model wants it.
 
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
     step between two of them.
@@ -268,7 +268,7 @@ def _codes(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """The codes of some rows, float32, (COLUMNS, BLOCK); the first is in the lowest bits.
+    """Return the codes of some rows, float32, (COLUMNS, BLOCK), the first in the lowest bits.
 
     Those of 5 or 3 bits may begin in one byte and end in the next.
     """
@@ -288,7 +288,7 @@ def _codes(  # type: ignore[no-untyped-def]
 def _bytes(  # type: ignore[no-untyped-def]
     rows, column, inside, byte, ROW_BYTES: tl.constexpr, N_BYTES: tl.constexpr
 ):
-    """These bytes of some rows, 0 behind a row's ``N_BYTES``."""
+    """Return these bytes of some rows, 0 behind a row's ``N_BYTES``."""
     return tl.load(
         rows + column[:, None] * ROW_BYTES + byte[None, :],
         mask=inside[:, None] & (byte[None, :] < N_BYTES),
@@ -298,7 +298,7 @@ def _bytes(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _raised(most, other):  # type: ignore[no-untyped-def]
-    """The larger of two largest logits, what to take off logits, and the factor on older sums."""
+    """Return the larger of two largest logits, what to take off, and the factor on older sums."""
     highest = tl.maximum(most, other)
     # a row that has seen nothing yet: -inf minus -inf is not a number
     finite = tl.where(highest == float("-inf"), 0.0, highest)

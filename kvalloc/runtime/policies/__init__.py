@@ -39,12 +39,12 @@ __all__ = [
 
 
 def policy_names() -> list[str]:
-    """Names of all registered policies, sorted, without importing them."""
+    """Return the names of all registered policies, sorted, without importing them."""
     return names(POLICIES)
 
 
 def policy_class(name: str) -> type[EvictionPolicy]:
-    """The class of a registered policy, for its summary and reference.
+    """Return the class of a registered policy, for its summary and reference.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def policy_class(name: str) -> type[EvictionPolicy]:
 
 
 def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolicy:
-    """A policy by name.
+    """Return a policy by name.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolic
 
 
 def policy_of(policy: Policy) -> EvictionPolicy:
-    """The policy that a budget profile names, with its scorer.
+    """Return the policy that a budget profile names, with its scorer.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def policy_of(policy: Policy) -> EvictionPolicy:
 
 
 def policies_of(profile: BudgetProfile) -> EvictionPolicy:
-    """The one policy of a budget profile, or all that its KV heads have in one.
+    """Return the one policy of a budget profile, or all that its KV heads have in one.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def policies_of(profile: BudgetProfile) -> EvictionPolicy:
 
 
 def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Another way to pick the entries, with the same sinks and window: budgets still fit.
+    """Return another way to pick entries, with the same sinks and window: budgets still fit.
 
     Parameters
     ----------

@@ -117,15 +117,15 @@ class AttentionMatching(Score):
 
     @property
     def holds(self) -> bool:
-        """It does: every chunk would change values that the next one has to match."""
+        """Return True: every chunk would change values that the next one has to match."""
         return True
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """The scorer's own, and what notes the queries that are matched."""
+        """Return the scorer's own, and what notes the queries that are matched."""
         return (*super().later_scorers(layer), *self._waits)
 
     def query_rows(self, n_tokens: int) -> int:
-        """The scorer's, and those that are matched."""
+        """Return the larger of the scorer's number and of the rows that are matched."""
         return max(super().query_rows(n_tokens), min(self.rows, n_tokens))
 
     def combine(
@@ -177,7 +177,7 @@ class AttentionMatching(Score):
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
-        """Queries behind the prompt, and how much each counts: (batch, n_query_heads, n, ...)."""
+        """Return queries behind the prompt, and their weights: (batch, n_query_heads, n, ...)."""
         queries, counts = [], []
         if self.rows:
             end = int(states.queries.shape[2])
@@ -217,26 +217,26 @@ class FollowingQueries(Scorer):
 
     @property
     def later(self) -> Later:
-        """Those tokens."""
+        """Return these tokens."""
         return Later(kind="following", tokens=self.tokens)
 
     @property
     def later_key(self) -> Hashable:
-        """How many they are."""
+        """Return what tells its notes from those of other scorers."""
         return (self.name, self.tokens)
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """The last queries, (batch, n_query_heads, n, head_dim)."""
+        """Note the last queries, (batch, n_query_heads, n, head_dim)."""
         queries = states.queries[:, :, -self.tokens :]
         return Observed(n_tokens=int(queries.shape[2]), totals={"queries": queries})
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Nothing."""
+        """Return zeros: it scores nothing."""
         return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
 
 
 def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:
-    """Heads that keep about as many entries, which are fitted at once; and the most of each."""
+    """Return heads that keep about as many entries, to be fitted at once, and their maximum."""
     found: list[tuple[list[int], int]] = []
     smallest = 0
     for size, head in sorted((size, head) for head, size in enumerate(sizes)):
@@ -275,7 +275,7 @@ def match_attention(
     change: Tensor | None = None,
     others: bool = False,
 ) -> Matched:
-    """Values and logit biases of kept entries that reproduce the attention over all of them.
+    """Fit values and logit biases of kept entries to the attention over all entries.
 
     Parameters
     ----------
@@ -341,7 +341,7 @@ def match_attention(
 
 
 def ridge_step(design: Tensor, target: Tensor, ridge: float, sizes: Tensor) -> Tensor:
-    """``argmin |design x - target|^2 + lambda |x|^2``, lambda relative to the design.
+    """Return ``argmin |design x - target|^2 + lambda |x|^2``, lambda relative to the design.
 
     Parameters
     ----------

@@ -134,7 +134,7 @@ class EvictionPolicy(Parameterized, ABC):
     def keep_each(
         self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
     ) -> list[Tensor]:
-        """`keep` at several budgets of one prompt without padding.
+        """Choose as `keep` does at several budgets of one prompt without padding.
 
         Policies that override it compute what does not depend on the budget once.
 
@@ -172,35 +172,35 @@ class EvictionPolicy(Parameterized, ABC):
 
     @property
     def combines(self) -> bool:
-        """Whether `combine` does anything."""
+        """Return whether `combine` does anything."""
         return type(self).combine is not EvictionPolicy.combine
 
     @property
     def holds(self) -> bool:
-        """Whether the cache is to hold a prompt whole until it is complete; no by default."""
+        """Return whether the cache holds a prompt whole until it is complete; no by default."""
         return False
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
-        """What to remember of a chunk that does not complete the prompt; see `Scorer.observe`."""
+        """Return what to remember of a chunk that is not the last one; see `Scorer.observe`."""
         return self.scorer.observe(states, sinks=sinks)
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` has anything to note; if not, it need not be called."""
+        """Return whether `observe` has anything to note; if not, it need not be called."""
         own = type(self).observe is not EvictionPolicy.observe
         return own or self.scorer.observes
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether a prompt has to come in one piece; no by default."""
+        """Return whether a prompt has to come in one piece; no by default."""
         return False
 
     def query_rows(self, n_tokens: int) -> int:
-        """How many of a prompt's last queries `keep` wants to see; see `Scorer.query_rows`."""
+        """Return how many of a prompt's last queries `keep` sees; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """Scorers that have to see tokens after the prompt before `keep` can choose in a layer."""
+        """Return the scorers that see tokens after the prompt before `keep` chooses in a layer."""
         return (self.scorer,) if self.scorer.later is not None else ()
 
     def again(self, *, rotates: bool) -> EvictionPolicy:
@@ -219,7 +219,7 @@ class EvictionPolicy(Parameterized, ABC):
         return latest_votes(window=self.scorer.window, rotates=rotates) if own is None else own
 
     def reader(self, *, sinks: int, window: int) -> Reader | None:
-        """A filter for one cache that leaves entries unread while tokens are decoded.
+        """Return a filter for one cache that leaves entries unread while tokens are decoded.
 
         Parameters
         ----------
@@ -234,7 +234,7 @@ class EvictionPolicy(Parameterized, ABC):
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """What builds this policy again, apart from the scorer."""
+        """Return what builds this policy again, apart from the scorer."""
         return {name: each for name, each in super().parameters().items() if name != "scorer"}
 
 
@@ -249,7 +249,7 @@ class RankedPolicy(EvictionPolicy):
 
     @abstractmethod
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """What `keep_ranked` decides by, of one layer.
+        """Return what `keep_ranked` decides by, of one layer.
 
         Parameters
         ----------
@@ -293,7 +293,7 @@ class RankedPolicy(EvictionPolicy):
     def keep_each(
         self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
     ) -> list[Tensor]:
-        """`keep` at several budgets, from the same rankings; see `EvictionPolicy.keep_each`."""
+        """Choose at several budgets, from the same rankings; see `EvictionPolicy.keep_each`."""
         ranked = self.rankings(states, sinks=sinks, window=window)
         return [
             self.keep_ranked(ranked, states, each, sinks=sinks, window=window) for each in budgets
@@ -312,15 +312,15 @@ class VotedPolicy(RankedPolicy):
         """Return the places of the rows of a prompt of so many tokens."""
 
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """The rows' votes; see `RankedPolicy.rankings`."""
+        """Return the rows' votes; see `RankedPolicy.rankings`."""
         voters = self.voters(int(states.keys.shape[2]))
         return (weighted_rows(states, last_rows(states, voters)),)
 
     @property
     def observes(self) -> bool:
-        """It does not."""
+        """Return False: the rows' queries are held back by the cache."""
         return False
 
     def query_rows(self, n_tokens: int) -> int:
-        """From the first row to the end."""
+        """Return the number of rows from the first voter to the end."""
         return max(n_tokens - self.voters(n_tokens).start, 0)

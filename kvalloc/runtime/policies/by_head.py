@@ -55,16 +55,16 @@ class ByHead(EvictionPolicy):
 
     @property
     def observes(self) -> bool:
-        """No."""
+        """Return False: one record cannot serve several policies."""
         return False
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether one of the policies adds up what each chunk brings."""
+        """Return whether one of the policies adds up what each chunk brings."""
         return any(policy.observes for policy in self.policies)
 
     def query_rows(self, n_tokens: int) -> int:
-        """The most that a policy wants to see: each takes those that it needs from the end."""
+        """Return the largest number of a policy: each takes those that it needs from the end."""
         return max(policy.query_rows(n_tokens) for policy in self.policies)
 
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
@@ -83,7 +83,7 @@ class ByHead(EvictionPolicy):
         return replace(self, scorer=again[0].scorer, policies=again)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """Those of the policies that some head of the layer has."""
+        """Return those of the policies that some head of the layer has."""
         found: list[Scorer] = []
         for place in np.unique(self.table[layer]).tolist():
             found += self.policies[place].later_scorers(layer)

@@ -52,7 +52,7 @@ class Critical(RankedPolicy):
     epsilon: NonNegative = 1e-4
 
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """A, and ``(A + epsilon) * || V W_O ||_1``; see `RankedPolicy.rankings`.
+        """Return A, and ``(A + epsilon) * || V W_O ||_1``; see `RankedPolicy.rankings`.
 
         Raises
         ------

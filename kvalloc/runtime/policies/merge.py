@@ -106,7 +106,7 @@ class Merge(Score):
 
 
 def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a mask is True, increasing, and other places behind, where a head has fewer.
+    """Return where a mask is True, increasing, and other places behind where a head has fewer.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(numbers: Tensor, among: Tensor) -> Tensor:
-    """Of some numbers of each head, (batch, n_kv_heads, 1)."""
+    """Return the mean of some numbers of each head, (batch, n_kv_heads, 1)."""
     count = among.sum(dim=-1, keepdim=True).clamp(min=1)
     return numbers.masked_fill(~among, 0.0).sum(dim=-1, keepdim=True) / count
 
@@ -133,7 +133,7 @@ def _mean(numbers: Tensor, among: Tensor) -> Tensor:
 def _nearest(
     keys: Tensor, blocks: Sequence[Tensor], targets: Tensor, taken: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Best cosine of each source, and the place among the targets that has it.
+    """Return the best cosine of each source, and the place among the targets that has it.
 
     Block by block of sources, so that the scratch is ``1024 x n_targets`` for all heads together.
     """

@@ -83,7 +83,7 @@ class MPCache(VotedPolicy):
         return keep_best(rankings[0], budgets, **limits)
 
     def reader(self, *, sinks: int, window: int) -> ClusterReader:
-        """The dynamic half; see `EvictionPolicy.reader`."""
+        """Return the dynamic half; see `EvictionPolicy.reader`."""
         return ClusterReader(self, sinks=sinks, window=window)
 
 
@@ -151,14 +151,14 @@ class ClusterReader(Reader):
         self._led = None
 
     def _counts(self, n_coarse: int) -> tuple[int, int]:
-        """How many coarse and how many fine clusters are read."""
+        """Return the numbers of coarse and of fine clusters that are read."""
         settings = self._settings
         coarse = math.ceil(settings.coarse_share * n_coarse)
         parts = settings.coarse_tokens // settings.fine_tokens
         return coarse, math.ceil(settings.fine_share * coarse * parts)
 
     def _compare(self, states: AttentionStates, place: int, entries: slice) -> Tensor:
-        """Which fine clusters are nearest to the query, (batch, n_kv_heads, n_fine)."""
+        """Return which fine clusters are nearest to the query, (batch, n_kv_heads, n_fine)."""
         settings = self._settings
         clusters = self._clusters.get(place)
         if clusters is None:
@@ -178,7 +178,7 @@ class ClusterReader(Reader):
         return _best(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
 
     def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
-        """Which fine clusters have most of the positions that the layer before reads.
+        """Return which fine clusters have most of the positions that the layer before reads.
 
         None where that layer read everything.
         """

@@ -83,7 +83,7 @@ class NaCl(VotedPolicy):
         return range(n_tokens - max(math.ceil(n_tokens * self.proxy_share), 1), n_tokens)
 
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """The proxies' votes F; see `RankedPolicy.rankings`.
+        """Return the proxies' votes F; see `RankedPolicy.rankings`.
 
         Raises
         ------
@@ -120,7 +120,7 @@ class NaCl(VotedPolicy):
         return ~free | kept_proxies | best | drawn
 
     def _noise(self, states: AttentionStates) -> Tensor:
-        """Gumbel noise, (n_kv_heads, n_tokens): the largest of ``F + noise`` are a draw.
+        """Return Gumbel noise, (n_kv_heads, n_tokens): the largest of ``F + noise`` are a draw.
 
         That is, from softmax(F).
         """

@@ -28,11 +28,11 @@ class Score(RankedPolicy):
     reference = "XKV, Algorithm 2; the method is the scorer's"
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """The scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
+        """Return the scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
         return self.scorer.score(states, sinks=sinks)
 
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """The scores; see `RankedPolicy.rankings`."""
+        """Return the scores; see `RankedPolicy.rankings`."""
         return (self.scores(states, sinks=limits["sinks"]),)
 
     def keep_ranked(
