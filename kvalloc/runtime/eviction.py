@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import TypeAlias
 
@@ -16,17 +17,16 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import row_tokens
-from kvalloc.runtime.following import Tail
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best, kept_places
-from kvalloc.runtime.unfinished import Part, Queries, part_of, parts
+from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
@@ -62,12 +62,13 @@ def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
     )
 
 
-def _behind(choice: Choice, front: int) -> Choice:
-    """What is chosen behind so many places."""
-    part, positions, own, kept = choice
-    bias = None if own.bias is None else own.bias[..., front:]
-    own = replace(own, keys=own.keys[:, :, front:], values=own.values[:, :, front:], bias=bias)
-    return part, positions[..., front:], own, kept[..., front:]
+def _last(
+    number: int, positions: Tensor, own: AttentionStates, kept: Tensor
+) -> tuple[Tensor, AttentionStates, Tensor]:
+    """Return the last so many of what a piece chooses from, all new, and what is kept of them."""
+    first = int(own.keys.shape[2]) - number
+    own = replace(own, keys=own.keys[:, :, first:], values=own.values[:, :, first:], bias=None)
+    return positions[..., first:], own, kept[..., int(kept.shape[2]) - number :]
 
 
 def _one(number: int | None) -> slice:
@@ -102,7 +103,73 @@ Rankings: TypeAlias = dict[Part, tuple[Tensor, ...]]
 
 
 #: A layer, what it chooses from, and how many entries each row and head keeps.
-Member: TypeAlias = tuple[BudgetLayer | Tail, AttentionStates, IntArray]
+Member: TypeAlias = tuple[BudgetLayer, AttentionStates, IntArray]
+
+UNSEEN = -1e30
+"""Added to the logits of a place of no entry."""
+
+
+class Kept:
+    """What earlier evictions kept of a layer, as its pieces are shown to a policy.
+
+    Parameters
+    ----------
+    layer : BudgetLayer
+    stays : ndarray of bool, (batch,)
+        Rows in which all of it stays: heads that keep fewer than another have places of no entry
+        behind theirs, which no query sees.
+    """
+
+    def __init__(self, layer: BudgetLayer, stays: BoolArray) -> None:
+        self._entries, self.stays = layer.entries, stays & layer.reduced
+        self.joined = layer.in_front if layer.awaits_eviction else 0
+
+    @property
+    def apart(self) -> BoolArray:
+        """Rows whose heads are looked at one by one, as they hold different entries, (batch,)."""
+        even = self._entries is None or self._entries.even
+        return np.asarray(~self.stays & (not even))
+
+    def front(self, part: Part) -> int:
+        """Places in front of a piece that stay whatever is chosen."""
+        return self._most if self.stays[part[0] or 0] else 0
+
+    @cached_property
+    def _most(self) -> int:
+        return 0 if self._entries is None else int(self._entries.lengths.max())
+
+    def of(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Return keys, values, columns and biases of a piece; None where nothing has gone.
+
+        Each (batch, n_kv_heads, n, ...), in the model's type.
+        """
+        row, head = part
+        if self._entries is None:
+            return None
+        if head is None:
+            *numbers, bias = self._padded
+            keys, values, positions = (rows_of(own, row, None) for own in numbers)
+            return keys, values, positions, None if bias is None else rows_of(bias, row, None)
+        assert row is not None
+        piece = self._numbers.piece(row, head)
+        bias = None if piece.bias is None else piece.bias[None, None]
+        return piece.keys[None, None], piece.values[None, None], piece.positions[None, None], bias
+
+    @cached_property
+    def _padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """All of it at once, with as many places in all rows and heads."""
+        assert self._entries is not None
+        keys, values, positions, bias = self._entries.padded()
+        if (self._entries.lengths != self._most).any():
+            bias = torch.zeros_like(positions, dtype=torch.float32) if bias is None else bias
+            bias.masked_fill_(positions == NO_COLUMN, UNSEEN)
+        return keys, values, positions, bias
+
+    @cached_property
+    def _numbers(self) -> LayerEntries:
+        """All of it unpacked at once: the pieces are many, and small."""
+        assert self._entries is not None
+        return self._entries.numbers()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +178,7 @@ class Eviction:
 
     A policy looks at a whole layer where it can. Rows with padding are shown to it one by one
     without their padding, so that a row keeps what it would keep alone; heads that hold different
-    entries already, from earlier chunks, one by one, too.
+    entries already, from earlier evictions, one by one, too.
 
     Attributes
     ----------
@@ -139,6 +206,9 @@ class Eviction:
         How many of the latest tokens are no candidates, and stay.
     idle : frozenset of int
         Rows of which nothing goes, and which have no queries to choose by.
+    stays : ndarray of bool, (batch,), optional
+        Rows in which all that earlier evictions kept stays, and targets are of what came since; in
+        none by default.
     hand_out : callable, optional
         ``hand_out(scores, budgets)``: by a row's scores in one layer, a list of one (n_kv_heads,
         n_evictable), how many each head keeps of what they may keep together, (1, n_kv_heads).
@@ -160,14 +230,11 @@ class Eviction:
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
     following: int = 0
     idle: frozenset[int] = frozenset()
+    stays: BoolArray | None = None
     hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
     scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
         default_factory=dict
     )
-
-    def of(self, layer: BudgetLayer | Tail) -> Eviction:
-        """Return the same for a layer, of which what stands in front always stays."""
-        return replace(self, sinks=layer.front) if layer.front else self
 
     @torch.no_grad()
     def note(self, layer: BudgetLayer, states: AttentionStates, columns: Tensor) -> None:
@@ -180,10 +247,10 @@ class Eviction:
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
-        notes = layer.unfinished
-        for part in self._pieces(layer, states) if self.policy.observes else ():
-            noted = self.policy.observe(self._candidates(layer, states, part)[0], sinks=self.sinks)
-            _keep_note(notes.observed, part, noted)
+        notes, kept = layer.unfinished, self._kept_of(layer)
+        for part in self._pieces(layer, states, kept) if self.policy.observes else ():
+            own, _ = self._candidates(layer, states, part, kept)
+            _keep_note(notes.observed, part, self.policy.observe(own, sinks=self.sinks))
         notes.prompt.trim(self.wanted_rows())
 
     def wanted_rows(self, row: int | None = None) -> int:
@@ -195,34 +262,47 @@ class Eviction:
             return n_tokens
         return self.policy.query_rows(n_tokens)
 
-    def _grain(self, layer: BudgetLayer | Tail, keys: Tensor) -> int:
-        if layer.reduced and not layer.even:
-            return 2
-        first = self._end(layer) - int(keys.shape[2]) + _n_in_front(layer)
-        return max(layer.unfinished.grain, int(not self.visible[:, first:].all()))
+    def _kept_of(self, layer: BudgetLayer) -> Kept:
+        stays = np.zeros(len(self.visible), bool) if self.stays is None else self.stays
+        return Kept(layer, stays)
 
-    def _pieces(self, layer: BudgetLayer | Tail, states: AttentionStates) -> list[Part]:
-        return parts(self._grain(layer, states.keys), *states.keys.shape[:2])
+    def _pieces(self, layer: BudgetLayer, states: AttentionStates, kept: Kept) -> list[Part]:
+        """Return the pieces in which a policy looks at a layer, as large as they may be."""
+        noted = layer.unfinished.observed
+        apart = kept.apart | any(head is not None for _, head in noted)
+        alike = (kept.stays == kept.stays[0]).all() and self._dense_visible(states, kept).all()
+        if alike and not apart.any() and not any(row is not None for row, _ in noted):
+            return [LAYER]
+        heads = range(int(states.keys.shape[1]))
+        return [
+            (row, head)
+            for row, single in enumerate(apart)
+            for head in (heads if single else (None,))
+        ]
 
     # What there is to choose from
 
     def _candidates(
         self,
-        layer: BudgetLayer | Tail,
+        layer: BudgetLayer,
         states: AttentionStates,
         part: Part,
-        stored: LayerEntries | None = None,
+        kept: Kept,
+        *,
+        new_alone: bool = False,
     ) -> tuple[AttentionStates, Tensor]:
         """What one piece of a layer chooses from.
 
         Parameters
         ----------
-        layer : BudgetLayer or Tail
+        layer : BudgetLayer
         states : AttentionStates
-            With its keys and values.
+            With keys and values of what came since the latest eviction; behind those that it kept
+            where these are joined already.
         part : Part
-        stored : LayerEntries, optional
-            What an uneven layer keeps; by default its entries, of which the piece is then unpacked.
+        kept : Kept
+        new_alone : bool
+            Leave out what earlier evictions kept.
 
         Returns
         -------
@@ -232,42 +312,32 @@ class Eviction:
             Column of each candidate.
         """
         row, head = part
-        columns, end = self._columns(layer, states.keys, row), self._end(layer)
-        first = end - int(states.keys.shape[2]) + _n_in_front(layer)
+        columns, end = self._columns(states, row, kept), self._end(layer)
+        first = end - int(states.keys.shape[2]) + kept.joined
         positions = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
-        positions, bias = positions.expand(*states.keys.shape[:2], -1), None
-        if layer.even:
-            assert layer.entries is not None
-            there, bias = layer.entries.columns
-            positions = torch.cat([there, positions], dim=-1)
-            bias = None if bias is None else torch.nn.functional.pad(bias, (0, end - first))
-        every = (states.keys, states.values, positions)
-        keys, values, positions = (rows_of(own, row, head)[:, :, columns] for own in every)
-        bias = None if bias is None else rows_of(bias, row, head)[:, :, columns]
-        if layer.reduced and not layer.even:
-            assert isinstance(layer, BudgetLayer)  # a tail is even
-            assert layer.entries is not None
-            assert row is not None
-            assert head is not None
-            piece = (layer.entries if stored is None else stored).piece(row, head)
-            kept = (piece.keys, piece.values, piece.positions)
-            pairs = zip(kept, (keys, values, positions), strict=True)
-            keys, values, positions = (torch.cat([a[None, None], b], dim=2) for a, b in pairs)
-            if piece.bias is not None:
-                more = int(keys.shape[2]) - len(piece.keys)
-                bias = torch.nn.functional.pad(piece.bias, (0, more))[None, None]
+        every = [rows_of(own, row, head) for own in (states.keys, states.values)]
+        every.append(positions.expand(*every[0].shape[:2], -1))
+        before, bias = None if new_alone else kept.of(part), None
+        if before is not None and kept.joined:
+            every[2] = torch.cat([before[2], every[2]], dim=-1)
+        every = [own[:, :, columns] for own in every]
+        if before is not None and not kept.joined:
+            every = [torch.cat(pair, dim=2) for pair in zip(before[:3], every, strict=True)]
+        keys, values, positions = every
+        if before is not None and before[3] is not None:
+            more = int(keys.shape[2]) - int(before[3].shape[2])
+            bias = torch.nn.functional.pad(before[3], (0, more))
         own, places = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
         if layer.reduced:  # the first sink stays: it tells how much padding came before it
-            start = positions[..., :1] if self.sinks else 0
+            start = positions[..., :1] if kept.front(part) or self.sinks else 0
             own = replace(own, positions=positions - start)
         mask = self._gaps(layer, own, positions, places)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
         scorers = self.scorers.get(states.layer, ())
         if voting := awaited_tokens(scorers):
-            assert isinstance(layer, BudgetLayer)
             _, notes = self.scored.get((states.layer, part), (None, None))
             if notes is None:
                 seen, n_prompt = self._with_following(layer, own, part, voting), int(keys.shape[2])
@@ -293,7 +363,7 @@ class Eviction:
         bias = states.bias
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, self.following))
         states = replace(states, queries=queries, bias=bias, mask=None, gaps=False)
-        if row is None and not layer.reduced:
+        if row is None:
             keys, values = layer.latest()  # no padding, no copy
             return replace(states, keys=keys, values=values)
         latest = [rows_of(own, row, head) for own in layer.latest(self.following)]
@@ -304,12 +374,12 @@ class Eviction:
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return replace(states, keys=keys, values=values)
 
-    def _end(self, layer: BudgetLayer | Tail) -> int:
+    def _end(self, layer: BudgetLayer) -> int:
         """Column behind the last candidate."""
         return layer.seen_tokens - self.following
 
     def _gaps(
-        self, layer: BudgetLayer | Tail, own: AttentionStates, positions: Tensor, places: Tensor
+        self, layer: BudgetLayer, own: AttentionStates, positions: Tensor, places: Tensor
     ) -> Tensor | None:
         """What older queries see, where entries of their own tokens were evicted.
 
@@ -328,24 +398,24 @@ class Eviction:
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
 
-    def _dense_visible(self, layer: BudgetLayer | Tail, keys: Tensor) -> Tensor:
+    def _dense_visible(self, states: AttentionStates, kept: Kept) -> Tensor:
         """What is no padding of a layer's keys that no eviction has kept yet, (batch, n)."""
-        end = self._end(layer)
-        return self.visible[:, end - int(keys.shape[2]) + _n_in_front(layer) : end]
+        end = int(self.visible.shape[1]) - self.following
+        return self.visible[:, end - int(states.keys.shape[2]) + kept.joined : end]
 
-    def _columns(self, layer: BudgetLayer | Tail, keys: Tensor, row: int | None) -> slice | Tensor:
+    def _columns(self, states: AttentionStates, row: int | None, kept: Kept) -> slice | Tensor:
         """Columns of a layer's keys, of this row without its padding."""
         if row is None:
             return slice(None)
-        shown, front = self._dense_visible(layer, keys)[row], _n_in_front(layer)
-        columns = torch.nn.functional.pad(shown, (front, 0), value=True).nonzero()[:, 0]
+        shown = self._dense_visible(states, kept)[row]
+        columns = torch.nn.functional.pad(shown, (kept.joined, 0), value=True).nonzero()[:, 0]
         first, count = (int(columns[0]), int(columns.numel())) if columns.numel() else (0, 0)
         if count and int(columns[-1]) == first + count - 1:
             return slice(first, first + count)  # a view, where padding is at one end only
-        return columns.to(keys.device)
+        return columns.to(states.keys.device)
 
     def _part_states(
-        self, layer: BudgetLayer | Tail, states: AttentionStates, part: Part
+        self, layer: BudgetLayer, states: AttentionStates, part: Part
     ) -> tuple[AttentionStates, Tensor]:
         """The states of a piece, but for keys and values, and columns of its queries' tokens."""
         row, head = part
@@ -361,7 +431,7 @@ class Eviction:
     # What is chosen
 
     @torch.no_grad()
-    def evictable_scores(self, layer: BudgetLayer | Tail, states: AttentionStates) -> list[Tensor]:
+    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
         """Scores of a layer's entries without sinks, window and padding.
 
         Parameters
@@ -379,24 +449,25 @@ class Eviction:
         policy = self.policy
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
-        stored = _numbers(layer)
-        for part in self._pieces(layer, states):
-            own, _ = self._candidates(layer, states, part, stored)
-            end = max(int(own.keys.shape[2]) - self.window, self.sinks)
-            end = self.sinks if part[0] in self.idle else end
+        kept = self._kept_of(layer)
+        for part in self._pieces(layer, states, kept):
+            own, _ = self._candidates(layer, states, part, kept)
+            sinks = kept.front(part) or self.sinks
+            end = max(int(own.keys.shape[2]) - self.window, sinks)
+            end = sinks if part[0] in self.idle else end
             scores = own.keys[..., 0]
-            if end > self.sinks:  # else there is nothing to choose from, or only padding
-                scores = policy.scores(own, sinks=self.sinks)
+            if end > sinks:  # else there is nothing to choose from, or only padding
+                scores = policy.scores(own, sinks=sinks)
                 later = (own.later or {}).items()
                 notes = {key: replace(noted, columns=None) for key, noted in later}
                 self.scored[states.layer, part] = scores, notes
-            for place, evictable in enumerate(scores[..., self.sinks : end]):
+            for place, evictable in enumerate(scores[..., sinks:end]):
                 by_row[place if part[0] is None else part[0]] += evictable
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
 
     def _choices(
         self,
-        layer: BudgetLayer | Tail,
+        layer: BudgetLayer,
         states: AttentionStates,
         targets: IntArray,
         pieces: Sequence[Part],
@@ -404,30 +475,37 @@ class Eviction:
         observed: dict[Part, Observed],
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
-        stored = _numbers(layer)
+        before = self._kept_of(layer)
         for part in pieces:
-            own, positions = self._candidates(layer, states, part, stored)
-            budgets = _part_budgets(targets, part)
+            front, scored = before.front(part), (states.layer, part) in self.scored
+            own, positions = self._candidates(
+                layer, states, part, before, new_alone=scored and front > 0
+            )
+            n_new = int(own.keys.shape[2]) - (0 if scored else front)
+            budgets = _part_budgets(targets, part) + front
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
             if together is not None:
                 kept = together.get(part, kept).to(kept.device)  # none: nothing of this row goes
-            elif bool((budgets < kept.shape[2]).any()):
-                kept = self._kept(part, own, budgets)
+            elif bool((budgets < front + n_new).any()):
+                kept = self._kept(part, own, budgets, sinks=front or self.sinks)
                 check_kept(self.policy, kept, budgets)
+            if front:  # this stays where it is stored
+                yield part, *_last(n_new, positions, own, kept)
+                continue
             if self.remember and self.policy.observes:
                 noted = self.policy.observe(own, sinks=self.sinks)
                 _keep_note(observed, part, noted, kept, budgets)
             yield part, positions, self._stored(own, kept, budgets), kept
 
-    def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
+    def _kept(self, part: Part, states: AttentionStates, budgets: Tensor, *, sinks: int) -> Tensor:
         """What stays of a piece, (batch, n_kv_heads, n_tokens).
 
         By the scores that the entries were handed out by, where they were.
         """
         scores, _ = self.scored.pop((states.layer, part), (None, None))
         if scores is not None:
-            return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
-        return self.policy.keep(states, budgets, sinks=self.sinks, window=self.window)
+            return keep_best(scores, budgets, sinks=sinks, window=self.window)
+        return self.policy.keep(states, budgets, sinks=sinks, window=self.window)
 
     def _stored(self, own: AttentionStates, kept: Tensor, budgets: Tensor) -> AttentionStates:
         """A piece with what the policy puts into the entries that stay."""
@@ -455,13 +533,9 @@ class Eviction:
         members : list of Member
             Emptied, so that what goes of a layer is freed when it is done.
         """
-        # some of a group may be packed, and then all are looked at in the same pieces
-        packed = len(members) > 1 and any((bits != 16).any() for bits in self.bits.values())
-        grains = [
-            2 if layer.reduced and packed else self._grain(layer, states.keys)
-            for layer, states, _ in members
-        ]
-        pieces = parts(max(grains), *members[0][2].shape)
+        # the layers of a group are looked at in the same pieces, so in the smallest of any
+        of_each = [self._pieces(layer, own, self._kept_of(layer)) for layer, own, _ in members]
+        pieces = max(of_each, key=len)
         together = self._chosen_together(members, pieces) if len(members) > 1 else None
         while members:
             layer, states, targets = members.pop(0)
@@ -472,13 +546,12 @@ class Eviction:
                         targets[row] = self.hand_out([scores], targets[row : row + 1])
             observed, bits = dict[Part, Observed](), self.bits.get(states.layer)
             chosen = self._choices(layer, states, targets, pieces, together, observed)
-            if layer.front:
-                chosen = (_behind(choice, layer.front) for choice in chosen)
-            entries = _collected(targets - layer.front, chosen)
+            entries = _collected(targets, chosen)
             del states
-            layer.keep_numbers(entries, bits, self.following)
+            stays = self._kept_of(layer).stays
+            layer.keep_numbers(entries, bits, following=self.following, stays=stays)
             notes = layer.unfinished
-            notes.grain, notes.observed = (max(grains) if self.remember else 0), observed
+            notes.observed = observed
             if self.remember and not self.settles:
                 notes.prompt.trim(self.wanted_rows())
             else:
@@ -493,41 +566,24 @@ class Eviction:
         limits = Limits(sinks=self.sinks, window=self.window)
         ranked: list[Rankings] = []
         for layer, states, targets in members:
-            evicts = self._rows_that_evict(layer, states, targets)
+            before = self._kept_of(layer)
+            there = row_tokens(self._dense_visible(states, before))[:, None]
+            there = there if layer.entries is None else there + layer.entries.lengths
+            evicts = np.asarray((targets < there).any(axis=1))  # padding apart
             ranked.append({})
             for part in pieces:
                 if evicts[slice(None) if part[0] is None else part[0]].any():
-                    own, _ = self._candidates(layer, states, part)
+                    own, _ = self._candidates(layer, states, part, before)
                     ranked[-1][part] = policy.rankings(own, **limits)
         layer, states, targets = members[-1]
-        kept = {}
+        kept, before = {}, self._kept_of(layer)
         for part, rankings in joint_rankings(ranked, **limits).items():
-            own, _ = self._candidates(layer, states, part)
+            own, _ = self._candidates(layer, states, part, before)
             own = replace(own, queries=own.queries[:, :, :0], mask=None, gaps=False)
             budgets = _part_budgets(targets, part)
             kept[part] = policy.keep_ranked(rankings, own, budgets, **limits)
             check_kept(policy, kept[part], budgets)
         return kept
-
-    def _rows_that_evict(
-        self, layer: BudgetLayer | Tail, states: AttentionStates, targets: IntArray
-    ) -> BoolArray:
-        """Whether any head of a row gives up an entry that is no padding, (batch,)."""
-        there = row_tokens(self._dense_visible(layer, states.keys))[:, None]
-        there = there if layer.entries is None else there + layer.entries.lengths
-        return np.asarray((targets < there).any(axis=1))
-
-
-def _n_in_front(layer: BudgetLayer | Tail) -> int:
-    """Entries that earlier evictions kept and that stand in front of a layer's dense ones."""
-    return int(layer.entries.lengths[0, 0]) if layer.entries and layer.even else 0
-
-
-def _numbers(layer: BudgetLayer | Tail) -> LayerEntries | None:
-    """What an uneven layer keeps, unpacked at once: its pieces are many, and small."""
-    if not isinstance(layer, BudgetLayer) or layer.entries is None or layer.even:
-        return None
-    return layer.entries.numbers()
 
 
 def _keep_note(

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import NO_COLUMN
-from kvalloc.runtime.unfinished import Unfinished
 
-__all__ = ["COMPETE_AGAIN", "Followed", "Settling", "Tail"]
+__all__ = ["COMPETE_AGAIN", "Followed", "Settling"]
 
 COMPETE_AGAIN = 1.5
 """Everything that is kept competes again when so many times the tokens have been seen as when it
 did before; until then what is new competes for the places that it brought. Entries at fewer bits
 lose a little whenever they are rounded again (SmolLM2-135M: a quarter less than if all
 compete every 64 tokens)."""
-
-UNSEEN = -1e30
-"""Added to the logits of a place of no entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,53 +114,3 @@ class Settling:
             few = own.idle[:, None] | (there <= least).all(axis=1, keepdims=True)
             targets[i] = np.where(few, there, wanted if shared else np.minimum(wanted, there))
         return cls(new_alone=new_alone, targets=targets)
-
-
-@dataclass(frozen=True)
-class _Front:
-    """Kept entries in front of what competes, as if all heads had as many."""
-
-    lengths: IntArray
-    columns: tuple[Tensor, Tensor | None]
-
-
-@dataclass
-class Tail:
-    """A reduced layer of which only what followed competes; what is kept stands in front of it.
-
-    Heads that keep fewer than another have places of no token between the two, which no query sees.
-
-    Attributes
-    ----------
-    layer : BudgetLayer
-    front : int
-        Places in front.
-    """
-
-    layer: BudgetLayer
-    unfinished: Unfinished = field(default_factory=Unfinished)
-
-    reduced = even = True
-
-    def __post_init__(self) -> None:
-        assert self.layer.entries is not None
-        keys, values, positions, bias = self.layer.entries.padded()
-        self._kept = keys, values
-        self.front, lengths = int(keys.shape[2]), self.layer.entries.lengths
-        if (lengths != self.front).any():
-            bias = torch.zeros_like(positions, dtype=torch.float32) if bias is None else bias
-            bias.masked_fill_(positions == NO_COLUMN, UNSEEN)
-        self.entries = _Front(np.full_like(lengths, self.front), (positions, bias))
-        self.seen_tokens, self.batch = self.layer.seen_tokens, self.layer.batch
-        self.unfinished.latest = self.layer.unfinished.latest
-
-    def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, those that are kept in front."""
-        end = self.layer.dense_tokens - latest
-        pairs = zip(self._kept, (self.layer.keys, self.layer.values), strict=True)
-        keys, values = (torch.cat([kept, own[:, :, :end]], dim=2) for kept, own in pairs)
-        return keys, values
-
-    def keep_numbers(self, more: KeptEntries, bits: IntArray | None, following: int) -> None:
-        """Add entries behind those that are kept, and free the rest."""
-        self.layer.add(more)

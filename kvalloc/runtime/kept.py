@@ -251,6 +251,10 @@ class KeptEntries:
             found["key_scales"] = copied(self.key_scales, spans.first_scales, blocks)
         return replace(self, **found, lengths=counts[numbers])
 
+    def of_rows(self, rows: IntArray) -> KeptEntries:
+        """Return a copy of these rows, (n_rows,), in this order; one may come more than once."""
+        return self.segments(self.segment_numbers[rows])
+
     def of_heads(self, heads: Sequence[int]) -> KeptEntries:
         """Return the KV heads at these places: a copy, or the same entries if these are all."""
         every = list(heads) == list(range(self.lengths.shape[1]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from kvalloc.accounting import IntArray
+from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import LayerEntries, longer, unpack
@@ -98,7 +96,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     is_croppable = False  # evicted entries cannot come back
-    front = 0  # see `kvalloc.runtime.following.Tail`
 
     keys: Any  # transformers calls them optional
     values: Any
@@ -126,21 +123,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Kept entries that stand in front of what `update` returns."""
         entries = self.entries
         return int(entries.lengths[0, 0]) if entries and self.joins and entries.even else 0
-
-    def of_rows(self, rows: Tensor) -> BudgetLayer:
-        """Return a copy of these rows, to be reduced apart from the others."""
-        found = BudgetLayer()
-        found.lazy_initialization(self.keys, self.values)
-        found.keys, found.values = (own[rows.to(own.device)] for own in (self.keys, self.values))
-        found.entries = None if self.entries is None else self.entries.rows(rows)
-        found.seen_tokens, found.unfinished = self.seen_tokens, copy(self.unfinished)
-        found.unfinished.select(rows)
-        return found
-
-    def take(self, parts: Sequence[BudgetLayer], order: IntArray) -> None:
-        """Store reduced copies of all rows, where they stand one after the other: `order`."""
-        entries = [part.entries for part in parts if part.entries is not None]
-        self.keep(LayerEntries.joined(entries, order))
 
     @property
     def awaits_eviction(self) -> bool:
@@ -257,10 +239,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
-        """Keys and values without so many of the latest tokens; of an even layer kept ones, too."""
+        """Dense keys and values without so many of the latest tokens."""
         end = self.dense_tokens - latest
-        found = self.keys[:, :, :end], self.values[:, :, :end]
-        return self._joined(found) if self.even else found
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
     def latest(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""
@@ -268,16 +249,38 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         first = 0 if tokens is None else int(keys.shape[-2]) - tokens
         return keys[..., first:, :], values[..., first:, :]
 
-    def keep_numbers(self, entries: KeptEntries, bits: IntArray | None, following: int) -> None:
-        """`keep` entries that are rounded to these bits, (n_kv_heads,); None as they are."""
-        whole = LayerEntries.whole
-        stored = whole(entries) if bits is None else LayerEntries.packed(entries, bits)
-        self.keep(stored, following)
+    def keep_numbers(
+        self, entries: KeptEntries, bits: IntArray | None, *, following: int, stays: BoolArray
+    ) -> None:
+        """Keep entries, rounded to these bits, and the latest tokens; free the rest.
 
-    def add(self, more: KeptEntries) -> None:
-        """Keep these entries, too, behind those that are kept, and free all that followed."""
+        Parameters
+        ----------
+        entries : KeptEntries
+            Of all rows and KV heads.
+        bits : ndarray of int64, (n_kv_heads,), or None
+            None stores them as they are.
+        following : int
+            Latest tokens that stay as they are.
+        stays : ndarray of bool, (batch,)
+            Rows in which what was kept before stays in front of them, with the bits that it has.
+        """
+
+        def fresh(some: KeptEntries) -> LayerEntries:
+            return LayerEntries.whole(some) if bits is None else LayerEntries.packed(some, bits)
+
+        if not stays.any():
+            self.keep(fresh(entries), following)
+            return
         assert self.entries is not None
-        self.keep(self.entries.with_more(more))
+        if stays.all():
+            self.keep(self.entries.with_more(entries), following)
+            return
+        rows = np.flatnonzero(stays), np.flatnonzero(~stays)
+        more, others = (entries.of_rows(own) for own in rows)
+        longer_ones = self.entries.rows(torch.from_numpy(rows[0])).with_more(more)
+        parts = [longer_ones, fresh(others)]
+        self.keep(LayerEntries.joined(parts, np.concatenate(rows).argsort()), following)
 
     def keep(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""

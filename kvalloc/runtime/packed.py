@@ -382,16 +382,14 @@ class LayerEntries:
     def rows(self, indices: Tensor) -> LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
         numbers = indices.cpu().numpy()
-        return replace(
-            self, parts=tuple(part.segments(part.segment_numbers[numbers]) for part in self.parts)
-        )
+        return replace(self, parts=tuple(part.of_rows(numbers) for part in self.parts))
 
     @classmethod
     def joined(cls, several: Sequence[LayerEntries], order: IntArray) -> LayerEntries:
         """Return the rows of several one behind the other, in this order."""
         parts = [joined(own) for own in zip(*(one.parts for one in several), strict=True)]
         return cls(
-            parts=tuple(part.segments(part.segment_numbers[order]) for part in parts),
+            parts=tuple(part.of_rows(order) for part in parts),
             like=several[0].like,
         )
 
@@ -407,6 +405,9 @@ class LayerEntries:
         bias : Tensor of float32, (batch, n_kv_heads, most), or None
         """
         shape = (*self.lengths.shape, int(self.lengths.max()))
+        if len(self.parts) == 1 and (self.lengths == shape[2]).all():
+            whole = self.numbers()
+            return *whole.dense, *whole.columns
         places = int(np.prod(shape))
         keys, values = (own.new_zeros(places, own.shape[-1]) for own in self.like)
         positions = torch.full((places,), NO_COLUMN, dtype=torch.int32, device=keys.device)

@@ -23,7 +23,7 @@ from kvalloc.runtime.arrival import Arrival, Step, row_tokens
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Member
-from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling, Tail
+from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
 from kvalloc.runtime.layer import SPARE, BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import EvictionPolicy
@@ -496,8 +496,6 @@ class Prompt:
         self,
         eviction: Eviction,
         targets: dict[int, IntArray],
-        *,
-        layers: Mapping[int, BudgetLayer | Tail] | None = None,
         kept: Mapping[int, IntArray] | None = None,
     ) -> None:
         """Evict in these layers; in all together, where heads of all compete.
@@ -507,26 +505,21 @@ class Prompt:
         eviction : Eviction
         targets : dict of int to ndarray of int64, (batch, n_kv_heads)
             Entries that stay of each layer.
-        layers : mapping of int to BudgetLayer or Tail, optional
-            In which; the cache's own by default.
         kept : mapping of int to ndarray of int64, (batch, n_kv_heads), optional
             Entries that stay beside the targets; none by default.
         """
-        among = dict(enumerate(self._layers)) if layers is None else layers
         self._check_read(targets)
         if self.profile.by_prompt:
-            targets = self._by_prompt(eviction, targets, among, kept)
+            targets = self._by_prompt(eviction, targets, kept)
         for index in targets:
             group = self.plan.groups.get(index, (index,))
             if index != group[-1]:
                 continue
             members: list[Member] = []
             for one in group:
-                layer = among[one]
-                states = self._layer_states(one, layer, eviction)
-                members.append((layer, states, targets[one] + layer.front))
-                del states  # its keys are the layer's old ones
-            eviction.of(among[index]).evict(members)
+                layer: BudgetLayer = self._layers[one]
+                members.append((layer, self._layer_states(one, eviction), targets[one]))
+            eviction.evict(members)
         if self.reader is not None:
             self.reader.forget()
 
@@ -541,7 +534,7 @@ class Prompt:
             own = layer.unfinished
             layer.unfinished = Unfinished(latest=own.latest)
             if self._goes_on_observing:
-                layer.unfinished.grain, layer.unfinished.observed = own.grain, own.observed
+                layer.unfinished.observed = own.observed
         self.arrival.settled = columns = self.arrival.prompt_tokens or 0
         self.arrival.competed = row_tokens(self.arrival.visible[:, :columns])
         self._waits = False
@@ -624,58 +617,33 @@ class Prompt:
             window=policy.window,
             protected=policy.protected_tokens,
         )
-        every = {alone: np.flatnonzero(settling.new_alone == alone) for alone in (False, True)}
         with self._half_way():
-            self._settle_rows(followed, settling, [own for own in every.items() if len(own[1])])
+            self._settle_rows(followed, settling)
         for layer in self._budget_layers:
             layer.unfinished.latest = Queries()
         self.arrival.settled = seen
         self.arrival.competed = np.where(settling.new_alone, competed, tokens)
 
-    def _settle_rows(
-        self,
-        followed: Mapping[int, Followed],
-        settling: Settling,
-        groups: Sequence[tuple[bool, IntArray]],
-    ) -> None:
+    def _settle_rows(self, followed: Mapping[int, Followed], settling: Settling) -> None:
         """Settle rows of which all competes, and those of which only what is new does."""
+        alone, idle = settling.new_alone, next(iter(followed.values())).idle
         goes = {
-            index
+            index: own
             for index, own in settling.targets.items()
             if self.profile.by_prompt
             or self.plan.rounds(index)
-            or (own < np.where(settling.new_alone[:, None], 0, followed[index].there)).any()
-            or (settling.new_alone.any() and self._layers[index].reduced)
+            or (own < np.where(alone[:, None], 0, followed[index].there)).any()
+            or (alone.any() and self._layers[index].reduced)
             or (followed[index].new < self._layers[index].dense_tokens).any()  # padding goes
         }
-        parts = []
-        for new_alone, rows in groups:
-            own_rows = torch.from_numpy(rows)
-            idle = np.flatnonzero(next(iter(followed.values())).idle[rows])
-            eviction = self._eviction(
-                self.plan.after,
-                prompt_tokens=self._n_seen,
-                visible=self.arrival.visible[own_rows],
-                settles=True,
-                idle=frozenset(idle.tolist()),
-            )
-            own = {i: self._layers[i] for i in goes}
-            if len(groups) > 1:
-                own = {i: layer.of_rows(own_rows) for i, layer in own.items()}
-            parts.append((rows, own))
-            self._evict_layers(
-                eviction,
-                {i: settling.targets[i][rows] for i in own},
-                layers={
-                    i: Tail(layer) if new_alone and layer.reduced else layer
-                    for i, layer in own.items()
-                },
-                kept={i: followed[i].kept[rows] * new_alone for i in own},
-            )
-        if len(groups) > 1:
-            order = np.argsort(np.concatenate([rows for rows, _ in parts]))
-            for index in goes:
-                self._layers[index].take([own[index] for _, own in parts], order)
+        eviction = self._eviction(
+            self.plan.after,
+            prompt_tokens=self._n_seen,
+            settles=True,
+            idle=frozenset(np.flatnonzero(idle).tolist()),
+            stays=alone,
+        )
+        self._evict_layers(eviction, goes, {i: followed[i].kept * alone[:, None] for i in goes})
 
     def _fits_behind(self, layers: Iterable[Followed]) -> BoolArray:
         """Whether a row's newest tokens fit behind what is kept, (batch,); scales included."""
@@ -725,14 +693,13 @@ class Prompt:
         self,
         eviction: Eviction,
         targets: dict[int, IntArray],
-        layers: Mapping[int, BudgetLayer | Tail],
         kept: Mapping[int, IntArray] | None,
     ) -> dict[int, IntArray]:
         """As many entries in all, handed out by each row's own scores."""
-        by_row: list[list[Tensor]] = []
-        for index in targets:
-            states = self._layer_states(index, layers[index], eviction)
-            by_row.append(eviction.of(layers[index]).evictable_scores(layers[index], states))
+        by_row = [
+            eviction.evictable_scores(self._layers[index], self._layer_states(index, eviction))
+            for index in targets
+        ]
         result = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
             if not scores[0].shape[-1]:
@@ -764,11 +731,9 @@ class Prompt:
                 return counts
             total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
 
-    def _layer_states(
-        self, index: int, layer: BudgetLayer | Tail, eviction: Eviction
-    ) -> AttentionStates:
-        """What a layer has to choose from, and the latest queries where it has noted them."""
-        keys, values = layer.all_but(eviction.following)
+    def _layer_states(self, index: int, eviction: Eviction) -> AttentionStates:
+        """What a layer has to choose from beside what is kept already."""
+        keys, values = self._layers[index].all_but(eviction.following)
         return replace(self._seen[index], keys=keys, values=values)
 
     # Budgets that are decided from the prompt

@@ -11,30 +11,13 @@ from torch import Tensor
 
 from kvalloc.models.attention import Observed
 
-__all__ = ["Part", "Queries", "Unfinished", "part_of", "parts"]
+__all__ = ["LAYER", "Part", "Queries", "Unfinished", "part_of"]
 
 #: A row and a KV head of a layer; None stands for all of them.
 Part: TypeAlias = tuple[int | None, int | None]
 
 LAYER: Part = (None, None)
-
-
-def parts(grain: int, batch: int, n_kv_heads: int) -> list[Part]:
-    """Pieces in which a policy looks at a layer.
-
-    Parameters
-    ----------
-    grain : int
-        0: the layer at once. 1: row by row, where rows have padding in different places. 2: head
-        by head, where heads hold different entries already.
-    batch, n_kv_heads : int
-        Size of the layer.
-    """
-    if grain == 0:
-        return [LAYER]
-    if grain == 1:
-        return [(row, None) for row in range(batch)]
-    return [(row, head) for row in range(batch) for head in range(n_kv_heads)]
+"""All of a layer at once."""
 
 
 @dataclass(slots=True)
@@ -128,8 +111,6 @@ class Unfinished:
 
     Attributes
     ----------
-    grain : int
-        The finest pieces that the layer was looked at in so far, see `parts`.
     observed : dict of Observed
         What the policy noted of each piece.
     prompt : Queries
@@ -141,7 +122,6 @@ class Unfinished:
         with all columns of the prompt, padding included.
     """
 
-    grain: int = 0
     observed: dict[Part, Observed] = field(default_factory=dict)
     prompt: Queries = field(default_factory=Queries)
     latest: Queries = field(default_factory=Queries)

@@ -17,7 +17,7 @@ from runtime_oracle import rounded
 
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
-from kvalloc.runtime.following import Tail
+from kvalloc.runtime.eviction import Kept
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
@@ -160,11 +160,12 @@ def test_what_followed_is_packed_in_few_launches_and_no_wait(
         layer.update(*new)
         layer.keep(packed_of(stored, counts, [bits] * size), 64)
         launches.counts.clear()
-        tail = Tail(layer)
-        assert tail.all_but(0)[0].shape[2] == counts.max() + 64
+        keys, *_ = Kept(layer, np.full(size, True)).of((None, None))
+        assert keys.shape[2] == counts.max()
         assert launches.counts.total() <= most
         launches.counts.clear()
-        tail.layer.add(KeptEntries.of(*new, columns, every, counts * 0 + 64))
+        more = KeptEntries.of(*new, columns, every, counts * 0 + 64)
+        layer.keep(layer.entries.with_more(more))
     assert (layer.entries.lengths == counts + 64).all()
     assert layer.dense_tokens == 0
     assert launches.counts.total() <= most
