@@ -354,10 +354,8 @@ class AttentionSwitch:
         with _lock:
             within = _within[decoder] = _within.get(decoder, 0) + step
             for module in self._modules:
-                config, attributes = (
-                    module.config,
-                    vars(module),
-                )  # a module takes long to be set anything
+                # a module takes long to be set anything
+                config, attributes = module.config, vars(module)
                 if within and type(config) is not _ConfigView:
                     attributes["config"] = _ConfigView(config, id(module))
                 elif not within and type(config) is _ConfigView:

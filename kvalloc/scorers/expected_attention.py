@@ -34,12 +34,8 @@ class ExpectedAttention(Scorer):
         Last tokens that are never evicted, tokens.
     future : int
         Positions after the prompt that are averaged over, tokens.
-    covariance : bool
-        Use C; without it the expected logit is that of the mean query.
-    value_norm : bool
-        Multiply by the L2 norm of the value.
     epsilon : float
-        Added to the softmax before that.
+        Added to the softmax before the norm of the value is multiplied.
 
     References
     ----------
@@ -56,8 +52,6 @@ class ExpectedAttention(Scorer):
 
     window: Positive = 8
     future: Positive = 512
-    covariance: bool = True
-    value_norm: bool = True
     epsilon: NonNegative = 0.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -79,8 +73,7 @@ class ExpectedAttention(Scorer):
         # finite where a row has no token to score
         logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)
         scores = torch.softmax(logits, dim=-1).mean(dim=2)
-        if self.value_norm:
-            scores = (scores + self.epsilon) * states.values.float().norm(dim=-1)
+        scores = (scores + self.epsilon) * states.values.float().norm(dim=-1)
         return self.without_protected(scores, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
@@ -100,9 +93,8 @@ class ExpectedAttention(Scorer):
             positions = torch.arange(first, first + block.shape[2], device=real.device) + start
             block = rotate(block, -positions, frequencies)
             block = block * real[:, :, first : first + _BLOCK_TOKENS, None]
-            sums = {"sum": block.sum(dim=2).double()}
-            if self.covariance:
-                sums["outer"] = (block.transpose(2, 3) @ block).double()
+            outer = (block.transpose(2, 3) @ block).double()
+            sums = {"sum": block.sum(dim=2).double(), "outer": outer}
             totals |= {name: totals.get(name, 0.0) + addend for name, addend in sums.items()}
         if before is not None:
             totals = {name: total + before.totals.get(name, 0.0) for name, total in totals.items()}
@@ -120,8 +112,6 @@ class ExpectedAttention(Scorer):
         keys = states.keys.float()[:, :, None]
         query = (mean @ turn.T).float().view(batch, n_kv_heads, -1, head_dim, 1)
         logits = (keys @ query).squeeze(-1) * states.scaling
-        if not self.covariance:
-            return logits
         spread = seen.totals["outer"] / count[..., None] - mean[..., None] * mean[..., None, :]
         spread = (turn @ spread @ turn.T).float().view(batch, n_kv_heads, -1, head_dim, head_dim)
         for member in range(spread.shape[2]):
