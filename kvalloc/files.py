@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, nearest
+from kvalloc.errors import InputError, nearest, option
 
 _fcntl: Any = None  # on Windows, where what killed processes leave stays
 with suppress(ImportError):
@@ -228,14 +228,23 @@ def make_folder(folder: Path) -> None:
 def near_file(path: str | Path) -> str:
     """Return a file or folder of nearly that name beside it, see `nearest`; empty without one.
 
-    Of a link that leads nowhere, as to itself, what it leads to instead.
+    Of a link that leads nowhere, as to itself, what it leads to instead; of the output of a job
+    that was killed, how to go on.
     """
     if os.path.islink(path) and not os.path.exists(path):
         return f"it is a link to {os.readlink(path)}, which leads nowhere; "
+    if os.path.isdir(unfinished := checkpoint_folder(path)):
+        again = f"the same command and {option('resume', True)}"
+        return f"its job is not finished ({unfinished.name}), go on with {again}; "
     beside: list[str] = []
     with suppress(OSError, ValueError):  # no folder, or no name that could be one's
         beside = [str(one) for one in Path(path).parent.glob("*")]
     return nearest(str(path), beside)
+
+
+def checkpoint_folder(output: str | Path) -> Path:
+    """Return where finished pieces of an unfinished ``output`` are kept: ``OUTPUT.partial``."""
+    return Path(f"{output}.partial")
 
 
 def provenance(*packages: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
         ranked_by = {**loaded.scores.scorer_parameters, "file": str(source)}
         return loaded.scores.replace(scorer_parameters=ranked_by)
     if not on_hub(source) and not os.path.exists(source):
-        return _load_shipped(source, [kind for kind in kinds if kind in SHIPPED])
+        return _load_shipped(source, kinds)
     with local_file(source) as path:
         kind = kind_of(path)
         for one in kinds:
@@ -192,14 +192,14 @@ def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:
 
 def _load_shipped(name: str | Path, kinds: Sequence[type[Any]]) -> Any:
     """Return what ships under a name that is no file; refuse a name that nothing ships under."""
-    name = str(name)
-    for kind in kinds:
+    name, shipped = str(name), [kind for kind in kinds if kind in SHIPPED]
+    for kind in shipped:
         if name in _shipped(kind):
             with resources.as_file(resources.files(PACKAGE) / f"{name}{SHIPPED[kind]}") as file:
                 return kind.load(file)
     if kind_of(name):  # the demo's name is a model
         kinds[0].require_file(name)
-    known = [one for kind in kinds for one in _shipped(kind)]
+    known = [one for kind in shipped for one in _shipped(kind)]
     raise InputError(
         f"there is no {' or '.join(kind.NAME for kind in kinds)} {name}: no such file; "
         f"{nearest(name, known) or near_file(name)}check the path; shipped ones: "

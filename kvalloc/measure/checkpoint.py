@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, one_line, option
-from kvalloc.files import ENDING, atomic_write, check_writable, delete_file
+from kvalloc.files import ENDING, atomic_write, check_writable, checkpoint_folder, delete_file
 from kvalloc.formats.record import digest_over
 
 if TYPE_CHECKING:
@@ -208,12 +208,6 @@ def kept_work(
     if resume:
         raise InputError("there is nothing to resume from; name the output")
     return nullcontext()
-
-
-def checkpoint_folder(output: str | Path) -> Path:
-    """Return where finished pieces of an unfinished ``output`` are kept: ``OUTPUT.partial``."""
-    target = Path(output)
-    return target.with_name(f"{target.name}.partial")
 
 
 def check_output(output: str | Path, *, resume: bool) -> None:

@@ -18,6 +18,9 @@ from kvalloc.runtime.policies import policy_of
 
 T = TypeVar("T")
 
+TOGETHER = 8
+"""Variants that run together."""
+
 _Place = tuple[int, ...]
 """KV head (or none of a figure), width, policy and level that a loss belongs to."""
 
@@ -117,7 +120,7 @@ def measure_losses(
     """
 
     def of_layer(layer: int) -> Iterator[tuple[list[_Place], FloatArray]]:
-        for some in _batches(_variants(_figures(probe, layer, job), job), job):
+        for some in _batches(_variants(_figures(probe, layer, job), job)):
             losses = probe.losses(layer, **_together(some)).cpu().numpy()
             for variant, values in zip(some, losses, strict=True):
                 yield variant.places, values
@@ -166,7 +169,7 @@ def estimate_losses(
         whole = probe.outputs(layer, None)
         slopes = _by_unit(gradients[layer], heads).transpose(1, 2)
         # Heads do not see each other: all of them are reduced at once, and separated after.
-        for some in _batches(_figures(probe, layer, job), job):
+        for some in _batches(_figures(probe, layer, job)):
             shifts = _by_unit(probe.outputs(layer, **_together(some)) - whole, heads)
             squares = ((shifts @ slopes) ** 2 / (2 * probe.n_measured)).cpu().numpy()
             for head, of_head in enumerate(squares):
@@ -224,9 +227,8 @@ def _together(some: Sequence[_Figure | _Variant]) -> dict[str, Any]:
     return {"keep": keep, "bits": bits}
 
 
-def _batches(some: Sequence[T], job: Job) -> Iterator[Sequence[T]]:
-    size = job.loss_plan.batch
-    return (some[begin : begin + size] for begin in range(0, len(some), size))
+def _batches(some: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (some[begin : begin + TOGETHER] for begin in range(0, len(some), TOGETHER))
 
 
 def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:

@@ -38,8 +38,6 @@ class LossPlan:
         Shares of the evictable entries that each unit is reduced to.
     continuation_tokens : int
         Tokens after the prompt on which the distributions are compared, at most.
-    batch : int
-        Variants that run together.
     policies : tuple of str
         Policies whose losses are measured beside those of the scorer's best entries, as
         `named_policies` reads them.
@@ -54,7 +52,6 @@ class LossPlan:
     level: LossLevel = "layer"
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
-    batch: int = 8
     policies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -64,8 +61,8 @@ class LossPlan:
                     f"the loss {name} is {getattr(self, name)!r}, expected "
                     f"{' or '.join(get_args(choices))}"
                 )
-        if self.continuation_tokens < 1 or self.batch < 1:
-            raise InputError("a loss needs a continuation and a batch of at least 1")
+        if self.continuation_tokens < 1:
+            raise InputError("a loss needs a continuation of at least 1 token")
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
             raise InputError(
                 f"the loss levels {self.shares} are not shares within 0..1; give some such"
@@ -90,9 +87,7 @@ class LossPlan:
 
     def record(self) -> dict[str, Any]:
         """Return what decides the numbers, as plain values."""
-        values = asdict(self)
-        del values["batch"]
-        return values
+        return asdict(self)
 
 
 FOLLOWED = ("pool", "pooling", "group_reduce")

@@ -49,6 +49,7 @@ from tiny_models import WordTokenizer, tiny_model, words
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.request import read_weights
 from kvalloc.errors import InputError, KVAllocError, ProfileFileError
+from kvalloc.files import checkpoint_folder
 from kvalloc.formats import record
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
@@ -60,7 +61,7 @@ from kvalloc.formats.shipped_profiles import load_file, load_profile, load_score
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.interop.exporting import TARGETS
 from kvalloc.interop.target import ExportTarget
-from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.prompts.tasks.longbench import read_records
 from kvalloc.prompts.texts import read_prompts, read_texts
 

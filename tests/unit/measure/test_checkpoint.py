@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from cli_tools import files_in
 
-from kvalloc.errors import InputError
-from kvalloc.measure.checkpoint import Checkpoint, check_output, checkpoint_folder
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.files import checkpoint_folder
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.measure.checkpoint import Checkpoint, check_output
 
 JOB = {"scorer": "xkv", "context_tokens": 100, "versions": {"torch": "2"}}
 ARRAYS = {"curves": np.random.default_rng(0).random((2, 3, 5)), "masses": np.arange(3)}
@@ -131,7 +133,10 @@ def test_an_interruption_says_how_to_go_on(output):
     ):
         kept.save("piece", ARRAYS)
         raise KeyboardInterrupt
-    assert checkpoint_folder(output).is_dir()
+    with pytest.raises(
+        ProfileFileError, match=r"not finished \(s.safetensors.partial\), go on with"
+    ):
+        ScoreProfile.load(output)
 
 
 def test_unfinished_work_is_neither_overwritten_nor_mixed_up(output):

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.measure import loss_curves
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
@@ -51,10 +52,10 @@ def probe_of(*policies, **options):
     return make_probe(policies=policies, initializer_range=0.15, **options)[2]
 
 
-def job(level, *shares, batch=8, policies=(), bits=()):
+def job(level, *shares, policies=(), bits=()):
     """Levels at some shares of a context of 40 tokens."""
     rest = {"samples": None, "shape": shape_of(tiny_model()), "bits": bits}
-    plan = LossPlan(shares=shares, level=level, batch=batch, policies=policies)
+    plan = LossPlan(shares=shares, level=level, policies=policies)
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
 
@@ -190,7 +191,7 @@ def test_the_continuation_is_what_the_model_writes(question):
 
 def test_sliding_layers_and_last_level_have_no_loss():
     _, _, probe = make_probe("gemma3")
-    asked = job("head", 0.0, 0.5, batch=3)
+    asked = job("head", 0.0, 0.5)
     assert asked.loss_levels.tolist() == [6, 23, 40]
     measured = measure_losses(probe, asked)
     assert measured["losses"].shape == (3, 2, 1, 1, 3)
@@ -239,10 +240,11 @@ def test_each_width_gets_losses_at_every_level(run, level):
         assert found[2, 0, 2, 1, 1] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_batch_of_variants_gives_what_each_gives_alone():
+def test_a_batch_of_variants_gives_what_each_gives_alone(monkeypatch):
     _, _, probe = make_probe()
-    at_once, one_by_one = (measure_losses(probe, job("head", 0.1, batch=n)) for n in (4, 1))
-    assert abs(at_once["losses"] - one_by_one["losses"]).max() < 1e-5
+    at_once = measure_losses(probe, job("head", 0.1))["losses"]
+    monkeypatch.setattr(loss_curves, "TOGETHER", 1)
+    assert abs(at_once - measure_losses(probe, job("head", 0.1))["losses"]).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,8 @@ def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run, level):
     assert (found[:, :, 0, 1:, 1] != found[:, :, 0, :1, 1]).any()
 
 
-def test_policies_that_keep_the_same_are_run_once():
+def test_policies_that_keep_the_same_are_run_once(monkeypatch):
+    monkeypatch.setattr(loss_curves, "TOGETHER", 64)
     probe = probe_of("tova", "streaming")
     seen = []
     losses = probe.losses
@@ -346,9 +349,7 @@ def test_policies_that_keep_the_same_are_run_once():
         return losses(layer, keep, bits=bits)
 
     probe.losses = counted
-    found = measure_losses(probe, job("head", *SHARES, policies=("tova", "streaming"), batch=64))[
-        "losses"
-    ]
+    found = measure_losses(probe, job("head", *SHARES, policies=("tova", "streaming")))["losses"]
     # sinks and window alone are the same for all: one variant a head instead of three
     assert max(seen) <= 2 * (1 + 3 * 2)
     assert (found[:, :, 0, 1:, 0] == found[:, :, 0, :1, 0]).all()

@@ -44,19 +44,6 @@ def test_nothing_runs_after_the_last_attention(kind, layers, last):
     assert "lm_head" not in names
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_states_are_those_of_a_plain_forward(attention):
-    model = tiny_model(attention=attention)
-    keys = {}
-    mini_prefill(
-        model, IDS, lambda states: keys.update({states.layer: states.keys.clone()}), layers=(0, 2)
-    )
-    with torch.no_grad():
-        cache = model(IDS, use_cache=True).past_key_values
-    assert torch.equal(keys[2], cache.layers[2].keys)
-    assert 1 not in keys
-
-
 @pytest.mark.parametrize("chunk", [None, 15])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_the_same_afterwards(fails, chunk):

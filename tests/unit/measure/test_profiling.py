@@ -229,7 +229,7 @@ def test_a_full_disk_is_told_in_one_line_and_loses_no_sample(tmp_path, layers):
     assert np.array_equal(measure(output=output, resume=True).curves, measure().curves)
 
 
-PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
+PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5}
 
 
 def test_answers_are_what_the_loss_is_measured_on():
@@ -245,7 +245,7 @@ def test_bad_sizes_are_refused():
     for options, said in (
         ({"shares": ()}, "not shares"),
         ({"shares": (1.2,)}, "not shares"),
-        ({"batch": 0}, "batch"),
+        ({"continuation_tokens": 0}, "continuation of at least 1"),
     ):
         with pytest.raises(InputError, match=said):
             LossPlan(**options)
