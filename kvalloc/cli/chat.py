@@ -78,12 +78,12 @@ def chat(model: str, **typed: Any) -> None:
         _check_questions(conversation, ())
     facts = {} if conversation.cache is None else _facts(conversation)
     conversation.save()
-    if questions:
-        rows: list[dict[str, Any]] = []
-        for question in questions:
-            rows.append(_answer(conversation, question, first=not rows, keep=False))
-    else:
-        rows = [] if options.save_cache is not None else _answer_typed(conversation)
+    rows = [
+        _answer(conversation, question, first=place == 0, keep=False)
+        for place, question in enumerate(questions)
+    ]
+    if not questions and options.save_cache is None:
+        rows = _answer_typed(conversation)
     if wants_json():
         if not facts and rows:
             facts = _facts(conversation)
@@ -257,11 +257,9 @@ def _answer_typed(conversation: Conversation) -> list[dict[str, Any]]:
         try:
             check_text(turn, "the question")
             with _ctrl_c_pressed(noted=interactive) as stopped:
-                rows.append(
-                    _answer(
-                        conversation, turn, first=not rows, show=not interactive, stopped=stopped
-                    )
-                )
+                shown = not interactive
+                row = _answer(conversation, turn, first=not rows, show=shown, stopped=stopped)
+                rows.append(row)
                 if stopped():
                     _say("broken off", dim=True)
         except InputError as error:

@@ -56,8 +56,7 @@ def export(
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.shipped_profiles import load_file
-    from kvalloc.interop.exporting import TARGETS
-    from kvalloc.interop.exporting import export as write
+    from kvalloc.interop import exporting
 
     record = load_file(profile, (BudgetProfile, ScoreProfile))
     if isinstance(record, ScoreProfile):
@@ -66,18 +65,17 @@ def export(
     if to is None:
         _list(profile, record)
         return
-    target = one_of("target", to, TARGETS)
+    target = one_of("target", to, exporting.TARGETS)
     if output is None:
         raise InputError(f"--to {to} writes a file; name it with -o, such as -o out{target.suffix}")
     names = [name.strip() for name in (accept or "").split(",") if name.strip()]
-    left = write(record, to, output, accept=names, context=context)
+    left = exporting.export(record, to, output, accept=names, context=context)
     if restricted is not None:
         left.save(restricted)
     before, after, is_less = record.retained_bytes, left.retained_bytes, left != record
     keeps = f"{size(before)} of {record.context_tokens:,} tokens"
     if is_less:
         keeps += f" -> {size(after)} of {left.context_tokens:,} tokens"
-    keeps += ", 2 bytes a number at 16 bits"
     facts = {"target": to, "bytes": before, "bytes_left": after, "restricted": is_less}
     lost = left.detail if is_less else "nothing"
     shown = {"written": str(output), "keeps": keeps, "lost": lost}

@@ -65,9 +65,8 @@ def frontier(
             progress=progress,
         )
     seconds, request = time.perf_counter() - start, traced.request
-    facts: dict[str, Any] = {"solver": solver, "seconds": seconds}
-    facts |= {"level": request.level, "objective": request.objective}
-    facts |= {"points": [_plain(point) for point in traced]}
+    facts: dict[str, Any] = {"solver": solver, "seconds": seconds, "level": request.level}
+    facts |= {"objective": request.objective, "points": [_plain(point) for point in traced]}
     print_result(facts, lambda: _show(traced, seconds))
 
 

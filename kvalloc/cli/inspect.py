@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.eval import print_evaluation
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import is_verbose, note, print_fields, print_json, wants_json
+from kvalloc.cli.output import is_verbose, note, print_fields, print_json, print_result, wants_json
 from kvalloc.report import wording
 from kvalloc.report.terminal import budget_picture, hanging, layer_bars
 
@@ -54,10 +54,10 @@ def inspect(file: str) -> None:
         _show_budgets(file, record)
     elif record.NAME == "score profile":
         _show_scores(file, record)
-    elif record.NAME == "fitted file" and not wants_json():
-        print_fields({"fitted file": file, **wording.fitted_fields(record)})
     elif record.NAME == "fitted file":
-        print_json({"file": file, **record.header(), "digest": record.digest})
+        facts = {"file": file, **record.header(), "digest": record.digest}
+        shown = {"fitted file": file, **wording.fitted_fields(record)}
+        print_result(facts, shown, always=True)
     elif wants_json():
         print_json({"file": file, **record.record(), "prompts": None})
     else:

@@ -57,17 +57,13 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
 
 
 def _profiles() -> None:
-    from kvalloc.formats.shipped_profiles import (
-        fitted_files,
-        load_profile,
-        shipped_fitted,
-        shipped_profiles,
-    )
+    from kvalloc.formats import shipped_profiles as shipped
 
-    rows = [_profile_row(name, load_profile(name)) for name in shipped_profiles()]
+    names = shipped.shipped_profiles()
+    rows = [_profile_row(name, shipped.load_profile(name)) for name in names]
     print_result(rows, lambda: _show_profiles(rows))
-    note(f"fitted files that ship: {', '.join(shipped_fitted())}", beside_json=False)
-    for file in fitted_files():
+    note(f"fitted files that ship: {', '.join(shipped.shipped_fitted())}", beside_json=False)
+    for file in shipped.fitted_files():
         note(f"fitted here: {file}", beside_json=False)
 
 

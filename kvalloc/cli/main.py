@@ -35,9 +35,8 @@ GROUPS = {
 
 COMMANDS = tuple(chain(*GROUPS.values()))
 
-USER_ERROR = 2
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+"""Exit codes."""
 
 _USER_OS_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG),

@@ -8,18 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypedDict,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -244,7 +233,8 @@ def _flag(
     if get_origin(hint) is Annotated:
         hint, shown = get_args(hint)
     known, parser = _names(name), shown.parser
-    first, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    alone = get_origin(hint) in (None, Literal, list, Sequence)
+    first, *others = (hint,) if alone else get_args(hint)  # of a union
     metavar, typed = shown.metavar, first
     if get_origin(first) is Literal:
         metavar = metavar or "|".join(get_args(first))

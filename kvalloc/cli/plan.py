@@ -87,8 +87,8 @@ def _show(planned: BatchPlan) -> None:
         ]
         for one in [*best, *([plain] if plain else [])]
     ]
-    heads = ["rows", "budget", "predicted loss", "at its peak", "tokens/s", "times plain"]
-    print_table(heads, rows)
+    headings = ["rows", "budget", "predicted loss", "at its peak", "tokens/s", "times plain"]
+    print_table(headings, rows)
     note(f"losses: {planned.fitted}; seconds: {planned.times.source}")
     if plain is None:
         note("not one row of a plain cache fits")

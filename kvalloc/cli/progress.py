@@ -54,7 +54,7 @@ def slow(text: str) -> Iterator[None]:
         # Imported here: most work is over before anybody needs a spinner.
         from rich import progress as of
 
-        columns = of.SpinnerColumn(), of.TextColumn("{task.description}"), of.TimeElapsedColumn()
+        columns = of.SpinnerColumn(), "{task.description}", of.TimeElapsedColumn()
         shown.append(_started(text, *columns))
 
     timer = threading.Timer(PATIENCE_SECONDS, show)
@@ -99,13 +99,9 @@ class ProgressBar:
         if sys.stderr.isatty() and not is_quiet():
             from rich import progress as of
 
-            self._bar = _started(
-                self._text,
-                *(of.TextColumn("{task.description}"), of.BarColumn(bar_width=None)),
-                *(of.MofNCompleteColumn(), of.TextColumn(self._unit), of.TimeElapsedColumn()),
-                *(of.TextColumn("left"), of.TimeRemainingColumn()),
-                expand=True,
-            )
+            count = (of.BarColumn(bar_width=None), of.MofNCompleteColumn(), self._unit)
+            clock = (of.TimeElapsedColumn(), "left", of.TimeRemainingColumn())
+            self._bar = _started(self._text, "{task.description}", *count, *clock, expand=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -146,12 +142,8 @@ def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
     from kvalloc.models.loading import load_model
 
     with slow(f"loading {model}"):
-        return load_model(
-            model,
-            dtype=given.get("dtype", "float32"),
-            device=given.get("device"),
-            notify=note,
-        )
+        dtype, device = given.get("dtype", "float32"), given.get("device")
+        return load_model(model, dtype=dtype, device=device, notify=note)
 
 
 @contextmanager

@@ -80,7 +80,8 @@ def solve(
     from kvalloc.problem.registry import get_solver
 
     if scores[1:]:
-        return _solve_pool(scores, solver, time_limit, fairness, average, output, options)
+        how: dict[str, Any] = {"solver": solver, "time_limit": time_limit, "fairness": fairness}
+        return _solve_pool(scores, how, average, output, options)
     if fairness != "sum":
         raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
     request = Request.parse(**from_typed(RequestOptions, options))  # before anything is read
@@ -92,7 +93,7 @@ def solve(
         if output.exists() and Path(scores[0]).exists() and output.samefile(scores[0]):
             raise InputError(f"-o {output} would overwrite the score profile; name another file")
         check_writable(output, stream=True)
-    how: dict[str, Any] = {"solver": get_solver(solver), "time_limit": time_limit}
+    how = {"solver": get_solver(solver), "time_limit": time_limit}
     how |= {"average": average, "notify": note}
     profile = load_scores(scores[0])
     start = time.perf_counter()
@@ -118,9 +119,7 @@ def _show(summary: dict[str, str], caps: list[str]) -> None:
 
 def _solve_pool(
     scores: Sequence[str],
-    solver: str,
-    time_limit: float | None,
-    fairness: Literal["sum", "worst"],
+    how: Mapping[str, Any],
     average: str,
     output: Path | None,
     options: Mapping[str, Any],
@@ -142,14 +141,9 @@ def _solve_pool(
     _check_named(output, "the budget profiles go with -o FOLDER")
     request = {key: value for key, value in options.items() if key != "memory"}
     start = time.perf_counter()
-    with slow(f"solving with {solver}"):
-        pool = solve_pool(
-            [(one, request, 1.0) for one in scores],
-            memory=options["memory"],
-            fairness=fairness,
-            solver=solver,
-            time_limit=time_limit,
-        )
+    with slow(f"solving with {how['solver']}"):
+        members = [(one, request, 1.0) for one in scores]
+        pool = solve_pool(members, memory=options["memory"], **how)
     if output is not None:
         make_folder(output)
         for name, profile in zip(names, pool, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,8 +16,8 @@ from kvalloc.report.terminal import hanging
 if TYPE_CHECKING:
     from kvalloc.allocation.audit import Check
 
-NOT_TRUE = 1
-NOT_PROVEN = 3
+NOT_TRUE, NOT_PROVEN = 1, 3
+"""Exit codes."""
 
 
 @takes()
@@ -57,16 +57,13 @@ def verify(
         profiles = [str(Path(profile) / f"{Path(one).stem}.json") for one in scores]
     elif (kind_of(profile), kind_of(scores[0])) == ("score profile", "budget profile"):
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores[0]} {profile}")
+    again: dict[str, Any] = {"resolve": resolve, "time_limit": time_limit}
     pairs = zip(profiles, scores, strict=True)
-    groups = [
-        (Path(its).stem, recompute(one, its, resolve=resolve, time_limit=time_limit))
-        for one, its in pairs
-    ]
+    groups = [(Path(its).stem, recompute(one, its, **again)) for one, its in pairs]
     if several := len(profiles) > 1:
         from kvalloc.allocation.pool import verify_pool
 
-        joint = verify_pool(profiles, scores, resolve=resolve, time_limit=time_limit)
-        groups.append(("together", joint))
+        groups.append(("together", verify_pool(profiles, scores, **again)))
     checks = [
         replace(check, name=f"{name}: {check.name}") if several else check
         for name, checked in groups
@@ -79,8 +76,8 @@ def verify(
     if not passed:
         raise typer.Exit(NOT_TRUE)
     if not proven:
-        again = "" if resolve else f"; {option('resolve', True)} lets another solver prove it"
-        note(f"nothing is false, but the bound is not proven again{again}")
+        way_out = "" if resolve else f"; {option('resolve', True)} lets another solver prove it"
+        note(f"nothing is false, but the bound is not proven again{way_out}")
         raise typer.Exit(NOT_PROVEN)
 
 
