@@ -136,13 +136,8 @@ class Default:
 
     def _least_share(self, shape: ModelShape, loss: float, size: PromptSize) -> float:
         """Return the least share that is predicted to lose no more at a prompt's length."""
-        file = self.setting(shape).file
-        if file is None:
-            raise InputError(
-                f"{option('target_loss', f'{loss:g}')} is solved from what 'kvalloc fit' measures "
-                f"of a model, and {shape.model_id} was not measured; run it once, or give "
-                f"{option('budget', '20%')}"
-            )
+        use = f"{option('target_loss', f'{loss:g}')} is solved from"
+        file = self.setting(shape).require_file(use, f", or give {option('budget', '20%')}")
         tokens = max(size.lengths or (size.tokens or load_fitted(file).context_tokens,))
         return share_for_loss(file, loss, grid_length(tokens))
 
@@ -168,13 +163,12 @@ class Default:
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
             )
-        if self.options.across is not None and file is None:
-            raise InputError(
-                f"{option('across', self.options.across)} shares bytes by losses that 'kvalloc "
-                f"fit' measures of a model, and {shape.model_id} was not measured; run it once, or "
-                "leave that out"
+        setting = Setting(shape=shape, share=self.share, file=file, rotates=rotates)
+        if (across := self.options.across) is not None:
+            setting.require_file(
+                f"{option('across', across)} shares bytes by", ", or leave that out"
             )
-        return Setting(shape=shape, share=self.share, file=file, rotates=rotates)
+        return setting
 
     def _that_fit(
         self, tokens: int, lengths: Sequence[int], ways: Sequence[Way], *, chunked: bool

@@ -142,12 +142,8 @@ def plan_batch(
     options = CacheOptions(fitted=fitted, allow_other_model=allow_other_model)
     default = Default.parse(target_loss=target_loss, options=options)
     setting = default.setting(shape)
-    if setting.file is None:
-        raise InputError(
-            f"losses are predicted from what 'kvalloc fit' measures of a model, and "
-            f"{shape.model_id} was not measured; run it once"
-        )
-    least = share_for_loss(setting.file, target_loss, grid_length(prompt))
+    file = setting.require_file("losses are predicted from")
+    least = share_for_loss(file, target_loss, grid_length(prompt))
     ways = list(_ways(setting, least, prompt))
     if not ways:
         known = [way.predicted_loss for way in _ways(setting, LARGE, prompt)]
@@ -175,7 +171,7 @@ def plan_batch(
     return BatchPlan(
         best=tuple(planned[:BEST]),
         plain=plain.planned(room, times) if plain.peak_bytes <= room else None,
-        fitted=str(setting.file),
+        fitted=file,
         times=times,
     )
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
+from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.solved import (
@@ -71,6 +72,28 @@ class Setting:
     share: float
     file: str | None = None
     rotates: bool = True
+
+    def require_file(self, use: str, instead: str = "") -> str:
+        """Return the fitted file.
+
+        Parameters
+        ----------
+        use : str
+            What it is for, in words that end before "what 'kvalloc fit' measures".
+        instead : str
+            The way out beside a fit.
+
+        Raises
+        ------
+        InputError
+            If the model was not measured.
+        """
+        if self.file is None:
+            raise InputError(
+                f"{use} what 'kvalloc fit' measures of a model, and {self.shape.model_id} was not "
+                f"measured; run it once{instead}"
+            )
+        return self.file
 
     @property
     def bits(self) -> int:
