@@ -53,7 +53,6 @@ __all__ = [
     "HookedCache",
     "end_serving",
     "give_to_copies",
-    "hooked_models",
     "keep_from_copies",
     "named_arguments",
     "retain",
@@ -172,14 +171,8 @@ _INSTALLED = "_kvalloc_installed"
 """The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
 reads, would note a place in it, which changes when another model is collected meanwhile."""
 
-_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Caches may be collected while the lock is held, by the very thread that holds it.
 _lock = threading.RLock()
-
-
-def hooked_models() -> int:
-    """Return the number of models that carry the hooks now."""
-    return len(_hooked)
 
 
 def _installed(module: nn.Module) -> _Installed | None:
@@ -206,7 +199,6 @@ def retain(cache: Any, decoder: nn.Module) -> None:
         entry = _installed(decoder)
         if entry is None:
             entry = vars(decoder)[_INSTALLED] = _install(decoder)
-            _hooked.add(decoder)
         entry.caches += 1
     weakref.finalize(cache, _release, weakref.ref(decoder)).atexit = False
 
@@ -258,7 +250,6 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
         entry.caches -= 1
         if entry.caches == 0:
             del vars(module)[_INSTALLED]
-            _hooked.discard(module)
             for handle in entry.handles:
                 handle.remove()
             give_to_copies(module, _without_hooks)

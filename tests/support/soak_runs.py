@@ -44,7 +44,6 @@ import kvalloc
 from kvalloc.errors import KVAllocError
 from kvalloc.models.loading import load_model, shape_of
 from kvalloc.prompts.texts import Prompt
-from kvalloc.runtime import hooks
 from kvalloc.runtime.policies import policy_names
 
 ROUNDS, FLAT, NEW = 10, 0.02, 20
@@ -147,7 +146,6 @@ class Soak:
             "attention": self.model.config._attn_implementation,
             "generation": self.model.generation_config.to_dict(),
             "registered": sorted(AttentionInterface._global_mapping),
-            "hooked models": hooks.hooked_models(),
             "settings": (torch.get_default_dtype(), torch.is_grad_enabled()),
             "threads": threading.active_count(),
             "open files": len(os.listdir("/proc/self/fd")),

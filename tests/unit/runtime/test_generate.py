@@ -19,7 +19,6 @@ from kvalloc.errors import (
 )
 from kvalloc.models.loading import LoadedModel
 from kvalloc.runtime import BudgetCache
-from kvalloc.runtime.hooks import hooked_models
 
 CONTEXT = 90
 
@@ -45,7 +44,7 @@ def test_apply_gives_each_call_a_fresh_cache(model: Any) -> None:
 
 
 def test_apply_nests_and_survives_exceptions() -> None:
-    model, before = tiny.tiny_model(), hooked_models()
+    model = tiny.tiny_model()
     outer, inner = (tiny.make_profile(model, CONTEXT, share) for share in (0.5, 0.2))
     ids = tiny.prompt(CONTEXT)
     with pytest.raises(ZeroDivisionError), kvalloc.apply(model, outer) as first:
@@ -61,7 +60,7 @@ def test_apply_nests_and_survives_exceptions() -> None:
         raise ZeroDivisionError
     assert "generate" not in vars(model)
     del first, second
-    assert hooked_models() == before
+    assert not model.model._forward_pre_hooks
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -79,7 +78,7 @@ def test_apply_reads_a_generation_config_that_comes_by_its_place(model: Any) -> 
 
 
 def test_apply_refuses_on_entering() -> None:
-    model, before = tiny.tiny_model(), hooked_models()
+    model = tiny.tiny_model()
     other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="giant"))
     with pytest.raises(ModelMismatchError, match="giant"), kvalloc.apply(model, other):
         pass
@@ -98,4 +97,4 @@ def test_apply_refuses_on_entering() -> None:
     with pytest.raises(InputError, match="window"), kvalloc.apply(model, wide):
         pass
     assert "generate" not in vars(model)
-    assert hooked_models() == before
+    assert not model.model._forward_pre_hooks
