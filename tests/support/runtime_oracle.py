@@ -13,21 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.linalg import hadamard
-from transformers import (
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from tiny_models import FAMILIES, random_model
+from transformers import DynamicCache
 
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -35,26 +22,6 @@ from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.shape import ModelShape
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"eos_token_id": 1, "bos_token_id": 1}),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {
-            "sliding_window": 16,
-            "layer_types": [
-                "sliding_attention",
-                "full_attention",
-                "sliding_attention",
-                "full_attention",
-            ],
-        },
-    ),
-}
 N_LAYERS, N_QUERY_HEADS, N_KV_HEADS, HEAD_DIM, VOCABULARY = 4, 4, 2, 16, 97
 SINKS, WINDOW = 2, 4
 
@@ -67,26 +34,20 @@ def tiny_model(
     **changes: Any,
 ) -> Any:
     """A random model with peaky attention, so that an eviction really changes its output."""
-    config_class, model_class, extra = FAMILIES[family]
-    config = config_class(
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": N_LAYERS,
-            "num_attention_heads": N_QUERY_HEADS,
-            "num_key_value_heads": N_KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.2,
-            "pad_token_id": 0,
-            "eos_token_id": None,
-            **extra,
-            **changes,
-        }
-    )
-    torch.manual_seed(seed)
-    model = model_class._from_config(config, attn_implementation=attention)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": N_QUERY_HEADS,
+        "num_key_value_heads": N_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "eos_token_id": FAMILIES[family][2].get("eos_token_id"),
+    }
+    model = random_model(family, attention, seed, {**sizes, **changes})
     model.config._name_or_path = "tiny"
     return model.to(dtype).eval()
 

@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
@@ -34,21 +27,34 @@ _SIZES: dict[str, Any] = {
 }
 
 
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"eos_token_id": 1, "bos_token_id": 1}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 16}),
+}
+"""Configuration, class and settings of each family; of gemma3 every other layer slides."""
+
+
+def random_model(family: str, attention: str, seed: int, sizes: dict[str, Any]) -> Any:
+    """A random causal model of a family."""
+    config_class, model_class, settings = FAMILIES[family]
+    if family == "gemma3":
+        kinds = ("sliding_attention", "full_attention")
+        settings = settings | {
+            "layer_types": [kinds[n % 2] for n in range(sizes["num_hidden_layers"])]
+        }
+    config = getattr(transformers, config_class)(**{**settings, **sizes})
+    torch.manual_seed(seed)
+    make = getattr(transformers, model_class)._from_config
+    return make(config, attn_implementation=attention).eval()
+
+
 def tiny_model(kind: str = "llama", *, attention: str = "sdpa", seed: int = 0, **sizes: Any) -> Any:
     """A random causal model of 3 layers, 6 query heads and 2 KV heads."""
-    torch.manual_seed(seed)
-    values = {**_SIZES, **sizes, "attn_implementation": attention}
-    if kind == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**values))
-    elif kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**values))
-    elif kind == "gemma3":
-        layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-        values |= {"layer_types": layer_types, "sliding_window": 16}
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**values))
-    else:
-        raise ValueError(kind)
-    return model.eval()
+    return random_model(kind, attention, seed, {**_SIZES, **sizes})
 
 
 class WordTokenizer:

@@ -11,7 +11,6 @@ import pytest
 import runtime_oracle as tiny
 import scorer_oracle
 import torch
-import transformers
 from prompt_runs import AT_ONCE, policy, run
 from runtime_cells import COMBINING
 from scorer_oracle import SCORERS, make_states
@@ -225,7 +224,7 @@ def test_soft_caps_and_sink_logits_are_carried(
 ) -> None:
     """Entries are ranked and attended to with the logits that these models have."""
     prefix, more = SPECIAL[family]
-    classes = [getattr(transformers, f"{prefix}{kind}") for kind in ("Config", "ForCausalLM")]
+    classes = (f"{prefix}Config", f"{prefix}ForCausalLM")
     layer_types = ["sliding_attention", "full_attention"] * 2
     more = {**more, "sliding_window": 16, "layer_types": layer_types}
     monkeypatch.setitem(tiny.FAMILIES, family, (*classes, more))
