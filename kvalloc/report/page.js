@@ -103,7 +103,8 @@ for (const table of document.querySelectorAll(".sortable")) {
   for (const row of table.rows) { // a heading stands as the column's first cell does
     for (const cell of row.cells) {
       const shown = cell.tagName === "TD" ? cell : table.tBodies[0].rows[0]?.cells[cell.cellIndex];
-      cell.classList.toggle("number", shown?.tagName === "TD" && !Number.isNaN(number(shown.textContent)));
+      const text = shown?.tagName === "TD" ? shown.textContent : "";
+      cell.classList.toggle("number", ["-", "?"].includes(text) || !Number.isNaN(number(text)));
     }
   }
 }

@@ -76,6 +76,15 @@ class WordTokenizer:
         return " ".join(f"{message['role']} {message['content']}" for message in messages)
 
 
+class NumberTokenizer:
+    """Writes token ids down as numbers; nothing ends an answer."""
+
+    eos_token_id = None
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return " ".join(f"t{token}" for token in ids)
+
+
 def words(n_words: int, seed: int = 0) -> str:
     """A text of that many words, hence tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, equal_budgets, tiny_model
+from tiny_models import VOCABULARY, NumberTokenizer, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 import kvalloc
@@ -20,15 +20,6 @@ from kvalloc.models.loading import shape_of
 from kvalloc.prompts.cases import POSITIONS, Case, Turn
 
 PROMPT_TOKENS = 40
-
-
-class NumberTokenizer:
-    """Writes token ids down as numbers; nothing ends an answer."""
-
-    eos_token_id = None
-
-    def decode(self, ids, skip_special_tokens=False):
-        return " ".join(str(token) for token in ids)
 
 
 TOKENIZER = NumberTokenizer()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, WordTokenizer, equal_budgets, tiny_model
+from tiny_models import VOCABULARY, NumberTokenizer, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 import kvalloc
@@ -16,15 +16,7 @@ from kvalloc.evaluate.scoring import evaluate, read_turns, row
 from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.tasks import Task
 
-
-class Tokenizer(WordTokenizer):
-    eos_token_id = None
-
-    def decode(self, ids, skip_special_tokens=False):
-        return " ".join(f"t{token}" for token in ids)
-
-
-TOKENIZER = Tokenizer()
+TOKENIZER = NumberTokenizer()
 TEXT_TASK = Task(name="text", build=lambda _: [])
 ASKING_TASK = Task(name="asking", build=lambda _: [])
 
