@@ -48,6 +48,9 @@ RESERVED = 0.3
 class ByParts(Solver):
     """A solver that looks at some options at a time where there are too many."""
 
+    gap: float = 0.0
+    """Relative gap at which it may stop."""
+
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
@@ -133,6 +136,7 @@ def _by_parts(solver: ByParts, problem: AllocationProblem, deadline: float) -> S
         prices=last,
         detail=f"{answer.detail}; of {int(problem.option_counts.sum()):,}, some at a time",
         deadline=deadline,
+        gap=solver.gap,
     )
 
 

@@ -83,41 +83,9 @@ class Program:
         self.upper += [upper] * count
         return np.arange(first, first + count)
 
-    def add(
-        self,
-        variables: IntArray,
-        coefficients: IntArray | None = None,
-        *,
-        lower: int | None = None,
-        upper: int | None = None,
-    ) -> None:
-        """Add one row."""
-        row = Row(variables=variables, coefficients=coefficients, lower=lower, upper=upper)
-        self.rows.append(row)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a back end may stop.
-
-    Attributes
-    ----------
-    deadline : float
-        ``time.monotonic()`` at which to stop.
-    absolute_gap : float
-        Distance between objective and bound, in the program's whole numbers.
-    workers : int
-        Threads.
-    """
-
-    deadline: float
-    absolute_gap: float
-    workers: int
-
-    @property
-    def seconds(self) -> float:
-        """Wall time left: asked for after the model was built, which takes time too."""
-        return max(self.deadline - time.monotonic(), 0.01)
+    def add(self, variables: IntArray, coefficients: IntArray | None = None, **limits: int) -> None:
+        """Add one row; the limits are those of `Row`."""
+        self.rows.append(Row(variables=variables, coefficients=coefficients, **limits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +250,6 @@ def _tail_goal(
     whole, base, step = _in_steps(real, rows, TAIL_RANGE / (parts + of * count))
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     highest = int(np.maximum.reduceat(whole.max(axis=0), starts).sum())
-    hinted = np.array(program.hint, dtype=np.int64)
-    complete = hinted.size == len(program.upper)
     variables = program.new(count + 1, upper=highest)
     picks = np.arange(rows.size)
     for scenario in range(count):  # what it falls short: at least the level less its worth
@@ -292,10 +258,6 @@ def _tail_goal(
             np.append(whole[scenario], [1, -1]),
             lower=0,
         )
-    if complete:
-        reached = whole @ hinted[: rows.size]
-        at = int(np.sort(reached)[min(count, math.ceil(share)) - 1])
-        program.hint += [at, *np.maximum(0, at - reached).tolist()]
     goal = Row(variables=variables, coefficients=np.array([parts] + [-of] * count))
     return goal, base, step / parts, choices.n_rows * parts
 
@@ -324,7 +286,7 @@ def _add_levels(program: Program, tokens: IntArray, limit: int) -> None:
         program.hint += np.isin(np.arange(levels.size), level_of[picked]).astype(int).tolist()
 
 
-def by_cp_sat(program: Program, limits: Limits) -> Answer:
+def by_cp_sat(program: Program, deadline: float, gap: float, workers: int) -> Answer:
     """Solve with OR-Tools CP-SAT, exactly in whole numbers."""
     from ortools.sat.python import cp_model
 
@@ -349,14 +311,14 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
         for variable, value in zip(variables, program.hint, strict=True):
             model.add_hint(variable, value)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = limits.workers
-    solver.parameters.absolute_gap_limit = max(limits.absolute_gap, 0.5)
+    solver.parameters.num_workers = workers
+    solver.parameters.absolute_gap_limit = max(gap, 0.5)
     solver.parameters.random_seed = 0
     # OR-Tools 9.15 looks for rows that are parts of other rows, and with coefficients beyond 32
     # bits it cuts off solutions there: a tiny problem had a worse answer called optimal.
     solver.parameters.presolve_inclusion_work_limit = 0
-    if math.isfinite(limits.seconds):
-        solver.parameters.max_time_in_seconds = limits.seconds
+    if math.isfinite(deadline):
+        solver.parameters.max_time_in_seconds = _seconds_until(deadline)
     status = solver.solve(model)
     if status == cp_model.MODEL_INVALID:
         raise SolverError(f"ilp: CP-SAT calls the model invalid: {model.validate()}")
@@ -370,7 +332,7 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
     return Answer(values=values, bound=float(solver.best_objective_bound), status=name)
 
 
-def by_highs(program: Program, limits: Limits) -> Answer:
+def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Answer:
     """Solve with HiGHS through `scipy.optimize.milp`, rows and goal scaled to `FLOAT_RANGE`.
 
     Through MathOpt it takes two to three times as long on a program of 88 caps.
@@ -400,13 +362,13 @@ def by_highs(program: Program, limits: Limits) -> Answer:
     goal, sign = np.zeros(upper.size), -1.0 if program.maximise else 1.0
     goal[program.goal.variables], unit = scaled(program.goal)
     goal, unit = sign * goal, sign * unit
-    gap = 0.0
-    if limits.absolute_gap > 0 and len(program.hint) == upper.size:
+    options: dict[str, Any] = {"mip_rel_gap": 0.0}
+    if gap > 0 and len(program.hint) == upper.size:
         # As HiGHS counts it: relative to the objective of the start.
-        gap = limits.absolute_gap / max(1.0, float(goal @ (program.hint / steps)) * unit)
-    options: dict[str, Any] = {"mip_rel_gap": gap}
-    if math.isfinite(limits.seconds):
-        options["time_limit"] = limits.seconds
+        start = float(goal @ (program.hint / steps)) * unit
+        options["mip_rel_gap"] = gap / max(1.0, start)
+    if math.isfinite(deadline):
+        options["time_limit"] = _seconds_until(deadline)
     with stdout_kept_clean():
         answer = milp(
             c=goal,
@@ -450,8 +412,14 @@ def stdout_kept_clean() -> Iterator[None]:
         os.close(kept)
 
 
-BACKENDS: dict[str, Callable[[Program, Limits], Answer]] = {
-    "cp_sat": by_cp_sat,
-    "highs": by_highs,
-}
+def _seconds_until(deadline: float) -> float:
+    """Return the time left: asked for after the model was built, which takes time too."""
+    return max(deadline - time.monotonic(), 0.01)
+
+
+BackEnd = Callable[[Program, float, float, int], Answer]
+"""Takes a program, ``time.monotonic()`` at which to stop, the gap in the goal's whole numbers at
+which it may stop, and threads."""
+
+BACKENDS: dict[str, BackEnd] = {"cp_sat": by_cp_sat, "highs": by_highs}
 """Back ends by the name that ``backend=`` takes."""

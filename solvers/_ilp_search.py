@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +20,7 @@ from kvalloc.problem import (
 )
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._ilp_program import (
-    Answer,
-    Limits,
-    Program,
-    encode,
-)
+from kvalloc.solvers._ilp_program import BackEnd, encode
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import Prices, best_prices, tail_prices
 from kvalloc.solvers._repair import best_known, best_of, rule_picks
@@ -39,23 +33,6 @@ REPAIR_SECONDS = 5.0
 
 MOST_LEVELS = 512
 """With more, the table of neighbouring levels is too large."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the user asked of the solver.
-
-    Attributes
-    ----------
-    gap : float
-        Relative gap at which to stop.
-    workers : int
-    backend : callable
-    """
-
-    gap: float
-    workers: int
-    backend: Callable[[Program, Limits], Answer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +66,14 @@ class Search:
 
     Parameters
     ----------
-    options : Options
     problem : AllocationProblem
     deadline : float
         ``time.monotonic()`` at which to stop.
+    backend : callable
+    gap : float
+        Relative gap at which to stop.
+    workers : int
+        Threads of the back end.
 
     Attributes
     ----------
@@ -105,10 +86,17 @@ class Search:
         If capacity, target or one cap alone cannot be met.
     """
 
-    def __init__(self, options: Options, problem: AllocationProblem, deadline: float) -> None:
-        self.options = options
-        self.problem = problem
-        self.deadline = deadline
+    def __init__(
+        self,
+        problem: AllocationProblem,
+        deadline: float,
+        backend: BackEnd,
+        *,
+        gap: float,
+        workers: int,
+    ) -> None:
+        self.problem, self.deadline = problem, deadline
+        self.backend, self.gap, self.workers = backend, gap, workers
         self.choices = Choices.of(problem)
         levels = [c.most for c in problem.constraints if isinstance(c, MaxDistinct)]
         self.limit = min(levels) if levels else None
@@ -130,7 +118,7 @@ class Search:
             return self._best_tail()
         if self.problem.aggregate is Aggregate.WORST:
             # Whether a level fits has no almost.
-            self.options = dataclasses.replace(self.options, gap=0.0)
+            self.gap = 0.0
             if self.problem.sense is Sense.MAX_VALUE:
                 return self._highest_worst()
             return self._cheapest_with(self.choices.worth >= self.problem.lowest_accepted_value)
@@ -259,7 +247,7 @@ class Search:
                 loose.append(result.bound)
                 best = self._better(choices, best, result)
         assert best.picked is not None  # it starts with one, and only a better one follows
-        if self.options.gap > 0:
+        if self.gap > 0:
             room = max(0.0, self._room(choices, prices, best))
             loose.append(prices.beyond(choices, room))
         bound = choices.looser(choices.objective(best.picked), *loose)
@@ -299,14 +287,16 @@ class Search:
         best = Outcome(picked=known.picked, bound=prices.bound)
         room = self._room(choices, prices, best)
         if room >= 0 and self.seconds_left > 0 and not self._is_closed(choices, best):
-            kept = self._kept(choices, prices, room, best.picked)
+            kept = prices.worth_keeping(room) & choices.exists  # all where none is known
+            if best.picked is not None:
+                kept[choices.index, best.picked] = True
             result = self._ask(choices, kept, best.picked, limit)
             if best.picked is None and result.infeasible:
                 return dataclasses.replace(result, bound=prices.bound)
             bound = result.bound
             if best.picked is not None:  # what is not in the program beats it by the gap at most
                 objective = choices.objective(best.picked)
-                beyond = prices.beyond(choices, room) if self.options.gap else objective
+                beyond = prices.beyond(choices, room) if self.gap else objective
                 bound = beyond if result.infeasible else choices.looser(bound, beyond)
             bound = choices.tighter(prices.bound, bound)
             best = self._better(choices, best, dataclasses.replace(result, bound=bound))
@@ -334,16 +324,7 @@ class Search:
     def _room(self, choices: Choices, prices: Prices, best: Outcome) -> float:
         if best.picked is None:
             return math.inf
-        return prices.room(choices, choices.objective(best.picked), self.options.gap)
-
-    def _kept(
-        self, choices: Choices, prices: Prices, room: float, best: IntArray | None
-    ) -> BoolArray:
-        if best is None:
-            return choices.exists
-        kept = prices.worth_keeping(room) & choices.exists
-        kept[choices.index, best] = True
-        return kept
+        return prices.room(choices, choices.objective(best.picked), self.gap)
 
     def _ask(
         self, choices: Choices, kept: BoolArray, best: IntArray | None, limit: int | None
@@ -372,9 +353,8 @@ class Search:
         encoding = encode(choices, kept, limit, best, aggregate, tight_target=tight_target)
         gap = 0.0
         if best is not None and aggregate is Aggregate.SUM:
-            gap = self.options.gap * abs(choices.objective(best)) / encoding.step
-        limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
-        answer = self.options.backend(encoding.program, limits)
+            gap = self.gap * abs(choices.objective(best)) / encoding.step
+        answer = self.backend(encoding.program, self.deadline, gap, self.workers)
         return Outcome(
             picked=None if answer.values is None else encoding.picked(answer.values),
             bound=float(encoding.bound(answer.bound)),

@@ -166,21 +166,19 @@ def _secant(choices: Choices) -> tuple[float, IntArray, IntArray]:
         picked[active] = np.argmax(net, axis=1) + columns.start
         return picked
 
+    def is_enough(picked: IntArray) -> bool:
+        if choices.minimise:
+            return float(choices.worth[choices.index, picked].sum()) >= choices.target_value
+        return choices.cost(picked) > choices.budget_bytes
+
     free = np.argmax(choices.worth, axis=1).astype(np.int64)
     return best_price(
         choices.floors,
         free,
         gain=gain,
         respond=respond,
-        is_enough=lambda picked: too_much(choices, picked),
+        is_enough=is_enough,
     )
-
-
-def too_much(choices: Choices, picked: IntArray) -> bool:
-    """Whether a pick spends more than the capacity, or gains the target and more."""
-    if choices.minimise:
-        return float(choices.worth[choices.index, picked].sum()) >= choices.target_value
-    return choices.cost(picked) > choices.budget_bytes
 
 
 def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: IntArray) -> Prices:

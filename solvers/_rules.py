@@ -33,9 +33,9 @@ class SharingRule(Solver):
         What needs long raises a `SolverError` when ``time.monotonic()`` is past the deadline.
         """
 
-    @abstractmethod
     def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
-        """Return one line on the rule and the choice that it made."""
+        """Return one line on the choice, beyond the options of the rule; empty by default."""
+        return ""
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

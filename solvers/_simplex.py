@@ -1,8 +1,8 @@
 """Concave units under nested caps as a minimum-cost flow, solved by networkx's network simplex.
 
 Whole steps flow from the model through the tree of caps to the units. Each piece of a unit's curve
-is an arc to the sink that carries its steps and earns its slope. The distances from the source in
-the residual graph are the dual: they give a price of the capacity and of each cap.
+is an arc to the sink that carries its steps and earns its slope. The least gains of the flow, in
+all and under each full cap, are the prices that prove it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.problem import AllocationProblem, Solution, bound_at
+from kvalloc.accounting import IntArray
+from kvalloc.problem import AllocationProblem, Sense, Solution, bound_at
 from kvalloc.problem.constraints import MODEL, cap_tree, caps_of
 from kvalloc.solvers._coarse import ByParts
 
@@ -38,12 +39,12 @@ class NetworkSimplex(ByParts):
         """Return the optimal flow, rounded down to options, and the prices that prove it."""
         import networkx as nx
 
-        graph, slope = flow_graph(problem)
+        graph = flow_graph(problem)
         _, flow = nx.network_simplex(graph)
         steps = np.array([sum(flow[f"unit {u}"][SINK].values()) for u in problem.units])
         taken = problem.costs[:, 0] + steps * problem.lattice_bytes
         choice = ((problem.costs <= taken[:, None]) & problem.exists).sum(axis=1) - 1
-        prices = _prices(problem, graph, flow, slope)
+        prices = tree_prices(problem, choice)
         return Solution.of(
             problem,
             choice,
@@ -54,14 +55,13 @@ class NetworkSimplex(ByParts):
         )
 
 
-def flow_graph(problem: AllocationProblem) -> tuple[Any, float]:
-    """Return the graph of a problem, and the slope of value per step that one unit of cost is.
+def flow_graph(problem: AllocationProblem) -> Any:
+    """Return the graph of a problem.
 
     Returns
     -------
     networkx.MultiDiGraph
         The tree of caps and units, and what is kept below all units.
-    float
 
     Raises
     ------
@@ -92,28 +92,37 @@ def flow_graph(problem: AllocationProblem) -> tuple[Any, float]:
         weights = np.rint(-scale * gains / widths).astype(np.int64).tolist()
         for width, weight in zip(widths.tolist(), weights, strict=True):
             graph.add_edge(node, SINK, capacity=width, weight=weight)
-    return graph, 1.0 / scale
+    return graph
 
 
-def _prices(
-    problem: AllocationProblem, graph: Any, flow: dict[Any, Any], slope: float
-) -> tuple[float, ...]:
-    """Return the price of a byte of the capacity, then of each cap, from residual distances."""
-    import networkx as nx
+def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ...]:
+    """Return the price of a byte of the capacity, then of each cap, that prove a choice.
 
-    residual = nx.DiGraph()
-    for before, after, key, arc in graph.edges(keys=True, data=True):
-        used = flow[before][after][key]
-        ways = [(before, after, arc["weight"])] if used < arc.get("capacity", np.inf) else []
-        for one, other, weight in ways + [(after, before, -arc["weight"])] * (used > 0):
-            known = residual.get_edge_data(one, other, {"weight": weight})["weight"]
-            residual.add_edge(one, other, weight=min(weight, known))
-    distance = nx.single_source_bellman_ford_path_length(residual, MODEL)
-    per_byte = slope / problem.lattice_bytes
-    prices = [-per_byte * distance[SINK], *(0.0 for _ in problem.constraints)]
-    for place in (node for node in graph if isinstance(node, int)):
-        [outer] = graph.predecessors(place)
-        # One that lets nothing in cannot be reached: beyond it nothing is worth its price.
-        beyond = distance.get(place, distance.get(outer, 0) + SLOPES)
-        prices[1 + place] = max(0.0, per_byte * (beyond - distance.get(outer, beyond)))
-    return tuple(max(0.0, price) for price in prices)
+    The price of a byte is the least gain taken, of all units and of those under each full cap. The
+    part above what the next larger cap asks is the price of the cap itself.
+    """
+    caps = caps_of(problem)
+    full = problem.cost(choice) + problem.lattice_bytes > problem.spendable_bytes
+    scarce = problem.sense is Sense.MIN_COST or (full and np.any(choice < problem.last_options))
+    units = np.full(problem.n_units, _price(problem, problem.units, choice) if scarce else 0.0)
+    prices = [float(units[0]), *(0.0 for _ in caps)]
+    for _, place in cap_tree(caps).edges:  # outermost first
+        members = np.asarray(caps[place].units, dtype=np.int64)
+        used = int(problem.costs[members, choice[members]].sum())
+        if used + problem.lattice_bytes > caps[place].capacity_bytes:
+            outer = float(units[members[0]])
+            units[members] = max(outer, _price(problem, members, choice[members]))
+            prices[1 + place] = float(units[members[0]]) - outer
+    return tuple(prices)
+
+
+def _price(problem: AllocationProblem, units: IntArray, choice: IntArray) -> float:
+    """Return the least gain of a byte taken at a choice, else the largest one left."""
+    taken = choice > 0
+    before = choice - taken
+    after = choice if taken.any() else np.minimum(choice + 1, problem.last_options[units])
+    larger = after > before
+    gains = problem.gains(before, after, units)[larger]
+    bytes_ = (problem.costs[units, after] - problem.costs[units, before])[larger]
+    each = np.maximum(gains / bytes_, 0.0)
+    return float(each.min() if taken.any() else each.max(initial=0.0))

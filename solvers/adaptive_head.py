@@ -74,10 +74,6 @@ class AdaptiveHead(SharingRule):
 
         return adaptive, problem.spendable_steps
 
-    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
-        """Return the rule's parameters."""
-        return f"alpha {self.alpha:g}, {self.safeguard} safeguard"
-
     def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
         last = problem.last_options[units]
         if self.safeguard == "floor":

@@ -38,15 +38,6 @@ class CVaR(Lagrangian):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset()
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.TAIL})
 
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True for the tail of several workloads without side constraints."""
-        if problem.aggregate is not Aggregate.TAIL:
-            return (
-                "cvar is for the worst share of several workloads, and this problem has one; use "
-                "greedy, max_min or ilp"
-            )
-        return super().can_solve(problem)
-
     def prices_of(
         self, problem: AllocationProblem, choices: Choices, deadline: float
     ) -> tuple[Prices, float, str]:

@@ -207,27 +207,17 @@ def _read(
     steps: IntArray,
 ) -> IntArray | None:
     """Return the pick of the best last state: most worth, or the cheapest that meets the target."""
-    paid = prices.per_byte * choices.grain * (first + np.arange(labels.size, dtype=np.float64))
-    if not choices.minimise:
-        # Worth is a constant less the loss, plus the price of what is spent.
-        order = [int(np.argmax(paid - labels))]
-    else:
-        order = _meeting(choices, prices, labels, paid)
-    for state in order:
-        pick = _traced(stages, picked, first + state, steps)
-        if choices.satisfies(pick):
-            return pick
-    return None
-
-
-def _meeting(choices: Choices, prices: Prices, labels: FloatArray, paid: FloatArray) -> list[int]:
-    """States, cheapest first, whose worth may meet the target; the pick itself decides."""
+    # Worth is what the rows' best responses net, less the loss, plus the price of what is spent.
     floors = choices.costs[choices.index, choices.floors]
     net = choices.worth - prices.per_byte * (choices.costs - floors[:, None])
-    best_worth = math.fsum(np.where(choices.exists, net, -np.inf).max(axis=1))
-    worth = best_worth - labels + paid
-    slack = 1e-11 * max(1.0, abs(choices.target_value))
-    return np.flatnonzero(worth >= choices.target_value - slack).tolist()
+    paid = prices.per_byte * choices.grain * (first + np.arange(labels.size, dtype=np.float64))
+    worth = math.fsum(np.where(choices.exists, net, -np.inf).max(axis=1)) - labels + paid
+    order = np.array([np.argmax(worth)])
+    if choices.minimise:  # the pick itself decides
+        slack = 1e-11 * max(1.0, abs(choices.target_value))
+        order = np.flatnonzero(worth >= choices.target_value - slack)
+    picks = (_traced(stages, picked, first + state, steps) for state in order.tolist())
+    return next((pick for pick in picks if choices.satisfies(pick)), None)
 
 
 def _traced(stages: list[_Stage], picked: IntArray, state: int, steps: IntArray) -> IntArray:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, bound_at
 from kvalloc.problem.constraints import MODEL, GroupCap, cap_tree, caps_of
-from kvalloc.solvers._simplex import NetworkSimplex
+from kvalloc.solvers._simplex import NetworkSimplex, tree_prices
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
 METHODS = ("thresholds", "network_simplex")
@@ -86,8 +84,14 @@ class Flow(Solver):
         InfeasibleError
             If the target cannot be met within the caps.
         """
-        tree = _Tree(problem)
-        limits = tree.limits
+        caps = caps_of(problem)
+        tree = cap_tree(caps)
+        limits = problem.last_options.copy()
+        for place in reversed([*tree][1:]):  # innermost first, the model left out
+            units = np.unique(np.asarray(caps[place].units, dtype=np.int64))
+            room = caps[place].capacity_bytes - int(problem.costs[units, 0].sum())
+            steps = max(0, room // (problem.step_bytes or 1))
+            limits[units] = largest_gains(problem, steps, units, limits[units])
         if problem.target is not None and not problem.meets_target(problem.objective_value(limits)):
             nearest = problem.objective_value(limits)
             raise InfeasibleError(
@@ -106,94 +110,12 @@ class Flow(Solver):
             choice = again.choice if maximise else choice
             answer = Solution.of(problem, choice, bound=bound, prices=again.prices)
             return dataclasses.replace(answer, detail=again.detail)
-        prices = tree.prices(choice)
+        prices = tree_prices(problem, choice)
+        nested = [f"{caps[b].name} in {caps[a].name}" for a, b in tree.edges if a != MODEL]
         return Solution.of(
             problem,
             choice,
             bound=bound_at(problem, *prices),
             prices=prices,
-            detail=tree.described,
+            detail="; ".join([f"{len(caps)} caps", *nested[:SHOWN_CAPS]]),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Units under one cap, and the steps beyond their floors that matter to it.
-
-    Attributes
-    ----------
-    place : int
-        Of the cap among all of them.
-    units : ndarray of int64, (n_members,)
-    steps : int
-        Most steps of all together.
-    inner : ndarray of int64, (n_members,)
-        Most steps of each unit by the caps inside this one.
-    alone : ndarray of int64, (n_members,)
-        What greedy takes if the group is alone.
-    """
-
-    place: int
-    units: IntArray
-    steps: int
-    inner: IntArray
-    alone: IntArray
-
-
-class _Tree:
-    """A problem with its caps in steps, innermost first.
-
-    ``limits`` are the most steps that any optimal choice gives each unit, ``(n_units,)``;
-    ``described`` says which cap lies in which.
-    """
-
-    def __init__(self, problem: AllocationProblem) -> None:
-        self.problem = problem
-        self.limits = problem.last_options.copy()
-        self.groups: list[_Group] = []
-        caps = caps_of(problem)
-        tree = cap_tree(caps)
-        nested = [f"{caps[b].name} in {caps[a].name}" for a, b in tree.edges if a != MODEL]
-        self.described = "; ".join([f"{len(caps)} caps", *nested[:SHOWN_CAPS]])
-        for place in reversed([*tree][1:]):  # innermost first, the model left out
-            cap = caps[place]
-            units = np.unique(np.asarray(cap.units, dtype=np.int64))
-            room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
-            steps = max(0, room // (problem.step_bytes or 1))
-            inner = self.limits[units]
-            alone = largest_gains(problem, steps, units, inner)
-            self.limits[units] = alone
-            self.groups.append(
-                _Group(place=place, units=units, steps=steps, inner=inner, alone=alone)
-            )
-
-    def prices(self, choice: IntArray) -> tuple[float, ...]:
-        """Return the price of a byte of the capacity, then of each cap, that prove a choice.
-
-        The price of a step is the least gain taken, in a group that its cap cuts short the least
-        gain that it would take if it were alone. The part above what the next larger group asks
-        is the price of the group's own cap.
-        """
-        problem, step = self.problem, self.problem.step_bytes or 1
-        scarce = problem.sense is Sense.MIN_COST or not np.array_equal(choice, self.limits)
-        base = _price(problem, problem.units, choice, self.limits) if scarce else 0.0
-        units, caps = np.full(problem.n_units, base), np.zeros(len(problem.constraints))
-        for group in reversed(self.groups):  # outermost first
-            price = outer = float(units[group.units[0]])
-            if int(group.inner.sum()) > group.steps:
-                price = max(outer, _price(problem, group.units, group.alone, group.inner))
-            caps[group.place] = (price - outer) / step
-            units[group.units] = price
-        return (base / step, *caps.tolist())
-
-
-def _price(
-    problem: AllocationProblem, units: IntArray, choice: IntArray, limits: IntArray
-) -> float:
-    """Price of a step at a greedy choice: the least gain taken, else the largest one left."""
-    taken = choice > 0
-    if taken.any():
-        last = problem.gains(choice - taken, choice, units)[taken]
-        return max(0.0, float(last.min()))
-    onward = problem.gains(choice, np.minimum(choice + 1, limits), units)
-    return float(onward.max(initial=0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from typing import ClassVar
@@ -10,10 +9,10 @@ from typing import ClassVar
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
 from kvalloc.problem.constraints import EVERY_KIND, caps_of
-from kvalloc.problem.solver import Solution, Termination
+from kvalloc.problem.solver import Solution
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._ilp_program import BACKENDS
-from kvalloc.solvers._ilp_search import Options, Search
+from kvalloc.solvers._ilp_search import Search
 from kvalloc.solvers.lagrangian import Lagrangian
 
 
@@ -78,13 +77,6 @@ class ILP(ByParts):
         self.workers = workers
         self.backend = backend
 
-    def _options(self, problem: AllocationProblem) -> Options:
-        backend = self.backend
-        if backend == "auto":
-            wide = problem.aggregate is Aggregate.TAIL
-            backend = "highs" if caps_of(problem) or wide else "cp_sat"
-        return Options(gap=self.gap, workers=self.workers, backend=BACKENDS[backend])
-
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return True, unless CP-SAT is to solve for several workloads."""
         if problem.aggregate is Aggregate.TAIL and self.backend == "cp_sat":
@@ -95,9 +87,12 @@ class ILP(ByParts):
             )
         return super().can_solve(problem)
 
-    def solve(
-        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
-    ) -> Solution:
+    def rough(self, problem: AllocationProblem) -> ByParts:
+        """Return `lagrangian` where it can, which needs no program."""
+        prices = Lagrangian()
+        return prices if prices.can_solve(problem) is True else self
+
+    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
         """Return the optimum, or the best choice and bound when time runs out.
 
         Raises
@@ -107,26 +102,12 @@ class ILP(ByParts):
         SolverError
             If the back end fails, or time runs out before any choice is found.
         """
-        solution = super().solve(problem, time_limit_seconds=time_limit_seconds)
-        assert solution.bound is not None  # its own
-        missing, slack = (
-            abs(solution.bound - solution.objective),
-            self.gap * abs(solution.objective),
-        )
-        proven = solution.termination is Termination.OPTIMAL
-        if self.gap and not proven and missing <= slack * (1 + 1e-9):
-            return dataclasses.replace(solution, termination=Termination.GAP_LIMIT)
-        return solution
-
-    def rough(self, problem: AllocationProblem) -> ByParts:
-        """Return `lagrangian` where it can, which needs no program."""
-        prices = Lagrangian()
-        return prices if prices.can_solve(problem) is True else self
-
-    def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
-        """Return the outcome of the search over all options; see the base class."""
         seconds = deadline - time.monotonic()
-        search = Search(self._options(problem), problem, deadline)
+        backend = self.backend
+        if backend == "auto":
+            wide = problem.aggregate is Aggregate.TAIL
+            backend = "highs" if caps_of(problem) or wide else "cp_sat"
+        search = Search(problem, deadline, BACKENDS[backend], gap=self.gap, workers=self.workers)
         result = search.run()
         if result.infeasible:
             raise _infeasible(problem)
@@ -145,6 +126,7 @@ class ILP(ByParts):
             detail=f"{result.status} on {result.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
             deadline=early,
+            gap=self.gap,
         )
 
 

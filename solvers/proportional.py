@@ -193,19 +193,6 @@ class Proportional(SharingRule):
         wanted = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
         return apportion(wanted, steps, minimum=low, maximum=high)
 
-    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
-        """Return the rule's parameters."""
-        stated = (
-            (True, f"weight {self.weight}"),
-            (self.weight == "threshold", f"threshold {self.threshold:g}"),
-            (self.weight == "two_groups", f"small share {self.small_share:g}"),
-            (self.power != 1.0, f"power {self.power:g}"),
-            (self.beta != 1.0, f"beta {self.beta:g}"),
-            (self.floor_tokens, f"at least {self.floor_tokens} tokens"),
-            (math.isfinite(self.max_multiple), f"at most {self.max_multiple:g} times the mean"),
-        )
-        return ", ".join(text for counts, text in stated if counts)
-
 
 def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
     """Return the entropy of the gains of a unit's entries, nats, or as a share of its maximum."""

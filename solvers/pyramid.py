@@ -63,10 +63,6 @@ class Pyramid(SharingRule):
 
         return pyramid, problem.spendable_steps
 
-    def describe(self, problem: AllocationProblem, choice: IntArray) -> str:
-        """Return the rule's parameter."""
-        return f"beta {self.beta:g}"
-
 
 def pyramid_line(
     budget_tokens: float,

@@ -97,6 +97,7 @@ class Solution:
         detail: str = "",
         deadline: float = math.inf,
         prices: tuple[float, ...] = (),
+        gap: float = 0.0,
     ) -> Solution:
         """Return a choice as a solution: optimal where the bound meets its objective.
 
@@ -106,10 +107,15 @@ class Solution:
             As in the class.
         deadline : float
             ``time.monotonic()`` at which the solver had to stop; past it, time ran out.
+        gap : float
+            The relative gap that was asked for.
         """
         objective = problem.objective(choice)
+        missing = math.inf if bound is None else abs(bound - objective)
         if bound is not None and is_closed(objective, bound):
             termination = Termination.OPTIMAL
+        elif gap and missing <= gap * abs(objective) * (1 + 1e-9):
+            termination = Termination.GAP_LIMIT
         elif time.monotonic() > deadline:
             termination = Termination.TIME_LIMIT
         else:

@@ -13,6 +13,7 @@ from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver, Termination
 from kvalloc.solvers._ilp_search import NOTHING, Search
+from kvalloc.solvers._prices import Prices
 from kvalloc.testing import brute_force
 from kvalloc.testing.problems import CURVES, SIDES
 
@@ -175,10 +176,7 @@ def hand_problem(**changes: Any) -> AllocationProblem:
 def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is left out by the dual bound, no budget by the bounds of sets."""
 
-    def all_options(self, choices, prices, room, best):
-        return choices.exists.copy()
-
-    monkeypatch.setattr(Search, "_kept", all_options)
+    monkeypatch.setattr(Prices, "worth_keeping", lambda prices, room: np.isfinite(prices.loss))
 
     def one_program(self, choices, sets, best):
         return self._core(choices, sets.prices, NOTHING, self.limit)

@@ -217,7 +217,7 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
             "device 0 and layer 1 overlap; use lagrangian or ilp",
         ),
         ("max_min", hand_problem(constraints=(FEW,)), "does not handle max_distinct; use ilp"),
-        ("cvar", medium_problem(0), "this problem has one; use greedy, max_min or ilp"),
+        ("cvar", medium_problem(0), "does not maximise a plain sum over units; use greedy or ilp"),
         (
             "cvar",
             workloads(0, constraints=(FEW,)),

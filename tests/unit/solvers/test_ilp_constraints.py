@@ -19,7 +19,7 @@ from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint, Termination
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_clean
+from kvalloc.solvers._ilp_program import BACKENDS, encode, stdout_kept_clean
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
@@ -122,7 +122,6 @@ def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
     problem = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
     choices = Choices.of(problem)
     whole = encode(choices, choices.exists, 3, None, Aggregate.SUM)
-    limits = Limits(deadline=time.monotonic(), absolute_gap=0.0, workers=1)
-    answer = BACKENDS[backend](whole.program, limits)
+    answer = BACKENDS[backend](whole.program, time.monotonic(), 0.0, 1)
     best = solve_problem(problem, ILP()).objective
     assert whole.bound(answer.bound) >= best
