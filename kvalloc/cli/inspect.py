@@ -113,7 +113,7 @@ def score_facts(profile: ScoreProfile) -> dict[str, Any]:
     stated = (
         "shape scorer scorer_parameters context_tokens sinks window evictable_tokens "
         "interpolation_error text_description text_digest set_aside versions created sample_tokens "
-        "loss_tokens loss_widths shards digest kind"
+        "loss_tokens loss_widths shard digest kind"
     )
     policies = [policy.title for policy in profile.policies]
     return {

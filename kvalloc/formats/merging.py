@@ -12,7 +12,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, one_line, option
 from kvalloc.files import check_writable
-from kvalloc.formats.score_profile import ScoreProfile, shards_text
+from kvalloc.formats.score_profile import ScoreProfile
 
 _MAY_DIFFER = ("created", "interpolation_error")
 """Fields of the header whose largest value the merged file has."""
@@ -49,23 +49,22 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
     check_given(parts, output)
     loaded = [ScoreProfile.load(path) for path in parts]
     for path, part in zip(parts, loaded, strict=True):
-        if part.shards is None:
+        if part.shard is None:
             raise InputError(
                 f"{path} is a whole measurement and no part of one, so there is nothing to "
                 f"merge; parts are made with {option('shard', '1/8')}"
             )
         check_fields((parts[0], path), _shared(loaded[0]), _shared(part))
-    _check_shards(parts, [part.shards for part in loaded if part.shards is not None])
+    _check_shards(parts, [part.shard for part in loaded if part.shard is not None])
     order = _in_order(loaded)
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in loaded])[order]
         for name in ScoreProfile.PER_SAMPLE
         if getattr(loaded[0], name) is not None
     }
-    arrays |= {"shards": None, "sample_places": None}
     last = {name: max(getattr(part, name) for part in loaded) for name in _MAY_DIFFER}
     last[_ASIDE] = dict(sorted(_set_aside(loaded).items()))
-    result = loaded[0].replace(**arrays, **last)
+    result = loaded[0].replace(**arrays, **last, shard=None)
     result.save(output)
     return result
 
@@ -73,9 +72,10 @@ def merge(parts: Sequence[str | Path], output: str | Path) -> ScoreProfile:
 def _shared(part: ScoreProfile) -> dict[str, Any]:
     """Return what all parts of a measurement share: fields, shapes, and arrays of no sample."""
     shared = part.header()
+    del shared["shard"]
     for name in ScoreProfile.array_fields():
         array = getattr(part, name)
-        if array is None or name == "shards":
+        if array is None:
             continue
         if name in ScoreProfile.PER_SAMPLE:
             shared[f"the shape of {name}"] = array.shape[1:]
@@ -118,36 +118,36 @@ def apart(
     )
 
 
-def _check_shards(paths: Sequence[str | Path], shards: Sequence[IntArray]) -> None:
+def _check_shards(paths: Sequence[str | Path], shards: Sequence[tuple[int, int]]) -> None:
     """Refuse shards one of which is there twice, or missing."""
-    held = np.zeros_like(shards[0])
-    for path, mask in zip(paths, shards, strict=True):
-        if mask.shape != held.shape:
-            raise apart((paths[0], path), "the number of shards", held.size, mask.size)
-        if (held & mask).any():
-            twice = (place for place, one in enumerate(shards) if (one & mask).any())
+    (_, of), known = shards[0], dict[int, str | Path]()
+    for path, (number, n_shards) in zip(paths, shards, strict=True):
+        if n_shards != of:
+            raise apart((paths[0], path), "the number of shards", of, n_shards)
+        if number in known:
             raise InputError(
-                f"{paths[next(twice)]} and {path} overlap: {shards_text(held & mask)} is in both "
-                "of them; give each shard once"
+                f"{known[number]} and {path} overlap: both are shard {number} of {of}; give each "
+                "shard once"
             )
-        held |= mask
-    if not held.all():
-        are = "are" if held.size - held.sum() > 1 else "is"
-        raise InputError(f"{shards_text(held, held=0)} {are} missing; measure what is missing")
+        known[number] = path
+    if missing := [str(number) for number in range(1, of + 1) if number not in known]:
+        *first, last = missing
+        listed = f"shards {', '.join(first)} and {last}" if first else f"shard {last}"
+        are = "are" if first else "is"
+        raise InputError(f"{listed} of {of} {are} missing; measure what is missing")
 
 
 def _in_order(parts: Sequence[ScoreProfile]) -> IntArray:
     """Return where each sample is in the parts one by one, in the order of their places."""
-    places = np.concatenate([part.sample_places for part in parts])
-    known = sorted([*places.tolist(), *_set_aside(parts)])
-    wrong = next((place for place, one in enumerate(known) if place != one), None)
-    if wrong is not None:
-        fault = f"{known[wrong]} is in two" if known[wrong] < wrong else f"{wrong} is in none"
+    places = [place for part in parts for place in part.places]
+    known = sorted([*places, *_set_aside(parts)])
+    gap = next((place for place, one in enumerate(known) if place != one), None)
+    if gap is not None:
         raise InputError(
-            f"the parts are no shards of one measurement: sample {fault} of them; measure all of "
-            "them with the same samples"
+            f"the parts are no shards of one measurement: sample {gap} is in none of them; measure "
+            "all of them with the same samples"
         )
-    return np.argsort(places, kind="stable")
+    return np.argsort(places)
 
 
 def _set_aside(parts: Sequence[ScoreProfile]) -> dict[int, str]:

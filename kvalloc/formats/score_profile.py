@@ -23,7 +23,6 @@ from kvalloc.formats.record import (
     FloatArray6D,
     IntArray1D,
     IntArray2D,
-    Mask1D,
     MeasuredHeader,
     Record,
     require,
@@ -35,6 +34,9 @@ from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 Shares4D = Annotated[FloatArray, ArrayOf(np.float64, 4, low=0, high=1)]
 Tokens1D = Annotated[IntArray, ArrayOf(np.int64, 1, low=1)]
 Masses3D = Annotated[FloatArray, ArrayOf(np.float64, 3, low=0)]
+
+MAX_SHARDS = 9_999
+"""Largest number of parts of a measurement."""
 
 LOSS_NOISE_NATS = 1e-3
 """A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
@@ -67,7 +69,7 @@ class ScoreHeader(MeasuredHeader):
     NAME: ClassVar[str] = "score profile"
     MADE_BY: ClassVar[str] = "kvalloc profile"
     PROVENANCE: ClassVar[tuple[str, ...]] = ("interpolation_error", *MeasuredHeader.PROVENANCE)
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("errors", *MeasuredHeader.OPTIONAL)
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("errors", "shard", *MeasuredHeader.OPTIONAL)
 
     kind: Literal["kvalloc.score_profile"] = "kvalloc.score_profile"
     """What the file is."""
@@ -99,6 +101,10 @@ class ScoreHeader(MeasuredHeader):
     """Largest measured difference between a curve and its interpolation on the grid; 0 when
     ``ranks`` holds every rank."""
 
+    shard: tuple[int, int] | None = None
+    """Of a part of a measurement (``kvalloc profile --shard``): its number, from 1, and the number
+    of shards. Shard i of n has every n-th sample, from the i-th on. None for a whole one."""
+
     errors: tuple[ShareError, ...] = ()
     """Model error: what whole caches lost whose entries and bits of each head were solved from
     these losses, the smallest share first."""
@@ -126,7 +132,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         "sample_tokens",
         "losses",
         "shared_curves",
-        "sample_places",
     )
     """Arrays whose first axis is that of the samples."""
 
@@ -171,13 +176,6 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     layer's score mass, when all keep the same ``ranks[k]`` entries: those with the largest sum of
     shares (MPCache, Sec. 4.4); ``(n_samples, n_runs, n_kv_heads, n_points)``. At most the sum of
     the layers' contributions."""
-
-    shards: Mask1D | None = None
-    """Of a part of a measurement (``kvalloc profile --shard``): 1 for each shard that is in here
-    and 0 for the others, ``(n_shards,)``. None for a whole measurement."""
-
-    sample_places: IntArray1D | None = None
-    """Places of a part's samples among all of the measurement, rising, ``(n_samples,)``."""
 
     def __repr__(self) -> str:
         return (
@@ -243,8 +241,15 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     @property
     def part_text(self) -> str:
-        """Which shards a part of a measurement holds, and a comma; empty for a whole one."""
-        return "" if self.shards is None else f"{shards_text(self.shards)}, "
+        """Which shard a part of a measurement is, and a comma; empty for a whole one."""
+        return "" if self.shard is None else "shard {} of {}, ".format(*self.shard)
+
+    @property
+    def places(self) -> list[int]:
+        """Places of the samples among all of the measurement, without those that were set aside."""
+        number, of = self.shard or (1, 1)
+        end = (self.n_samples + len(self.set_aside)) * of
+        return [place for place in range(number - 1, end, of) if place not in self.set_aside]
 
     @property
     def is_exact(self) -> bool:
@@ -391,15 +396,14 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         require(low >= -max(LOSS_NOISE_NATS, high), "losses", f"{low:.6g}..{high:.6g}", expected)
 
     def _require_part(self) -> None:
-        shards, places = self.shards, self.sample_places
-        if shards is None or places is None:
-            require_none("shards", "sample_places", values=(shards, places))
+        if self.shard is None:
             return
-        sound = bool(0 < shards.sum() < shards.size)
-        require(sound, "shards", shards.tolist(), "0 or 1 each, some of both")
-        require_shape("sample_places", places, (self.n_samples,))
-        rising = places[0] >= 0 and (np.diff(places) > 0).all()
-        require(rising, "sample_places", places.tolist()[:8], "rising from at least 0")
+        number, of = self.shard
+        expected = f"a number from 1 up to that of the shards, 2 to {MAX_SHARDS:,}"
+        require(1 <= number <= of and 1 < of <= MAX_SHARDS, "shard", f"{number} of {of}", expected)
+        expected = "places of samples of this shard"
+        sound = len(self.places) == self.n_samples
+        require(sound, "set_aside", [*self.set_aside][:8], expected)
 
     def _require_shared(self) -> None:
         runs, curves = self.shared_runs, self.shared_curves
@@ -439,19 +443,6 @@ def _require_curves(
     require(rising, field, f"falling {where}", "curves that rise with every entry")
     concave = np.diff(gains, axis=1).max(initial=0.0) <= ROUNDING
     require(concave, field, f"not concave {where}", "best entries first (concave)")
-
-
-def shards_text(shards: IntArray, held: int = 1) -> str:
-    """Return which shards of how many are held, or with 0 which are missing.
-
-    Examples
-    --------
-    >>> shards_text(np.array([1, 0, 1, 1])), shards_text(np.array([1, 0, 1, 1]), held=0)
-    ('shards 1, 3 and 4 of 4', 'shard 2 of 4')
-    """
-    *numbers, last = (str(place + 1) for place in np.flatnonzero(shards == held))
-    listed = f"{', '.join(numbers)} and {last}" if numbers else last
-    return f"shard{'s' if numbers else ''} {listed} of {shards.size}"
 
 
 def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> FloatArray:

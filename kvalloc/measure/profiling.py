@@ -406,14 +406,9 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
             "loss_bits": np.array(job.loss_bits, dtype=np.int64),
             "losses": stacked["losses"],
         }
-    held: dict[str, Any] = {}
-    if job.shard is not None:
-        held["shards"] = (np.arange(job.shard.of) == job.shard.number - 1).astype(np.int64)
-        held["sample_places"] = np.array([*samples], dtype=np.int64)
     n_tokens = [job.samples.samples[place].token_ids.size for place in samples]
     return ScoreProfile(
         **losses,
-        **held,
         curves=stacked["curves"],
         masses=stacked["masses"],
         sample_tokens=np.array(n_tokens, dtype=np.int64),
@@ -426,6 +421,7 @@ def _assemble(job: Job, samples: Mapping[int, Measured]) -> ScoreProfile:
         sinks=job.sinks,
         window=job.scorer.window,
         ranks=job.ranks,
+        shard=None if job.shard is None else (job.shard.number, job.shard.of),
         shared_runs=job.shared_runs if job.share_length > 1 else None,
         text_digest=job.samples.digest(),
         text_description=job.samples.description,

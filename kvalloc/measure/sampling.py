@@ -68,7 +68,7 @@ class Shard:
         ------
         InputError
         """
-        match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,4})\s*/\s*(\d{1,4})\s*", text)
         number, of = map(int, match.groups()) if match else (0, 0)
         if not 1 <= number <= of or of < 2:
             raise InputError(

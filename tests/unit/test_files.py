@@ -202,8 +202,7 @@ def writer(name: str, folder: Path) -> Callable[[Path], object]:
     for place, part in enumerate(parts):
         of_samples = ("curves", "masses", "sample_tokens")
         own: dict[str, np.ndarray] = {one: getattr(scores, one)[[place]] for one in of_samples}
-        shards = np.eye(2, dtype=np.int64)[place]
-        scores.replace(**own, shards=shards, sample_places=np.array([place])).save(part)
+        scores.replace(**own, shard=(place + 1, 2)).save(part)
 
     def command(*arguments: object) -> Callable[[Path], None]:
         def write(output: Path) -> None:

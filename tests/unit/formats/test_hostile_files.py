@@ -214,8 +214,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         *(
             SCORES.replace(
                 **{name: getattr(SCORES, name)[[place]] for name in per_sample},
-                shards=np.eye(2, dtype=np.int64)[place],
-                sample_places=np.array([place]),
+                shard=(place + 1, 2),
             )
             for place in range(2)
         )

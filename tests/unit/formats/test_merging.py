@@ -1,6 +1,5 @@
 """Parts of a measurement, and the file that they make together."""
 
-import numpy as np
 import pytest
 from cli_tools import refused, run
 from factories import make_losses, make_scores, make_shape
@@ -19,27 +18,14 @@ LOSSES = LossPlan(
 )
 
 
-def part_of(scores, held, places, **changes):
-    """The part of a profile that has some of its samples and shards."""
-    own = {
-        name: getattr(scores, name)[places]
+def part_of(scores, number, of):
+    """One shard of a profile."""
+    arrays = {
+        name: getattr(scores, name)[number - 1 :: of]
         for name in ScoreProfile.PER_SAMPLE
         if getattr(scores, name) is not None
     }
-    places = np.array(places, dtype=np.int64)
-    shards = np.array(held, dtype=np.int64)
-    return scores.replace(**own, shards=shards, sample_places=places, **changes)
-
-
-def parts_of(scores, n_shards, folder, **changes):
-    """Files of all shards of a profile."""
-    paths = []
-    for shard in range(n_shards):
-        held = [int(one == shard) for one in range(n_shards)]
-        places = list(range(shard, scores.n_samples, n_shards))
-        paths.append(folder / f"part{shard + 1}.safetensors")
-        part_of(scores, held, places, **changes).save(paths[-1])
-    return paths
+    return scores.replace(**arrays, shard=(number, of))
 
 
 @settings(deadline=None, max_examples=25)
@@ -51,14 +37,9 @@ def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, da
     scores = make(n_samples, n_samples=n_samples)
     scores.save(folder / "whole")
     n_shards = data.draw(st.integers(2, n_samples))
-    order = data.draw(st.permutations(range(n_samples)))
-    # any samples in any shard, none of them empty
-    chosen = [order[shard::n_shards] for shard in range(n_shards)]
-    paths = []
-    for shard, places in enumerate(chosen):
-        held = [int(one == shard) for one in range(n_shards)]
-        paths.append(folder / f"{shard}")
-        part_of(scores, held, sorted(places)).save(paths[-1])
+    paths = [folder / f"{number}" for number in range(1, n_shards + 1)]
+    for number, path in enumerate(paths, start=1):
+        part_of(scores, number, n_shards).save(path)
     paths = data.draw(st.permutations(paths))
     found = merge(paths, folder / "merged")
     assert (folder / "merged").read_bytes() == (folder / "whole").read_bytes()
@@ -85,12 +66,14 @@ def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path, options):
 
 @pytest.fixture
 def files(tmp_path):
-    return parts_of(make_scores(n_samples=6), 3, tmp_path)
+    paths = [tmp_path / f"part{number}.safetensors" for number in (1, 2, 3)]
+    for number, path in enumerate(paths, start=1):
+        part_of(make_scores(n_samples=6), number, 3).save(path)
+    return paths
 
 
 def other(files, **changes):
-    made = make_scores(n_samples=6, **changes)
-    part_of(made, [0, 1, 0], [1, 4]).save(files[1])
+    part_of(make_scores(n_samples=6, **changes), 2, 3).save(files[1])
 
 
 WRONG = {
@@ -101,8 +84,8 @@ WRONG = {
         "part2.safetensors is a whole measurement and no part of one",
     ),
     "overlap": (
-        lambda files: part_of(make_scores(n_samples=6), [1, 1, 0], [0, 1, 3, 4]).save(files[1]),
-        "part1.safetensors and .*part2.safetensors overlap: shard 1 of 3 is in both",
+        lambda files: part_of(make_scores(n_samples=6), 1, 3).save(files[1]),
+        "part1.safetensors and .*part2.safetensors overlap: both are shard 1 of 3",
     ),
     "model": (
         lambda files: other(files, shape=make_shape(model_id="tests/other")),
@@ -114,19 +97,15 @@ WRONG = {
         "versions.numpy is test in the first and 2 in the second",
     ),
     "losses": (
-        lambda files: part_of(make_losses(n_samples=6), [0, 1, 0], [1, 4]).save(files[1]),
+        lambda files: part_of(make_losses(n_samples=6), 2, 3).save(files[1]),
         "are no parts of one measurement: .*loss",
     ),
     "other shards": (
-        lambda files: part_of(make_scores(n_samples=6), [0, 1], [1, 4]).save(files[1]),
+        lambda files: part_of(make_scores(n_samples=6), 2, 2).save(files[1]),
         "the number of shards is 3 in the first and 2 in the second",
     ),
-    "in two": (
-        lambda files: part_of(make_scores(n_samples=6), [0, 1, 0], [1, 3]).save(files[1]),
-        "sample 3 is in two of them; measure all of them with the same",
-    ),
     "in none": (
-        lambda files: part_of(make_scores(n_samples=7), [0, 1, 0], [1, 6]).save(files[1]),
+        lambda files: part_of(make_scores(n_samples=3), 2, 3).save(files[1]),
         "sample 4 is in none",
     ),
 }
