@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,21 +94,11 @@ def test_bits_are_paid_for_in_entries(dtype_bytes):
     assert left.budgets.mean() == pytest.approx(300 * (72 + 4) / (256 + 4), rel=0.03)
 
 
-@dataclass
-class Eviction:
+def eviction(*, start_size, max_cache_size, **sizes):
     """Stands in for the package's CacheEvictionConfig, which checks as much."""
-
-    start_size: int
-    recent_size: int
-    max_cache_size: int
-    aggregation_mode: int
-
-    def __post_init__(self):
-        if not self.start_size:
-            raise RuntimeError("start_size must be non-zero")
-
-    def get_max_cache_size(self):
-        return self.max_cache_size
+    if not start_size:
+        raise RuntimeError("start_size must be non-zero")
+    return SimpleNamespace(get_max_cache_size=lambda: max_cache_size)
 
 
 def test_openvino_reads_it(tmp_path, monkeypatch):
@@ -120,7 +109,7 @@ def test_openvino_reads_it(tmp_path, monkeypatch):
             scheduler_config(tmp_path / "e.json")
         stand_in = SimpleNamespace(
             AggregationMode=SimpleNamespace(NORM_SUM=1),
-            CacheEvictionConfig=Eviction,
+            CacheEvictionConfig=eviction,
             SchedulerConfig=SimpleNamespace,
         )
         monkeypatch.setitem(sys.modules, "openvino_genai", stand_in)
