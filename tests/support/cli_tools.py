@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import importlib.util
 import io
 import json
 import resource
@@ -10,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvalloc.cli.main import main
 
@@ -133,6 +136,24 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def without(*missing: str) -> Iterator[None]:
+    """Let these packages be missing, as where they are not installed."""
+    find, load = importlib.util.find_spec, builtins.__import__
+
+    def look(name: str, *rest: Any) -> Any:
+        return None if name.split(".")[0] in missing else find(name, *rest)
+
+    def refuse(name: str, *rest: Any, **named: Any) -> Any:
+        if name.split(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return load(name, *rest, **named)
+
+    find_spec = mock.patch("importlib.util.find_spec", look)
+    with find_spec, mock.patch("builtins.__import__", refuse):
+        yield
 
 
 def refused_with(folder, models, command, options, words):

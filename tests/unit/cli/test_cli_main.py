@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -196,17 +197,11 @@ def test_quickstart_needs_no_model(tmp_path):
 
 
 WITHOUT_TORCH = """
-import builtins, importlib.util, sys
-from kvalloc.cli.main import main
-missing, find, load = {"torch", "transformers"}, importlib.util.find_spec, builtins.__import__
-def refuse(name, *rest, **named):
-    if name.split(".")[0] in missing:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return load(name, *rest, **named)
-importlib.util.find_spec = lambda name, *a: None if name in missing else find(name, *a)
-builtins.__import__ = refuse
-for line in sys.argv[1:]:
-    print(main(line.split()), flush=True)
+import sys
+from cli_tools import main, without
+with without("torch", "transformers"):
+    for line in sys.argv[1:]:
+        print(main(line.split()), flush=True)
 """
 
 
@@ -220,6 +215,7 @@ def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *lines],
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.stdout.split() == ["2"] * len(lines)
     said = done.stderr.splitlines()
