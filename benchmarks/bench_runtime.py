@@ -3,11 +3,12 @@
     python benchmarks/bench_runtime.py cache [--quick] [--json]
     python benchmarks/bench_runtime.py cache --device cuda --shape 8b --context 32768
     python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
-    python benchmarks/bench_runtime.py late | launches | prompts | half | plan | lossless [--help]
+    python benchmarks/bench_runtime.py late | launches | prompts | half | plan | lossless | blend
 
 Other parts are in files of their own: what the default's ways cost (`runtime_late`), launches on a
 CUDA device (`runtime_launches`), entries at 16 bits beside float32 (`runtime_half`), what
-`kvalloc plan` predicts (`runtime_plan`), and answers without loss (`runtime_lossless`). Of
+`kvalloc plan` predicts (`runtime_plan`), answers without loss (`runtime_lossless`), and documents
+that were read one by one (`runtime_blend`). Of
 ``cache``:
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
@@ -82,7 +83,7 @@ FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 SINKS, WINDOW = 4, 8
 PARTS = {"cache": "", "late": "runtime_late", "prompts": "runtime_prompts"}
-PARTS |= {name: f"runtime_{name}" for name in ("launches", "half", "plan", "lossless")}
+PARTS |= {name: f"runtime_{name}" for name in ("launches", "half", "plan", "lossless", "blend")}
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvalloc.measure import profile as profile
     from kvalloc.models.loading import load_model as load_model
     from kvalloc.online.application import apply as apply
+    from kvalloc.online.blends import blend as blend
     from kvalloc.online.fitting import fit as fit
     from kvalloc.online.planning import plan_batch as plan_batch
     from kvalloc.online.solving import solve_measured as solve_measured
@@ -49,6 +50,7 @@ _NAMES = {
     "kvalloc.measure": ("profile",),
     "kvalloc.models.loading": ("load_model",),
     "kvalloc.online.application": ("apply",),
+    "kvalloc.online.blends": ("blend",),
     "kvalloc.online.fitting": ("fit",),
     "kvalloc.online.planning": ("plan_batch",),
     "kvalloc.online.solving": ("solve_measured",),

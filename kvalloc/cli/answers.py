@@ -174,6 +174,8 @@ class Conversation:
     read_seconds, load_seconds : float or None
         What reading the document took, now or before it was saved, and loading it; None where it
         was not read, or not loaded.
+    blend : callable or None
+        Puts documents that were read one by one in front of a question's tokens, as a cache.
     """
 
     reduction: Reduction
@@ -186,6 +188,7 @@ class Conversation:
     document: str = ""
     read_seconds: float | None = None
     load_seconds: float | None = None
+    blend: Callable[[Sequence[int]], Any] | None = None
     _unread: Sequence[int] = ()
     """The last token of an answer that it does not end with: it was written, not read."""
 
@@ -260,9 +263,12 @@ class Conversation:
         from kvalloc.models.quiet import quiet_transformers
 
         if ids:
+            is_first = not self.seen_tokens
             prompt = torch.tensor([[*ids]], device=input_device(self.loaded.model))
             with torch.no_grad(), quiet_transformers():
                 self.loaded.model(input_ids=prompt, past_key_values=self.cache, logits_to_keep=1)
+            if is_first:
+                self.cache.read_ids = prompt
 
     def answer(
         self,

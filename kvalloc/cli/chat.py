@@ -19,7 +19,7 @@ from kvalloc.cli.output import is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.reduction import OF_A_PROMPT, Reduction, cache_facts, note_whole
 from kvalloc.errors import InputError, plain
-from kvalloc.prompts.chat import wants_chat
+from kvalloc.prompts.chat import encode, wants_chat
 from kvalloc.report.wording import deciding_text, kept_text
 from kvalloc.units import Option, duration
 
@@ -35,10 +35,16 @@ class DocumentOptions(TypedDict, total=False):
         A question about the prompt, which is then a document. Each one follows the document alone.
     cache : Path
         Take the document from a saved cache, in the dtype that it was read in.
+    document : sequence of Path
+        A saved cache of a document that was read with --no-chat. Several are put behind each other.
+    recompute : str
+        Tokens of all documents that are computed anew for a question; 15% by default.
     """
 
     question: Annotated[Sequence[str], Option("TEXT", DOCUMENT)]
     cache: Annotated[Path, Option("FILE", DOCUMENT)]
+    document: Annotated[Sequence[Path], Option("FILE", DOCUMENT)]
+    recompute: Annotated[str, Option("SHARE", DOCUMENT)]
 
 
 @takes(
@@ -62,6 +68,10 @@ def chat(model: str, **typed: Any) -> None:
     kvalloc chat demo --budget 20% --prompt-file doc.txt --save-cache doc.kv
     kvalloc chat demo --cache doc.kv --question "Who speaks?" --question "To whom?"
     kvalloc chat demo --cache doc.kv
+
+    Put documents together that were read one by one:
+    kvalloc chat demo --budget 100% --no-chat --prompt-file a.txt --save-cache a.kv
+    kvalloc chat demo --document a.kv --document b.kv --question "Who speaks?"
     """
     reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)
     questions, cache = typed.get("question", ()), typed.get("cache")
@@ -71,6 +81,8 @@ def chat(model: str, **typed: Any) -> None:
             raise InputError(f"{which} is empty; ask something")
     if cache is not None:
         conversation = _with_saved(cache, reduction, options, questions)
+    elif "document" in typed:
+        conversation = _with_documents(reduction, options, questions)
     elif questions or {"prompt", "prompt_file", "save_cache"} & typed.keys():
         conversation = _with_document(reduction, options, questions)
     else:
@@ -164,6 +176,48 @@ def _with_saved(
     return conversation
 
 
+def _with_documents(
+    reduction: Reduction, options: PromptOptions, questions: Sequence[str]
+) -> Conversation:
+    """Take documents from files, to be put in front of each question, or of the first turn."""
+    from kvalloc.formats.saved_cache import SavedCacheHeader
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
+    paths: Sequence[Path] = reduction.typed["document"]
+    headers = [SavedCacheHeader.read(path)[0] for path in paths]  # before the model is loaded
+    loaded = load(reduction.model, {"dtype": headers[0].dtype, **reduction.typed})
+    from kvalloc.online.blends import DEFAULT_SHARE, blend
+
+    def put(question: Sequence[int]) -> Any:
+        return blend(
+            loaded.model, paths, question=question, before=before,
+            recompute=reduction.typed.get("recompute", DEFAULT_SHARE),
+            allow_other_model=reduction.allow_other_model,
+        )  # fmt: skip
+
+    conversation = Conversation(
+        reduction=reduction, options=options, loaded=loaded, make_cache=lambda tokens: None,
+        blend=put, in_chat=wants_chat(loaded.tokenizer, options.chat),
+        document=", ".join(Path(path).name for path in paths),
+    )  # fmt: skip
+    before = encode(loaded.tokenizer, conversation.form.before)
+    n_tokens = len(before) + sum(header.seen_tokens for header in headers)
+    _check_questions(conversation, questions, n_tokens)
+    return conversation
+
+
+def _put_documents(conversation: Conversation, question: str) -> None:
+    """Put documents in front of a question, and say so."""
+    assert conversation.blend is not None
+    start = time.perf_counter()
+    with slow("putting documents together"):
+        ids = conversation.form.question_ids(conversation.loaded.tokenizer, question)
+        conversation.cache = conversation.blend(ids)
+    conversation.load_seconds = seconds = time.perf_counter() - start
+    _note_document(conversation, f"put together in {duration(seconds)}")
+
+
 def _note_document(conversation: Conversation, how: str) -> None:
     """Say what was read or loaded and what it takes, on one line."""
     read = f"{conversation.document}: {conversation.seen_tokens:,} tokens {how}"
@@ -216,6 +270,8 @@ def _answer(
     InputError
         If there is no room for it.
     """
+    if conversation.blend is not None and (conversation.cache is None or not keep):
+        _put_documents(conversation, question)
     n_tokens = len(conversation.turn_ids(question))
     conversation.check_room(n_tokens)
     quiet = is_quiet() or wants_json()

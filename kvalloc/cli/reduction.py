@@ -62,7 +62,7 @@ class Reduction:
             If options exclude each other, or none says how a prompt is reduced.
         """
         check_conflicts(typed)
-        if not {*TARGET, "profile", "cache"} & typed.keys():
+        if not {*TARGET, "profile", "cache", "document"} & typed.keys():
             raise InputError(
                 "say how much to keep with --budget 20%, of which 100% is the full cache, or which "
                 "budgets to use with --profile P.json"

@@ -153,6 +153,16 @@ class SavedCacheHeader(FileRecord):
             return float(noted)
         return None
 
+    @property
+    def ids(self) -> list[int] | None:
+        """Tokens that the cache has seen, if a note of one row has them all."""
+        noted = self.notes.get("ids")
+        if not isinstance(noted, list) or len(noted) != self.seen_tokens or self.batch != 1:
+            return None
+        most = self.profile.shape.vocab_size or 2**31
+        sound = all(type(token) is int and 0 <= token < most for token in noted)
+        return list(noted) if sound else None
+
     @classmethod
     def read(cls, path: str | Path) -> tuple[Self, dict[str, StoredTensor]]:
         """Return header and tensors of a saved cache, checked against each other.

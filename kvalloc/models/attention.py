@@ -372,13 +372,18 @@ def _attention_modules(decoder: nn.Module) -> list[Any]:
     ]
 
 
-def rotates_halves(model: nn.Module) -> bool:
-    """Whether every layer rotates halves of its queries, so that they can be put elsewhere."""
+def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
+    """Return what `layer_frequencies` says of each attention module of a model, in order."""
     decoder: nn.Module = decoder_of(model)
     rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
-    every = set(_attention_modules(decoder))  # of some families whole layers, too
-    innermost = [one for one in every if not every & {*one.modules()} - {one}]
-    return not any(isinstance(layer_frequencies(layer, rotary), str) for layer in innermost)
+    every = dict.fromkeys(_attention_modules(decoder))  # of some families whole layers, too
+    innermost = [one for one in every if not every.keys() & {*one.modules()} - {one}]
+    return [layer_frequencies(layer, rotary) for layer in innermost]
+
+
+def rotates_halves(model: nn.Module) -> bool:
+    """Whether every layer rotates halves of its queries, so that they can be put elsewhere."""
+    return not any(isinstance(own, str) for own in rotary_frequencies(model))
 
 
 def base_implementation(config: Any) -> str:

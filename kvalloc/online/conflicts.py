@@ -51,21 +51,35 @@ CONFLICTS = (
         (*TARGET, *DECIDING, "profile", *KEEPING, "fitted"),
         "{0} says how a document is reduced, and the one in {1} was reduced when it was saved; "
         "leave it out",
-        beside=("cache",),
+        beside=("cache", "document"),
     ),
     Conflict(
         ("lossless",),
         "{0} needs the full cache beside the reduced one, which is all that {1} holds; leave out "
         "either",
-        beside=("cache", "save_cache"),
+        beside=("cache", "document", "save_cache"),
     ),
     Conflict(
         ("prompt", "prompt_file"),
         "{1} holds the document already; ask about it with {option[question]} instead of giving "
         "{0}",
+        beside=("cache", "document"),
+    ),
+    Conflict(
+        ("save_cache",),
+        "{1} is a saved cache already; leave out {0}",
+        beside=("cache", "document"),
+    ),
+    Conflict(
+        ("document",),
+        "{1} is one saved document and {0} puts several together; name each with {0}",
         beside=("cache",),
     ),
-    Conflict(("save_cache",), "{1} is a saved cache already; leave out {0}", beside=("cache",)),
+    Conflict(
+        ("recompute",),
+        "{0} is for documents that were read one by one; name them with {1}",
+        without=("document",),
+    ),
     Conflict(
         ("prompt",),
         "{0} and {1} are two prompts at once; give one of them",
@@ -103,7 +117,7 @@ CONFLICTS = (
         ("allow_other_model",),
         "{0} accepts what was stored for another model, and nothing stored is named; leave it out, "
         "or give {1}",
-        without=("profile", "fitted", "cache"),
+        without=("profile", "fitted", "cache", "document"),
     ),
     Conflict(
         DECIDING,

@@ -90,6 +90,8 @@ def filled_cache(
     arrival.visible = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool)
     if (visible := tensors.get("visible")) is not None:
         arrival.visible = _tensor(visible).bool()
+    if (ids := header.ids) is not None:
+        cache.read_ids = torch.tensor([ids])
     return cache
 
 

@@ -33,8 +33,8 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
     """Write what a cache holds; see `BudgetCache.save`.
 
     The file is safetensors: keys, values and columns of each layer as they are stored, and a JSON
-    header with the budget profile, the digests and what the cache has seen. `notes` are plain
-    values of the caller's, such as where the text came from.
+    header with the budget profile, the digests and what the cache has seen, token ids too where it
+    knows them. `notes` are plain values of the caller's, such as where the text came from.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -49,6 +49,9 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
     )
     cache.end_turn()  # the queries of tokens that are not settled are not in the file
     tensors, rows = _tensors_of(cache), cache.arrival.row_profiles
+    ids, seen = cache.read_ids, cache.get_seq_length()
+    if ids is not None and len(ids) == 1 and ids.shape[1] >= seen:
+        notes = {"ids": ids[0, :seen].tolist(), **(notes or {})}
     raw = {name: stored(tensor) for name, tensor in tensors.items()}
     header = SavedCacheHeader(
         model=type(model).__name__,

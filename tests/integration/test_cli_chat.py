@@ -236,6 +236,59 @@ def test_a_document_is_refused_before_the_first_answer(folder, monkeypatch, word
     refused(folder, "chat", *shlex.split(words), words=said)
 
 
+def blending(folder, *more):
+    """The words that ask about two documents, the second one longer."""
+    return ("chat", folder / "tiny", "--max-new-tokens", 6, "--document", folder / "doc.kv",
+            "--document", folder / "two.kv", *more)  # fmt: skip
+
+
+def test_documents_are_put_together_in_front_of_each_question(folder, monkeypatch):
+    (folder / "two.txt").write_text(prose(150)[100:])
+    reading_two = [
+        folder / "two.txt" if word == folder / "doc.txt" else word for word in reading(folder)
+    ]
+    assert run(*reading_two, "--save-cache", folder / "two.kv").code == 0
+    questions = [word for question in QUESTIONS for word in ("--question", question)]
+    ran = run(*blending(folder, *questions), "--json")
+    assert ran.code == 0, ran.err
+    assert ran.err.count("doc.kv, two.kv: ") == len(QUESTIONS)
+    assert ran.json["document_tokens"] > 200
+    alone = run(*blending(folder, "--question", QUESTIONS[-1]), "--json").json["answers"][0]
+    assert alone["answer"] == ran.json["answers"][-1]["answer"]
+    monkeypatch.setattr(sys, "stdin", Stdin(f"{QUESTIONS[0]}\n{QUESTIONS[1]}\n"))
+    talked = run(*blending(folder, "--recompute", "0"), "--json")
+    assert (talked.code, len(talked.json["answers"])) == (0, 2)
+    assert talked.err.count("put together in") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budget", "20%"], ["--budget", "when it was saved"]),
+        (["--cache", "doc.kv"], ["--cache", "name each with --document"]),
+        (["--document", "none.kv"], ["none.kv", "missing"]),
+        (["--recompute", "2"], ["2"]),
+        (["--max-new-tokens", "500"], ["no room"]),
+    ],
+)
+def test_documents_are_refused(folder, words, said):
+    given = [folder / word if word.endswith(".kv") else word for word in words]
+    document = ("--document", folder / "doc.kv")
+    refused(folder, "chat", folder / "tiny", *document, "--question", "w1", *given, words=said)
+
+
+def test_documents_of_a_chat_and_a_share_without_documents_are_refused(folder):
+    chat = ("--chat", "--allow-other-model")
+    path = folder / "of_chat.kv"
+    assert run(*reading(folder, "chatty"), *chat, "--save-cache", path).code == 0
+    asked = ("--question", "w1")
+    said = ["begins with the model's chat form", "--no-chat"]
+    refused(folder, "chat", folder / "chatty", "--document", path, chat[1], *asked, words=said)
+    refused(
+        folder, *reading(folder), "--recompute", "5%", *asked, words=["--recompute", "--document"]
+    )
+
+
 def test_a_saved_cache_can_be_inspected(folder):
     facts = run("inspect", folder / "doc.kv", "--json").json
     assert (facts["kind"], facts["document"]) == ("kvalloc.cache", "doc.txt")
@@ -248,7 +301,7 @@ def test_a_saved_cache_can_be_inspected(folder):
     for words in ("doc.txt", "120, float32", "a full cache takes", "--cache", "window 8"):
         assert words in shown.out
     assert "sharing" not in shown.out
-    (folder / "odd.kv").write_bytes((folder / "doc.kv").read_bytes()[:5000])
+    (folder / "odd.kv").write_bytes((folder / "doc.kv").read_bytes()[:-5000])
     line = refused(folder, "inspect", folder / "odd.kv")
     assert "expected a cache written with --save-cache; read the prompt again" in line
 

@@ -1,0 +1,217 @@
+"""Documents that were read one by one: what blending them loses, and when the first token comes.
+
+    python benchmarks/bench_runtime.py blend [--models demo] [--prompts N] [--quick]
+
+Three documents of 500 tokens and a question, of held-out texts: one text in three parts, and three
+texts, each with a question about a fact and with one about all. What is compared follows the same
+beginning of a chat: documents put together and nothing computed anew; CacheBlend's 15%, of the
+tokens whose keys and values deviate most, in all layers; what `kvalloc.blend` computes anew, so
+many that both take as many operations (tokens times layers, with what is computed to choose); and
+all read. The loss is the KL of the greedy answer of a model that has read all, nats a token. The
+time to the first token is that of 15% with the documents' files read, in turns with reading all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from _common import Row, in_turns, parser_of, print_rows, ratio_of
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.loading import load_model, shape_of
+from kvalloc.online.blends import DEFAULT_SHARE
+from kvalloc.prompts.chat import DocumentForm, encode
+from kvalloc.prompts.intervals import interval
+from kvalloc.prompts.tasks import find_tasks
+from kvalloc.runtime.answering import answer
+from kvalloc.runtime.documents import CHECK_LAYER, DenseLayer, Documents
+
+DOCUMENTS, TOKENS = 3, 500
+
+
+class Asked(NamedTuple):
+    """What is read: tokens before the documents, of each document, and of the question."""
+
+    before: torch.Tensor
+    documents: list[torch.Tensor]
+    question: torch.Tensor
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--models", nargs="+", default=["demo"])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=int, default=4, help="of each of the four kinds")
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of the time")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.prompts, arguments.repeats = 1, 1
+    rows = (row for name in arguments.models for row in rows_of(name, arguments))
+    return print_rows(rows, arguments, "kvalloc", "torch", "transformers")
+
+
+def rows_of(name: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    loaded = load_model(name, dtype=arguments.dtype)
+    prompts = asked(loaded, arguments.prompts)
+    where = f"{loaded.model_id}, {arguments.dtype}, {DOCUMENTS} documents of {TOKENS} tokens"
+    yield time_row(loaded.model, prompts[0], where, arguments.repeats)
+    table = np.array([losses(loaded.model, one, arguments.new_tokens) for one in prompts])
+    none, equal, ours = table.mean(axis=0)
+    of = f"{len(prompts)} prompts"
+    for title, own, column in (("nothing computed anew", none, 0), ("CacheBlend's", equal, 1)):
+        yield {"name": f"{where}: nats a token, {title}", "figure": float(own),
+               **ends([table[:, column]]), "note": f"{of}; all read is 0"}  # fmt: skip
+    yield {"name": f"{where}: nats a token, blend", "figure": float(ours),
+           **ends([table[:, 2]]), "note": f"{of}; all read is 0"}  # fmt: skip
+    less = int((table[:, 2] < table[:, 1]).sum())
+    yield {"name": f"{where}: loss over CacheBlend's at as many operations",
+           "figure": float(ours / equal), **ends([table], lambda means: means[:, 2] / means[:, 1]),
+           "at_most": 0.5, "note": f"{of}, less on {less}"}  # fmt: skip
+
+
+def ends(tasks: list[Any], *of: Any) -> Row:
+    """Return the interval of a row, where there are enough prompts for one."""
+    found = interval(tasks, *of)
+    return {} if found is None else dict(zip(("low", "high"), found, strict=True))
+
+
+def time_row(model: Any, asked: Asked, where: str, repeats: int) -> Row:
+    """Return the time to the first token over that of reading all."""
+    ids = torch.cat([asked.before, *asked.documents, asked.question])
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{n}.kv" for n in range(DOCUMENTS)]
+        for path, own in zip(paths, asked.documents, strict=True):
+            document(model, own).save(path)
+
+        def blended() -> list[int]:
+            cache = kvalloc.blend(model, paths, question=asked.question, before=asked.before)
+            return list(answer(model, cache, asked.question, max_new_tokens=1, keep=True))
+
+        def whole() -> None:
+            with torch.no_grad():
+                model(
+                    ids[None], past_key_values=DynamicCache(config=model.config), logits_to_keep=1
+                )
+
+        found = in_turns({"blend": blended, "all": whole}, repeats=repeats)
+    return {
+        "name": f"{where}: time to the first token over reading all",
+        **ratio_of(found, "blend", "all"),
+        "at_most": 0.35,
+        "note": f"{DEFAULT_SHARE:.0%} computed anew, files read",
+    }
+
+
+def losses(model: Any, asked: Asked, new: int) -> tuple[float, float, float]:
+    """Return the KL of nothing computed anew, of CacheBlend's tokens and of blend's."""
+    front = torch.cat([asked.before, *asked.documents])
+    ids, n_front = torch.cat([front, asked.question]), len(front)
+    whole = DynamicCache(config=model.config)
+    with torch.no_grad():
+        logits = model(ids[None], past_key_values=whole, logits_to_keep=1).logits[0]
+    full = [(one.keys[:, :, :n_front].clone(), one.values[:, :, :n_front].clone())
+            for one in whole.layers]  # fmt: skip
+    expected, answered = [logits], []
+    for _ in range(new - 1):
+        answered.append(logits.argmax(dim=-1))
+        with torch.no_grad():
+            logits = model(answered[-1][None], past_key_values=whole).logits[0]
+        expected.append(logits)
+    reference, tail = (
+        torch.cat(expected).log_softmax(dim=-1),
+        torch.cat([asked.question, *answered]),
+    )
+
+    def loss(cache: Any) -> float:
+        with torch.no_grad():
+            found = model(tail[None], past_key_values=cache).logits[0, -new:].log_softmax(dim=-1)
+        return float((reference.exp() * (reference - found)).sum(dim=-1).mean())
+
+    n_tokens, n_layers = n_front - len(asked.before), len(full)
+    share = DEFAULT_SHARE * (n_layers - 1) / n_layers - len(asked.question) / n_tokens
+    caches = [document(model, own) for own in asked.documents]
+    turned = kvalloc.blend(model, caches, before=asked.before)
+    ours = kvalloc.blend(
+        model, caches, before=asked.before, question=asked.question, recompute=share
+    )
+    return loss(copied(turned, model)), loss(cacheblend(model, turned, asked, full)), loss(ours)
+
+
+def cacheblend(model: Any, turned: Any, asked: Asked, full: list[Any]) -> Any:
+    """Return a cache of which CacheBlend's tokens are computed anew.
+
+    Those whose keys and values deviate most at the check layer, where they are those of a reading
+    of all: what is in front of that layer is computed for all tokens.
+    """
+    own, n_before = turned.layers[CHECK_LAYER], len(asked.before)
+    pairs = zip(full[CHECK_LAYER], (own.keys, own.values), strict=True)
+    change = sum((new - old).square().sum(dim=(0, 1, 3)) for new, old in pairs)[n_before:]
+    count = int(DEFAULT_SHARE * len(change))
+    places = (change.topk(count).indices + n_before).sort().values
+    ids = torch.cat([asked.before, *asked.documents])
+    layers = [DenseLayer.joined([DenseLayer.of(layer)]) for layer in turned.layers]
+    some = Documents(model=model, ids=ids, before=n_before, n_tokens=len(ids), layers=layers)
+    some.recompute(places)
+    return copied(turned, model, [(layer.keys, layer.values) for layer in layers])
+
+
+def copied(cache: Any, model: Any, states: list[Any] | None = None) -> DynamicCache:
+    """Return a plain cache of the same keys and values, or of others."""
+    found = DynamicCache(config=model.config)
+    for index, layer in enumerate(cache.layers):
+        keys, values = (layer.keys, layer.values) if states is None else states[index]
+        found.update(keys.clone(), values.clone(), index)
+    return found
+
+
+def document(model: Any, ids: torch.Tensor) -> Any:
+    """Return the whole cache of a document that was read alone."""
+    shape = shape_of(model)
+    profile = BudgetProfile(
+        shape=shape, level="layer", context_tokens=len(ids),
+        budgets=np.full((shape.n_layers, shape.n_kv_heads), len(ids)),
+        policy=Policy(scorer="snapkv", scorer_parameters={"window": 32}, sinks=4, window=32),
+    )  # fmt: skip
+    cache = kvalloc.make_cache(model, profile)
+    with torch.no_grad():
+        model(ids[None], past_key_values=cache, logits_to_keep=1)
+    cache.read_ids = ids[None]
+    return cache
+
+
+def asked(loaded: Any, count: int) -> list[Asked]:
+    """Return so many prompts of each kind."""
+    tokenizer = loaded.tokenizer
+    before = encode(tokenizer, DocumentForm.of(tokenizer).before)
+
+    def made(name: str, n_cases: int, n_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        [task] = find_tasks([name])
+        cases = task.make(tokenizer, n_cases, n_tokens, split="held-out", after=True)
+        ids = [(case.input_ids, case.turns[0].question_ids) for case in cases]
+        assert all(own[: len(before)] == before for own, _ in ids)
+        return [(torch.tensor(own[len(before) :]), torch.tensor(question)) for own, question in ids]
+
+    start, found = torch.tensor(before), list[Asked]()
+    about_all = made("own", 1, TOKENS)[0][1]
+    for text, question in made("qa", count, DOCUMENTS * TOKENS + 40):
+        parts = list(text.tensor_split(DOCUMENTS))
+        found += [Asked(start, parts, question), Asked(start, parts, about_all)]
+    apart = made("qa", DOCUMENTS * count, TOKENS + 40)
+    for n in range(count):
+        three = apart[n::count]
+        parts = [text for text, _ in three]
+        found += [Asked(start, parts, three[n % DOCUMENTS][1]), Asked(start, parts, about_all)]
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,324 @@
+"""Caches of documents put behind each other, and brought up to date in part.
+
+A document that was read alone knows nothing of what stands in front of it now. Its keys are turned
+to their new places; keys and values of some of its tokens are computed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvalloc.models.attention import (
+    AttentionResult,
+    AttentionStates,
+    Compute,
+    Handler,
+    intercept_attention,
+)
+from kvalloc.models.rope import rotate
+from kvalloc.models.structure import decoder_of, input_device
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.packed import LayerEntries
+
+__all__ = ["CHECK_LAYER", "DenseLayer", "Documents"]
+
+CHECK_LAYER = 1
+"""Where it is seen how values change: the first layer whose input knows what stands in front."""
+
+
+See: TypeAlias = Callable[[AttentionStates, Tensor], None]
+"""Looks at what a layer's attention sees, and at its mask."""
+
+
+class _Enough(Exception):
+    """What was wanted of a forward is there."""
+
+
+@dataclass(kw_only=True)
+class DenseLayer:
+    """Keys and values of one layer at their places, also of entries that no head keeps.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
+        Of the model's type; 0 where nothing is kept.
+    kept : Tensor of bool, (1, n_kv_heads, n_tokens), or None
+        Which entries there are; None for all.
+    bias : Tensor of float32, (1, n_kv_heads, n_tokens), or None
+        Added to the logits.
+    rounded : bool
+        Whether kept entries are stored at other bits than the model computes in.
+    """
+
+    keys: Tensor
+    values: Tensor
+    kept: Tensor | None = None
+    bias: Tensor | None = None
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, layer: BudgetLayer) -> DenseLayer:
+        """Return what a layer holds; not a copy where all of it is dense."""
+        tail, seen = (layer.keys, layer.values), layer.seen_tokens
+        if layer.entries is None:
+            return cls(keys=tail[0], values=tail[1])
+        *numbers, positions, bias = layer.entries.padded()
+        n_heads, first = int(positions.shape[1]), seen - layer.dense_tokens
+        _, head, at = (positions < first).nonzero(as_tuple=True)
+        place = positions[0, head, at].long()
+        kept = torch.zeros(1, n_heads, seen, dtype=torch.bool, device=positions.device)
+        kept[0, head, place], kept[..., first:] = True, True
+        dense = []
+        for own, following in zip(numbers, tail, strict=True):
+            one = own.new_zeros(1, n_heads, seen, own.shape[-1])
+            one[0, head, place], one[:, :, first:] = own[0, head, at], following
+            dense.append(one)
+        if bias is not None:
+            own, bias = bias, bias.new_zeros(kept.shape)
+            bias[0, head, place] = own[0, head, at]
+        keys, values = dense
+        rounded = layer.entries.is_rounded
+        return cls(keys=keys, values=values, kept=kept, bias=bias, rounded=rounded)
+
+    def empty(self, tokens: int) -> DenseLayer:
+        """Return room for so many tokens, of the same sizes."""
+        shapes = [(*one.shape[:2], tokens, one.shape[3]) for one in (self.keys, self.values)]
+        keys, values = (self.keys.new_zeros(shape) for shape in shapes)
+        return DenseLayer(keys=keys, values=values)
+
+    @classmethod
+    def joined(cls, parts: Sequence[DenseLayer]) -> DenseLayer:
+        """Return a copy of what stands behind each other, as one."""
+        every = [part.keys.new_ones(part.keys.shape[:3], dtype=torch.bool) for part in parts]
+        some = any(part.kept is not None for part in parts)
+        kept = [
+            one if part.kept is None else part.kept for part, one in zip(parts, every, strict=True)
+        ]
+        biased = any(part.bias is not None for part in parts)
+        biases = [
+            one.new_zeros(one.shape, dtype=torch.float32) if part.bias is None else part.bias
+            for part, one in zip(parts, every, strict=True)
+        ]
+        return cls(
+            keys=torch.cat([part.keys for part in parts], dim=2),
+            values=torch.cat([part.values for part in parts], dim=2),
+            kept=torch.cat(kept, dim=2) if some else None,
+            bias=torch.cat(biases, dim=2) if biased else None,
+            rounded=any(part.rounded for part in parts),
+        )
+
+    def mask(self, places: Tensor, n_query_heads: int) -> Tensor:
+        """Return what is added to the logits of tokens at these places, which see what is before.
+
+        Parameters
+        ----------
+        places : Tensor of int64, (n,)
+        n_query_heads : int
+
+        Returns
+        -------
+        Tensor, (1, 1 or n_query_heads, n, n_tokens)
+        """
+        seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
+        seen, group = seen[None, None], n_query_heads // int(self.keys.shape[1])
+        if self.kept is not None:
+            seen = seen & self.kept.repeat_interleave(group, dim=1)[:, :, None]
+        bias = self.keys.new_zeros(1)
+        if self.bias is not None:
+            bias = self.bias.repeat_interleave(group, dim=1)[:, :, None].to(bias.dtype)
+        return bias.masked_fill(~seen, torch.finfo(bias.dtype).min)
+
+    def fill(self, layer: BudgetLayer, seen: int, bits: Any) -> None:
+        """Put the first so many tokens into an empty layer, at these bits, (n_kv_heads,)."""
+        first = 0 if self.kept is None else seen
+        layer.lazy_initialization(self.keys, self.values)
+        layer.keys, layer.values = (
+            own[:, :, first:seen].clone(memory_format=torch.contiguous_format)
+            for own in (self.keys, self.values)
+        )
+        layer.seen_tokens = seen
+        if self.kept is None:
+            return
+        keys, values, kept = (own[:, :, :seen] for own in (self.keys, self.values, self.kept))
+        columns = torch.arange(seen, dtype=torch.int32, device=keys.device)
+        entries = KeptEntries.of(keys, values, columns, kept, kept.sum(dim=2).cpu().numpy())
+        if self.bias is not None:
+            entries = replace(entries, bias=self.bias[:, :, :seen][kept])
+        packed, whole = LayerEntries.packed, LayerEntries.whole
+        layer.entries = packed(entries, bits) if self.rounded else whole(entries)
+
+
+@dataclass(kw_only=True)
+class Documents:
+    """Documents, what stands before them, and the question behind them.
+
+    Attributes
+    ----------
+    model : transformers.PreTrainedModel
+    ids : Tensor of int64, (n_tokens + n_question,)
+        Of all of it, on the host.
+    before : int
+        Tokens in front of the first document.
+    n_tokens : int
+        Tokens in front of the question.
+    layers : list of DenseLayer
+    """
+
+    model: Any
+    ids: Tensor
+    before: int
+    n_tokens: int
+    layers: list[DenseLayer]
+
+    @classmethod
+    def joined(
+        cls,
+        model: Any,
+        caches: Sequence[BudgetCache],
+        ids: Sequence[Tensor],
+        frequencies: Sequence[Tensor],
+    ) -> Documents:
+        """Put caches behind each other, their keys turned to their places.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+        caches : sequence of BudgetCache
+            One row each, complete.
+        ids : sequence of Tensor of int64
+            Of what stands before them, of each document, and of the question.
+        frequencies : sequence of Tensor, (n_layers,) of (n_rotated / 2,)
+            RoPE inverse frequencies.
+        """
+        before, layers = len(ids[0]), []
+        for index, own in enumerate(frequencies):
+            parts, place = [], before
+            for cache in caches:
+                part = DenseLayer.of(cache.layers[index])
+                if place:
+                    by = torch.tensor([place], device=part.keys.device)
+                    part.keys = rotate(part.keys, by, own).to(part.keys.dtype)
+                parts.append(part)
+                place += cache.get_seq_length()
+            rooms = (parts[0].empty(before), parts[0].empty(len(ids[-1])))
+            layers.append(DenseLayer.joined([rooms[0], *parts, rooms[1]]))
+        return cls(model=model, ids=torch.cat([*ids]), before=before, n_tokens=place, layers=layers)
+
+    def recompute(self, places: Tensor, see: See | None = None) -> None:
+        """Compute keys and values of some tokens anew, in all layers.
+
+        Parameters
+        ----------
+        places : Tensor of int64, (n_computed,)
+            Their positions, rising. They attend to what is kept, and to each other as computed.
+        see : callable, optional
+            ``see(states, mask)`` of each layer, once its keys and values are there.
+        """
+        if not len(places):
+            return
+        end = int(places[-1]) + 1  # what stands behind is not looked at
+        masks: dict[bool, Tensor] = {}
+
+        def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
+            layer, at = self.layers[states.layer], places.to(states.keys.device)
+            layer.keys[:, :, at], layer.values[:, :, at] = states.keys, states.values
+            plain = layer.kept is None and layer.bias is None
+            mask = masks.get(plain)
+            if mask is None or not plain or mask.device != at.device:
+                mask = masks[plain] = layer.mask(at, int(states.queries.shape[1]))[..., :end]
+            if see is not None:
+                see(states, mask)
+            if states.layer == len(self.layers) - 1:
+                raise _Enough
+            return compute(mask, layer.keys[:, :, :end], layer.values[:, :, :end])
+
+        self._run(places, attend)
+
+    def question_attention(self) -> Tensor:
+        """Return what the question attends to in the deeper half of the layers, the mean of heads.
+
+        What stands before the documents is read on the way.
+
+        Returns
+        -------
+        Tensor of float32, (n_tokens,)
+
+        References
+        ----------
+        ProphetKV: the question's attention, fused over the layers, says which tokens matter. The
+        first layers look at neighbours and say less.
+        """
+        end, first = len(self.ids), len(self.layers) // 2
+        totals = torch.zeros(self.n_tokens)
+
+        def see(states: AttentionStates, mask: Tensor) -> None:
+            if states.layer < first:
+                return
+            keys = self.layers[states.layer].keys
+            (n_heads, n_kv_heads), asking = (
+                (states.queries.shape[1], keys.shape[1]),
+                end - self.n_tokens,
+            )
+            queries = states.queries[:, :, -asking:].reshape(1, n_kv_heads, -1, keys.shape[3])
+            logits = (queries @ keys.transpose(-1, -2)).float() * states.scaling
+            if states.softcap is not None:
+                logits = states.softcap * (logits / states.softcap).tanh()
+            logits = logits.view(1, n_heads, asking, end) + mask[:, :, -asking:]
+            totals.add_(logits.softmax(dim=-1)[..., : self.n_tokens].mean(dim=(0, 1, 2)).cpu())
+
+        every = torch.arange(end)
+        self.recompute(torch.cat([every[: self.before], every[self.n_tokens :]]), see)
+        return totals / (len(self.layers) - first)
+
+    def value_change(self) -> Tensor:
+        """Return how far the values of each token are from what they would be, at the check layer.
+
+        Returns
+        -------
+        Tensor of float32, (n_tokens,)
+            Squared distance, of all KV heads.
+
+        References
+        ----------
+        CacheBlend's check layer, of values alone.
+        """
+        check, n_tokens = min(CHECK_LAYER, len(self.layers) - 1), self.n_tokens
+        found = torch.zeros(n_tokens)
+
+        def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
+            layer = self.layers[states.layer]
+            if states.layer < check:
+                return compute(None)  # causal among themselves: all are computed
+            changed = (layer.values[:, :, :n_tokens] - states.values).float().square()
+            if layer.kept is not None:
+                changed = changed * layer.kept[:, :, :n_tokens, None]
+            found.add_(changed.sum(dim=(0, 1, 3)).cpu())
+            raise _Enough
+
+        self._run(torch.arange(n_tokens), attend)
+        return found
+
+    def _run(self, places: Tensor, attend: Handler) -> None:
+        """Let the model compute the tokens at these places, until `attend` has enough.
+
+        Nothing is cached: what they attend to is what `attend` says.
+        """
+        device = input_device(self.model)
+        own, positions = self.ids[places].to(device), places.to(device)
+        # a mask that is ready is taken as it is, and none is made
+        ready = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        with suppress(_Enough), torch.no_grad(), intercept_attention(self.model, attend):
+            decoder_of(self.model)(
+                input_ids=own[None],
+                position_ids=positions[None],
+                attention_mask=ready,
+                use_cache=False,
+            )

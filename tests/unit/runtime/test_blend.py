@@ -1,0 +1,261 @@
+"""Documents read one by one, put together: keys at their places, tokens computed anew, depths."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runtime_oracle as tiny
+import torch
+from prompt_runs import run
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.errors import InputError, ModelMismatchError, UnsupportedModelError
+from kvalloc.models.attention import intercept_attention
+from kvalloc.models.loading import shape_of
+from kvalloc.runtime.answering import answer
+from kvalloc.runtime.saving import save_cache
+
+LENGTHS = (60, 50, 70)
+QUESTION = tiny.prompt(9, seed=77)[0]
+BEFORE = tiny.prompt(7, seed=78)[0]
+
+
+def texts() -> list[torch.Tensor]:
+    return [tiny.prompt(length, seed=length) for length in LENGTHS]
+
+
+def document(model: Any, ids: torch.Tensor, share: float = 1.0, **changes: Any) -> Any:
+    profile = tiny.make_profile(model, ids.shape[1], share, shape=shape_of(model), **changes)
+    cache = kvalloc.make_cache(model, profile)
+    run(model, ids, cache)
+    cache.read_ids = ids
+    return cache
+
+
+def documents(model: Any, share: float = 1.0, **changes: Any) -> list[Any]:
+    return [document(model, ids, share, **changes) for ids in texts()]
+
+
+def read(model: Any, ids: torch.Tensor, places: torch.Tensor | None = None) -> Any:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, position_ids=places)
+    return cache
+
+
+def same(cache: Any, other: Any) -> bool:
+    pairs = zip(cache.layers, other.layers, strict=True)
+    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_one_document_in_its_place_is_that_document_bit_for_bit(
+    tmp_path: Path, share: float, bits: int | None
+) -> None:
+    model = tiny.tiny_model()
+    widths = None if bits is None else np.full((tiny.N_LAYERS, tiny.N_KV_HEADS), bits)
+    [cache, *_] = documents(model, share, bits=widths)
+    cache.save(tmp_path / "a.kv")
+    for one in (cache, tmp_path / "a.kv"):
+        found = kvalloc.blend(model, [one])
+        assert found is not cache
+        expected = run(model, QUESTION[None], tiny.copy.deepcopy(cache))
+        assert torch.equal(run(model, QUESTION[None], found), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_turned_keys_are_those_of_a_document_read_at_its_place(family: str) -> None:
+    """Alone, at positions behind another: values the same, keys within float32."""
+    model = tiny.tiny_model(family)
+    found = kvalloc.blend(model, documents(model))
+    place = 0
+    for ids in texts():
+        there = torch.arange(place, place + ids.shape[1])
+        expected = read(model, ids, there[None])
+        for layer, other in zip(found.layers, expected.layers, strict=True):
+            torch.testing.assert_close(layer.keys[:, :, there], other.keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                layer.values[:, :, there], other.values, rtol=1e-4, atol=1e-4
+            )
+        place += ids.shape[1]
+    assert found.get_seq_length() == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_computed_anew_is_all_read(attention: str, dtype: torch.dtype) -> None:
+    model = tiny.tiny_model(attention=attention, dtype=dtype)
+    found = kvalloc.blend(
+        model, documents(model), question=QUESTION, before=BEFORE, recompute="100%"
+    )
+    ids = torch.cat([BEFORE[None], *texts()], dim=1)
+    assert torch.equal(found.read_ids, ids)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for layer, other in zip(found.layers, read(model, ids).layers, strict=True):
+        for own, expected in ((layer.keys, other.keys), (layer.values, other.values)):
+            error = (own - expected).float().norm() / expected.float().norm()
+            assert error < tolerance
+
+
+def test_more_computed_anew_is_nearer_to_all_read() -> None:
+    model = tiny.tiny_model()
+    ids = torch.cat(texts(), dim=1)
+    whole = read(model, ids)
+    expected = run(model, QUESTION[None], whole).log_softmax(dim=-1)
+    losses = []
+    for share in (0, 0.1, 0.4, 1):
+        cache = kvalloc.blend(model, documents(model), question=QUESTION, recompute=share)
+        found = run(model, QUESTION[None], cache).log_softmax(dim=-1)
+        losses.append(float((expected.exp() * (expected - found)).sum(dim=-1).mean()))
+    assert losses[0] > losses[1] > losses[2] > abs(losses[3])
+    assert abs(losses[3]) < 1e-6
+
+
+def test_reduced_documents_keep_their_entries_at_their_widths() -> None:
+    model = tiny.tiny_model()
+    widths = np.array([[8, 4], [16, 8], [4, 4], [8, 8]])
+    own = documents(model, 0.5, level="head", bits=widths)
+    found = kvalloc.blend(model, own, question=QUESTION, before=BEFORE, recompute=0.3)
+    for index, layer in enumerate(found.layers):
+        assert layer.entries.bits.tolist() == widths[index].tolist()
+        place, expected = len(BEFORE), [torch.arange(len(BEFORE))] * tiny.N_KV_HEADS
+        for cache in own:
+            kept = cache.kept_indices(index)[0]
+            pairs = zip(expected, kept, strict=True)
+            expected = [torch.cat([old, new[new >= 0] + place]) for old, new in pairs]
+            place += cache.get_seq_length()
+        for head, columns in enumerate(expected):
+            assert layer.entries.piece(0, head).positions.tolist() == columns.tolist()
+    assert found.retained_bytes < 0.6 * found.full_bytes
+
+
+def test_what_a_reduced_document_evicted_is_not_seen() -> None:
+    """All kept entries computed anew from all that is kept: those of a masked reading."""
+    model = tiny.tiny_model()
+    own = documents(model, 0.5)
+    found = kvalloc.blend(model, own)
+    logits = run(model, QUESTION[None], found)
+    shadow = tiny.Shadow(model)
+    for layer, part in enumerate(found.layers):
+        keys, values, positions, _ = part.entries.padded()
+        assert keys.shape == values.shape
+        shadow.shown[layer] = tiny.visible(found.kept_indices(layer), sum(LENGTHS))
+        dense = [torch.zeros(1, tiny.N_KV_HEADS, sum(LENGTHS), tiny.HEAD_DIM) for _ in range(2)]
+        for numbers, one in zip((keys, values), dense, strict=True):
+            for head in range(tiny.N_KV_HEADS):
+                there = positions[0, head] < sum(LENGTHS)
+                one[0, head, positions[0, head, there].long()] = numbers[0, head, there]
+        shadow.cache.update(*dense, layer)
+    torch.testing.assert_close(shadow.logits(QUESTION[None]), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_blend_goes_on_as_any_other(tmp_path: Path) -> None:
+    """Answers, generate, saving, turns within the budget; documents stay as they are."""
+    model = tiny.tiny_model()
+    own = documents(model, 0.5)
+    before = [tiny.copy.deepcopy(cache) for cache in own]
+    cache = kvalloc.blend(model, own, question=QUESTION, recompute=0.3)
+    first = list(answer(model, cache, QUESTION, max_new_tokens=5))
+    again = kvalloc.blend(model, own, question=QUESTION, recompute=0.3)
+    ids = torch.cat([*texts(), QUESTION[None]], dim=1)
+    out = model.generate(ids, past_key_values=again, max_new_tokens=5, do_sample=False)
+    assert out[0, ids.shape[1] :].tolist() == first
+    cache.save(tmp_path / "all.kv")
+    loaded = kvalloc.load_cache(tmp_path / "all.kv", model)
+    assert torch.equal(loaded.read_ids[0], torch.cat(texts(), dim=1)[0])
+    run(model, tiny.prompt(80, seed=5), cache)
+    cache.end_turn()
+    granted = cache.profile.budgets_for(cache.get_seq_length())
+    assert (cache.kept_tokens <= granted).all()
+    assert all(same(*pair) for pair in zip(own, before, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_tokens_that_count_are_computed_anew(share: float) -> None:
+    """By hand: attention of the question times the root of how far values move."""
+    model = tiny.tiny_model()
+    own = documents(model)
+    turned = kvalloc.blend(model, own)
+    found = kvalloc.blend(model, own, question=QUESTION, recompute=share)
+    moved = (found.layers[2].keys != turned.layers[2].keys).any(dim=3).any(dim=1)[0]
+    whole = read(model, torch.cat(texts(), dim=1))
+    change = (whole.layers[1].values - turned.layers[1].values).square().sum(dim=(0, 1, 3))
+    weights: list[torch.Tensor] = []
+
+    def look(states: Any, compute: Any) -> Any:
+        n_tokens, new = states.keys.shape[2], states.queries.shape[2]
+        keys = states.keys.repeat_interleave(2, dim=1)
+        logits = states.queries @ keys.transpose(-1, -2) * states.scaling
+        seen = torch.ones(new, n_tokens, dtype=torch.bool).tril(n_tokens - new)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        weights.append(logits.softmax(dim=-1)[..., :-new].mean(dim=(0, 1, 2)))
+        return compute(states.mask)
+
+    twin = tiny.eager_twin(model)
+    cache = DynamicCache(config=twin.config)
+    for index, layer in enumerate(turned.layers):
+        cache.update(layer.keys, layer.values, index)
+    with torch.no_grad(), intercept_attention(twin, look):
+        twin(QUESTION[None], past_key_values=cache)
+    attention = torch.stack(weights[tiny.N_LAYERS // 2 :]).mean(dim=0)
+    ranks = (attention * change.sqrt()).argsort(descending=True)
+    count = math.ceil(share * sum(LENGTHS))
+    # the first document's are what they were, but for rounding
+    assert set(moved.nonzero()[:, 0].tolist()) <= set(ranks[: count + 1].tolist())
+    behind = [int(place) for place in ranks[: count - 1] if place >= LENGTHS[0]]
+    assert set(behind) <= set(moved.nonzero()[:, 0].tolist())
+
+
+def test_what_cannot_be_blended_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.tiny_model()
+    own = documents(model)
+    by_width = [
+        document(model, texts()[0], 0.5, bits=np.full((tiny.N_LAYERS, tiny.N_KV_HEADS), bits))
+        for bits in (8, 4)
+    ]
+    waiting = kvalloc.make_cache(model, tiny.make_profile(model, 60, 0.5, scorer="lookahead"))
+    run(model, texts()[0], waiting)
+    empty = kvalloc.make_cache(model, tiny.make_profile(model, 60))
+    two = kvalloc.make_cache(model, tiny.make_profile(model, 60))
+    run(model, tiny.prompt(60, 2), two)
+    unknown = document(model, texts()[0])
+    unknown.read_ids = None
+    save_cache(own[0], tmp_path / "chat.kv", notes={"chat": True})
+    ask = {"question": QUESTION}
+    for given, options, said in (
+        ([], {}, "no document"),
+        (by_width, {}, "other widths"),
+        ([own[0], waiting], {}, "is held until"),
+        ([empty], {}, "no complete prompt"),
+        ([two], {}, "2 texts at once"),
+        ([tmp_path / "chat.kv"], {}, "chat form"),
+        ([unknown], ask, "which tokens"),
+        ([unknown], {**ask, "ids": [[1, 2]]}, "60 tokens, and 2 are given"),
+        (own, {"recompute": 0.2}, "give question="),
+        ([own[0]] * 18, ask, "was made for 1,024"),
+    ):
+        with pytest.raises(InputError, match=said) as error:
+            kvalloc.blend(model, given, **options)
+        assert "\n" not in str(error.value)
+    own[0].save(tmp_path / "a.kv")
+    for other in (tiny.tiny_model(seed=3), tiny.tiny_model(rope_theta=500.0)):
+        allow = other.config.rope_parameters != model.config.rope_parameters
+        with pytest.raises(ModelMismatchError):
+            kvalloc.blend(other, [tmp_path / "a.kv"], allow_other_model=allow)
+    with pytest.raises(ModelMismatchError, match="another"):
+        kvalloc.blend(tiny.copy.deepcopy(model), own)
+    with pytest.raises(UnsupportedModelError, match="latest tokens alone"):
+        kvalloc.blend(tiny.tiny_model("gemma3"), own)
+    longer = tiny.tiny_model(
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    with pytest.raises(UnsupportedModelError, match="depends on the length"):
+        kvalloc.blend(longer, own)
