@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.errors import InputError, UnsupportedModelError, by_interface
+from kvalloc.errors import InputError, UnsupportedModelError, by_interface, option
 from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.models.attention import base_implementation, rotary_frequencies
 from kvalloc.models.loading import shape_of
@@ -147,8 +147,8 @@ def _check_together(
     for name, own in zip(names, widths, strict=True):
         if not np.array_equal(own, widths[0]):
             raise InputError(
-                f"{name} stores its heads at other widths than {names[0]}; reduce all documents in "
-                "the same way"
+                f"{name} stores its heads at other widths than {names[0]}; reduce all of them with "
+                f"one profile ({option('profile')}): widths by a budget depend on the length"
             )
     n_tokens, limit = others + sum(cache.get_seq_length() for cache in caches), context_limit(model)
     if limit is not None and n_tokens >= limit:
