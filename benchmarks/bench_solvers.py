@@ -85,6 +85,7 @@ LIMITED_CASES = (
         "uniform",
         "proportional",
         "adaptive_head",
+        "adaptive_head:safeguard=floor",
         "max_min",
         "lagrangian",
         "hull",
