@@ -49,11 +49,11 @@ def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way
              folder / "prompt.txt", "--max-new-tokens", 20)  # fmt: skip
     told = run(*words).err
     assert f"by default, nothing measured: {way}" in told
-    found = run(*words, "--json").json
-    assert f"answer: asked for 25.0%, {found['share']:.1%} of a cache at 16 bits, " in told
-    assert 0.2 < found["share"] <= 0.25
-    assert found["granted_bytes"] < found["full_bytes"]
-    assert found["retained_bytes"] <= 0.25 * found["full_bytes"]
+    result = run(*words, "--json").json
+    assert f"answer: asked for 25.0%, {result['share']:.1%} of a cache at 16 bits, " in told
+    assert 0.2 < result["share"] <= 0.25
+    assert result["granted_bytes"] < result["full_bytes"]
+    assert result["retained_bytes"] <= 0.25 * result["full_bytes"]
 
 
 def test_a_lossless_answer_is_the_full_caches(models, folder):
@@ -70,7 +70,7 @@ def test_a_lossless_answer_is_the_full_caches(models, folder):
 
 def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
     text = (folder / "prompt.txt").read_text()
-    found = run("generate", models / "tiny", "--budget", "25%", "--prompt-file",
+    result = run("generate", models / "tiny", "--budget", "25%", "--prompt-file",
                 folder / "prompt.txt", "--max-new-tokens", 20, "--json").json  # fmt: skip
     prompts = folder / "one.jsonl"
     prompts.write_text(json.dumps({"prompt": text, "answer": "w7"}))
@@ -83,7 +83,7 @@ def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
             caches.append(applied.last_cache)
     prompt, both = caches
     assert prompt.share == rows[1]["share_of_16_bits"]
-    assert both.share == found["share"]
+    assert both.share == result["share"]
     assert f"{prompt.share:.1%} of a cache at 16 bits" in both.profile.detail
     share = f"{both.share:.1%} of a cache at 16 bits"
     assert f"tokens=119, asked for 25.0%, {share}, " in repr(both)
@@ -101,16 +101,16 @@ def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
 def test_what_is_kept_stands_beside_what_was_asked(models, folder, asked, said):
     words = ("generate", models / "tiny", *asked, "--prompt-file", folder / "prompt.txt",
              "--max-new-tokens", 6)  # fmt: skip
-    found = run(*words, "--json").json
-    assert found["retained_bytes"] <= found["granted_bytes"]
-    assert found["retained_bytes"] < found["full_bytes"]
-    assert found["requested"]["target"] == asked[0][2:].replace("-", "_").removeprefix("target_")
-    assert found["retention"] >= (0.7 if "70%" in asked else 0)
-    assert found["decision_seconds"] > 0
+    result = run(*words, "--json").json
+    assert result["retained_bytes"] <= result["granted_bytes"]
+    assert result["retained_bytes"] < result["full_bytes"]
+    assert result["requested"]["target"] == asked[0][2:].replace("-", "_").removeprefix("target_")
+    assert result["retention"] >= (0.7 if "70%" in asked else 0)
+    assert result["decision_seconds"] > 0
     _, kept = run(*words).err.splitlines()
     assert kept.startswith(f"[cache of prompt and answer: asked for {said}")
-    assert f" reached), {found['share']:.1%} of a cache at 16 bits, " in kept
-    assert found["share"] == pytest.approx(found["retained_bytes"] / found["full_bytes"])
+    assert f" reached), {result['share']:.1%} of a cache at 16 bits, " in kept
+    assert result["share"] == pytest.approx(result["retained_bytes"] / result["full_bytes"])
 
 
 def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles):

@@ -48,8 +48,8 @@ def loaded_modules(*arguments: object) -> set[str]:
     ],
 )
 def test_what_needs_no_model_loads_no_torch(scores, arguments):
-    found = loaded_modules(*(scores if word == "SCORES" else word for word in arguments))
-    assert not found & {*HEAVY, *OPTIMISERS, *(("rich",) if arguments[0] == "solve" else ())}
+    result = loaded_modules(*(scores if word == "SCORES" else word for word in arguments))
+    assert not result & {*HEAVY, *OPTIMISERS, *(("rich",) if arguments[0] == "solve" else ())}
 
 
 def test_a_refused_request_ends_with_2_and_one_line(scores):

@@ -217,8 +217,8 @@ def test_every_call_that_stands_for_a_press_works(tiny_demo: Path, tmp_path: Pat
 
 
 def test_blocks_that_do_not_run_are_these() -> None:
-    found = {(page.name, block.reason) for page in PAGES for block in blocks(page)}
-    assert {pair for pair in found if pair[1] is not None} == NOT_RUN
+    result = {(page.name, block.reason) for page in PAGES for block in blocks(page)}
+    assert {pair for pair in result if pair[1] is not None} == NOT_RUN
 
 
 def test_every_flag_of_solve_and_every_solver_is_shown() -> None:

@@ -167,8 +167,8 @@ def test_what_a_budget_press_keeps_is_what_the_press_keeps(model, prompt, name):
     expected, _ = read_prompt(model, prompt, own)
     policy = Policy(scorer="snapkv", scorer_parameters={"window": 1}, sinks=0, window=1)
     profile = budgets_of(model, [[budget] * 2] * 3, policy=policy)
-    found, _ = read_prompt(model, prompt, budget_press(profile, make_press(named)))
-    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+    result, _ = read_prompt(model, prompt, budget_press(profile, make_press(named)))
+    for ours, theirs in zip(result.layers, expected.layers, strict=True):
         same = (ours.keys[0, 0][:, None] == theirs.keys[0, 0][None]).all(-1).any(1)
         assert same.float().mean() > (0.97 if name.startswith("Critical") else 0.99)
 
@@ -218,19 +218,19 @@ def test_the_scorer_gives_a_presses_scores(model, prompt, name):
     press.score = lambda *given: seen.append(own(*given)) or seen[-1]
     press.compression_ratio = 0.5
     read_prompt(model, prompt, press)
-    found = []
+    result = []
 
     def look(states, compute):
-        found.append(PressScorer(press=name).score(states, sinks=4))
+        result.append(PressScorer(press=name).score(states, sinks=4))
         return compute(states.mask)
 
     from kvalloc.models.attention import intercept_attention
 
     with torch.inference_mode(), intercept_attention(model, look):
         model.model(input_ids=torch.tensor([prompt]))
-    ours, theirs = found[0][..., 4:-8], seen[0][..., 4:-8]
+    ours, theirs = result[0][..., 4:-8], seen[0][..., 4:-8]
     shift = (theirs - ours).mean()
     torch.testing.assert_close(ours + shift, theirs, rtol=1e-4, atol=1e-5)
-    assert (found[0][..., :4] == 0).all()
-    assert (found[0][..., -8:] == 0).all()
-    assert (found[0] >= 0).all()
+    assert (result[0][..., :4] == 0).all()
+    assert (result[0][..., -8:] == 0).all()
+    assert (result[0] >= 0).all()

@@ -35,6 +35,6 @@ def test_an_error_comes_back_from_another_process(kind, again):
         error = kind("too little", nearest=0.5)
     else:
         error = OfAPlugin(solver="mine") if kind is OfAPlugin else kind("what was wrong")
-    found = again(error)
-    assert type(found) is kind
-    assert (str(found), found.args, vars(found)) == (str(error), error.args, vars(error))
+    result = again(error)
+    assert type(result) is kind
+    assert (str(result), result.args, vars(result)) == (str(error), error.args, vars(error))

@@ -30,11 +30,11 @@ fcntl = pytest.importorskip("fcntl")
 
 
 def test_versions_name_what_is_installed_and_what_is_not():
-    found = files.provenance("python", "numpy", "no-such-package")["versions"]
-    assert list(found) == ["kvalloc", "python", "numpy", "no-such-package"]
-    assert found["python"][0] == "3"
-    assert found["numpy"][0].isdigit()
-    assert found["no-such-package"] == "source"
+    result = files.provenance("python", "numpy", "no-such-package")["versions"]
+    assert list(result) == ["kvalloc", "python", "numpy", "no-such-package"]
+    assert result["python"][0] == "3"
+    assert result["numpy"][0].isdigit()
+    assert result["no-such-package"] == "source"
 
 
 WRITING = """
@@ -267,16 +267,16 @@ def special_file(path: Path, kind: int) -> int:
 def test_what_is_read_as_a_stream_is_written_into_a_fifo(tmp_path: Path, name: str) -> None:
     write, fifo = writer(name, tmp_path / "of"), output_of(name, tmp_path)
     write(fifo)
-    whole, found = fifo.read_bytes(), []
+    whole, result = fifo.read_bytes(), []
     fifo.unlink()
     os.mkfifo(fifo)
-    reader = threading.Thread(target=lambda: found.append(fifo.read_bytes()), daemon=True)
+    reader = threading.Thread(target=lambda: result.append(fifo.read_bytes()), daemon=True)
     reader.start()
     write(fifo)
     reader.join(60)
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
     numbered = re.compile(rb"gradient_\d+")  # counted by what draws, picture by picture
-    assert [len(numbered.sub(b"", one)) for one in found] == [len(numbered.sub(b"", whole))]
+    assert [len(numbered.sub(b"", one)) for one in result] == [len(numbered.sub(b"", whole))]
     assert {*os.listdir(tmp_path)} == {"of", fifo.name}
 
 

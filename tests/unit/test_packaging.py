@@ -28,12 +28,12 @@ def project() -> dict[str, Any]:
 
 
 def packages_in_the_tree() -> set[str]:
-    found = set()
+    result = set()
     # Links are followed: kvalloc/solvers is how the tree shows the package kvalloc.solvers.
     for folder, _, files in os.walk(ROOT / "kvalloc", followlinks=True):
         if "__init__.py" in files:
-            found.add(".".join(Path(folder).relative_to(ROOT).parts))
-    return found
+            result.add(".".join(Path(folder).relative_to(ROOT).parts))
+    return result
 
 
 def test_every_package_is_listed(project: dict[str, Any]) -> None:

@@ -19,8 +19,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"),
 
 def rows() -> list[list[str]]:
     """Of every table: what is promised, its tests, its long form."""
-    found = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ")]
-    return [row for row in found if row[0].strip() != "promise"]
+    result = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ")]
+    return [row for row in result if row[0].strip() != "promise"]
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip()[:50])

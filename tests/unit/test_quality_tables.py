@@ -48,25 +48,25 @@ def rows():
 def test_the_ratio_is_to_the_best_peer_of_each_cell():
     tiny = [row("text", n, name, kl) for n in (0, 1) for name, kl in (("default", 9e-4), ("A", 0))]
     assert against_best(tiny, "default", ("text",))["text"].ratio == 1.0  # both below LEAST_KL
-    found = against_best(rows(), "default", CELLS)
+    result = against_best(rows(), "default", CELLS)
     # text 0.15 of 0.6, facts 0.15 of 0.3
-    assert found["text"].ratio == pytest.approx(0.25)
-    assert found["facts-after"].ratio == pytest.approx(0.5)
-    whole = found["mean"]
+    assert result["text"].ratio == pytest.approx(0.25)
+    assert result["facts-after"].ratio == pytest.approx(0.5)
+    whole = result["mean"]
     assert whole.ratio == pytest.approx(0.30 / 0.90)
     assert whole.low <= whole.ratio <= whole.high
-    assert (found["text"].peer, found["facts-after"].peer, whole.n_prompts) == ("A", "B", 2)
+    assert (result["text"].peer, result["facts-after"].peer, whole.n_prompts) == ("A", "B", 2)
 
 
 def test_only_prompts_that_all_have_seen_count_and_one_gives_no_interval():
     some = [one for one in rows() if (one["method"], one["digest"]) != ("B", "text1")]
     assert against_best(some, "default", CELLS)["text"].n_prompts == 2  # B is worse on the other
     some = [one for one in some if (one["method"], one["digest"]) != ("B", "text0")]
-    found = against_best([*some, row("text", 0, "B", 0.2)], "default", CELLS)
-    assert found["text"].ratio == pytest.approx(0.1 / 0.2)
-    assert (found["text"].n_prompts, found["text"].high, found["mean"].n_prompts) == (1, None, 1)
-    assert "no interval" in str(found["text"])
-    assert found["facts-after"].n_prompts == 2
+    result = against_best([*some, row("text", 0, "B", 0.2)], "default", CELLS)
+    assert result["text"].ratio == pytest.approx(0.1 / 0.2)
+    assert (result["text"].n_prompts, result["text"].high, result["mean"].n_prompts) == (1, None, 1)
+    assert "no interval" in str(result["text"])
+    assert result["facts-after"].n_prompts == 2
 
 
 def test_what_was_exact_before_an_eviction_is_compared_to_nobody():
@@ -90,9 +90,9 @@ def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
     unused = dict.fromkeys(field.name for field in fields(Outcome))
     sizes = {"bytes_at_16_bits": 10_291_200, "full_bytes_at_16_bits": 34_560_000}
     sizes |= {"prefill_seconds": 3.2}
-    found = row_of(Outcome(**{**unused, **sizes, "kls": (kls,), "answers": ("",)}))
-    assert found["kl"] == {"0-15": [None, 0], "16-63": [0.5, 47], "64-255": [0.25, 10]}
-    assert (found["exact"], found["bytes"]) == (17, round(10_291_200 / 34_560_000, 5))
-    assert mean_kl(found) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
+    result = row_of(Outcome(**{**unused, **sizes, "kls": (kls,), "answers": ("",)}))
+    assert result["kl"] == {"0-15": [None, 0], "16-63": [0.5, 47], "64-255": [0.25, 10]}
+    assert (result["exact"], result["bytes"]) == (17, round(10_291_200 / 34_560_000, 5))
+    assert mean_kl(result) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
     assert set(CELLS) < set(KINDS) == set(ALL_CELLS)
     assert sorted(ORDER) == list(range(OF))

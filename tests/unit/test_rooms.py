@@ -31,9 +31,9 @@ def strings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 def climbs(room: str, source: str) -> list[str]:
     """The strings of a module of a room that name a room above it."""
-    found = [one.value for one in strings(ast.parse(source)) if one.value not in GROUPS]
+    result = [one.value for one in strings(ast.parse(source)) if one.value not in GROUPS]
     above = {one for one in HEIGHT if HEIGHT[one] > HEIGHT[room]}
-    named = {text: re.findall(r"\bkvalloc[./](\w+)", text) for text in found}
+    named = {text: re.findall(r"\bkvalloc[./](\w+)", text) for text in result}
     return [text for text, rooms in named.items() if above & {*rooms}]
 
 
@@ -46,8 +46,8 @@ def test_no_string_names_a_room_above() -> None:
     every = [*(ROOT / "kvalloc").rglob("*.py"), *(ROOT / "solvers").rglob("*.py")]
     paths = [path for path in sorted(every) if room_of(path) in HEIGHT]
     assert {room_of(path) for path in paths} == {*HEIGHT}
-    found = {path: climbs(room_of(path), path.read_text(encoding="utf-8")) for path in paths}
-    assert {str(path): texts for path, texts in found.items() if texts} == {}
+    result = {path: climbs(room_of(path), path.read_text(encoding="utf-8")) for path in paths}
+    assert {str(path): texts for path, texts in result.items() if texts} == {}
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,12 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
 ) -> None:
     caches = prefilled(model, layer=profile, head=tiny.by_head(profile))
     before = {name: stored_bytes(cache) for name, cache in caches.items()}
-    found = fitting(model, caches)
+    result = fitting(model, caches)
     assert {name: stored_bytes(cache) for name, cache in caches.items()} == before
     assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
     entry_rows = tiny.N_LAYERS * tiny.N_KV_HEADS
     memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
-    for name, row in found.items():
+    for name, row in result.items():
         budgets = profile.budgets if name == "layer" else tiny.by_head(profile).budgets
         kept = int(budgets.sum()) * (profile.shape.bytes_per_entry + POSITION_BYTES)
         one = kept + ANSWER_TOKENS * entry_rows * ENTRY_BYTES

@@ -47,10 +47,10 @@ def test_an_archive_of_another_day_and_owner_is_the_same(tmp_path: Path) -> None
     for path in (first, second):
         release.settle(path, 1_600_000_000)
     assert first.read_bytes() == second.read_bytes()
-    with tarfile.open(first) as found:
-        assert found.getnames() == ["p/one", "p/two"]
-        assert found.extractfile("p/two").read() == b"p/two"
-        assert {member.mtime for member in found} == {1_600_000_000}
+    with tarfile.open(first) as result:
+        assert result.getnames() == ["p/one", "p/two"]
+        assert result.extractfile("p/two").read() == b"p/two"
+        assert {member.mtime for member in result} == {1_600_000_000}
 
 
 def test_what_differs_between_two_builds_is_named(tmp_path: Path) -> None:

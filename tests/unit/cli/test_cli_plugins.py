@@ -90,6 +90,6 @@ def test_doctor_fails_when_the_core_is_broken():
 
 
 def test_doctor_names_broken_plugins_but_goes_on(broken):
-    found = findings()
+    result = findings()
     for kind in ("solvers", "scorers"):  # also what is loaded, and is neither
-        assert "broken, stranger cannot be loaded" in found[kind]["advice"]
+        assert "broken, stranger cannot be loaded" in result[kind]["advice"]

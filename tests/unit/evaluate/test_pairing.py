@@ -32,15 +32,15 @@ def score_of(name, kls, scores=None, task="t"):
 def test_means_over_prompts_then_over_tasks():
     mine = [score_of("a", [1.0, 3.0], [1.0, 0.0]), score_of("a", [4.0, 4.0, 4.0], task="u")]
     other = [score_of("b", [2.0, 4.0], [0.0, 0.0]), score_of("b", [1.0, 1.0, 1.0], task="u")]
-    found = compare(mine, other)
+    result = compare(mine, other)
     # means a: (2 + 4) / 2 = 3; b: (3 + 1) / 2 = 2
-    assert found["against"] == "b"
-    assert found["kl_difference"] == pytest.approx(1.0)
-    assert found["kl_ratio"] == pytest.approx(1.5)
-    assert found["score_difference"] == pytest.approx(0.5)
+    assert result["against"] == "b"
+    assert result["kl_difference"] == pytest.approx(1.0)
+    assert result["kl_ratio"] == pytest.approx(1.5)
+    assert result["score_difference"] == pytest.approx(0.5)
     # every prompt differs by -1 in the first task and by 3 in the second: nothing is uncertain
-    assert found["kl_difference_ci95"] == pytest.approx([1.0, 1.0])
-    low, high = found["kl_ratio_ci95"]
+    assert result["kl_difference_ci95"] == pytest.approx([1.0, 1.0])
+    low, high = result["kl_ratio_ci95"]
     # the first task's means are 1, 2 or 3 and 2, 3 or 4: ratios 5/3, 6/4 and 7/5
     assert (low, high) == pytest.approx((7 / 5, 5 / 3))
 
@@ -72,31 +72,31 @@ def scores():
 
 
 def test_rows_name_what_they_are_compared_to_and_end_with_all_tasks():
-    found = rows(scores())
-    assert [(row["task"], row["name"]) for row in found] == [
+    result = rows(scores())
+    assert [(row["task"], row["name"]) for row in result] == [
         (task, name) for task in ("t", "u", ALL_TASKS) for name in (FULL, "a", "b")
     ]
-    assert [[one["against"] for one in row["paired"]] for row in found[:3]] == [
+    assert [[one["against"] for one in row["paired"]] for row in result[:3]] == [
         [], [FULL], [FULL, "a"],
     ]  # fmt: skip
-    assert found[2]["paired"][1]["kl_difference"] == pytest.approx(1.0)
-    last = found[-1]
+    assert result[2]["paired"][1]["kl_difference"] == pytest.approx(1.0)
+    last = result[-1]
     assert (last["kl"], last["n"], last["retained_bytes"]) == (3.0, 4, 10)
     assert last["ci95"][0] <= 3.0 <= last["ci95"][1]
     assert len(rows(scores()[:3])) == 3
-    json.dumps(found, allow_nan=False)
+    json.dumps(result, allow_nan=False)
 
 
 def test_a_file_holds_every_answer_and_a_profile_takes_its_own_rows(tmp_path):
     case = Case(input_ids=(1, 2, 3), turns=(Turn(answers=("x",)),), source="text")
     cases = {"t": [case] * 2, "u": [case] * 2}
-    found = evaluation_of(make_shape(), scores(), settings={"seed": 1}, profiles={}, cases=cases)
-    found.save(tmp_path / "r.json")
-    assert Evaluation.load(tmp_path / "r.json") == found
-    assert list(found.rows) == rows(scores())
-    assert len(found.prompts) == 2 * 2 * 3
-    assert found.prompts[0]["prompt_tokens"] == 3
-    assert found.prompts[0]["right"] == [["x"]]
-    own = found.of("b")
+    result = evaluation_of(make_shape(), scores(), settings={"seed": 1}, profiles={}, cases=cases)
+    result.save(tmp_path / "r.json")
+    assert Evaluation.load(tmp_path / "r.json") == result
+    assert list(result.rows) == rows(scores())
+    assert len(result.prompts) == 2 * 2 * 3
+    assert result.prompts[0]["prompt_tokens"] == 3
+    assert result.prompts[0]["right"] == [["x"]]
+    own = result.of("b")
     assert [row["task"] for row in own["rows"]] == ["t", "u", ALL_TASKS]
     assert not any("seconds" in key for row in own["rows"] for key in row)

@@ -38,19 +38,19 @@ def scores_of(model, task, cases, **caches):
         name: CacheMethod(make_cache=lambda p=profile: kvalloc.make_cache(model, p))
         for name, profile in caches.items()
     }
-    found = evaluate(model, TOKENIZER, [(task, cases)], made, context=40)
-    return {score.name: row([score]) for score in found}
+    result = evaluate(model, TOKENIZER, [(task, cases)], made, context=40)
+    return {score.name: row([score]) for score in result}
 
 
 def test_perplexity_is_that_of_what_follows(model):
     case = Case(input_ids=ids(40), turns=(Turn(continuation_ids=ids(6, seed=4)),))
-    found = scores_of(model, TEXT_TASK, [case])["full"]
+    result = scores_of(model, TEXT_TASK, [case])["full"]
     follows = case.turns[0].continuation_ids
     with torch.no_grad():
         logits = model(torch.tensor([case.input_ids + follows])).logits[0]
     likely = logits[40:45].double().log_softmax(-1)
     expected = -likely[torch.arange(5), list(follows[1:])].mean()
-    assert found["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
+    assert result["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
 
 
 def test_the_full_cache_keeps_its_name(model):

@@ -146,8 +146,8 @@ SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
 def test_what_an_engine_reads(tmp_path, to, profile, changes, written):
     left = export(profile, to, tmp_path / "f", accept=ALL)
     for name, value in changes.items():
-        found = getattr(left, name)
-        assert (found.tolist() if isinstance(found, np.ndarray) else found) == value
+        result = getattr(left, name)
+        assert (result.tolist() if isinstance(result, np.ndarray) else result) == value
     text = (tmp_path / "f").read_text()
     read = pytest.importorskip("yaml").safe_load(text)  # of which JSON is a part
     assert {name: part for name, part in read.items() if name != "from"} == written

@@ -58,7 +58,7 @@ def module(monkeypatch):
         ("lm_eval", {}),
         ("lm_eval.api", {}),
         ("lm_eval.api.model", {"LM": type("LM", (), {})}),
-        ("lm_eval.api.registry", {"register_model": register_model, "found": registered}),
+        ("lm_eval.api.registry", {"register_model": register_model}),
     ):
         stand_in = ModuleType(name)
         stand_in.__dict__.update(content)
@@ -95,13 +95,13 @@ def test_the_full_cache_gives_the_plain_models_likelihood(make, after_tokens):
         whole = make.model(torch.tensor([PROMPT + ANSWER])).logits[0].double().log_softmax(-1)
     expected = sum(float(whole[5 + place, token]) for place, token in enumerate(ANSWER))
     greedy = int(whole[5].argmax())
-    [(found, is_greedy), (_, first_is)] = make(after_tokens=after_tokens).loglikelihood(
+    [(result, is_greedy), (_, first_is)] = make(after_tokens=after_tokens).loglikelihood(
         [
             Instance((text(*PROMPT), f" {text(*ANSWER)}")),
             Instance((text(*PROMPT), f" {text(greedy)}")),
         ]
     )
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert result == pytest.approx(expected, rel=1e-5)
     assert is_greedy is (list(ANSWER) == whole[5:8].argmax(-1).tolist())
     assert first_is is True
 

@@ -38,8 +38,8 @@ def files(tmp_path_factory):
 
 def document(path):
     """What the page's own script reads."""
-    found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
-    return json.loads(found[1])
+    result = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    return json.loads(result[1])
 
 
 def test_a_page_of_everything_holds_every_figure_and_asks_for_nothing(files, tmp_path):
@@ -195,11 +195,11 @@ def test_it_is_drawn_without_a_word_or_a_request_and_keeps_nobody_out(opened, sc
     width = SCREENS[screen]["viewport"]["width"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
-    found = [
+    result = [
         (one["impact"], one["id"], one["nodes"][0]["html"])
         for one in Axe().run(page).response["violations"]
     ]
-    assert [one for one in found if one[0] in ("serious", "critical")] == []
+    assert [one for one in result if one[0] in ("serious", "critical")] == []
 
 
 @in_browser
