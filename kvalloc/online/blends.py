@@ -101,6 +101,7 @@ def blend(
     pairs = [_loaded(model, one, allow_other_model) for one in documents]
     names, caches = [name for name, _ in pairs], [cache for _, cache in pairs]
     front, asked = _ids(before), _ids(() if question is None else question)
+    refuse(asked_nothing=share > 0 and not len(asked))
     _check_together(model, names, caches, len(front) + len(asked))
     if len(caches) == 1 and not len(front) and not share:
         return copy.deepcopy(caches[0]) if caches[0] is documents[0] else caches[0]
@@ -201,6 +202,11 @@ def _loaded(
     if isinstance(document, BudgetCache):
         name, held = repr(document), document
         _check_finished(model, document)
+    elif not isinstance(document, str | Path):
+        raise InputError(
+            f"a document is a {type(document).__name__}, expected the path of a saved cache or a "
+            "cache of one row"
+        )
     else:
         name = str(document)
         header, tensors = SavedCacheHeader.read(document)

@@ -229,6 +229,7 @@ def test_what_cannot_be_blended_is_refused_in_one_line(
     unknown = document(model, texts()[0])
     unknown.read_ids = None
     save_cache(own[0], tmp_path / "chat.kv", notes={"chat": True})
+    save_cache(own[0], tmp_path / "forged.kv", notes={"ids": ["1"] * LENGTHS[0]})
     ask = {"question": QUESTION}
     for given, options, said in (
         ([], {}, "no document"),
@@ -239,7 +240,10 @@ def test_what_cannot_be_blended_is_refused_in_one_line(
         ([tmp_path / "chat.kv"], {}, "chat form"),
         ([unknown], ask, "which tokens"),
         ([unknown], {**ask, "ids": [[1, 2]]}, "60 tokens, and 2 are given"),
+        ([tmp_path / "forged.kv"], ask, "which tokens"),
+        ([3], {}, "is a int, expected the path"),
         (own, {"recompute": 0.2}, "give question="),
+        (own, {"question": []}, "no tokens"),
         ([own[0]] * 18, ask, "was made for 1,024"),
     ):
         with pytest.raises(InputError, match=said) as error:
