@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Cache
@@ -75,6 +74,15 @@ class BudgetCache(Cache, hooks.HookedCache):
         if (decoder := self.decoder()) is not None:
             hooks.retain(self, decoder)
 
+    @property
+    def _prompts(self) -> Sequence[Prompt]:
+        """Those of rows that are kept alike."""
+        return [self._prompt]
+
+    def _in_order(self, several: Sequence[Any]) -> Any:
+        """Return what is known of the rows of each prompt as that of the batch."""
+        return several[0]
+
     def __repr__(self) -> str:
         """Model, tokens and share; layers each by itself would fill screens."""
         stored = f"{self.share_text}, {size(self.retained_bytes)}" if self.batch else "empty"
@@ -94,8 +102,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
         """Whose budgets each row keeps, ``(batch,)``: its own, where they are decided by prompt."""
-        decided = self.arrival.row_profiles
-        return (self.profile,) * self.batch if decided is None else decided
+        return tuple(self._in_order([prompt.row_profiles for prompt in self._prompts]))
 
     @property
     def decision_seconds(self) -> float | None:
@@ -120,7 +127,8 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def state(self) -> State:
         """How far the prompt has come."""
-        return self._prompt.state
+        state = max(self._prompts, key=lambda prompt: prompt.awaited_tokens).state
+        return state if self.interrupted is None else State.INTERRUPTED
 
     @property
     def prompt_complete(self) -> bool:
@@ -130,19 +138,21 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def interrupted(self) -> str | None:
         """Why only `reset` helps: a forward failed half-way, or `prefill` did; None if neither."""
-        return self._prompt.interrupted
+        reasons = (prompt.interrupted for prompt in self._prompts)
+        return next((reason for reason in reasons if reason is not None), None)
 
     @property
     def awaited_tokens(self) -> int:
         """Tokens that still have to follow before a held prompt is evicted; 0 if none is held."""
-        return self._prompt.awaited_tokens
+        return max(prompt.awaited_tokens for prompt in self._prompts)
 
     @property
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
-        return self._prompt.reduced
+        return any(prompt.reduced for prompt in self._prompts)
 
-    def prefill(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
         """Everything that runs inside the ``with`` is the prompt, in however many forwards.
 
         For a prompt that arrives in chunks and whose length is not known beforehand (otherwise
@@ -157,7 +167,10 @@ class BudgetCache(Cache, hooks.HookedCache):
         UnsupportedRequestError
             If the cache has seen a prompt already, or its length was announced.
         """
-        return self._prompt.reading()
+        with ExitStack() as stack:
+            for prompt in self._prompts:
+                stack.enter_context(prompt.reading())
+            yield
 
     def evict(self) -> None:
         """Let a held prompt be evicted now; only tokens that have followed so far vote.
@@ -172,7 +185,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
-        self._prompt.evict()
+        for prompt in self._prompts:
+            prompt.evict()
 
     def end_turn(self) -> None:
         """Keep no more than the budget of all tokens seen: a turn has been read and answered.
@@ -186,7 +200,8 @@ class BudgetCache(Cache, hooks.HookedCache):
             If the cache is interrupted.
         """
         self.evict()
-        self._prompt.settle_following()
+        for prompt in self._prompts:
+            prompt.settle_following()
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Show a prompt of announced length that comes in chunks, before its first one.
@@ -213,8 +228,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        first: BudgetLayer = self.layers[self.profile.shape.full_layers[0]]
-        return first.batch
+        return sum(prompt.batch for prompt in self._prompts)
 
     @property
     def retained_bytes(self) -> int:
@@ -233,9 +247,10 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def _of_16_bits(self) -> tuple[int, int]:
         """What `share` is made of: bytes that are stored, and those of a cache at 16 bits."""
-        shape, tokens = self.profile.shape, int(self.arrival.visible.sum())
+        shape = self._prompt.profile.shape
+        tokens = sum(int(prompt.arrival.visible.sum()) for prompt in self._prompts)
         whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
-        return bytes_at_16_bits(self.layers), tokens * whole
+        return sum(bytes_at_16_bits(prompt.layers) for prompt in self._prompts), tokens * whole
 
     @property
     def share_text(self) -> str:
@@ -251,15 +266,16 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         if not self.batch:
             return 0
-        shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
-        tokens = row_tokens(self.arrival.visible)
+        shape = replace(self._prompt.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
+        tokens = [n for own in self._prompts for n in row_tokens(own.arrival.visible).tolist()]
         slid_out: int = sum(
             tensor.untyped_storage().nbytes() - tensor.nbytes
-            for layer in self.layers
+            for prompt in self._prompts
+            for layer in prompt.layers
             if not isinstance(layer, BudgetLayer)
             for tensor in layer_tensors(layer)
         )
-        return sum(shape.full_bytes(own) for own in tokens.tolist() if own) + slid_out
+        return sum(shape.full_bytes(own) for own in tokens if own) + slid_out
 
     @property
     def kept_tokens(self) -> IntArray:
@@ -270,16 +286,13 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def kept_tokens_by_row(self) -> IntArray:
         """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
-        shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
-        counts: IntArray = np.zeros(shape, dtype=np.int64)
-        for index, layer in enumerate(self.layers if self.batch else ()):
-            own = isinstance(layer, BudgetLayer)
-            counts[:, index] = layer.stored_counts() if own else layer.keys.shape[-2]
+        counts: IntArray = self._in_order([prompt.stored_counts() for prompt in self._prompts])
         return counts
 
     def _tensors(self) -> Iterator[Tensor]:
         """All K and V tensors."""
-        return (tensor for layer in self.layers for tensor in layer_tensors(layer))
+        layers = (layer for prompt in self._prompts for layer in prompt.layers)
+        return (tensor for layer in layers for tensor in layer_tensors(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer keeps.
@@ -304,12 +317,13 @@ class BudgetCache(Cache, hooks.HookedCache):
         InputError
             If the layer is a sliding one, or no prompt has been seen.
         """
-        stored = self.layers[layer]
-        n_prompt = self.arrival.prompt_tokens
-        refusals.refuse(kept_by_sliding=not isinstance(stored, BudgetLayer) and (layer,))
-        refusals.refuse(kept_of_nothing=not stored.stored or n_prompt is None)
-        positions: Tensor = stored.kept_positions(n_prompt)
-        return positions
+        indices = [prompt.kept_indices(layer) for prompt in self._prompts]
+        most = max(int(own.shape[-1]) for own in indices)
+        pad = nn.functional.pad
+        found: Tensor = self._in_order(
+            [pad(own, (0, most - own.shape[-1]), value=-1) for own in indices]
+        )
+        return found
 
     # What the hooks call
 
@@ -506,12 +520,8 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
-        for layer in self.layers:
-            if not isinstance(layer, BudgetLayer):
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-            layer.reset()
-        self._prompt.forget()
+        for prompt in self._prompts:
+            prompt.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, at most back to the end of the compressed prompt.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -130,6 +130,12 @@ class Kept:
         even = self._entries is None or self._entries.even
         return np.asarray(~self.stays & (not even))
 
+    @property
+    def beside(self) -> IntArray:
+        """Entries that stay whatever is chosen, (batch, n_kv_heads) or (batch, 1)."""
+        lengths = 0 if self._entries is None else self._entries.lengths
+        return np.asarray(lengths * self.stays[:, None])
+
     def front(self, part: Part) -> int:
         """Places in front of a piece that stay whatever is chosen."""
         return self._most if self.stays[part[0] or 0] else 0
@@ -209,9 +215,6 @@ class Eviction:
     stays : ndarray of bool, (batch,), optional
         Rows in which all that earlier evictions kept stays, and targets are of what came since; in
         none by default.
-    hand_out : callable, optional
-        ``hand_out(scores, budgets)``: by a row's scores in one layer, a list of one (n_kv_heads,
-        n_evictable), how many each head keeps of what they may keep together, (1, n_kv_heads).
     scored : dict of (int, Part) to (Tensor, dict of Observed)
         What `evictable_scores` has computed of each layer, until entries are kept by it: scores,
         (batch, n_kv_heads, n_tokens), and what scorers noted, but for numbers of each entry.
@@ -231,7 +234,6 @@ class Eviction:
     following: int = 0
     idle: frozenset[int] = frozenset()
     stays: BoolArray | None = None
-    hand_out: Callable[[list[Tensor], IntArray], IntArray] | None = None
     scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
         default_factory=dict
     )
@@ -247,7 +249,7 @@ class Eviction:
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
-        notes, kept = layer.unfinished, self._kept_of(layer)
+        notes, kept = layer.unfinished, self.kept_of(layer)
         for part in self._pieces(layer, states, kept) if self.policy.observes else ():
             own, _ = self._candidates(layer, states, part, kept)
             _keep_note(notes.observed, part, self.policy.observe(own, sinks=self.sinks))
@@ -262,7 +264,8 @@ class Eviction:
             return n_tokens
         return self.policy.query_rows(n_tokens)
 
-    def _kept_of(self, layer: BudgetLayer) -> Kept:
+    def kept_of(self, layer: BudgetLayer) -> Kept:
+        """Return what earlier evictions kept of a layer."""
         stays = np.zeros(len(self.visible), bool) if self.stays is None else self.stays
         return Kept(layer, stays)
 
@@ -449,7 +452,7 @@ class Eviction:
         policy = self.policy
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
         by_row: list[list[Tensor]] = [[] for _ in states.keys]
-        kept = self._kept_of(layer)
+        kept = self.kept_of(layer)
         for part in self._pieces(layer, states, kept):
             own, _ = self._candidates(layer, states, part, kept)
             sinks = kept.front(part) or self.sinks
@@ -475,7 +478,7 @@ class Eviction:
         observed: dict[Part, Observed],
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
-        before = self._kept_of(layer)
+        before = self.kept_of(layer)
         for part in pieces:
             front, scored = before.front(part), (states.layer, part) in self.scored
             own, positions = self._candidates(
@@ -534,21 +537,16 @@ class Eviction:
             Emptied, so that what goes of a layer is freed when it is done.
         """
         # the layers of a group are looked at in the same pieces, so in the smallest of any
-        of_each = [self._pieces(layer, own, self._kept_of(layer)) for layer, own, _ in members]
+        of_each = [self._pieces(layer, own, self.kept_of(layer)) for layer, own, _ in members]
         pieces = max(of_each, key=len)
         together = self._chosen_together(members, pieces) if len(members) > 1 else None
         while members:
             layer, states, targets = members.pop(0)
-            if self.hand_out is not None:
-                targets = targets.copy()
-                for row, scores in enumerate(self.evictable_scores(layer, states)):
-                    if scores.shape[-1]:  # else nothing but sinks and window
-                        targets[row] = self.hand_out([scores], targets[row : row + 1])
             observed, bits = dict[Part, Observed](), self.bits.get(states.layer)
             chosen = self._choices(layer, states, targets, pieces, together, observed)
             entries = _collected(targets, chosen)
             del states
-            stays = self._kept_of(layer).stays
+            stays = self.kept_of(layer).stays
             layer.keep_numbers(entries, bits, following=self.following, stays=stays)
             notes = layer.unfinished
             notes.observed = observed
@@ -566,7 +564,7 @@ class Eviction:
         limits = Limits(sinks=self.sinks, window=self.window)
         ranked: list[Rankings] = []
         for layer, states, targets in members:
-            before = self._kept_of(layer)
+            before = self.kept_of(layer)
             there = row_tokens(self._dense_visible(states, before))[:, None]
             there = there if layer.entries is None else there + layer.entries.lengths
             evicts = np.asarray((targets < there).any(axis=1))  # padding apart
@@ -576,7 +574,7 @@ class Eviction:
                     own, _ = self._candidates(layer, states, part, before)
                     ranked[-1][part] = policy.rankings(own, **limits)
         layer, states, targets = members[-1]
-        kept, before = {}, self._kept_of(layer)
+        kept, before = {}, self.kept_of(layer)
         for part, rankings in joint_rankings(ranked, **limits).items():
             own, _ = self._candidates(layer, states, part, before)
             own = replace(own, queries=own.queries[:, :, :0], mask=None, gaps=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import Cache
 from typing_extensions import override
 
-from kvalloc.accounting import IntArray
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layer import row_numbers
-from kvalloc.runtime.prompt import Prompt, State
+from kvalloc.runtime.prompt import Prompt
 
 __all__ = ["GroupedCache"]
 
@@ -62,10 +61,25 @@ class GroupedCache(BudgetCache):
         joined = torch.cat([*states])
         return joined[self._order.to(joined.device)]
 
+    @override
+    def _in_order(self, several: Sequence[Any]) -> Any:
+        if isinstance(several[0], Tensor):
+            return self._joined(several)
+        if isinstance(several[0], np.ndarray):
+            joined = np.concatenate(several)
+            return joined[self._order.numpy()] if self.batch else joined
+        rows = [own for of_group in several for own in of_group]
+        return [rows[place] for place in self._order.tolist()] if self.batch else rows
+
     @property
     def _prompt(self) -> Prompt:  # type: ignore[override]
         """That of the first group, for what is the same in all."""
         return self._caches[0]._prompt
+
+    @property
+    @override
+    def _prompts(self) -> Sequence[Prompt]:
+        return [cache._prompt for cache in self._caches]
 
     @property
     @override
@@ -81,89 +95,10 @@ class GroupedCache(BudgetCache):
         details = "; ".join(cache.profile.detail for cache in self._caches)
         return self._caches[0].profile.replace(detail=details)
 
-    @property
-    @override
-    def row_profiles(self) -> tuple[BudgetProfile, ...]:
-        profiles = [one for cache in self._caches for one in cache.row_profiles]
-        return tuple(profiles[place] for place in self._order.tolist()) if self.batch else ()
-
-    @property
-    @override
-    def state(self) -> State:
-        held = max(self._caches, key=lambda cache: cache.awaited_tokens).state
-        return held if self.interrupted is None else State.INTERRUPTED
-
-    @property
-    @override
-    def interrupted(self) -> str | None:
-        return next((cache.interrupted for cache in self._caches if cache.interrupted), None)
-
-    @property
-    @override
-    def awaited_tokens(self) -> int:
-        return max(cache.awaited_tokens for cache in self._caches)
-
-    @property
-    @override
-    def reduced(self) -> bool:
-        return any(cache.reduced for cache in self._caches)
-
-    @contextmanager
-    @override
-    def prefill(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for cache in self._caches:
-                stack.enter_context(cache.prefill())
-            yield
-
-    @override
-    def evict(self) -> None:
-        for cache in self._caches:
-            cache.evict()
-
-    @override
-    def end_turn(self) -> None:
-        for cache in self._caches:
-            cache.end_turn()
-
     @override
     def decide(self, inputs: Mapping[str, Any]) -> None:
         for place, cache in zip(self._places, self._caches, strict=True):
             cache.decide(self._of(inputs, place))
-
-    # What it stores
-
-    @property
-    @override
-    def batch(self) -> int:
-        return sum(cache.batch for cache in self._caches)
-
-    @override
-    def _of_16_bits(self) -> tuple[int, int]:
-        stored, whole = zip(*(cache._of_16_bits() for cache in self._caches), strict=True)
-        return sum(stored), sum(whole)
-
-    @property
-    @override
-    def full_bytes(self) -> int:
-        return sum(cache.full_bytes for cache in self._caches)
-
-    @property
-    @override
-    def kept_tokens_by_row(self) -> IntArray:
-        counts = np.concatenate([cache.kept_tokens_by_row for cache in self._caches])
-        return counts[self._order.numpy()] if self.batch else counts
-
-    @override
-    def _tensors(self) -> Iterator[Tensor]:
-        return (tensor for cache in self._caches for tensor in cache._tensors())
-
-    @override
-    def kept_indices(self, layer: int) -> Tensor:
-        indices = [cache.kept_indices(layer) for cache in self._caches]
-        most = max(own.shape[-1] for own in indices)
-        pad = nn.functional.pad
-        return self._joined([pad(own, (0, most - own.shape[-1]), value=-1) for own in indices])
 
     # What the hooks call
 
@@ -241,11 +176,6 @@ class GroupedCache(BudgetCache):
     @override
     def save(self, path: str | Path) -> None:
         refusals.refuse(saved_in_groups=len(self._caches))
-
-    @override
-    def reset(self) -> None:
-        for cache in self._caches:
-            cache.reset()
 
     @override
     def crop(self, tokens_to_remove: int) -> None:

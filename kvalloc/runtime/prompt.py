@@ -17,6 +17,7 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.accounting.stored import layer_tensors
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, row_tokens
@@ -90,7 +91,7 @@ class Prompt:
     """
 
     def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
-        self.plan, self.arrival, self._layers = plan, arrival, layers
+        self.plan, self.arrival, self.layers = plan, arrival, layers
         policy = plan.profile.policy
         self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
         self._prefilling = False
@@ -158,18 +159,55 @@ class Prompt:
         return any(layer.reduced for layer in self._budget_layers)
 
     @property
+    def batch(self) -> int:
+        """Rows that are stored; 0 before the first forward."""
+        return self._budget_layers[0].batch
+
+    @property
+    def row_profiles(self) -> tuple[BudgetProfile, ...]:
+        """Whose budgets each row keeps, (batch,)."""
+        decided = self.arrival.row_profiles
+        return (self.profile,) * self.batch if decided is None else decided
+
+    @property
     def _budget_layers(self) -> list[BudgetLayer]:
-        return [layer for layer in self._layers if isinstance(layer, BudgetLayer)]
+        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
 
     @property
     def _n_seen(self) -> int:
-        return int(self._layers[0].get_seq_length())
+        return int(self.layers[0].get_seq_length())
 
     @property
     def _n_following(self) -> int:
         return self._n_seen - (self.arrival.prompt_tokens or 0)
 
+    def stored_counts(self) -> IntArray:
+        """Entries stored now, (batch, n_layers, n_kv_heads)."""
+        shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
+        counts: IntArray = np.zeros(shape, dtype=np.int64)
+        for index, layer in enumerate(self.layers if self.batch else ()):
+            budgeted = isinstance(layer, BudgetLayer)
+            counts[:, index] = layer.stored_counts() if budgeted else layer.keys.shape[-2]
+        return counts
+
+    def kept_indices(self, index: int) -> Tensor:
+        """Columns of the entries that a layer keeps, see `BudgetCache.kept_indices`."""
+        layer, n_prompt = self.layers[index], self.arrival.prompt_tokens
+        refusals.refuse(kept_by_sliding=not isinstance(layer, BudgetLayer) and (index,))
+        refusals.refuse(kept_of_nothing=not layer.stored or n_prompt is None)
+        positions: Tensor = layer.kept_positions(n_prompt)
+        return positions
+
     # What the cache is told
+
+    def reset(self) -> None:
+        """Forget prompt and tokens, and free their storage."""
+        for layer in self.layers:
+            if not isinstance(layer, BudgetLayer):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            layer.reset()
+        self.forget()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -189,7 +227,7 @@ class Prompt:
         self.arrival.complete = True
         self._complete()
         for index, bits in self.plan.bits.items() if not self._waits else ():
-            self._layers[index].pack(bits)
+            self.layers[index].pack(bits)
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
@@ -272,7 +310,7 @@ class Prompt:
             self._targets = self._targets_while_read(step)
         self._check_read(self._targets)
         for index in self._targets:
-            self._layers[index].evicts_next = True
+            self.layers[index].evicts_next = True
         self.step = step
         return step
 
@@ -286,7 +324,7 @@ class Prompt:
         found: dict[int, IntArray] = {}
         for index in self.plan.profile.shape.full_layers:
             always = step.completes and self.plan.rounds(index)
-            stored = self._layers[index].stored_counts()
+            stored = self.layers[index].stored_counts()
             targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
             if targets is not None:
                 found[index] = targets
@@ -320,7 +358,6 @@ class Prompt:
             bits=self.plan.bits if step.completes else self.plan.halves,
             new_from=step.seen,
             held=self._holds,
-            hand_out=self._handed_out if self.plan.by_layer else None,
         )
         eviction.note(layer, states, step.columns)
         if self._holds:
@@ -330,7 +367,10 @@ class Prompt:
             eviction.observe(layer, states)
             return
         states = replace(states, queries=states.queries[:, :, :0].clone(), mask=None)
-        self._members.append((layer, states, self._targets[states.layer]))
+        targets = {states.layer: self._targets[states.layer]}
+        if self.plan.by_layer:
+            targets = self._by_prompt(eviction, targets, {states.layer: states})
+        self._members.append((layer, states, targets[states.layer]))
         group = self.plan.groups.get(states.layer, (states.layer,))
         if states.layer == group[-1]:
             eviction.evict(self._members)
@@ -371,7 +411,7 @@ class Prompt:
             if step.follows and more > 0:
                 layer.crop(-more)
                 layer.unfinished.latest.crop(step.seen)
-        lengths = {layer.get_seq_length() for layer in self._layers}
+        lengths = {layer.get_seq_length() for layer in self.layers}
         if unseen or lengths != {step.seen}:
             self._broken = refusals.HALF_WAY
 
@@ -439,7 +479,7 @@ class Prompt:
             with self._half_way():
                 notes = repeat_prompt(self._held(), looks, sinks=self.profile.policy.sinks)
             for index, noted in notes.items():
-                self._layers[index].unfinished.later |= noted
+                self.layers[index].unfinished.later |= noted
         self._waits = True
         if not awaited_tokens(scorers):
             self.evict()
@@ -458,7 +498,7 @@ class Prompt:
         """The complete prompt, as the model can read on from it."""
         decoder = self.plan.decoder()
         assert decoder is not None, "it has just read the prompt"
-        layers = dict(enumerate(self._layers))
+        layers = dict(enumerate(self.layers))
         whole = {i: layer for i, layer in layers.items() if isinstance(layer, BudgetLayer)}
         return HeldPrompt(
             decoder=decoder,
@@ -492,12 +532,7 @@ class Prompt:
             self._evict_layers(eviction, self._final_targets())
         self._settle()
 
-    def _evict_layers(
-        self,
-        eviction: Eviction,
-        targets: dict[int, IntArray],
-        kept: Mapping[int, IntArray] | None = None,
-    ) -> None:
+    def _evict_layers(self, eviction: Eviction, targets: dict[int, IntArray]) -> None:
         """Evict in these layers; in all together, where heads of all compete.
 
         Parameters
@@ -505,19 +540,19 @@ class Prompt:
         eviction : Eviction
         targets : dict of int to ndarray of int64, (batch, n_kv_heads)
             Entries that stay of each layer.
-        kept : mapping of int to ndarray of int64, (batch, n_kv_heads), optional
-            Entries that stay beside the targets; none by default.
         """
         self._check_read(targets)
         if self.profile.by_prompt:
-            targets = self._by_prompt(eviction, targets, kept)
+            states = {index: self._layer_states(index, eviction) for index in targets}
+            targets = self._by_prompt(eviction, targets, states)
+            del states  # they keep alive what goes of all layers
         for index in targets:
             group = self.plan.groups.get(index, (index,))
             if index != group[-1]:
                 continue
             members: list[Member] = []
             for one in group:
-                layer: BudgetLayer = self._layers[one]
+                layer: BudgetLayer = self.layers[one]
                 members.append((layer, self._layer_states(one, eviction), targets[one]))
             eviction.evict(members)
         if self.reader is not None:
@@ -547,17 +582,13 @@ class Prompt:
         """Bytes of a token of each row, as the model makes it."""
         shape = self.profile.shape
         entry = shape.n_kv_heads * shape.plain_bytes_per_entry
-        return max(self._batch, 1) * len(shape.full_layers) * entry
-
-    @property
-    def _batch(self) -> int:
-        return int(self._layers[0].keys.shape[0]) if self._n_seen else 0
+        return max(self.batch, 1) * len(shape.full_layers) * entry
 
     def _cuts_for_memory(self, end: int) -> list[int]:
         """Columns at which a forward up to `end` is cut so that the memory takes it."""
         if self.plan.memory is None or not self.arrival.complete:
             return []
-        tensors = (own for layer in self._layers for own in layer_tensors(layer))
+        tensors = (own for layer in self.layers for own in layer_tensors(layer))
         taken = sum(own.nbytes for own in tensors) + (end - self._n_seen) * self._token_bytes
         if taken <= self.plan.memory:
             return []
@@ -571,7 +602,7 @@ class Prompt:
         """
         if self.plan.memory is None:
             return budgets
-        slid = [layer for layer in self._layers if not isinstance(layer, BudgetLayer)]
+        slid = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
         taken = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
         every = self.plan.every_from(self._n_seen, self._token_bytes)
         taken += (every + every // SPARE) * self._token_bytes
@@ -598,12 +629,11 @@ class Prompt:
         noted = all(layer.unfinished.latest.pieces for layer in self._budget_layers)
         if seen == self.arrival.settled or not noted:
             return
-        batch = self._batch
         tokens = row_tokens(self.arrival.visible)
         budgets = np.maximum(self.arrival.budgets(tokens), policy.protected_tokens)
         budgets = self._within_memory(budgets, tokens)
         followed = {
-            index: self._followed(self._layers[index], budgets[:, index], tokens)
+            index: self._followed(self.layers[index], budgets[:, index], tokens)
             for index in self.profile.shape.full_layers
         }
         who, competed = self.plan.after, self.arrival.competed
@@ -611,7 +641,7 @@ class Prompt:
         settling = Settling.of(
             followed,
             shared=self.profile.by_prompt,
-            all_compete=np.full(batch, True)
+            all_compete=np.full(self.batch, True)
             if always
             else (tokens >= COMPETE_AGAIN * competed) | ~self._fits_behind(followed.values()),
             window=policy.window,
@@ -633,8 +663,8 @@ class Prompt:
             if self.profile.by_prompt
             or self.plan.rounds(index)
             or (own < np.where(alone[:, None], 0, followed[index].there)).any()
-            or (alone.any() and self._layers[index].reduced)
-            or (followed[index].new < self._layers[index].dense_tokens).any()  # padding goes
+            or (alone.any() and self.layers[index].reduced)
+            or (followed[index].new < self.layers[index].dense_tokens).any()  # padding goes
         }
         eviction = self._eviction(
             self.plan.after,
@@ -643,7 +673,7 @@ class Prompt:
             idle=frozenset(np.flatnonzero(idle).tolist()),
             stays=alone,
         )
-        self._evict_layers(eviction, goes, {i: followed[i].kept * alone[:, None] for i in goes})
+        self._evict_layers(eviction, goes)
 
     def _fits_behind(self, layers: Iterable[Followed]) -> BoolArray:
         """Whether a row's newest tokens fit behind what is kept, (batch,); scales included."""
@@ -693,26 +723,26 @@ class Prompt:
         self,
         eviction: Eviction,
         targets: dict[int, IntArray],
-        kept: Mapping[int, IntArray] | None,
+        states: Mapping[int, AttentionStates],
     ) -> dict[int, IntArray]:
-        """As many entries in all, handed out by each row's own scores."""
-        by_row = [
-            eviction.evictable_scores(self._layers[index], self._layer_states(index, eviction))
-            for index in targets
-        ]
+        """Hand out as many entries of these layers in all by each row's own scores."""
+        layers = [self.layers[index] for index in targets]
+        pairs = zip(layers, states.values(), strict=True)
+        by_row = [eviction.evictable_scores(layer, own) for layer, own in pairs]
+        stay = [eviction.kept_of(layer).beside for layer in layers]
         result = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
             if not scores[0].shape[-1]:
                 continue  # a row of nothing but sinks and window
             granted = np.stack([own[row] for own in targets.values()])
-            beside = None if kept is None else np.stack([own[row] for own in kept.values()])
+            beside = np.stack([np.broadcast_to(own[row], granted.shape[1:]) for own in stay])
             budgets = self._handed_out(scores, granted, beside)
             for index, own in zip(result, budgets, strict=True):
                 result[index][row] = own
         return result
 
     def _handed_out(
-        self, scores: Sequence[Tensor], granted: IntArray, kept: IntArray | None = None
+        self, scores: Sequence[Tensor], granted: IntArray, beside: IntArray
     ) -> IntArray:
         """By the scores of a row, in no more bytes than budgets (n_layers, n_kv_heads) of it take.
 
@@ -720,7 +750,6 @@ class Prompt:
         entries that are kept, budgets and bytes are those of all, and sinks are among these.
         """
         policy = self.profile.policy
-        beside = np.zeros_like(granted) if kept is None else kept
         protected = policy.window if beside.any() else policy.protected_tokens
         width, shape = self._width, self.profile.shape
         total, most = int(granted.sum()), stored_bytes(granted + beside, width, shape).sum()
@@ -733,7 +762,7 @@ class Prompt:
 
     def _layer_states(self, index: int, eviction: Eviction) -> AttentionStates:
         """What a layer has to choose from beside what is kept already."""
-        keys, values = self._layers[index].all_but(eviction.following)
+        keys, values = self.layers[index].all_but(eviction.following)
         return replace(self._seen[index], keys=keys, values=values)
 
     # Budgets that are decided from the prompt
