@@ -63,10 +63,10 @@ class ByParts(Solver):
         SolverError
             If no choice is found.
         """
+        deadline = deadline_after(time_limit_seconds)
         if int(problem.option_counts.sum()) <= self.sizes(problem)[0]:
-            return self.solve_whole(problem, deadline_after(time_limit_seconds))
-        seconds = time_limit_seconds and (1 - RESERVED) * time_limit_seconds
-        return _by_parts(self, problem, deadline_after(seconds))
+            return self.solve_whole(problem, deadline)
+        return _by_parts(self, problem, deadline - RESERVED * (deadline - time.monotonic()))
 
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
         """Return the options beyond which it looks at parts, and those of a part."""

@@ -317,8 +317,7 @@ def by_cp_sat(program: Program, deadline: float, gap: float, workers: int) -> An
     # OR-Tools 9.15 looks for rows that are parts of other rows, and with coefficients beyond 32
     # bits it cuts off solutions there: a tiny problem had a worse answer called optimal.
     solver.parameters.presolve_inclusion_work_limit = 0
-    if math.isfinite(deadline):
-        solver.parameters.max_time_in_seconds = _seconds_until(deadline)
+    solver.parameters.max_time_in_seconds = _seconds_until(deadline)
     status = solver.solve(model)
     if status == cp_model.MODEL_INVALID:
         raise SolverError(f"ilp: CP-SAT calls the model invalid: {model.validate()}")
@@ -367,8 +366,7 @@ def by_highs(program: Program, deadline: float, gap: float, workers: int) -> Ans
         # As HiGHS counts it: relative to the objective of the start.
         start = float(goal @ (program.hint / steps)) * unit
         options["mip_rel_gap"] = gap / max(1.0, start)
-    if math.isfinite(deadline):
-        options["time_limit"] = _seconds_until(deadline)
+    options["time_limit"] = _seconds_until(deadline)
     with stdout_kept_clean():
         answer = milp(
             c=goal,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
@@ -110,9 +109,7 @@ class Auto(Solver):
         for candidate, solver in self._able(problem):
             left = max(deadline - time.monotonic(), 1e-3)
             try:
-                solution = solver.solve(
-                    problem, time_limit_seconds=None if math.isinf(left) else left
-                )
+                solution = solver.solve(problem, time_limit_seconds=left)
             except SolverError as error:
                 gave_up.append(str(error))
                 continue

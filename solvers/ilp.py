@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import ClassVar
 
@@ -116,8 +115,6 @@ class ILP(ByParts):
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
                 "has not shown that there is none; give it more time"
             )
-        # Back ends stop a little before they have to.
-        early = deadline if math.isinf(deadline) else deadline - 0.1 * seconds
         return Solution.of(
             problem,
             search.choices.expand(result.picked),
@@ -125,7 +122,7 @@ class ILP(ByParts):
             prices=search.prices,
             detail=f"{result.status} on {result.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
-            deadline=early,
+            deadline=deadline - 0.1 * seconds,  # back ends stop a little before they have to
             gap=self.gap,
         )
 

@@ -60,7 +60,7 @@ def solve(
         Registered name, also with options such as ``"ilp:gap=0.001"``, or a solver object.
         ``"auto"`` takes the cheapest one that is exact.
     time_limit : float, optional
-        Seconds.
+        Seconds after which a solver stops with its best choice and its bound; 60 by default.
     average : {"curves", "allocations"}
         Solve once on the mean curves (the sample-average problem), or solve each sample and
         average the budgets (XKV, Sec. IV-C).

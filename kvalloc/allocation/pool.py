@@ -491,7 +491,7 @@ def _best(
     floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
 
     def solved(problem: AllocationProblem) -> CheckedSolution:
-        left = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.1)
+        left = max(deadline - time.monotonic(), 0.1)
         return solve_problem(problem, solver, time_limit_seconds=left)
 
     def weighted(scales: FloatArray) -> tuple[IntArray, Bound]:

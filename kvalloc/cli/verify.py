@@ -39,7 +39,7 @@ def verify(
     resolve : bool
         Solve once more, with another back end than the one that decided.
     time_limit : float
-        For that, seconds.
+        For that, seconds; 60 by default.
 
     Examples
     --------

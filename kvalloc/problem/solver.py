@@ -18,6 +18,9 @@ from kvalloc.problem.arrays import Aggregate, AllocationProblem, SideConstraint
 CLOSED = 1e-11
 """Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
 
+DEFAULT_LIMIT_SECONDS = 60.0
+"""A solver stops after this long where no time limit is given: an exact search may never end."""
+
 
 def is_closed(objective: float, bound: float) -> bool:
     """Return whether a bound proves an objective."""
@@ -25,8 +28,8 @@ def is_closed(objective: float, bound: float) -> bool:
 
 
 def deadline_after(seconds: float | None) -> float:
-    """Return the ``time.monotonic()`` at which a time limit ends; infinity without one."""
-    return time.monotonic() + (math.inf if seconds is None else seconds)
+    """Return the ``time.monotonic()`` at which a time limit ends, by default the usual one."""
+    return time.monotonic() + (DEFAULT_LIMIT_SECONDS if seconds is None else seconds)
 
 
 class Termination(Enum):
@@ -222,7 +225,8 @@ class Solver(ABC):
         problem : AllocationProblem
             A feasible problem that `can_solve` accepted.
         time_limit_seconds : float, optional
-            Stop after this long with the best choice found.
+            Stop after this long with the best choice found; kvalloc's solvers take
+            `DEFAULT_LIMIT_SECONDS` by default, through `deadline_after`.
 
         Returns
         -------

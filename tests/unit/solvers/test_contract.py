@@ -239,6 +239,7 @@ def test_what_it_refuses(name, problem, message):
 
 
 LONG = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
+LONG_FEW = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
 LONG_TAIL = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
 
 
@@ -248,11 +249,18 @@ LONG_TAIL = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
         ("dp", 1e-4, LONG),
         ("lagrangian", 1e-6, LONG),
         ("cvar", 1e-6, LONG_TAIL),
+        ("auto", 1e-6, LONG_FEW),
         ("uniform", 1e-9, LONG),
         ("uniform", 1e-9, LONG.with_target(0.5 * LONG.max_value)),
     ],
 )
-def test_it_stops_in_time_with_an_honest_answer(name, seconds, problem):
-    answer = solve_problem(problem, registry.get_solver(name), time_limit_seconds=seconds)
-    assert answer.termination in (Termination.TIME_LIMIT, Termination.OPTIMAL)
+@pytest.mark.parametrize("given", [True, False], ids=["its limit", "the default limit"])
+def test_it_stops_in_time_with_an_honest_answer(name, seconds, problem, given, monkeypatch):
+    """A search of a program over all sets of few budgets went on for an hour without a limit."""
+    if not given:
+        monkeypatch.setattr("kvalloc.problem.solver.DEFAULT_LIMIT_SECONDS", seconds)
+    limit = seconds if given else None
+    answer = solve_problem(problem, registry.get_solver(name), time_limit_seconds=limit)
+    ends = (Termination.TIME_LIMIT, Termination.OPTIMAL)
+    assert answer.termination in ends[: 1 if problem is LONG_FEW else 2]
     assert not problem.is_better(answer.objective, answer.bound, 0.0)

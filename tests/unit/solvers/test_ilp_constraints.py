@@ -119,7 +119,7 @@ def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
-    problem = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
+    problem = medium_problem(1, n_layers=30, n_options=24, constraints=(MaxDistinct(most=3),))
     choices = Choices.of(problem)
     whole = encode(choices, choices.exists, 3, None, Aggregate.SUM)
     answer = BACKENDS[backend](whole.program, time.monotonic(), 0.0, 1)
