@@ -55,7 +55,7 @@ class Common:
     average : str
         Solve once on the mean curves, or solve every sample and average the budgets.
     time_limit : float
-        Of a solver, 60 by default; then its best choice counts.
+        Of a solver, by default 60; its best so far counts.
     fitted : Path
         What 'kvalloc fit' wrote for the model, instead of the file that is found for it.
     allow_other_model : bool
