@@ -23,6 +23,7 @@ from kvalloc.allocation.verification import (
     DUAL,
     CheckedSolution,
     ShadowPrice,
+    check_time_limit,
     price_of,
     solve_problem,
 )
@@ -274,12 +275,15 @@ def compare(
     chosen = {name: get_solver(name) for name in (solver_names() if solvers is None else solvers)}
     if not chosen:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
+    check_time_limit(time_limit)  # once, not as every solver's reason
     request, problem, note = choose_objective(scores, request, get_solver("auto"))
     try:
         posed = pose(scores, request, problem)
         posed.problem.check_feasible()  # only the user can change what no solver can do
     except InfeasibleError as error:
         raise advise(scores, request, error) from None
+    if average != "curves":
+        _check_average(posed, average)
     attempts = []
     for name, solver in chosen.items():
         profile, reason, start = None, "", time.perf_counter()

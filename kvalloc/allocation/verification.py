@@ -135,12 +135,17 @@ def solve_problem(
     )
 
 
+def check_time_limit(seconds: float | None) -> None:
+    """Raise an `InputError` for a time limit that leaves no time."""
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"a time limit of {seconds:g} s leaves no time; give more")
+
+
 def _checked_answer(
     problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
 ) -> tuple[Solution, float]:
     """Return a solver's answer and its seconds, checked but for the bound."""
-    if time_limit_seconds is not None and not time_limit_seconds > 0:
-        raise InputError(f"a time limit of {time_limit_seconds:g} s leaves no time; give more")
+    check_time_limit(time_limit_seconds)
     patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
     able = _guarded(solver, patience, solver.can_solve, problem)
     if isinstance(able, str) or not able:

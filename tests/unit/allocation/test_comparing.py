@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from factories import make_scores
 
 import kvalloc
 from kvalloc.allocation.comparison import compare_profiles
-from kvalloc.errors import SolverError
+from kvalloc.errors import KVAllocError
 
 
-def test_a_comparison_without_any_solver_is_refused() -> None:
-    with pytest.raises(SolverError, match="no solver is registered"):
-        kvalloc.compare(make_scores(0), budget="40%", solvers=[])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"solvers": []}, "no solver is registered: kvalloc is on the path but not installed"),
+        ({"time_limit": 0.0}, "a time limit of 0 s leaves no time; give more"),
+        ({"average": "median"}, "average is 'median', expected 'curves' or 'allocations'"),
+    ],
+)
+def test_what_no_solver_can_do_is_refused_once(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KVAllocError, match=f"^{words}$"):
+        kvalloc.compare(make_scores(0), budget="40%", **given)
 
 
 def test_differences_add_up() -> None:
