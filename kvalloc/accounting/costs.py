@@ -35,7 +35,8 @@ class Width(NamedTuple):
     keys, values : int
         Bits of each number.
     turned : bool
-        Whether values are turned by a Hadamard matrix before they are rounded.
+        Whether values are turned by a Hadamard matrix before they are rounded, where heads have a
+        power of two numbers; see `turns`.
     """
 
     keys: int
@@ -46,8 +47,8 @@ class Width(NamedTuple):
 WIDTHS = {
     16: Width(16, 16),
     8: Width(8, 8),
-    5: Width(5, 4),
-    4: Width(4, 4),
+    5: Width(5, 4, turned=True),
+    4: Width(4, 4, turned=True),
     3: Width(4, 3, turned=True),
 }
 """By the bits' name; 16 is half precision, also where the model computes in float32. At 5 and 3
@@ -262,13 +263,18 @@ def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     return -(-head_dim * keys // 8), -(-head_dim * values // 8) + scales
 
 
+def turns(bits: int, head_dim: int) -> bool:
+    """Return whether values of heads of that size are turned before they are rounded."""
+    return WIDTHS[bits].turned and head_dim & (head_dim - 1) == 0
+
+
 def bits_fault(bits: int, head_dim: int) -> str | None:
     """Return why heads of that size cannot be stored at a width; None if they can."""
-    if not WIDTHS[bits].turned or head_dim & (head_dim - 1) == 0:
+    if WIDTHS[bits].values > 3 or turns(bits, head_dim):
         return None
     return (
         f"{bits} bits for heads of {head_dim} numbers, expected a power of two: values at {bits} "
-        "bits are turned by a Hadamard matrix; take 4 bits"
+        "bits have to be turned by a Hadamard matrix; take 4 bits"
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS, turns
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, Spans, halved, on_device, parted
 from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
@@ -71,7 +71,7 @@ def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:
     if scales is not None:
         keys = _key_numbers(keys, scales, entries.spans, entries.bits)
         values = value_numbers(values, entries.bits, int(like[1].shape[-1]))
-        values = rotated(values) if WIDTHS[entries.bits].turned else values
+        values = rotated(values) if turns(entries.bits, int(values.shape[-1])) else values
     keys, values = keys.to(like[0].dtype), values.to(like[1].dtype)
     return replace(entries, keys=keys, values=values, key_scales=None, bits=16)
 
@@ -174,8 +174,8 @@ def _packed_values(values: Tensor, bits: int) -> Tensor:
 
     Behind the codes of a token stand the scale and the minimum of each block of its channels.
     """
-    _, width, turned = WIDTHS[bits]
-    numbers = rotated(values) if turned else values
+    width = WIDTHS[bits].values
+    numbers = rotated(values) if turns(bits, int(values.shape[1])) else values
     codes, scales = coded(in_blocks(numbers, VALUE_BLOCK_CHANNELS), width)
     rows = packed_codes(codes.flatten(1)[:, : values.shape[1]], width)
     return torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)

@@ -15,6 +15,7 @@ from kvalloc.accounting.costs import (
     VALUE_BLOCK_CHANNELS,
     WIDTHS,
     bits_fault,
+    turns,
 )
 from kvalloc.errors import InputError
 
@@ -57,7 +58,7 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     """
     if bits == 16:
         return values
-    _, width, turned = WIDTHS[bits]
+    turned, width = turns(bits, int(values.shape[-1])), WIDTHS[bits].values
     found = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width)
     return rotated(found).to(values.dtype) if turned else found
 

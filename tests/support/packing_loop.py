@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS, turns
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.quantization import rotated
 
@@ -61,7 +61,7 @@ def pack_segment(keys: Tensor, values: Tensor, bits: int) -> Stored:
     """One head's numbers of a row, (n, head_dim), at fewer bits than 16."""
     width = WIDTHS[bits]
     codes, scales = coded(keys.float().numpy().T, KEY_BLOCK_TOKENS, width.keys)
-    rows = rotated(values) if width.turned else values.float()
+    rows = rotated(values) if turns(bits, values.shape[1]) else values.float()
     value_codes, value_scales = coded(rows.numpy(), VALUE_BLOCK_CHANNELS, width.values)
     behind = value_scales.reshape(len(values), 2 * value_scales.shape[1]).view(np.uint8)
     return Stored(

@@ -16,7 +16,7 @@ from scipy.linalg import hadamard
 from tiny_models import FAMILIES, random_model
 from transformers import DynamicCache
 
-from kvalloc.accounting.costs import WIDTHS
+from kvalloc.accounting.costs import WIDTHS, turns
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
@@ -244,8 +244,8 @@ class Shadow:
                 before = own.keys[row, head, places], own.values[row, head, places]
                 if not combined and keys.dtype == torch.float32 and len(places):
                     pairs = [(before[0].T, stored[0].T), (before[1], stored[1])]
-                    if width.turned:
-                        dim = int(values.shape[-1])
+                    dim = int(values.shape[-1])
+                    if turns(int(entries.bits[head]), dim):
                         turn = torch.from_numpy(hadamard(dim)).to(own.values) / dim**0.5
                         pairs[1] = before[1] @ turn, stored[1] @ turn
                     for (exact, rounded), bits in zip(pairs, width, strict=False):

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import WIDTHS
+from kvalloc.accounting.costs import turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
@@ -63,12 +63,24 @@ def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
 
 def _attend(call: AttentionCall, kept: KeptEntries) -> Tensor:
     """Attend to one part; where its values are turned, turn the others, and the answer back."""
-    if not WIDTHS[kept.bits].turned:
+    dim = int(call.values.shape[-1])
+    if not turns(kept.bits, dim):
         return chosen(call, kept).attend(call, kept)
-    queries, keys, values = call.queries.float(), call.keys.float(), rotated(call.values)
-    turned = replace(call, queries=queries, keys=keys, values=values)
+    turn = _turn(dim, call.values.device)
+    queries, keys, values = (own.float() for own in (call.queries, call.keys, call.values))
+    turned = replace(call, queries=queries, keys=keys, values=values @ turn)
     found = chosen(turned, kept).attend(turned, kept)
-    return rotated(found).to(call.queries.dtype)
+    return (found @ turn).to(call.queries.dtype)
+
+
+@cache
+def _turn(dim: int, device: torch.device) -> Tensor:
+    """Return Hadamard's matrix, (dim, dim), which `rotated` multiplies by: here in one operation.
+
+    Answers may depend on how many others there are in the last digit, as the model's own do.
+    """
+    with torch.inference_mode(False):  # gradients may go through it later
+        return rotated(torch.eye(dim, device=device))
 
 
 def chosen(call: AttentionCall, kept: KeptEntries) -> Backend:
