@@ -27,7 +27,10 @@ from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
 __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
 
 STEPS = 8
-"""In so many steps a layer is rounded, which takes several times the bytes of the numbers."""
+"""In so many steps a layer is rounded, which takes several times the bytes of the numbers.
+
+Steps are counted in blocks of keys: a layer of one row and one KV head is rounded in as many.
+"""
 
 NO_COLUMN = torch.iinfo(torch.int32).max
 """Where a place of no entry stands: behind all tokens, so that none sees it."""
@@ -51,18 +54,20 @@ def pack(numbers: KeptEntries, bits: int) -> KeptEntries:
     """Return numbers of the model's type at so many bits."""
     if bits == 16:
         return numbers.halved()
+    n_steps = max(1, min(STEPS, int(numbers.spans.blocks.sum())))
+    keys, key_scales = _packed_segments(numbers, bits, n_steps)
+    steps = [_packed_values(values, bits) for values in numbers.values.chunk(n_steps)]
+    return replace(numbers, keys=keys, values=torch.cat(steps), key_scales=key_scales, bits=bits)
+
+
+def _packed_segments(numbers: KeptEntries, bits: int, n_steps: int) -> tuple[Tensor, Tensor]:
+    """Return keys and key scales of all segments as `KeptEntries` has them."""
     spans = numbers.spans
-    n_steps = min(STEPS, len(spans.lengths))
-    steps = spans.block_places().chunk(n_steps), numbers.values.chunk(n_steps)
-    blocks = [_packed_keys(numbers.keys[places], bits) for places in steps[0]]
+    steps = spans.block_places().chunk(n_steps)
+    blocks = [_packed_keys(numbers.keys[places], bits) for places in steps]
     keys, key_scales = (torch.cat(own) for own in zip(*blocks, strict=True))
-    return replace(
-        numbers,
-        keys=torch.cat(parted(keys, spans.lengths, spans.blocks * KEY_BLOCK_TOKENS)[0]),
-        values=torch.cat([_packed_values(values, bits) for values in steps[1]]),
-        key_scales=key_scales,
-        bits=bits,
-    )
+    filled, _ = parted(keys, spans.lengths, spans.blocks * KEY_BLOCK_TOKENS)
+    return torch.cat(filled), key_scales
 
 
 def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:

@@ -147,8 +147,12 @@ def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
 
 
 def in_blocks(numbers: Tensor, block: int) -> Tensor:
-    """Return numbers in blocks along the last axis, float32, (..., n_blocks, block)."""
+    """Return numbers in blocks along the last axis, float32, (..., n_blocks, block).
+
+    An axis shorter than a block is one block of its own length.
+    """
     size = numbers.shape[-1]
+    block = min(block, max(size, 1))
     missing = -size % block
     padded = numbers.to(torch.float32, memory_format=torch.contiguous_format)
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
