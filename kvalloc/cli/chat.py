@@ -32,9 +32,9 @@ class DocumentOptions(TypedDict, total=False):
     Parameters
     ----------
     question : sequence of str
-        A question about the prompt, which is then a document. Each one follows the document alone.
+        A question about the document alone.
     cache : Path
-        Take the document from a saved cache, in the dtype that it was read in.
+        Take the document from a saved cache.
     document : sequence of Path
         A saved cache of a document that was read with --no-chat. Several are put behind each other.
     recompute : str
@@ -54,23 +54,17 @@ class DocumentOptions(TypedDict, total=False):
 def chat(model: str, **typed: Any) -> None:
     """Talk with a model, or ask about a document, with a reduced cache.
 
-    Turns are typed, a line each. --prompt or --prompt-file gives a document to talk about, which is
-    read once. Each --question is about the document alone; --save-cache without a question reads
-    and saves. The budget holds for all that was read and answered. Answers go to stdout, what they
-    took to stderr.
+    Turns are typed, a line each. --prompt or --prompt-file gives a document, which is read once.
+    Each --question is about it alone; --save-cache without one reads and saves. The budget holds
+    for all that was read and answered. Answers go to stdout, all else to stderr.
 
     Examples
     --------
     kvalloc chat demo --budget 20%
-    kvalloc chat demo --budget 20% --prompt-file doc.txt
 
-    Read a long text once, ask about it as often as you like:
+    Read a long text once, ask about it as often as you like; or about several, read --no-chat:
     kvalloc chat demo --budget 20% --prompt-file doc.txt --save-cache doc.kv
     kvalloc chat demo --cache doc.kv --question "Who speaks?" --question "To whom?"
-    kvalloc chat demo --cache doc.kv
-
-    Put documents together that were read one by one:
-    kvalloc chat demo --budget 100% --no-chat --prompt-file a.txt --save-cache a.kv
     kvalloc chat demo --document a.kv --document b.kv --question "Who speaks?"
     """
     reduction, options = Reduction.of(model, typed), from_typed(PromptOptions, typed)

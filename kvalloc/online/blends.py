@@ -211,7 +211,8 @@ def _loaded(
         name = str(document)
         header, tensors = SavedCacheHeader.read(document)
         if header.notes.get("chat"):
-            chat = by_interface(python="without a chat template", flags="with --no-chat")
+            read = f"with {option('no_chat')}"
+            chat = by_interface(python="without a chat template", flags=read)
             raise InputError(
                 f"{name} begins with the model's chat form, which would stand amid the text; read "
                 f"the document {chat}"
