@@ -186,6 +186,12 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     __str__ = __repr__
 
+    def _digest_over(self, header: dict[str, Any]) -> str:
+        # where a scorer's file lies is no part of what was measured
+        parameters = {**header["scorer_parameters"]}
+        parameters.pop("file", None)
+        return super()._digest_over({**header, "scorer_parameters": parameters})
+
     @cached_property
     def n_samples(self) -> int:
         """Number of measured samples."""

@@ -110,9 +110,9 @@ class Setting:
     def solved_tokens(self, tokens: int) -> int | None:
         """Return the length at which the curves of the fitted file are solved for a prompt.
 
-        None where there is no file, or its curves do not cover the share.
+        None where there is no file, its curves do not cover the share, or everything stays.
         """
-        if self.file is None:
+        if self.file is None or self.share == 1:
             return None
         longest = min(tokens, self.shape.max_context_tokens or tokens)
         for length in (grid_length(longest), longest):

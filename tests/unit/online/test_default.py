@@ -141,11 +141,15 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(
     assert "about 150 KiB while it is read, and 1.0 times" in said[2]
 
 
-def test_a_budget_of_everything_changes_no_bit(tiny: ModuleType, model: Any) -> None:
+def test_a_budget_of_everything_changes_no_bit(
+    tiny: ModuleType, model: Any, fitted_file: Path
+) -> None:
     ids = tiny.prompt(TOKENS)
-    plain = generate(model, ids)
-    with kvalloc.apply(model, budget="100%"):
-        assert torch.equal(generate(model, ids), plain)
+    plain, expected = generate(model, ids), model(ids).logits
+    for fitted in (None, fitted_file):
+        with kvalloc.apply(model, budget="100%", fitted=fitted):
+            assert torch.equal(generate(model, ids), plain)
+            assert torch.equal(model(ids, use_cache=True).logits, expected)
 
 
 def test_saying_how_still_gives_a_plain_press(tiny: ModuleType, model: Any) -> None:
