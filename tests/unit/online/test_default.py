@@ -147,8 +147,9 @@ def test_a_budget_of_everything_changes_no_bit(
     ids = tiny.prompt(TOKENS)
     plain, expected = generate(model, ids), model(ids).logits
     for fitted in (None, fitted_file):
-        with kvalloc.apply(model, budget="100%", fitted=fitted):
+        with kvalloc.apply(model, budget="100%", fitted=fitted) as applied:
             assert torch.equal(generate(model, ids), plain)
+            assert not applied.last_cache.profile.reduces
             assert torch.equal(model(ids, use_cache=True).logits, expected)
 
 
