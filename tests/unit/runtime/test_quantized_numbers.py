@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import hadamard
 
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
@@ -26,14 +27,19 @@ def keys_by_loops(keys, bits):
     return rounded
 
 
-@pytest.mark.parametrize("bits", [8, 5, 4])
-def test_every_number_is_rounded_within_its_block(bits):
+@pytest.mark.parametrize(
+    ("bits", "key_bits", "value_bits", "dim", "turned"),
+    [(8, 8, 8, 8, False), (5, 5, 4, 8, True), (4, 4, 4, 8, True), (3, 4, 3, 8, True),
+     (5, 5, 4, 6, False), (4, 4, 4, 6, False)],
+)  # fmt: skip
+def test_every_number_is_rounded_within_its_block(bits, key_bits, value_bits, dim, turned):
     torch.manual_seed(0)
-    keys, values = torch.randn(2, 1, 1, 90, 8)
-    expected = keys_by_loops(keys[0, 0].double().numpy(), bits)
+    keys, values = torch.randn(2, 1, 1, 90, dim)
+    expected = keys_by_loops(keys[0, 0].double().numpy(), key_bits)
     np.testing.assert_allclose(quantised_keys(keys, bits)[0, 0], expected, atol=2e-3)
-    # each token over blocks of 64 channels; at 5 bits values have 4
-    expected = keys_by_loops(values[0, 0].double().numpy().T, 4 if bits == 5 else bits).T
+    # each token over blocks of 64 channels, turned below 8 bits where they are a power of two
+    turn = hadamard(dim) / dim**0.5 if turned else np.eye(dim)
+    expected = keys_by_loops((values[0, 0].double().numpy() @ turn).T, value_bits).T @ turn
     np.testing.assert_allclose(quantised_values(values, bits)[0, 0], expected, atol=2e-3)
 
 
