@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 
 import numpy as np
@@ -90,8 +91,8 @@ def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tenso
 def rotated(vectors: Tensor) -> Tensor:
     """Return vectors times the orthonormal Hadamard matrix; twice gives them back.
 
-    What stands out in one channel is spread over all, so that fewer bits lose less. By sums and
-    differences, whose result does not depend on how many vectors there are.
+    What stands out in one channel is spread over all, so that fewer bits lose less. The product is
+    in float64: once it is float32, it does not depend on how many vectors there are.
 
     Parameters
     ----------
@@ -111,15 +112,20 @@ def rotated(vectors: Tensor) -> Tensor:
     QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (Ashkboos et al., 2024).
     """
     dim = int(vectors.shape[-1])
-    found: Tensor = vectors.float() * dim**-0.5
     if fault := bits_fault(3, dim):
         raise InputError(fault)
-    half = 1
-    while half < dim:
-        first, second = found.reshape(*vectors.shape[:-1], dim // half // 2, 2, half).unbind(-2)
-        found = torch.stack([first + second, first - second], dim=-2).flatten(-3)
-        half *= 2
-    return found
+    return (vectors.double() @ _hadamard(dim, vectors.device)).float()
+
+
+@cache
+def _hadamard(dim: int, device: torch.device) -> Tensor:
+    """Return Hadamard's matrix over the root of its size, float64, (dim, dim)."""
+    with torch.inference_mode(False):  # gradients may go through it later
+        matrix, step = torch.ones(1, 1).double(), torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
+        while len(matrix) < dim:
+            matrix = torch.kron(matrix, step)
+        turn: Tensor = matrix * dim**-0.5
+        return turn.to(device)
 
 
 def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:

@@ -75,9 +75,10 @@ def _attend(call: AttentionCall, kept: KeptEntries) -> Tensor:
 
 @cache
 def _turn(dim: int, device: torch.device) -> Tensor:
-    """Return Hadamard's matrix, (dim, dim), which `rotated` multiplies by: here in one operation.
+    """Return the matrix that `rotated` multiplies by, float32, (dim, dim).
 
-    Answers may depend on how many others there are in the last digit, as the model's own do.
+    In float32 the last digit of an answer may depend on how many others are computed with it, as in
+    the model's own products; what is stored may not.
     """
     with torch.inference_mode(False):  # gradients may go through it later
         return rotated(torch.eye(dim, device=device))
