@@ -172,7 +172,7 @@ $(GEMMA)/.installed: $(READY) Makefile
 
 test-gemma: $(GEMMA)/.installed ## the tests with Gemma-3-270M, which comes under terms of its own
 	OMP_NUM_THREADS=1 PYTHONPATH=$(GEMMA) KVALLOC_CACHE=$(abspath $(GEMMA))/unpacked \
-		$(BIN)/python -m pytest -q --durations=5 tests/integration/test_gemma.py
+		$(BIN)/python -m pytest -q --durations=5 tests/integration/test_runtime_real_model.py
 
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .

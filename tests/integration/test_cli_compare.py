@@ -68,12 +68,11 @@ def test_compare_and_frontier_take_the_loss_where_it_was_measured(tmp_path):
     assert (by_mean.json["objective"], by_mean.err) == ("mean", "")
 
 
-def test_solvers_get_options_of_their_own_in_a_comparison(tmp_path, scores):
+def test_solvers_get_options_of_their_own_in_a_comparison(scores):
     asked = ("compare", scores, "--budget", "40%", "--solver", "pyramid:beta=3", "--solver")
     rows = run(*asked, "ilp:gap=1", "--json").json
     rows = {row["solver"]: row["solver_options"] for row in rows}
     assert rows == {"pyramid": {"beta": 3.0}, "ilp": {"gap": 1.0}}
-    assert "no option 'delta'" in refused(tmp_path, *asked, "pyramid:delta=3")
 
 
 def test_a_broken_solver_is_one_line_and_the_others_go_on(files, monkeypatch):
@@ -145,22 +144,3 @@ def test_verify_says_what_holds_and_diff_shows_who_gains(files):
     assert (ran.code, "pyramid -> greedy" in ran.out) == (0, True)
     same = run("diff", files / "greedy.json", files / "greedy.json", "--json").json
     assert (same["same"], same["moved_entries"]) == (True, 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("compare s.safetensors", "no target"),
-        ("compare s.safetensors --budget 40% --time-limit -3", "--time-limit"),
-        ("verify greedy.json missing.safetensors", "missing.safetensors"),
-        ("verify s.safetensors s.safetensors", "expected a budget profile"),
-        ("verify other.json s.safetensors", "tests/other"),
-        ("frontier s.safetensors --points 1", "points"),
-        ("frontier s.safetensors --cap 0=100B", "use --cap 0=200B"),
-        ("diff greedy.json other.json", "tests/other"),
-    ],
-)
-def test_mistakes_get_one_line(words, said, files):
-    names = (".json", ".safetensors", ".png")
-    line = (files / word if word.endswith(names) else word for word in words.split())
-    assert said in refused(files, *line)

@@ -68,9 +68,3 @@ def test_budgets_of_equal_size_are_measured_and_shown(demo):
     shown = [line.split()[2] for line in output.splitlines() if line.startswith("$ kvalloc ")]
     solved = ["solve"] * len(NAMES)
     assert shown == ["profile", "compare", *solved, "diff", "eval", "report", "report"]
-
-
-def test_a_file_where_the_folder_should_be(tmp_path):
-    (tmp_path / "taken").write_text("x")
-    line = cli_tools.refused(tmp_path, "demo", "-o", tmp_path / "taken")
-    assert "taken is a file" in line

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from cli_tools import refused, run
+from cli_tools import run
 
 from kvalloc.formats.shipped_profiles import load_profile
 
@@ -102,30 +101,3 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
     [row] = after.evaluation["rows"]
     assert row["kl"] == ran.json[1]["kl"] > 0
     assert after.replace(evaluation=None) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "nothing to evaluate"),
-        ("--profile tiny.json --tasks ruler", "no task 'ruler'"),
-        ("--profile tiny.json --prompts plain.jsonl", "line 1 has no 'answer'"),
-        ("--profile tiny.json --profile tiny.json", "two profiles are called tiny"),
-        ("--profile tiny.json --tasks kl --context 600", "ask for a shorter --context"),
-        ("--profile tiny.json --prompts long.jsonl",
-         "line 1: a prompt of 505 tokens and its answer go beyond the 512"),
-        ("--budget 20% --question-at before", "'before' is not one of 'inside', 'after'"),
-        ("--plain-bits 4,x", "--plain-bits is '4,x', expected numbers"),
-        ("--budget 20% --tasks code --turns 3 --context 400",
-         "the task code asks 1 question a prompt, not 3"),
-        ("--budget 20% --metric f1", "--metric is for --prompts"),
-        ("--budget 20% --prompts long.jsonl --metric bleu", "no metric 'bleu'"),
-        ("--budget 20% -o no/r.json", "no"),
-    ],
-)  # fmt: skip
-def test_eval_refuses(models, profiles, folder, words, said):
-    (folder / "plain.jsonl").write_text('{"prompt": "a b c"}')
-    (folder / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 505, "answer": "w2"}))
-    (folder / "tiny.json").write_bytes((profiles / "tiny.json").read_bytes())
-    given = [folder / word if ".json" in word else word for word in words.split()]
-    refused(folder, "eval", models / "tiny", *given, words=[said])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import pytest
-from cli_tools import Stdin, generate_arguments, prose, refused, refused_with, run
+from cli_tools import Stdin, generate_arguments, prose, run
 
 import kvalloc
 from kvalloc.formats.shipped_profiles import load_profile
@@ -145,56 +144,6 @@ def test_an_answer_can_be_drawn_and_a_seed_draws_it_again(models, folder, questi
     assert len({*drawn.values(), answer()}) == 3
     assert (answer(*hot), answer(*hot, "--seed", 1)) == (drawn[0], drawn[1])
     assert answer("--temperature", 1e-5) == answer()
-
-
-def test_another_model_of_the_same_sizes_only_when_allowed(models, profiles, folder):
-    arguments = generate_arguments(models, profiles, folder)
-    arguments[1] = models / "twin"
-    refused(folder, *arguments, words=["tiny", "twin", "--allow-other-model"])
-    assert run(*arguments, "--allow-other-model").code == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"MODEL": "deeper"}, ["n_layers", "kvalloc profile"]),
-        ({"MODEL": "mamba"}, ["Mamba"]),
-        ({"MODEL": "nothing"}, ["check the path"]),
-        ({"--profile": None}, ["--profile", "--budget 20%"]),
-        ({"--profile": "missing.json"}, ["missing.json"]),
-        ({"--profile": "edited.json"}, ["edited.json", "digest"]),
-        ({"--prompt": "w1"}, ["two prompts at once"]),
-        ({"--prompt-file": "nothing.txt"}, ["nothing.txt", "check the path"]),
-        ({"--prompt-file": "binary.txt"}, ["binary.txt", "not text"]),
-        ({"--prompt-file": "empty.txt"}, ["empty.txt", "empty"]),
-        ({"--prompt-file": "long.txt"}, ["600", "512", "shorten"]),
-        ({"--max-new-tokens": 450}, ["450", "512"]),
-        ({"--chat": True}, ["no chat form"]),
-        ({"--dtype": "int4"}, ["int4"]),
-        ({"--profile": None, "--target-retention": 2}, ["retention of 2"]),
-        ({"--profile": None, "--budget": "20%", "--level": "both"}, ["'both'"]),
-        ({"--profile": None, "--memory": "1KiB"}, ["--memory 1KiB", "one layer in full"]),
-    ],
-)
-def test_generate_refuses(models, profiles, folder, changes, words):
-    (folder / "empty.txt").write_text("")
-    (folder / "binary.txt").write_bytes(b"\x00\x01")
-    (folder / "long.txt").write_text(prose(600))
-    text = (profiles / "tiny.json").read_text()
-    (folder / "tiny.json").write_text(text)
-    (folder / "edited.json").write_text(text.replace('"greedy"', '"reedy"', 1))
-    options = {"MODEL": "tiny", "--profile": "tiny.json", "--prompt-file": "prompt.txt"}
-    refused_with(folder, models, "generate", {**options, "--max-new-tokens": 5, **changes}, words)
-
-
-@pytest.mark.parametrize("flag", ["--prompt", "--question"])
-def test_a_prompt_that_is_no_utf8_is_refused_in_one_line(models, folder, flag):
-    """Python hands bytes of a command line on as surrogates where they are no text."""
-    typed = os.fsdecode(b"caf\xe9")
-    document = [] if flag == "--prompt" else ["--prompt", "w1"]
-    command = "generate" if flag == "--prompt" else "chat"
-    line = refused(folder, command, models / "tiny", "--budget", "100%", *document, flag, typed)
-    assert "is not UTF-8 text (character 3 cannot be read); convert it to UTF-8" in line
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, refused_with, run
+from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, run
 
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import profiling
@@ -75,42 +75,6 @@ def test_a_killed_profile_is_resumed(models, folder, monkeypatch):
     assert "--resume" in refused(folder, *arguments)
     assert run(*arguments, "--resume").code == 0
     assert [path.name for path in folder.glob("s.*")] == ["s.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"MODEL": "mamba"}, ["Mamba"]),
-        ({"MODEL": "nan"}, ["not finite", "layer 1"]),
-        ({"--text": "missing.txt"}, ["missing.txt", "check the path"]),
-        ({"--samples": 99}, ["99 samples", "only 15"]),
-        ({"--context": 513}, ["513", "beyond the 512"]),
-        ({"--scorer": "oracle"}, ["no scorer 'oracle'", "xkv"]),
-        ({"--scorer": "streaming:pool=3"}, ["streaming has no option 'pool'"]),
-        ({"--scorer": "lookahead"}, ["lookahead looks at tokens that come after the prompt"]),
-        ({"--sinks": -1}, ["sinks"]),
-        ({"--device": "abacus"}, ["abacus"]),
-        ({"-o": "."}, ["cannot write", "folder"]),
-        ({"--prompts": "no.jsonl"}, ["no.jsonl, line 1", "not JSON"]),
-        ({"--text": "no.jsonl"}, ["--prompts"]),
-        ({"--tasks": "needle"}, ["--tasks", "text or prompts are given"]),
-        ({"--tasks": "kl", "--lengths": "9,x"}, ["--lengths", "512,1024"]),
-        ({"--tasks": "kl", "--lengths": "100000"}, ["--lengths", "--context"]),
-        ({"--question-at": "after"}, ["--question-at", "add --tasks"]),
-        ({"--loss-policies": "tova"}, ["needs losses: add --loss measured or --loss fast"]),
-        (
-            {"--loss": "fast", "--loss-policies": "snapkv:window=32"},
-            ["with --scorer xkv:window=32"],
-        ),
-        ({"--tasks": "kl", "--context": 100_000}, ["no text", "--prompts"]),
-    ],
-)
-def test_profile_refuses(models, folder, changes, words):
-    (folder / "no.jsonl").write_text("not json at all")
-    options = {"MODEL": "tiny", "--text": "text.txt", "--context": CLI_CONTEXT, "--samples": 2}
-    if changes.get("--tasks") == "kl":
-        del options["--text"]
-    refused_with(folder, models, "profile", {**options, "-o": "s.safetensors", **changes}, words)
 
 
 def test_shards_are_merged_to_what_one_call_writes(models, folder):

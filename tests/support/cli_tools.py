@@ -154,13 +154,3 @@ def without(*missing: str) -> Iterator[None]:
     find_spec = mock.patch("importlib.util.find_spec", look)
     with find_spec, mock.patch("builtins.__import__", refuse):
         yield
-
-
-def refused_with(folder, models, command, options, words):
-    """Refuse a command of a model with options by name: None is left out, True is a flag alone."""
-    given: list[object] = [command, models / options.pop("MODEL")]
-    for name, value in options.items():
-        if value is not None:
-            is_path = name in ("--text", "--prompts", "--prompt-file", "--profile", "-o")
-            given += [name] if value is True else [name, folder / value if is_path else value]
-    refused(folder, *given, words=words)

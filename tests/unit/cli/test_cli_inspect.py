@@ -155,32 +155,3 @@ def test_control_characters_from_a_file_are_shown_escaped(tmp_path):
         assert said.count(SHOWN) == count
         assert said.replace("\n", "").isprintable()
     assert "x\\x1b]0;y\\x07.json" in refused(tmp_path, "inspect", tmp_path / "x\x1b]0;y\x07.json")
-
-
-WANTED = (
-    "expected a score profile or a budget profile or an evaluation or a fitted file or a saved "
-    "cache"
-)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", ["is empty", WANTED, "make this one again"]),
-        (b"plain text, and nothing else", [WANTED]),
-        (b'{"a": 1}', ["JSON of another kind, or cut short", WANTED]),
-        ("cut", ["a score profile written by 'kvalloc profile'"]),  # its header is believed
-        ("folder", ["is a folder", WANTED]),
-        ("missing", ["no such file; check the path", "shipped ones"]),
-    ],
-)
-def test_other_files_are_refused(tmp_path, content, words):
-    file = tmp_path / "x.bin"
-    if content == "cut":
-        make_losses().save(file)
-        file.write_bytes(file.read_bytes()[:-7])
-    elif content == "folder":
-        file.mkdir()
-    elif content != "missing":
-        file.write_bytes(content)
-    refused(tmp_path, "inspect", file, words=words)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from cli_tools import refused, run
+from cli_tools import run
 from factories import make_scores
 
 import kvalloc
@@ -58,44 +58,6 @@ def test_a_help_has_an_example_and_fits_on_two_screens(command, monkeypatch):
     assert len({heading for heading, _ in groups}) == len(groups)
     counts = {heading: len(re.findall(r"^  -", text, re.MULTILINE)) for heading, text in groups}
     assert max(counts.values()) <= 12, counts
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("sovle", ["no command 'sovle'", "'solve'", "kvalloc --help"]),
-        ("list", ["solvers|scorers|policies|profiles", "kvalloc list --help"]),
-        ("list solver", ["'solver' is not one of 'solvers', 'scorers'"]),
-        ("generate dmeo --budget 100% --prompt x", ["nearest is 'demo'"]),
-        ("eval demo --tasks nedle --budget 20%", ["nearest is 'needle'"]),
-        ("profile demo --scorer snapvk -o s", ["nearest is 'snapkv'"]),
-        ("profile demo --loss fsat -o s", ["'fsat' is not one of 'measured', 'fast'"]),
-        ("solve s --solver gredy --budget 1 --json", ["nearest is 'greedy'"]),
-        ("generate demo --policy tvoa --budget 20% --prompt x", ["nearest is 'tova'"]),
-        ("inspect retention-90", ["nearest is 'smollm2-135m-instruct-retention-90'"]),
-        ("generate demo --profile loss20 --prompt x", ["shipped ones: smollm2"]),
-        (
-            "generate demo --budget 100% --prompt x --temperature 0",
-            ["is 0, expected a number above 0"],
-        ),
-        ("eval demo --scorer snapkv", ["--scorer says how a target is decided"]),
-        ("solve smolm2-instruct --budget 1 --json", ["is 'smollm2-135m-instruct'"]),
-        ("list solvers -q -v", ["--quiet and --verbose contradict"]),
-        ("solve", ["SCORES", "kvalloc solve --help"]),
-        ("solve s --budgt 1", ["--budgt", "--budget"]),
-        ("generate demo --compression-ratio 0.8", ["name the", "stays: --budget 20%; see"]),
-        ("generate demo --compression-ratio=0.65", ["stays: --budget 35%; see"]),
-        ("generate demo --compression-ratio", ["stays: --budget 20%; see"]),
-        ("inspect a --compression-ratio 0.8", ["No such option: --compression-ratio; s"]),
-        ("solve smollm2-135m-instruct --memory 1kb --json", ["--memory 1kb is below the floors"]),
-        ("solve s --context many", ["--context", "integer"]),
-        ("solve s --budget 1 --page 0", ["--page 0 is not", "--page 1 or more"]),
-        ("inspect a b", ["b", "kvalloc inspect --help"]),
-        ("profile demo", ["--output", "kvalloc profile --help"]),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(tmp_path, typed, words):
-    refused(tmp_path, *typed.split(), words=words)
 
 
 @pytest.fixture

@@ -354,17 +354,6 @@ def test_without_ray_there_is_one_line(folder, monkeypatch):
         engine_of(folder).__enter__()
 
 
-def test_flags_that_do_not_belong_together(tmp_path):
-    for flags, said in (
-        (("--engine", "dask"), "'--engine': 'dask' is not one of 'local', 'ray'"),
-        (("--address", "auto"), "--address goes with --engine ray"),
-        (("--workers", 2), "--workers goes with --engine ray"),
-    ):
-        ran = run("profile", "x", "-o", tmp_path / "s", *flags)
-        assert ran.code == 2
-        assert said in ran.err
-
-
 @on_ray
 def test_workers_that_do_not_fit_are_refused(folder, workers, tmp_path, monkeypatch):
     for options, said in (

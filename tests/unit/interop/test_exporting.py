@@ -307,19 +307,6 @@ def test_the_command_writes_and_says_what_is_lost(file):
     assert "restriction (greedy), layer level" in run("inspect", file.parent / "r.json").out
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ("p.json --to csw", "the nearest is 'csv'"),
-    ("p.json --to csv", "name it with -o, such as -o out.csv"),
-    ("p.json --to vllm -o v --accept bits", "there is no loss to accept 'bits'"),
-    ("p.json --to csv -o none/t.csv", "the folder none does not exist"),
-    ("s.safetensors --to vllm -o v", "with --to csv or --to parquet"),
-])  # fmt: skip
-def test_a_wrong_export_is_one_line(file, monkeypatch, arguments, words):
-    monkeypatch.chdir(file.parent)
-    make_losses(per="layer").save(file.parent / "s.safetensors")
-    refused(file.parent, "export", *arguments.split(), words=[words])
-
-
 def test_score_curves_are_exported_as_a_table(tmp_path):
     scores = make_losses(per="layer")
     scores.save(tmp_path / "s.safetensors")

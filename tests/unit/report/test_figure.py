@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from cli_tools import refused, run
+from cli_tools import run
 from factories import make_evaluation, make_losses, make_row
 
 from kvalloc.allocation.decision import solve
@@ -66,14 +66,3 @@ def test_plot_draws_what_is_asked_for(tmp_path, scores, what, words):
     name = what[1] if what else "budgets"
     assert ran.out == f"written {tmp_path / 'x.svg'}: {name}\n"
     assert {*words} <= {*words_of(tmp_path / "x.svg")}
-
-
-def test_plot_refuses_what_files_do_not_hold(tmp_path, scores):
-    scores.save(tmp_path / "s.safetensors")
-    for given, words in (
-        (("--what", "budgets", "-o", tmp_path / "x.png"), ["nothing to draw as budgets"]),
-        (("--what", "budgts", "-o", tmp_path / "x.png"), ["'budgts'", "'budgets', 'curves'"]),
-        (("-o", tmp_path / "x.gif"), ["another ending than .png and .svg"]),
-        (("-o", tmp_path / "none" / "x.png"), ["does not exist"]),
-    ):
-        refused(tmp_path, "report", tmp_path / "s.safetensors", *given, words=words)

@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from cli_tools import refused, run
+from cli_tools import run
 from factories import (
     make_budget_profile,
     make_evaluation,
@@ -117,23 +117,6 @@ def test_sliding_layers_and_models_of_one_head(tmp_path):
         write_report([tmp_path / "s.safetensors", tmp_path / "p.json"], tmp_path / "r.html")
         curves = document(tmp_path / "r.html")["charts"]["curves-0-rete"]["data"]["values"]
         assert {row["layer"] for row in curves} == set(shape.full_layers)
-
-
-def test_what_does_not_belong_together_or_is_no_file_of_ours_is_refused(files, tmp_path):
-    other, newer, text = (tmp_path / name for name in ("other.json", "newer.json", "t.txt"))
-    make_budget_profile(np.full((5, 2), 20)).save(other)
-    newer.write_text((files / "result.json").read_text().replace('version": 3', 'version": 9'))
-    text.write_text("words")
-    out = ("-o", tmp_path / "r.html")
-    for given, words in (
-        ([files / "auto.json", other], ("auto.json and", "other.json", "3 layers", "5 layers")),
-        ([newer], ("newer.json", "schema_version is 9", "expected 3")),
-        ([text], ("t.txt", "none of kvalloc's", "a score profile or a budget profile")),
-        (["nowhere.json"], ("nowhere.json: no such file", "check the path")),
-    ):
-        refused(tmp_path, "report", *given, *out, words=words)
-    refused(tmp_path, "report", other, "-o", tmp_path / "none" / "r.html", words=["does not exist"])
-    refused(tmp_path, "report", other, "-o", other, words=["another ending than .png", ".html"])
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
