@@ -86,7 +86,7 @@ WORKERS ?= 2
 
 # The rooms that need no model; without the exact searches, which take a sixth of the time.
 CHECKED := $(addprefix tests/unit/,accounting allocation cli evaluate formats interop models \
-	problem prompts report scorers solvers test_import_time.py test_packaging.py) tests/golden
+	problem prompts report scorers solvers test_tree.py) tests/golden
 
 check: lint types imports ## for every few edits: lint, types, imports, and the tests without a model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +16,9 @@ import numpy as np
 import torch
 from docs_pages import ROOT
 from factories import make_budget_profile
+from quality.quantized import BACKENDS, COMPILER, quantized_cache
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache, QuantizedCache
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from quality.quantized import BACKENDS, COMPILER, quantized_cache
 
 from kvalloc.cli.main import main
 from kvalloc.evaluate.methods import CacheMethod

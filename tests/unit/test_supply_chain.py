@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".ci"))
-
 import licences
+import pytest
 import release
 
 

@@ -7,7 +7,7 @@ from factories import make_scores
 
 import kvalloc
 from kvalloc.allocation.frontier import frontier
-from kvalloc.errors import InputError, SolverError
+from kvalloc.errors import InputError
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -37,10 +37,6 @@ def test_a_rule_stays_below_its_bound() -> None:
     assert any(point.value < point.bound - 1e-6 for point in points)
 
 
-def test_bad_requests() -> None:
-    with pytest.raises(InputError, match="at least 2"):
-        frontier(make_scores(0), points=1)
+def test_shares_beyond_everything_are_refused() -> None:
     with pytest.raises(InputError, match="shares of the frontier"):
         frontier(make_scores(0), shares=[0.5, 1.5])
-    with pytest.raises(SolverError, match="level='head'"):
-        frontier(make_scores(0), solver="adaptive_head")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from factories import make_problem, make_scores, make_shape
-from refusals import untrue
 
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.allocation.decision import solve
@@ -46,37 +43,6 @@ def test_sliding_layers_count_towards_their_cap() -> None:
     (cap,) = paged.constraints
     assert isinstance(cap, GroupCap)
     assert cap.capacity_bytes == 2000 - 2 * 10 * SLIDING.bytes_per_entry
-
-
-ASKED: list[dict[str, Any]] = [
-    {"cap": ["0=300B", "0-1=900B"]},
-    {"cap": "1-2=700B", "max_distinct": 2},
-    {"max_distinct": 1, "level": "head"},
-    {"level": "head", "equal_heads": True, "max_distinct": 2, "page": 4},
-    {"max_tokens": 15},
-    {"max_tokens": 15, "min_tokens": 9, "page": 3, "level": "head"},
-]
-
-
-@pytest.mark.parametrize("asked", ASKED, ids=str)
-@pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_retention": 0.5}], ids=str)
-def test_what_is_asked_holds_and_is_verified(asked: dict[str, Any], target: dict[str, Any]) -> None:
-    scores = make_scores(0)
-    profile = solve(scores, **target, **asked)
-    assert profile.solver == "auto"
-    assert profile.decided_by in ("greedy", "flow", "dp", "ilp")
-    assert profile.detail.startswith(f"{profile.decided_by}: ")
-    assert untrue(profile, scores) == set()
-    entry = scores.shape.bytes_per_entry
-    for text in [asked["cap"]] if isinstance(asked.get("cap"), str) else asked.get("cap", []):
-        cap = LayerCap.parse(text)
-        assert profile.budgets[list(cap.layers)].sum() * entry <= cap.capacity_bytes
-    if "max_distinct" in asked:
-        assert np.unique(profile.budgets).size <= asked["max_distinct"]
-    if asked.get("equal_heads"):
-        assert np.all(profile.budgets == profile.budgets[:, :1])
-    assert profile.budgets.max() <= asked.get("max_tokens", 40)
-    assert profile.budgets.min() >= asked.get("min_tokens", 5)
 
 
 def test_the_worst_unit_is_measured_against_the_whole_context() -> None:

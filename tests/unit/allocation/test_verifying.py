@@ -51,6 +51,17 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
             {"target_retention": 0.9, "level": "head", "weights": [[0, 1], [2, 1], [1, 1]]},
         )
     ),
+    *(
+        (make_scores, {**goal, **limits})
+        for goal in ({"budget": "40%"}, {"target_retention": 0.5})
+        for limits in (
+            {"cap": ["0=300B", "0-1=900B"]},
+            {"cap": "1-2=700B", "max_distinct": 2},
+            {"max_distinct": 1, "level": "head"},
+            {"level": "head", "equal_heads": True, "max_distinct": 2, "page": 4},
+            {"max_tokens": 15, "min_tokens": 9, "page": 3, "level": "head"},
+        )
+    ),
     (lambda: make_scores(3, shape=SLIDING), {"memory": 3000}),
     *(
         (lambda: make_scores(5, n_samples=3), {**goal, **asked, "level": level})

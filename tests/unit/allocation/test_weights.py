@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_curves, make_losses, make_scores, make_shape
+from factories import make_losses, make_scores, make_shape
 
 from kvalloc.allocation.curves import head_weights
-from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request, read_weights
 from kvalloc.errors import InputError
@@ -31,15 +30,6 @@ def test_the_value_is_the_weighted_mean(level: Any, weights: Any) -> None:
         expected = (each * kept).sum() / (each * added[..., -1]).sum()
         assert problem.objective_value(choice) == pytest.approx(expected, abs=1e-12)
     assert problem.objective_value(problem.last_options) == pytest.approx(1.0, abs=1e-12)
-
-
-def test_a_layer_without_weight_gets_its_floor_and_is_still_reported() -> None:
-    scores = make_scores(1)
-    decided = solve(scores, budget="40%", solver="greedy", weights=[0.0, 1.0, 1.0])
-    assert decided.budgets[0].tolist() == [5, 5]
-    assert decided.retention == pytest.approx(make_curves(scores).retention(decided.budgets))
-    assert decided.objective > decided.retention  # the weighted mean knows nothing of layer 0
-    assert decided.requested["weights"] == [0.0, 1.0, 1.0]
 
 
 def test_losses_are_weighted_too() -> None:

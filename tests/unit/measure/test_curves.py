@@ -1,9 +1,21 @@
-"""Retention curves by hand."""
+"""Retention curves, joint curves of layers, and KL: by hand and by their definitions."""
+
+from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
+import torch
+from factories import joint_curves
+from tiny_models import tiny_model, tiny_profile
 
-from kvalloc.measure.curves import on_grid, retention_curves
+from kvalloc.errors import InputError
+from kvalloc.formats.sharing_groups import runs_of
+from kvalloc.measure.curves import SharedRuns, on_grid, retention_curves
+from kvalloc.measure.kl import divergence
+
+# Retention curves by hand
 
 
 def test_sums_are_in_float64():
@@ -26,3 +38,107 @@ def test_a_curve_is_stretched_over_the_ranks_and_says_what_it_hides(exact, ranks
     values, error = on_grid(np.array([exact]), np.array(ranks))
     assert values[0].tolist() == expected
     assert error == pytest.approx(hidden, rel=4e-12, abs=0)
+
+
+# Layers that keep the same entries: what is measured, against the definition
+
+
+def measure(share_length, n_layers=6, **options):
+    model = tiny_model(num_hidden_layers=n_layers)
+    return tiny_profile(model, share_length=share_length, **options)
+
+
+def added(raw, longest):
+    """The joint curves of all runs, sample by sample."""
+    n_samples, n_layers, n_heads, n_tokens = raw.shape
+    for sample in range(n_samples):
+        runs = SharedRuns(range(n_layers), longest)
+        if not sample:
+            joint = np.full((n_samples, len(runs.runs), n_heads, n_tokens + 1), np.nan)
+        for layer, scores in enumerate(raw[sample]):
+            for run, curves in runs.add(layer, scores, scores.sum(axis=-1)):
+                joint[sample, run] = curves
+    return runs.runs, joint
+
+
+@pytest.mark.parametrize("longest", [2, 3, 4])
+def test_every_run_is_measured_by_its_definition(longest):
+    rng = np.random.default_rng(longest)
+    raw = rng.random((2, 7, 3, 20)) ** 4
+    runs, found = added(raw, longest)
+    assert np.allclose(found, joint_curves(raw, runs), atol=1e-12)
+
+
+def test_a_layer_without_any_mass_keeps_its_share_whatever_is_kept():
+    raw = np.random.default_rng(2).random((1, 4, 2, 8))
+    raw[0, 3] = 0.0
+    _, found = added(raw, 2)
+    assert np.allclose(found[0, 0, :, 0], 0.5)
+    assert np.allclose(found[0, 0, :, -1].sum(), 2.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"scorer": "snapkv", "window": 9}])
+def test_of_a_model(options):
+    plain = measure(1, **options)
+    found = measure(3, **options)
+    assert plain.shared_runs is None
+    assert found.shared_runs.tolist() == runs_of(range(6), 3).tolist()
+    assert np.array_equal(found.curves, plain.curves)
+    apart = found.contributions()
+    for first, length in found.shared_runs.tolist():
+        group = tuple(range(first, first + length))
+        together = found.shared_contributions(group)
+        separate = apart[first : first + length].sum(axis=0)
+        assert np.all(together <= separate + 1e-12)
+        assert np.allclose(together[:, -1], separate[:, -1])
+        assert np.any(together.sum(axis=0) < separate.sum(axis=0) - 1e-9)
+    assert found.digest != plain.digest
+
+
+# KL and agreement against cases done by hand
+
+
+LOG = math.log
+
+
+@pytest.mark.parametrize(
+    ("full", "reduced", "kl", "agreement"),
+    [
+        # p = (1/2, 1/2) and q = (3/4, 1/4): 0.5 ln(2/3) + 0.5 ln 2 = 0.5 ln(4/3)
+        # p = (1/5, 4/5) and q = (1/5, 4/5), the logits shifted: 0
+        (
+            [[0.0, 0.0], [0.0, LOG(4.0)]],
+            [[LOG(3.0), 0.0], [7.0, 7.0 + LOG(4.0)]],
+            *(0.5 * LOG(4 / 3) / 2, 1.0),
+        ),
+        # from full to reduced, and not the other way
+        ([[LOG(9.0), 0.0]], [[0.0, 0.0]], 0.9 * LOG(0.9 / 0.5) + 0.1 * LOG(0.1 / 0.5), 1.0),
+        ([[0.0, 0.0]], [[LOG(9.0), 0.0]], 0.5 * LOG(0.5 / 0.9) + 0.5 * LOG(0.5 / 0.1), 1.0),
+        # one of two most likely tokens is another
+        ([[1.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]], 0.5 * math.tanh(0.5), 0.5),
+        # a token that is ruled out adds nothing
+        ([[0.0, 0.0, -math.inf]], [[0.0, 0.0, LOG(2.0)]], LOG(2.0), 0.0),
+    ],
+)
+def test_by_hand(full, reduced, kl, agreement):
+    result = divergence(torch.tensor(full), torch.tensor(reduced))
+    assert result.kl == pytest.approx(kl, rel=1e-6)
+    assert result.top1_agreement == agreement
+
+
+def test_half_precision_is_computed_in_float32():
+    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert divergence(logits, logits.clone()).kl == 0.0  # exactly
+    other = (logits.float() + 0.01).bfloat16()
+    precise = divergence(logits.float(), other.float())
+    assert divergence(logits, other).kl == precise.kl
+
+
+@pytest.mark.parametrize(
+    ("full", "reduced", "said"),
+    [((2, 3), (3, 3), "cannot be compared"), ((3,), (3,), "cannot be compared"),
+     ((0, 3), (0, 3), "no prediction")],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused(full, reduced, said):
+    with pytest.raises(InputError, match=said):
+        divergence(torch.zeros(full), torch.zeros(reduced))

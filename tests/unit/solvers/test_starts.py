@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
-    Aggregate,
     AllocationProblem,
     GroupCap,
     MaxDistinct,
@@ -75,32 +73,3 @@ def test_one_program_for_the_worst_unit_is_exact(
         if best is not None and answer is not None:
             assert answer.objective == pytest.approx(best.objective, abs=1e-12), case
             assert answer.termination is Termination.OPTIMAL, case
-
-
-@pytest.mark.parametrize("seconds", [1e-3, 0.5, 20.0])
-def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five layers of three heads, pages of 2: a level that bisection cannot decide ends nothing.
-
-    It stopped at .5455 with a bound of .9455, which equal budgets reach.
-    """
-    curves = np.array([[10, 20, 30, 52, 55], [15, 30, 52, 54, 55], [30, 52, 53, 54, 55]]) / 55
-    base = larger_problem("concave", n_layers=5, n_heads=3, n_options=5)
-    pages = np.broadcast_to(2 * np.arange(1, 6), (15, 5))
-    values = curves[base.units % 3]
-    weights = np.ones(15)
-    paged = base.replace(tokens=pages, values=values, weights=weights, aggregate=Aggregate.WORST)
-    problem = crossing(paged, (0.75, 0.75), most=2)
-    problem = problem.with_capacity(int(problem.costs[:, 3].sum()))
-    equal, answer = answer_of("uniform", problem, 5.0), answer_of("ilp", problem, seconds)
-    assert equal is not None
-    assert answer is not None
-    assert (equal.objective, answer.objective) == (52 / 55, 52 / 55)
-    undecided = _ilp_search.Outcome(picked=None, bound=0.0)
-    monkeypatch.setattr(_ilp_search.Search, "_cheapest_with", lambda self, allowed: undecided)
-    answer = answer_of("ilp", problem, seconds)
-    assert answer is not None
-    assert answer.objective == equal.objective
-    if seconds > 1:
-        assert (answer.bound, answer.termination) == (equal.objective, Termination.OPTIMAL)

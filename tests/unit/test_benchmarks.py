@@ -1,0 +1,214 @@
+"""What benchmarks count, and the page and tables that are made of what they print."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bench_runtime
+import pytest
+import runtime_half
+import runtime_oracle as tiny
+import torch
+from _common import row_met
+from bench_quality import CELLS as ALL_CELLS
+from quality.cells import CELLS as KINDS
+from quality.cells import OF, ORDER, row_of
+from quality.tables import (
+    against_best,
+    mean_kl,
+    shared_kl,
+)
+from results import BENCHMARKS, FOLDER, RESULTS, Record, parts_of, raw_file, results_page, rows_of
+from runtime_rows import ANSWER_TOKENS, fits_rows, stored_bytes
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.accounting.costs import POSITION_BYTES
+from kvalloc.evaluate.scoring import Outcome
+
+# RESULTS.md is made from benchmarks/results/, by the code that makes it for new runs
+
+
+PARTS = [(name, key) for name, benchmark in BENCHMARKS.items() for key in benchmark.parts]
+
+
+def test_the_page_is_what_the_files_give() -> None:
+    assert results_page() == RESULTS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "key"), PARTS)
+def test_every_part_has_a_script_and_rows(name: str, key: str) -> None:
+    part = BENCHMARKS[name].parts[key]
+    assert (
+        part.command.startswith("-m pytest ") or (FOLDER.parent / part.command.split()[0]).is_file()
+    )
+    if not raw_file(name, key).exists():
+        return  # nobody has run it yet
+    rows = list(rows_of(part, Record.load(raw_file(name, key)).printed))
+    assert rows
+    assert any(row["what"].startswith(part.headline) for row in rows)
+
+
+def test_a_record_is_read_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("results.RAW", tmp_path)
+    for code, printed in ((0, "a: 1.5 [1, 2]"), (1, "  first\n\nexit code 7 is no end\n  last")):
+        record = Record("python x.py", "2026-11-21: a machine", printed, code)
+        record.save("solvers", "scale")
+        assert Record.load(tmp_path / "solvers-scale.txt") == record
+
+
+def test_a_call_names_a_benchmark_a_part_and_options() -> None:
+    assert parts_of(["solvers", "scale", "--quick"]) == ("solvers", ["scale"], ["--quick"])
+    name, parts, options = parts_of(["quality", "--shares", "20"])
+    assert (name, parts, options) == ("quality", ["peers"], ["--shares", "20"])
+
+
+# The tables of the quality benchmark, on cells made by hand
+
+
+CELLS = ("text", "facts-after")
+
+
+def row(cell, number, method, kl, *, share=0.2, **other):
+    pieces = {"0-15": [kl, 16], "16-63": [kl, 48], "64-255": [None, 0]}
+    known = {"cell": cell, "number": number, "seed": 9, "digest": f"{cell}{number}", "score": None}
+    return {**known, "method": method, "share": share, "bytes": 0.2, "exact": 0, "kl": pieces,
+            **other}  # fmt: skip
+
+
+def rows():
+    """Two cells of two prompts; A is the best peer of one, B of the other."""
+    losses = {
+        "text": {"A": (0.4, 0.8), "B": (1.0, 1.0), "default": (0.1, 0.2)},
+        "facts-after": {"A": (0.9, 0.7), "B": (0.2, 0.4), "default": (0.2, 0.1)},
+    }
+    return [
+        row(cell, number, method, value)
+        for cell, methods in losses.items()
+        for method, values in methods.items()
+        for number, value in enumerate(values)
+    ]
+
+
+def test_the_ratio_is_to_the_best_peer_of_each_cell():
+    tiny = [row("text", n, name, kl) for n in (0, 1) for name, kl in (("default", 9e-4), ("A", 0))]
+    assert against_best(tiny, "default", ("text",))["text"].ratio == 1.0  # both below LEAST_KL
+    result = against_best(rows(), "default", CELLS)
+    # text 0.15 of 0.6, facts 0.15 of 0.3
+    assert result["text"].ratio == pytest.approx(0.25)
+    assert result["facts-after"].ratio == pytest.approx(0.5)
+    whole = result["mean"]
+    assert whole.ratio == pytest.approx(0.30 / 0.90)
+    assert whole.low <= whole.ratio <= whole.high
+    assert (result["text"].peer, result["facts-after"].peer, whole.n_prompts) == ("A", "B", 2)
+
+
+def test_only_prompts_that_all_have_seen_count_and_one_gives_no_interval():
+    some = [one for one in rows() if (one["method"], one["digest"]) != ("B", "text1")]
+    assert against_best(some, "default", CELLS)["text"].n_prompts == 2  # B is worse on the other
+    some = [one for one in some if (one["method"], one["digest"]) != ("B", "text0")]
+    result = against_best([*some, row("text", 0, "B", 0.2)], "default", CELLS)
+    assert result["text"].ratio == pytest.approx(0.1 / 0.2)
+    assert (result["text"].n_prompts, result["text"].high, result["mean"].n_prompts) == (1, None, 1)
+    assert "no interval" in str(result["text"])
+    assert result["facts-after"].n_prompts == 2
+
+
+def test_what_was_exact_before_an_eviction_is_compared_to_nobody():
+    """A method that waits has nothing at the first tokens; only the others' later ones count."""
+    late = row("text", 0, "default", 0.3)
+    late["kl"] = {"0-15": [None, 0], "16-63": [0.3, 40], "64-255": [None, 0]}
+    peer = row("text", 0, "A", 0.0)
+    peer["kl"] = {"0-15": [9.0, 16], "16-63": [0.6, 48], "64-255": [None, 0]}
+    assert mean_kl(late) == 0.3
+    assert mean_kl(peer) == pytest.approx((16 * 9.0 + 48 * 0.6) / 64)
+    assert shared_kl([late, peer]) == [0.3, pytest.approx(0.6)]
+    assert against_best([late, peer], "default", ("text",))["text"].ratio == pytest.approx(0.5)
+    gone = row("text", 0, "short", 0.0)
+    gone["kl"] = dict.fromkeys(gone["kl"], [None, 0])
+    assert mean_kl(gone) is None
+    assert "mean" not in against_best([gone, peer], "A", ("text",))
+
+
+def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
+    kls = (None,) * 17 + (0.5,) * 47 + (0.25,) * 10
+    unused = dict.fromkeys(field.name for field in fields(Outcome))
+    sizes = {"bytes_at_16_bits": 10_291_200, "full_bytes_at_16_bits": 34_560_000}
+    sizes |= {"prefill_seconds": 3.2}
+    result = row_of(Outcome(**{**unused, **sizes, "kls": (kls,), "answers": ("",)}))
+    assert result["kl"] == {"0-15": [None, 0], "16-63": [0.5, 47], "64-255": [0.25, 10]}
+    assert (result["exact"], result["bytes"]) == (17, round(10_291_200 / 34_560_000, 5))
+    assert mean_kl(result) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
+    assert set(CELLS) < set(KINDS) == set(ALL_CELLS)
+    assert sorted(ORDER) == list(range(OF))
+
+
+# What the runtime's benchmark counts and asks for; its seconds are left to it
+
+
+CONTEXT, ROWS = 90, 3
+ENTRY_BYTES = 2 * tiny.HEAD_DIM * 4
+
+
+def prefilled(model: Any, **budgets: Any) -> dict[str, Any]:
+    """Caches of one row of the same prompt: a plain one, and one of each budget profile."""
+    caches = {name: kvalloc.make_cache(model, one) for name, one in budgets.items()}
+    caches["plain"] = DynamicCache(config=model.config)
+    ids = tiny.prompt(CONTEXT)
+    return {name: bench_runtime.prefill(model, cache, ids) for name, cache in caches.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.tiny_model(vocab_size=128)
+
+
+@pytest.fixture
+def profile(model: Any) -> Any:
+    return tiny.make_profile(model, CONTEXT, 0.2)
+
+
+def fitting(model: Any, caches: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    names = [name for name in caches if name != "plain"]
+    rows = list(fits_rows(caches, model=model, rows=ROWS, target=4.5))
+    return dict(zip(names, rows, strict=True))
+
+
+def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
+    model: Any, profile: Any
+) -> None:
+    caches = prefilled(model, layer=profile, head=tiny.by_head(profile))
+    before = {name: stored_bytes(cache) for name, cache in caches.items()}
+    result = fitting(model, caches)
+    assert {name: stored_bytes(cache) for name, cache in caches.items()} == before
+    assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
+    entry_rows = tiny.N_LAYERS * tiny.N_KV_HEADS
+    memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
+    for name, row in result.items():
+        budgets = profile.budgets if name == "layer" else tiny.by_head(profile).budgets
+        kept = int(budgets.sum()) * (profile.shape.bytes_per_entry + POSITION_BYTES)
+        one = kept + ANSWER_TOKENS * entry_rows * ENTRY_BYTES
+        assert row["figure"] == (memory // one) / ROWS
+        assert f"{memory:,} bytes" in row["name"]
+        assert f"{memory // one} rows take {memory // one * one:,} bytes" in row["note"]
+        assert f"each with {ANSWER_TOKENS} decoded tokens" in row["note"]
+        assert row_met({**row, "at_least": row["figure"]})
+        assert not row_met({**row, "at_least": row["figure"] + 0.1})
+        assert not row_met({**row, "at_least": 0, "at_most": row["figure"] - 0.1})
+
+
+def test_what_16_bits_lose_is_more_than_nothing(model: Any, profile: Any, tmp_path: Path) -> None:
+    """The same cache without its rounding is what it is compared with."""
+    profile.save(tmp_path / "p.json")
+    sizes = Namespace(profile=str(tmp_path / "p.json"), samples=2, tokens=CONTEXT)
+    ids = torch.cat([tiny.prompt(CONTEXT + runtime_half.NEW, seed=seed) for seed in (1, 2)], dim=1)
+    loaded: Any = SimpleNamespace(model=model, tokenizer=lambda *_, **__: {"input_ids": ids})
+    mean, worst = runtime_half.rows_of(loaded, sizes)
+    assert 0 < mean["low"] <= mean["figure"] <= mean["high"] <= worst["figure"] < 1e-5
+    assert "stored in 0." in mean["note"]

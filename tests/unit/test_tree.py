@@ -1,0 +1,268 @@
+"""The tree as a whole: packages, rooms, what imports load, examples in docstrings."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+import kvalloc
+from kvalloc.cli.doctor import RUN
+
+# What the packaging says must be what the tree holds
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("solvers", "profiles")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_in_the_tree() -> set[str]:
+    result = set()
+    # Links are followed: kvalloc/solvers is how the tree shows the package kvalloc.solvers.
+    for folder, _, files in os.walk(ROOT / "kvalloc", followlinks=True):
+        if "__init__.py" in files:
+            result.add(".".join(Path(folder).relative_to(ROOT).parts))
+    return result
+
+
+def test_every_package_is_listed(project: dict[str, Any]) -> None:
+    assert set(project["tool"]["setuptools"]["packages"]) == packages_in_the_tree()
+
+
+def test_installed_version_is_this_tree() -> None:
+    assert version("kvalloc") == kvalloc.__version__
+
+
+def test_doctor_looks_at_all_that_running_a_model_needs(project: dict[str, Any]) -> None:
+    wanted = project["project"]["optional-dependencies"]["run"]
+    assert {Requirement(text).name for text in wanted} == set(RUN)
+    assert {"accelerate", "gguf"} < set(RUN)  # without which no .gguf file is read
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative_and_lead_to_the_folder(name: str) -> None:
+    link = ROOT / "kvalloc" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_folder_refuses_another_name(name: str) -> None:
+    importlib.import_module(f"kvalloc.{name}")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert f"import kvalloc.{name}" in done.stderr
+
+
+@pytest.mark.parametrize("group", ["kvalloc.solvers", "kvalloc.scorers", "kvalloc.policies"])
+def test_entry_points_load_under_their_name(project: dict[str, Any], group: str) -> None:
+    declared = project["project"]["entry-points"][group]
+    installed = {point.name: point for point in entry_points(group=group)}
+    for name, target in declared.items():
+        assert installed[name].value == target
+        assert installed[name].load().name == name
+
+
+def test_every_solver_file_is_an_entry_point(project: dict[str, Any]) -> None:
+    declared = project["project"]["entry-points"]["kvalloc.solvers"].values()
+    files = {f.stem for f in (ROOT / "solvers").glob("*.py") if not f.stem.startswith("_")}
+    assert {target.split(":")[0].rpartition(".")[2] for target in declared} == files
+
+
+def test_every_room_has_its_place_in_the_layers(project: dict[str, Any]) -> None:
+    contract = project["tool"]["importlinter"]["contracts"][0]
+    placed = {f"kvalloc.{room}" for layer in contract["layers"] for room in layer.split(" | ")}
+    rooms = {f"kvalloc.{f.parent.name}" for f in (ROOT / "kvalloc").glob("*/__init__.py")}
+    modules = {f"kvalloc.{f.stem}" for f in (ROOT / "kvalloc").glob("[!_]*.py")}
+    assert placed == (rooms | modules) - {"kvalloc.profiles"}
+
+
+def test_texts_are_clean_and_in_one_role_each() -> None:
+    texts = sorted((ROOT / "kvalloc" / "data" / "texts").glob("*.txt"))
+    speakers: dict[str, set[str]] = {"profile": set(), "haystack": set(), "heldout": set()}
+    readme = (ROOT / "kvalloc" / "data" / "texts" / "README.md").read_text(encoding="utf-8")
+    for file in texts:
+        role, speaker, _year = file.stem.split("_")
+        speakers[role].add(speaker)
+        raw = file.read_bytes()
+        assert not raw.startswith(b"\xef\xbb\xbf")
+        assert b"\r" not in raw
+        assert raw.endswith(b"\n")
+        assert len(raw.decode("utf-8").split()) > 2000
+        assert f"`{file.name}`" in readme
+    assert all(speakers.values())
+    assert len(set().union(*speakers.values())) == sum(map(len, speakers.values()))
+
+
+def test_every_room_is_explained() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rooms = {f.parent.name for f in (ROOT / "kvalloc").glob("*/__init__.py")}
+    assert {room for room in rooms if f"| `{room}/`" not in text} == {"data", "profiles"}
+    named = re.findall(r"`((?:[a-z]+/)+[a-z_]+\.py)`", text)
+    assert [
+        name for name in named if not any((ROOT / top / name).exists() for top in ("", "kvalloc"))
+    ] == []
+
+
+# No room names one above it, by import (`make imports`) or by a string
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LAYERS = next(
+    one["layers"]
+    for one in PROJECT["tool"]["importlinter"]["contracts"]
+    if one["type"] == "layers" and one["containers"] == ["kvalloc"]
+)
+HEIGHT = {room: -row for row, layer in enumerate(LAYERS) for room in layer.split(" | ")}
+GROUPS = {*PROJECT["project"]["entry-points"]}
+
+
+def strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Every string of a module that is no docstring."""
+    texts = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in texts:
+            yield one
+
+
+def climbs(room: str, source: str) -> list[str]:
+    """The strings of a module of a room that name a room above it."""
+    result = [one.value for one in strings(ast.parse(source)) if one.value not in GROUPS]
+    above = {one for one in HEIGHT if HEIGHT[one] > HEIGHT[room]}
+    named = {text: re.findall(r"\bkvalloc[./](\w+)", text) for text in result}
+    return [text for text, rooms in named.items() if above & {*rooms}]
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[parts[0] == "kvalloc"].removesuffix(".py")
+
+
+def test_no_string_names_a_room_above() -> None:
+    every = [*(ROOT / "kvalloc").rglob("*.py"), *(ROOT / "solvers").rglob("*.py")]
+    paths = [path for path in sorted(every) if room_of(path) in HEIGHT]
+    assert {room_of(path) for path in paths} == {*HEIGHT}
+    result = {path: climbs(room_of(path), path.read_text(encoding="utf-8")) for path in paths}
+    assert {str(path): texts for path, texts in result.items() if texts} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "climbing"),
+    [
+        ('import_module("kvalloc.report.notebook")', True),
+        ('where = "kvalloc.runtime", "make_cache"', True),
+        ('f"kvalloc.online.{name}"', True),
+        ('names("kvalloc.solvers")', False),  # a group of entry points
+        ('"kvalloc.budget_profile", "kvalloc.apply(model)"', False),
+        ('"""See `kvalloc.runtime`."""', False),
+    ],
+)
+def test_the_check_sees_what_it_should(source: str, climbing: bool) -> None:
+    assert bool(climbs("formats", source)) == climbing
+
+
+# Importing kvalloc must stay light: heavy libraries are imported where they are used
+
+
+HEAVY = {
+    *("gguf", "jinja2", "networkx", "ortools", "pandas", "pydantic", "scipy", "torch"),
+    *("transformers", "vl_convert"),
+}
+
+
+def loaded_modules(code: str) -> set[str]:
+    """Return the modules that a fresh interpreter has loaded after `code`."""
+    report = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", report], check=True, capture_output=True, text=True, timeout=120
+    )
+    return {*json.loads(done.stdout.splitlines()[-1])}
+
+
+def loaded_by(code: str, *, among: set[str]) -> set[str]:
+    """Return which of the top-level modules `among` are loaded after `code`."""
+    return {name.split(".")[0] for name in loaded_modules(code)} & among
+
+
+def test_the_check_sees_a_heavy_import() -> None:
+    assert loaded_by("import scipy", among=HEAVY) == {"scipy"}
+
+
+def test_import_kvalloc_loads_nothing_heavy() -> None:
+    assert loaded_by("import kvalloc", among=HEAVY) == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from kvalloc import solve, load_profile, ScoreProfile, BudgetProfile, ModelShape",
+        "import kvalloc.allocation.decision, kvalloc.formats.shipped_profiles",
+        "import kvalloc.problem.registry",
+        "from kvalloc.problem.registry import get_solver; get_solver('greedy')",
+        "import kvalloc.scorers",
+        "import kvalloc.cli.main",
+    ],
+)
+def test_what_needs_no_model_loads_no_torch_and_no_optimizer(code: str) -> None:
+    assert loaded_by(code, among=HEAVY - {"pydantic"}) == set()
+
+
+def test_the_help_imports_no_command() -> None:
+    """Of kvalloc itself it needs no more than what starts every command."""
+    code = "from kvalloc.cli.main import main; main(['--help'])"
+    loaded = loaded_modules(code)
+    ours = {name for name in loaded if name.startswith("kvalloc")}
+    assert ours == {"kvalloc", "kvalloc.cli", "kvalloc.cli.main", "kvalloc.errors"}
+    assert not {name.split(".")[0] for name in loaded} & (HEAVY | {"numpy"})
+
+
+def test_a_page_and_a_picture_need_neither_torch_nor_an_optimizer() -> None:
+    code = "import kvalloc.report.page, kvalloc.report.figure"
+    assert loaded_by(code, among=HEAVY - {"pydantic"}) == {"vl_convert"}
+
+
+# If it is shown, it runs: the examples in docstrings
+
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(kvalloc.__path__, "kvalloc.")
+    if not module.ispkg and not module.name.endswith(("__main__", "._cpu"))  # C, for ctypes
+)
+
+NEEDS = {"kvalloc.runtime.attention.triton": "triton", "kvalloc.interop.lm_eval": "lm_eval"}
+"""Modules of an extra that the test environment may lack."""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    result = doctest.testmod(
+        importlib.import_module(name),
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+    )
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples in {name} fail"
