@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
 from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.quantization import rotated
 
 __all__ = ["BACKENDS", "attend", "chosen"]
 
@@ -46,7 +43,7 @@ def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
         Of the queries' type, contiguous.
     """
     if len(kept) == 1:
-        return _attend(call, kept[0])
+        return chosen(call, kept[0]).attend(call, kept[0])
     heads = tuple(head for part in kept for head in part.heads or ())
     group, outputs, first = call.queries.shape[1] // len(heads), [], 0
     order = _order(heads, group, call.queries.device)
@@ -55,33 +52,10 @@ def attend(call: AttentionCall, kept: Sequence[KeptEntries]) -> Tensor:
         assert part.heads is not None, "parts of a layer say which heads they are"
         last = first + len(part.heads)
         some = call.of_heads(range(first, last), range(first * group, last * group))
-        outputs.append(_attend(some, part))
+        outputs.append(chosen(some, part).attend(some, part))
         first = last
     output = torch.cat(outputs, dim=2)
     return output if order is None else output.index_select(2, order[2])
-
-
-def _attend(call: AttentionCall, kept: KeptEntries) -> Tensor:
-    """Attend to one part; where its values are turned, turn the others, and the answer back."""
-    dim = int(call.values.shape[-1])
-    if not turns(kept.bits, dim):
-        return chosen(call, kept).attend(call, kept)
-    turn = _turn(dim, call.values.device)
-    queries, keys, values = (own.float() for own in (call.queries, call.keys, call.values))
-    turned = replace(call, queries=queries, keys=keys, values=values @ turn)
-    found = chosen(turned, kept).attend(turned, kept)
-    return (found @ turn).to(call.queries.dtype)
-
-
-@cache
-def _turn(dim: int, device: torch.device) -> Tensor:
-    """Return the matrix that `rotated` multiplies by, float32, (dim, dim).
-
-    In float32 the last digit of an answer may depend on how many others are computed with it, as in
-    the model's own products; what is stored may not.
-    """
-    with torch.inference_mode(False):  # gradients may go through it later
-        return rotated(torch.eye(dim, device=device))
 
 
 def chosen(call: AttentionCall, kept: KeptEntries) -> Backend:

@@ -49,7 +49,9 @@ typedef struct {
     const float *sinks;           /* (n_kv_heads, group), or NULL */
     float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
     int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, room, key_dim, value_dim;
-    int64_t kept_key_kind, kept_value_kind, following_kind, threads;
+    int64_t kept_key_kind, kept_value_kind, following_kind;
+    int64_t turned; /* 1: kept values are times Hadamard's matrix of value_dim, a power of two */
+    int64_t threads;
     float scaling, softcap; /* softcap is 0 where there is none */
 } arguments;
 
@@ -396,6 +398,20 @@ static softmax found_by(const arguments *given, float *found, int64_t number) {
     return (softmax){own, own + given->n_rows, own + 2 * given->n_rows};
 }
 
+/* Multiply rows by Hadamard's matrix over the root of its size, which is its own inverse. */
+static void turn(float *rows, int64_t n_rows, int64_t dim, int64_t width) {
+    float size = 1.0f / sqrtf((float)dim);
+    for (float *row = rows; row < rows + n_rows * width; row += width) {
+        for (int64_t step = 1; step < dim; step *= 2)
+            for (int64_t first = 0; first < dim; first += 2 * step)
+                for (int64_t d = first; d < first + step; d++) {
+                    float low = row[d], high = row[d + step];
+                    row[d] = low + high, row[d + step] = low - high;
+                }
+        for (int64_t d = 0; d < dim; d++) row[d] *= size;
+    }
+}
+
 /* One thread's share: the entries from `start` to `end`, counted over all segments. */
 static void read_share(const arguments *given, int64_t thread, int64_t start, int64_t end,
                        scratch *own, float *found) {
@@ -415,6 +431,8 @@ static void read_share(const arguments *given, int64_t thread, int64_t start, in
                 first = first < 0 ? 0 : first;
                 last = last < n ? last : n;
                 if (first < last) add_span(given, segment, spans + which, first, last, own, &to);
+                if (first < last && !which && given->turned)
+                    turn(to.summed, given->n_rows, given->value_dim, own->value_width);
                 place += n;
             }
         }

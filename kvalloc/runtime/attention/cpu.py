@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import WIDTHS
+from kvalloc.accounting.costs import WIDTHS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries
 
@@ -50,7 +50,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
         *((name, ctypes.c_int64) for name in ("n_following", "room", "key_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("kept_key_kind", "kept_value_kind")),
-        *((name, ctypes.c_int64) for name in ("following_kind", "threads")),
+        *((name, ctypes.c_int64) for name in ("following_kind", "turned", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -184,6 +184,7 @@ def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Te
         kept_key_kind=_KINDS.get(kept.keys.dtype, width.keys),
         kept_value_kind=_KINDS.get(kept.values.dtype, width.values),
         following_kind=kind,
+        turned=turns(kept.bits, value_dim),
         threads=threads,
         scaling=call.scaling,
         softcap=call.softcap or 0.0,

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import key_numbers, value_numbers
+from kvalloc.runtime.quantization import rotated
 
 __all__ = ["TorchBackend"]
 
@@ -33,7 +34,9 @@ class TorchBackend(Backend):
         batch, n_query_heads, n_new, key_dim = call.queries.shape
         n_segments = call.keys.shape[0] * call.keys.shape[1]
         grouped = call.queries.reshape(n_segments, -1, n_new, key_dim)
-        output = grouped.new_empty(*grouped.shape[:3], call.values.shape[-1])
+        value_dim = int(call.values.shape[-1])
+        output = grouped.new_empty(*grouped.shape[:3], value_dim)
+        turned = turns(kept.bits, value_dim)
         # under autocast products would have another type
         with torch.autocast(output.device.type, enabled=False):
             for segments in _together(call, kept):
@@ -41,8 +44,9 @@ class TorchBackend(Backend):
                 entries = _numbers(call, kept, segments)
                 for first in range(0, n_new, step):
                     tokens = slice(first, min(first + step, n_new))
+                    rows = grouped[segments, :, tokens]
                     output[segments, :, tokens] = _answers(
-                        call, grouped[segments, :, tokens], *entries, segments, tokens
+                        call, rows, *entries, segments, tokens, turned=turned
                     )
         shaped = output.view(batch, n_query_heads, n_new, -1)
         return shaped.transpose(1, 2).contiguous()
@@ -99,8 +103,13 @@ def _answers(
     bias: Tensor | None,
     segments: slice,
     tokens: slice,
+    *,
+    turned: bool,
 ) -> Tensor:
-    """Return what segments answer new tokens, as the queries: (n, group, n_tokens, dim)."""
+    """Return what segments answer new tokens, as the queries: (n, group, n_tokens, dim).
+
+    Where kept values are ``turned``, their weighted sum is turned back, and nothing else is.
+    """
     n_segments, group, n_tokens, _ = queries.shape
     n_kept, n_following = kept_keys.shape[1], call.keys.shape[2]
     keys, values = (
@@ -126,7 +135,9 @@ def _answers(
         logits = torch.cat([logits, sinks], dim=-1)
     weights = logits.softmax(dim=-1)
     near_weights = weights[..., n_kept : n_kept + n_following]
-    found = torch.baddbmm(weights[..., :n_kept] @ kept_values, near_weights, values)
+    found = weights[..., :n_kept] @ kept_values
+    found = rotated(found).to(found.dtype) if turned else found
+    found = torch.baddbmm(found, near_weights, values)
     return found.view(n_segments, group, n_tokens, -1)
 
 

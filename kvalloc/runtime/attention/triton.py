@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries
 
@@ -146,6 +146,7 @@ def _sizes(head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.d
         channels=min(VALUE_BLOCK_CHANNELS, value_block),
         key_bits=WIDTHS[bits].keys,
         value_bits=WIDTHS[bits].values,
+        turned=turns(bits, value_dim),
         precision="ieee" if dtype == torch.float32 else "tf32",
     )
 

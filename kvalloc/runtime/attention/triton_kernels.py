@@ -41,6 +41,8 @@ class Sizes(NamedTuple):
         Channels of a value that share a scale.
     key_bits, value_bits : int
         Of what is kept.
+    turned : bool
+        Whether kept values are times Hadamard's matrix.
     precision : str
         Of products, as Triton calls it.
     """
@@ -54,6 +56,7 @@ class Sizes(NamedTuple):
     channels: int
     key_bits: int
     value_bits: int
+    turned: bool
     precision: str
 
 
@@ -149,11 +152,31 @@ def add_tiles(  # type: ignore[no-untyped-def]
     if sinks is not None:
         most = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
-    first, n_kept = tl.load(first_tiles + segment), tl.load(first_tiles + segment + 1)
-    n_kept -= first
-    for number in range(0, n_kept + following_tiles):
-        later = n_tiles + segment * following_tiles + number - n_kept
-        part = tl.where(number < n_kept, first + number, later)
+    first, last = tl.load(first_tiles + segment), tl.load(first_tiles + segment + 1)
+    softmax = _add_parts(partial, first, last, n_rows, row, (most, total, summed), SIZES)
+    most, total, summed = softmax
+    if SIZES.turned:
+        summed = _turned(summed, SIZES.rows * SIZES.value_block, SIZES.value_dim)
+        summed = tl.reshape(summed, (SIZES.rows, SIZES.value_block))
+    first = n_tiles + segment * following_tiles
+    last, softmax = first + following_tiles, (most, total, summed)
+    most, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
+    place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member
+    tl.store(
+        output + place[:, None] * SIZES.value_dim + value_dims[None, :],
+        summed / tl.where(inside, total, 1.0)[:, None],
+        mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _add_parts(  # type: ignore[no-untyped-def]
+    partial, first, last, n_rows, row, softmax, SIZES: tl.constexpr
+):
+    """Add partial softmaxes, from the first to before the last, to one of these rows."""
+    most, total, summed = softmax
+    value_dims, inside = tl.arange(0, SIZES.value_block), row < n_rows
+    for part in range(first, last):
         own = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
         found = tl.load(
             own[:, None] + value_dims[None, :],
@@ -166,12 +189,21 @@ def add_tiles(  # type: ignore[no-untyped-def]
         own_total = tl.load(own + SIZES.value_dim + 1, mask=inside, other=0.0)
         total = total * factor + weight * own_total
         summed = summed * factor[:, None] + found * weight[:, None]
-    place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member
-    tl.store(
-        output + place[:, None] * SIZES.value_dim + value_dims[None, :],
-        summed / tl.where(inside, total, 1.0)[:, None],
-        mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
-    )
+    return most, total, summed
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return vectors times Hadamard's matrix over the root of its size, (SIZE / DIM, DIM).
+
+    Each step adds and subtracts neighbours; after as many as DIM has binary digits, all are mixed.
+    """
+    LEFT: tl.constexpr = SIZE // DIM
+    STEPS: tl.constexpr = DIM.bit_length() - 1
+    for _ in tl.static_range(STEPS):
+        low, high = tl.split(tl.reshape(vectors, (LEFT, DIM // 2, 2)))
+        vectors = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
+    return tl.reshape(vectors, (LEFT, DIM)) * DIM**-0.5
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
