@@ -64,8 +64,8 @@ from kvalloc.allocation.verification import DUAL, CheckedSolution, price_of, sol
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, Solver, Termination
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, brute_force, larger_problem, tiny_problems

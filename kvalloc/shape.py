@@ -108,7 +108,7 @@ class ModelShape:
         """Return the bytes of an entry at 16 bits: K and V vector of a token in one KV head."""
         return 2 * self.head_dim * HALF_BYTES
 
-    @property
+    @cached_property
     def plain_bytes_per_entry(self) -> int:
         """Return the bytes of one entry as the model computes it, as sliding layers store it."""
         return 2 * self.head_dim * self.dtype_bytes

@@ -14,7 +14,7 @@ import numpy as np
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense, caps_of
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
 
 CAP_DIGITS = np.iinfo(np.int64).max // 4
 """Cost of an option that does not exist: above any capacity, far from overflow."""
@@ -102,7 +102,7 @@ class Choices:
         choices = cls(
             problem=problem,
             **table,
-            caps=tuple(_cap(problem, cap, table) for cap in caps_of(problem)),
+            caps=tuple(_cap(problem, cap, table) for cap in problem.caps),
             minimise=problem.sense is Sense.MIN_COST,
             capacity_bytes=problem.capacity_bytes,
             target=None if problem.target is None else problem.lowest_accepted_value,

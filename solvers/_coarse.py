@@ -22,7 +22,6 @@ from kvalloc.problem import (
     Solution,
     Solver,
     bound_at,
-    caps_of,
     deadline_after,
     dual_bound,
 )
@@ -71,7 +70,7 @@ class ByParts(Solver):
     def sizes(self, problem: AllocationProblem) -> tuple[int, int]:
         """Return the options beyond which it looks at parts, and those of a part."""
         most = MOST_LIMITED if problem.constraints else MOST_OPTIONS
-        return most, PART_CAPPED if caps_of(problem) else PART_OPTIONS
+        return most, PART_CAPPED if problem.caps else PART_OPTIONS
 
     @abstractmethod
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.problem import AllocationProblem, Sense, Solution, bound_at
-from kvalloc.problem.constraints import MODEL, cap_tree, caps_of
+from kvalloc.problem.constraints import MODEL, cap_tree
 from kvalloc.solvers._coarse import ByParts
 
 SLOPES = 2**58
@@ -77,7 +77,7 @@ def flow_graph(problem: AllocationProblem) -> Any:
     graph.add_node(SINK, demand=steps)
     graph.add_edge(MODEL, SINK, weight=0)
     above: dict[int, int | str] = dict.fromkeys(range(problem.n_units), MODEL)
-    caps = caps_of(problem)
+    caps = problem.caps
     for outer, place in cap_tree(caps).edges:
         cap = caps[place]
         room = cap.capacity_bytes - int(problem.costs[list(cap.units), 0].sum())
@@ -101,7 +101,7 @@ def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ..
     The price of a byte is the least gain taken, of all units and of those under each full cap. The
     part above what the next larger cap asks is the price of the cap itself.
     """
-    caps = caps_of(problem)
+    caps = problem.caps
     full = problem.cost(choice) + problem.lattice_bytes > problem.spendable_bytes
     scarce = problem.sense is Sense.MIN_COST or (full and np.any(choice < problem.last_options))
     units = np.full(problem.n_units, _price(problem, problem.units, choice) if scarce else 0.0)

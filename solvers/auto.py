@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND, GroupCap, SameBudget
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
+from kvalloc.problem.constraints import EVERY_KIND, SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 EXACT_TAIL_OPTIONS = 1500

@@ -8,8 +8,16 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, bound_at
-from kvalloc.problem.constraints import MODEL, GroupCap, cap_tree, caps_of
+from kvalloc.problem import (
+    AllocationProblem,
+    GroupCap,
+    Sense,
+    SideConstraint,
+    Solution,
+    Solver,
+    bound_at,
+)
+from kvalloc.problem.constraints import MODEL, cap_tree
 from kvalloc.solvers._simplex import NetworkSimplex, tree_prices
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
 
@@ -69,7 +77,7 @@ class Flow(Solver):
         if (able := super().can_solve(problem)) is not True:
             return able
         try:
-            cap_tree(caps_of(problem))
+            cap_tree(problem.caps)
         except SolverError as error:
             return str(error)
         return True
@@ -84,7 +92,7 @@ class Flow(Solver):
         InfeasibleError
             If the target cannot be met within the caps.
         """
-        caps = caps_of(problem)
+        caps = problem.caps
         tree = cap_tree(caps)
         limits = problem.last_options.copy()
         for place in reversed([*tree][1:]):  # innermost first, the model left out

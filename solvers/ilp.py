@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND, caps_of
+from kvalloc.problem.constraints import EVERY_KIND
 from kvalloc.problem.solver import Solution
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._ilp_program import BACKENDS
@@ -105,7 +105,7 @@ class ILP(ByParts):
         backend = self.backend
         if backend == "auto":
             wide = problem.aggregate is Aggregate.TAIL
-            backend = "highs" if caps_of(problem) or wide else "cp_sat"
+            backend = "highs" if problem.caps or wide else "cp_sat"
         search = Search(problem, deadline, BACKENDS[backend], gap=self.gap, workers=self.workers)
         result = search.run()
         if result.infeasible:

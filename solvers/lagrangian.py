@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import SolverError
-from kvalloc.problem import AllocationProblem, SideConstraint, Solution
-from kvalloc.problem.constraints import GroupCap, SameBudget
+from kvalloc.problem import AllocationProblem, GroupCap, SideConstraint, Solution
+from kvalloc.problem.constraints import SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._prices import Prices, best_prices

@@ -10,8 +10,15 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, first_where
-from kvalloc.problem.constraints import GroupCap, SameBudget
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    Sense,
+    SideConstraint,
+    first_where,
+)
+from kvalloc.problem.constraints import SameBudget
 from kvalloc.problem.solver import Solution
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -129,12 +130,19 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     count, width = np.broadcast_arrays(
         np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
     )
-    rows = np.zeros(max(BIT_WIDTHS) + 1, dtype=np.int64)
-    rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(bits, shape.head_dim)) for bits in BIT_WIDTHS]
+    rows = _packed_rows(shape.head_dim)
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
     packed = count * rows[width] + key_scales
     stored: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
     return stored
+
+
+@cache
+def _packed_rows(head_dim: int) -> IntArray:
+    """Return the bytes of a token's packed key and value by the number of bits."""
+    rows = np.zeros(max(BIT_WIDTHS) + 1, dtype=np.int64)
+    rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(bits, head_dim)) for bits in BIT_WIDTHS]
+    return rows
 
 
 def head_bytes(

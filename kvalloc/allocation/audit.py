@@ -10,7 +10,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import RequestCurves
-from kvalloc.allocation.decision import head_table, model_error
+from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import pose, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of
@@ -158,7 +158,8 @@ def _prediction_checks(
     if not profile.share_groups:
         loss = curves.predicted_loss(budgets, bits, policies)
     checks.append(_close("predicted loss", profile.predicted_loss, loss))
-    checks.append(_close("model error", profile.model_error, model_error(profile, scores)))
+    error = None if loss is None else curves.model_error(bits, profile.share)
+    checks.append(_close("model error", profile.model_error, error))
     if (measured := profile.measured_loss) is not None and measured.target is not None:
         met, stated = measured.loss <= measured.target, f"{measured.target:.9g}"
         checks.append(Check("measured target met", stated, f"{measured.loss:.9g}", met))

@@ -346,6 +346,14 @@ class RequestCurves:
         ]
         return math.fsum(np.concatenate(lost))
 
+    def model_error(self, bits: IntArray | None, share: float) -> float | None:
+        """Return what whole caches of a share lost over the sum of single losses.
+
+        None where it was not measured: it is of entries and bits of each head.
+        """
+        by_head = bits is not None and self.request.level == "head"
+        return self.scores.error_at(share) if by_head else None
+
     def predicted_loss_interval(
         self, budgets: IntArray, bits: IntArray | None = None, policies: IntArray | None = None
     ) -> tuple[float, float] | None:

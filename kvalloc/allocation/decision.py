@@ -22,7 +22,6 @@ from kvalloc.allocation.sensitivity import limits_of
 from kvalloc.allocation.verification import (
     DUAL,
     CheckedSolution,
-    ShadowPrice,
     check_time_limit,
     price_of,
     solve_problem,
@@ -91,7 +90,7 @@ def solve(
     >>> profile = solve("s.safetensors", target_retention=0.9)  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    start, chosen = time.monotonic(), solver_of(solver)
+    start, chosen = time.monotonic(), get_solver(solver)
     if not isinstance(scores, ScoreProfile):
         scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
@@ -107,17 +106,6 @@ def solve(
     if note:
         notify(note)
     return decided
-
-
-def solver_of(solver: str | Solver) -> Solver:
-    """Return the solver of a registered name, or the solver itself.
-
-    Raises
-    ------
-    InputError
-        If there is no such solver or option.
-    """
-    return solver if isinstance(solver, Solver) else get_solver(solver)
 
 
 def decide(
@@ -148,20 +136,53 @@ def decide(
     InputError, InfeasibleError, SolverError
         As `solve`.
     """
+    curves, problem = posed.curves, posed.problem
+    scores, request = curves.scores, curves.request
     options = options_of(solver)
     if average == "curves":
-        checked = solve_problem(posed.problem, solver, time_limit_seconds=time_limit)
+        checked = solve_problem(problem, solver, time_limit_seconds=time_limit)
     else:
         checked = _average_allocations(posed, solver, time_limit, average)
         options["average"] = average
-    return to_budget_profile(
-        posed,
-        checked,
-        solver_name=solver.name,
+    prices: dict[str, Any] = {}
+    if priced:
+        price = price_of(problem, solver, checked, time_limit_seconds=time_limit)
+        prices["value_per_mib"], prices["price_source"] = price.value_per_mib, price.source
+        prices["limits"] = limits_of(problem, checked.choice, checked.dual_prices)
+    requested = {**request.record(), **posed.requested_groups}
+    other_cost: dict[str, Any] = {}
+    if request.cost != "bytes":
+        requested["capacity_bytes"] = problem.capacity_bytes
+        other_cost = {"cost_bytes": checked.cost_bytes, "full_cost_bytes": curves.costs.full}
+    elif (granted := request.target.granted(curves.costs)) is not None:
+        requested["bytes"] = granted + curves.costs.sliding_bytes
+    return BudgetProfile(
+        shape=scores.shape,
+        level=request.level,
+        context_tokens=problem.context_tokens,
+        batch=request.batch,
+        length_rule="fixed" if request.target.is_fixed else "proportional",
+        page_tokens=request.page,
+        policy=scores.policy,
+        share_groups=request.groups,
+        requested=requested,
+        solver=solver.name,
         solver_options=options,
-        price=price_of(posed.problem, solver, checked, time_limit_seconds=time_limit)
-        if priced
-        else None,
+        decided_by=checked.decided_by,
+        detail=checked.detail,
+        sense=problem.sense.value,
+        objective=checked.objective,
+        bound=checked.bound,
+        bound_source=checked.bound_source,
+        prices=checked.prices,
+        termination=checked.termination.value,
+        grouping_bound=posed.grouping_bound,
+        **prices,
+        **outcome(posed, checked.choice, checked.value),
+        **other_cost,
+        score_digest=scores.digest,
+        problem_digest=problem.digest(),
+        **provenance("python", "numpy"),
     )
 
 
@@ -306,81 +327,6 @@ def compare(
     return Attempts(sorted(attempts, key=lambda one: one.rank))
 
 
-def to_budget_profile(
-    posed: PosedRequest,
-    checked: CheckedSolution,
-    *,
-    solver_name: str,
-    solver_options: dict[str, Any],
-    price: ShadowPrice | None = None,
-) -> BudgetProfile:
-    """Return the budget profile of a checked solution.
-
-    Parameters
-    ----------
-    posed : PosedRequest
-        The request, and the problem that was solved.
-    checked : CheckedSolution
-    solver_name : str
-    solver_options : dict
-    price : ShadowPrice, optional
-        If it is known.
-
-    Returns
-    -------
-    BudgetProfile
-    """
-    scores, request, problem = posed.curves.scores, posed.curves.request, posed.problem
-    requested, costs = {**request.record(), **posed.requested_groups}, posed.curves.costs
-    other_cost: dict[str, Any] = {}
-    if request.cost != "bytes":
-        requested["capacity_bytes"] = problem.capacity_bytes
-        other_cost = {"cost_bytes": checked.cost_bytes, "full_cost_bytes": costs.full}
-    elif (granted := request.target.granted(costs)) is not None:
-        requested["bytes"] = granted + costs.sliding_bytes
-    profile = BudgetProfile(
-        shape=scores.shape,
-        level=request.level,
-        context_tokens=problem.context_tokens,
-        batch=request.batch,
-        length_rule="fixed" if request.target.is_fixed else "proportional",
-        page_tokens=request.page,
-        policy=scores.policy,
-        share_groups=request.groups,
-        requested=requested,
-        solver=solver_name,
-        solver_options=solver_options,
-        decided_by=checked.decided_by,
-        detail=checked.detail,
-        sense=problem.sense.value,
-        objective=checked.objective,
-        bound=checked.bound,
-        bound_source=checked.bound_source,
-        prices=checked.prices,
-        termination=checked.termination.value,
-        grouping_bound=posed.grouping_bound,
-        value_per_mib=None if price is None else price.value_per_mib,
-        price_source="" if price is None else price.source,
-        limits=() if price is None else limits_of(problem, checked.choice, checked.dual_prices),
-        **outcome(posed, checked.choice, checked.value),
-        **other_cost,
-        score_digest=scores.digest,
-        problem_digest=problem.digest(),
-        **provenance("python", "numpy"),
-    )
-    return profile.replace(model_error=model_error(profile, scores))
-
-
-def model_error(profile: BudgetProfile, scores: ScoreProfile) -> float | None:
-    """Return how far the sum of single losses is from what caches lose that were decided alike.
-
-    None where the score profile has no such measurement: they are of entries and bits of each head.
-    """
-    if profile.predicted_loss is None or profile.bits is None or profile.level != "head":
-        return None
-    return scores.error_at(profile.share)
-
-
 def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, Any]:
     """Return the budgets of a choice, and the predictions of the measured curves for them.
 
@@ -395,7 +341,8 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     Returns
     -------
     dict
-        Fields of a `BudgetProfile`: budgets, bits and policies, retention and predicted loss.
+        Fields of a `BudgetProfile`: budgets, bits and policies, retention and predicted loss, and
+        the error of the latter.
     """
     curves, problem = posed.curves, posed.problem
     shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
@@ -419,7 +366,9 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
         fields["retention"] = curves.retention(budgets)
     # Losses are measured with entries that each layer chooses for itself.
     if curves.scores.has_losses and not groups:
-        fields["predicted_loss"] = curves.predicted_loss(budgets, bits, policies)
+        fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits, policies)
+        share = problem.cost(choice) / curves.costs.full
+        fields["model_error"] = None if loss is None else curves.model_error(bits, share)
     if curves.request.workloads != "mean":
         fields["worst_sample_retention"] = curves.worst_sample_retention(budgets)
     return fields

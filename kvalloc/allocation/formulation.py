@@ -13,8 +13,8 @@ from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.sharing import choose_groups, grouped
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint, Solver
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.scorers import get_scorer
 from kvalloc.shape import ModelShape

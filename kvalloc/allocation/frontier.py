@@ -10,7 +10,7 @@ from typing import Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.decision import outcome, solver_of
+from kvalloc.allocation.decision import outcome
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
@@ -19,6 +19,7 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solver, Termination
+from kvalloc.problem.registry import get_solver
 from kvalloc.units import keywords_of
 
 
@@ -124,7 +125,7 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    scores, chosen = load_scores(scores), solver_of(solver)
+    scores, chosen = load_scores(scores), get_solver(solver)
     if request is None:
         keywords["budget"] = 1.0
         request = Request.parse(**keywords)

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.audit import BOUND, Check, choice_of, solved_again, with_second
-from kvalloc.allocation.decision import decide, solver_of
+from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.request import Request, RequestOptions, Target
 from kvalloc.allocation.verification import DUAL, CheckedSolution, prove, solve_problem
@@ -39,6 +39,7 @@ from kvalloc.problem import (
     deadline_after,
 )
 from kvalloc.problem.arrays import VALUE_TOLERANCE
+from kvalloc.problem.registry import get_solver
 from kvalloc.units import parse_bytes
 
 Fairness = Literal["sum", "worst"]
@@ -158,7 +159,7 @@ def solve_pool(
         if not (isinstance(one, Sequence) and len(one) == 3 and isinstance(one[1], Mapping)):
             expected = "(scores, request, weight)"
             raise InputError(f"member {place} of the pool is {one_line(one, 60)}, not {expected}")
-    chosen, memory_bytes = solver_of(solver), parse_bytes(memory)
+    chosen, memory_bytes = get_solver(solver), parse_bytes(memory)
     named = {_objective(keywords) for _, keywords, _ in members} - {None}
     common = named.pop() if len(named) == 1 else None
     read = [

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import (
@@ -677,7 +678,7 @@ class Request:
         except InputError:
             return None
 
-    @property
+    @cached_property
     def groups(self) -> Groups:
         """The groups of layers that share entries, where they are named or chosen already."""
         return self.share_groups if isinstance(self.share_groups, tuple) else ()

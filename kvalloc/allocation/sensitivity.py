@@ -12,7 +12,6 @@ from kvalloc.problem import (
     GroupCap,
     MaxDistinct,
     best_response,
-    caps_of,
 )
 
 HOLDS_WITHIN = 1.1
@@ -45,7 +44,7 @@ def limits_of(
     tuple of Limit
         The capacity, each cap, and the number of different budgets, where there are such limits.
     """
-    caps = caps_of(problem)
+    caps = problem.caps
     # Prices of a dual that leaves limits out are no prices under them.
     priced = problem.aggregate is Aggregate.SUM and len(caps) == len(problem.constraints)
     known = prices if priced and len(prices) == 1 + len(caps) else ()

@@ -17,9 +17,16 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solution, Solver, Termination
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    Sense,
+    Solution,
+    Solver,
+    Termination,
+)
 from kvalloc.problem.bounds import bound_at, cheapest_reaching, dual_bound
-from kvalloc.problem.constraints import GroupCap, caps_of
 from kvalloc.problem.registry import get_solver
 
 PROOF_TOLERANCE = 1e-10
@@ -105,7 +112,19 @@ def solve_problem(
         If the solver refuses the problem, fails, hangs beyond its time limit, or reports what is
         not true.
     """
-    solution, seconds = _checked_answer(problem, solver, time_limit_seconds)
+    check_time_limit(time_limit_seconds)
+    patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
+    able = _guarded(solver, patience, solver.can_solve, problem)
+    if isinstance(able, str) or not able:
+        raise SolverError(able or f"{solver.name} cannot solve this problem")
+    problem.check_feasible()
+    start = time.perf_counter()
+    solution = _guarded(
+        solver, patience, solver.solve, problem, time_limit_seconds=time_limit_seconds
+    )
+    seconds = time.perf_counter() - start
+    if fault := _claims_fault(problem, solution):
+        raise SolverError(f"the solver {solver.name} {fault}")
     choice, objective = solution.choice, problem.objective(solution.choice)
     proof = prove(problem, choice, solution.prices)
     bound, source = proof.bound, DUAL
@@ -139,27 +158,6 @@ def check_time_limit(seconds: float | None) -> None:
     """Raise an `InputError` for a time limit that leaves no time."""
     if seconds is not None and not seconds > 0:
         raise InputError(f"a time limit of {seconds:g} s leaves no time; give more")
-
-
-def _checked_answer(
-    problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
-) -> tuple[Solution, float]:
-    """Return a solver's answer and its seconds, checked but for the bound."""
-    check_time_limit(time_limit_seconds)
-    patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
-    able = _guarded(solver, patience, solver.can_solve, problem)
-    if isinstance(able, str) or not able:
-        raise SolverError(able or f"{solver.name} cannot solve this problem")
-    problem.check_feasible()
-    start = time.perf_counter()
-    solution = _guarded(
-        solver, patience, solver.solve, problem, time_limit_seconds=time_limit_seconds
-    )
-    seconds = time.perf_counter() - start
-    _check_types(solver, solution)
-    if fault := _claims_fault(problem, solver, solution):
-        raise SolverError(f"the solver {solver.name} {fault}")
-    return solution, seconds
 
 
 def _guarded(
@@ -243,28 +241,28 @@ def call_in_time(call: Callable[[], T], *, seconds: float) -> T:
     return results[0]
 
 
-def _check_types(solver: Solver, solution: Any) -> None:
-    kinds: dict[str, Any] = {
-        "choice": np.ndarray,
-        "objective": Real,
-        "bound": (Real, type(None)),
-        "termination": Termination,
-        "detail": str,
-        "decided_by": str,
-        "prices": tuple,
-    }
+_KINDS: dict[str, Any] = {
+    "choice": np.ndarray,
+    "objective": Real,
+    "bound": (Real, type(None)),
+    "termination": Termination,
+    "detail": str,
+    "decided_by": str,
+    "prices": tuple,
+}
+"""The types of a solution's fields."""
+
+
+def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
+    """Return the first claim of a solution that is not true, as half a sentence; else empty."""
     sound = isinstance(solution, Solution)
-    for name, kind in kinds.items():
+    for name, kind in _KINDS.items():
         sound = sound and isinstance(getattr(solution, name), kind)
     if not sound:
-        raise SolverError(
-            f"the solver {solver.name} returned no sound Solution (an array as choice, "
-            f"numbers as objective and bound, a Termination, texts): {str(solution)[:200]!r}"
+        return (
+            "returned no sound Solution (an array as choice, numbers as objective and bound, a "
+            f"Termination, texts): {str(solution)[:200]!r}"
         )
-
-
-def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution) -> str:
-    """Return the first claim of a solution that is not true, as half a sentence; else empty."""
     choice, capacity = solution.choice, problem.capacity_bytes
     if choice.shape != (problem.n_units,) or choice.dtype.kind != "i":
         return (
@@ -283,7 +281,7 @@ def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution
         return f"reaches {value:.6g}, below the target of {problem.target:g}"
     if fault := problem.side_fault(choice):
         return f"breaks a constraint: {fault}"
-    if not are_prices(problem, solution.prices):
+    if solution.prices and not are_prices(problem, solution.prices):
         return f"reports prices of {solution.prices}, expected one >= 0 for the capacity and a cap"
     true, bound = problem.objective(choice), solution.bound
     slack = PROOF_TOLERANCE * max(1.0, abs(true))
@@ -343,11 +341,13 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
         tried.append((_next_gain(problem, choice),))
     if is_sum and prices and are_prices(problem, prices):
         tried.append(prices)
-    priced = [(bound_at(problem, *each), each) for each in tried]
-    for bound, each in priced:
+    priced = []
+    for each in tried:
+        bound = bound_at(problem, *each)
         if abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
             used = prices if each is prices else ()
             return Proof(bound=bound, prices=used, multiplier=each[0], known=(objective,))
+        priced.append((bound, each))
     dual = dual_bound(problem)
     choices, bound, used = [dual.choice], dual.bound, ()
     for other, each in priced:
@@ -375,7 +375,7 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
 def are_prices(problem: AllocationProblem, prices: tuple[float, ...]) -> bool:
     """Return whether these are prices of the capacity and of each cap, or none."""
     sound = all(0 <= one < math.inf for one in prices)
-    return sound and len(prices) in (0, 1 + len(caps_of(problem)))
+    return sound and len(prices) in (0, 1 + len(problem.caps))
 
 
 # Shadow prices: what the next byte buys
@@ -500,7 +500,7 @@ def _next_gain(problem: AllocationProblem, choice: IntArray) -> float:
     units = np.arange(problem.n_units)
     after = np.minimum(choice + 1, problem.last_options)
     gains = problem.weights * (problem.values[units, after] - problem.values[units, choice])
-    for cap in caps_of(problem):
+    for cap in problem.caps:
         members = np.asarray(cap.units, dtype=np.int64)
         stored = int(problem.costs[members, choice[members]].sum())
         if stored + step > cap.capacity_bytes:

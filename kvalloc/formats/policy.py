@@ -46,7 +46,7 @@ class Policy(Record):
         """Sinks plus window."""
         return self.sinks + self.window
 
-    @property
+    @cached_property
     def biased(self) -> bool:
         """Whether it gives entries logit biases."""
         return self.name == "attention_matching" and bool(self.parameters.get("biases", True))

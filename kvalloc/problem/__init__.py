@@ -7,6 +7,7 @@ All that the author of a solver needs is here. Each module uses only those befor
 from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
+    GroupCap,
     Sense,
     SideConstraint,
     first_where,
@@ -21,7 +22,7 @@ from kvalloc.problem.bounds import (
     dual_bound,
     steps_above,
 )
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget, cap_tree, caps_of
+from kvalloc.problem.constraints import MaxDistinct, SameBudget, cap_tree
 from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "best_response",
     "bound_at",
     "cap_tree",
-    "caps_of",
     "cheapest_reaching",
     "deadline_after",
     "dual_bound",

@@ -100,6 +100,59 @@ class SideConstraint(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupCap(SideConstraint):
+    """A capacity of its own for some units: a layer, a rank, a device.
+
+    Caps may nest (model, rank, layer) or overlap (several resources at once).
+
+    Attributes
+    ----------
+    name : str
+        How messages call it, such as ``"device 0"``.
+    units : tuple of int
+        Unit indices.
+    capacity_bytes : int
+        Most bytes those units may take together.
+    """
+
+    keyword: ClassVar[str] = "cap"
+
+    name: str
+    units: tuple[int, ...]
+    capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.units) != len(set(self.units)):
+            raise InputError(f"the cap of {self.name} names a unit twice; name it once")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return f"cap of {self.name}", f"{self.capacity_bytes:,} bytes"
+
+    def members(self) -> tuple[int, ...]:
+        """See the base class."""
+        return self.units
+
+    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
+        """See the base class."""
+        units = np.asarray(self.units, dtype=np.int64)
+        cost = int(problem.costs[units, choice[units]].sum())
+        if cost > self.capacity_bytes:
+            return f"{self.name} takes {cost:,} bytes of {self.capacity_bytes:,}"
+        return None
+
+    def floor_fault(self, problem: AllocationProblem) -> str | None:
+        """See the base class."""
+        floors = int(problem.costs[np.asarray(self.units, dtype=np.int64), 0].sum())
+        if floors > self.capacity_bytes:
+            return (
+                f"the cap of {self.name}, {self.capacity_bytes:,} bytes, is below its floors of "
+                f"{floors:,} bytes"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AllocationProblem:
     """A multiple-choice problem: pick one option for each unit.
 
@@ -166,6 +219,8 @@ class AllocationProblem:
         The capacity rounded down to what a choice can really cost; ``max_cost_bytes`` without one.
     lowest_accepted_value : float
         The target less `VALUE_TOLERANCE`; minus infinity without one.
+    caps : tuple of GroupCap
+        Those among the constraints, in their order.
 
     Raises
     ------
@@ -204,6 +259,7 @@ class AllocationProblem:
     lattice_bytes: int = field(init=False, repr=False)
     spendable_bytes: int = field(init=False, repr=False)
     lowest_accepted_value: float = field(init=False, repr=False)
+    caps: tuple[GroupCap, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check(changed=_OF_VALUES)
@@ -279,7 +335,11 @@ class AllocationProblem:
             room = min(room, self.capacity_bytes - floors) // self.lattice_bytes
             room *= self.lattice_bytes
         accepted = -math.inf if self.target is None else self.target - VALUE_TOLERANCE
-        self.__dict__.update(spendable_bytes=floors + room, lowest_accepted_value=accepted)
+        self.__dict__.update(
+            spendable_bytes=floors + room,
+            lowest_accepted_value=accepted,
+            caps=tuple(one for one in self.constraints if isinstance(one, GroupCap)),
+        )
         for constraint in self.constraints:
             named = constraint.members()
             if named and not 0 <= min(named) <= max(named) < self.n_units:

@@ -36,7 +36,6 @@ from kvalloc.problem.arrays import (
     first_where,
     tail_places,
 )
-from kvalloc.problem.constraints import caps_of
 
 PRICE_ROUNDS = 100
 """Prices tried; about ten are needed for 640 units of 64 options, and any price gives a bound."""
@@ -137,7 +136,7 @@ def bound_at(problem: AllocationProblem, price: float, *cap_prices: float) -> fl
     float
         An upper bound on the value, or a lower bound on the cost, rounded up to its grain.
     """
-    caps = caps_of(problem) if cap_prices else []
+    caps = problem.caps if cap_prices else ()
     prices = np.full(problem.n_units, float(price))
     for cap, cap_price in zip(caps, cap_prices, strict=True):
         prices[list(cap.units)] += cap_price
@@ -336,7 +335,7 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
         choice = cheapest_reaching(problem, problem.lowest_accepted_value)
         assert choice is not None  # check_feasible: the target can be reached
         return DualBound(bound=float(problem.cost(choice)), multiplier=0.0, choice=choice)
-    caps = caps_of(problem)
+    caps = problem.caps
 
     def fits(choice: IntArray) -> bool:
         within = problem.cost(choice) <= problem.spendable_bytes

@@ -1,4 +1,4 @@
-"""Side constraints of engines beyond one capacity: caps, equal budgets, few sizes."""
+"""Side constraints of engines beside capacities: equal budgets, few sizes; and the tree of caps."""
 
 from __future__ import annotations
 
@@ -10,60 +10,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem.arrays import AllocationProblem, SideConstraint
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupCap(SideConstraint):
-    """A capacity of its own for some units: a layer, a rank, a device.
-
-    Caps may nest (model, rank, layer) or overlap (several resources at once).
-
-    Attributes
-    ----------
-    name : str
-        How messages call it, such as ``"device 0"``.
-    units : tuple of int
-        Unit indices.
-    capacity_bytes : int
-        Most bytes those units may take together.
-    """
-
-    keyword: ClassVar[str] = "cap"
-
-    name: str
-    units: tuple[int, ...]
-    capacity_bytes: int
-
-    def __post_init__(self) -> None:
-        if len(self.units) != len(set(self.units)):
-            raise InputError(f"the cap of {self.name} names a unit twice; name it once")
-
-    def stated(self) -> tuple[str, str]:
-        """See the base class."""
-        return f"cap of {self.name}", f"{self.capacity_bytes:,} bytes"
-
-    def members(self) -> tuple[int, ...]:
-        """See the base class."""
-        return self.units
-
-    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """See the base class."""
-        units = np.asarray(self.units, dtype=np.int64)
-        cost = int(problem.costs[units, choice[units]].sum())
-        if cost > self.capacity_bytes:
-            return f"{self.name} takes {cost:,} bytes of {self.capacity_bytes:,}"
-        return None
-
-    def floor_fault(self, problem: AllocationProblem) -> str | None:
-        """See the base class."""
-        floors = int(problem.costs[np.asarray(self.units, dtype=np.int64), 0].sum())
-        if floors > self.capacity_bytes:
-            return (
-                f"the cap of {self.name}, {self.capacity_bytes:,} bytes, is below its floors of "
-                f"{floors:,} bytes"
-            )
-        return None
+from kvalloc.problem.arrays import AllocationProblem, GroupCap, SideConstraint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +81,6 @@ class MaxDistinct(SideConstraint):
         if distinct > self.most:
             return f"{distinct} different budgets, at most {self.most} are allowed"
         return None
-
-
-def caps_of(problem: AllocationProblem) -> list[GroupCap]:
-    """Return the caps among the side constraints, in their order."""
-    return [one for one in problem.constraints if isinstance(one, GroupCap)]
 
 
 MODEL = "model"

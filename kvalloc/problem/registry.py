@@ -172,13 +172,14 @@ def solver_names() -> list[str]:
     return names(SOLVERS)
 
 
-def get_solver(name: str, **options: Any) -> Solver:
+def get_solver(name: str | Solver, **options: Any) -> Solver:
     """Return a solver by name.
 
     Parameters
     ----------
-    name : str
-        A registered name, or ``"module:Class"``; also with options, see `read_named`.
+    name : str or Solver
+        A registered name, or ``"module:Class"``; also with options, see `read_named`. A solver
+        is given back.
     **options
         The solver's own options.
 
@@ -193,6 +194,8 @@ def get_solver(name: str, **options: Any) -> Solver:
     SolverError
         If the plug-in is broken.
     """
+    if isinstance(name, Solver):
+        return name
     name, named = read_named(name)
     solver: Solver = build(load(SOLVERS, name, Solver), named | options, what=f"solver {name}")
     return solver

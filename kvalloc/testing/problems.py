@@ -10,8 +10,8 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 
 CURVES = {
     "concave": "concave curves, one cost per entry",

@@ -16,8 +16,8 @@ from kvalloc.allocation.infeasibility import (
     diagnose,
     relax,
 )
-from kvalloc.problem import AllocationProblem, Sense, SideConstraint
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import AllocationProblem, GroupCap, Sense, SideConstraint
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.testing import brute_force, tiny_problem
 
 KINDS = (

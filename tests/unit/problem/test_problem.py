@@ -10,8 +10,8 @@ import pytest
 from factories import concave_values, make_problem
 
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import AllocationProblem, Sense, dual_bound
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import AllocationProblem, GroupCap, Sense, dual_bound
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.shape import ModelShape
 
 SHAPE: dict[str, Any] = {

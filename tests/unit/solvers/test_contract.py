@@ -19,8 +19,8 @@ from factories import make_problem
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate, SideConstraint, Termination, registry
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import Aggregate, GroupCap, SideConstraint, Termination, registry
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.testing import SolverContract, tiny_problems
 
 # Options for tiny problems, and what a rule does not promise.

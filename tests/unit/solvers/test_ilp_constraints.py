@@ -16,8 +16,8 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint, Termination
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint, Termination
+from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, encode, stdout_kept_clean
 from kvalloc.solvers._levels import LevelSets
