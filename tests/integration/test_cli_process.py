@@ -1,7 +1,5 @@
 """The command as a process: what it imports, and what becomes of it when others hang up."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,39 +15,32 @@ HEAVY = ("torch", "transformers", "vl_convert", "jinja2")
 OPTIMISERS = ("scipy", "ortools", "networkx")
 
 
-def started(*arguments: object, code: str = f"{RUN}; {EXIT}", **options):
+def started(*arguments, code=f"{RUN}; {EXIT}", **options):
     """A command in a process of its own."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, timeout=120, check=False, **options)
 
 
-def loaded_modules(*arguments: object) -> set[str]:
-    """Top-level modules that a command loads."""
-    report = (
-        "import json; sys.stderr.write(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
-    )
-    code = f"{RUN}; {report}; {EXIT}"
-    done = started(*arguments, code=code, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stderr.splitlines()[-1]))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["solve", "SCORES", "--budget", "40%", "--json", "-q"],
-        ["compare", "SCORES", "--budget", "40%", "--solver", "greedy", "-q"],
-        ["inspect", "SCORES", "-q"],
-        ["list", "solvers"],
-        ["list", "scorers"],
-        ["list", "profiles"],
-    ],
+LIGHT = (
+    *("--help", "--version", "solve SCORES --budget 40% --json -q", "inspect SCORES -q"),
+    "compare SCORES --budget 40% --solver greedy -q",
+    *("list solvers", "list scorers", "list profiles"),
 )
-def test_what_needs_no_model_loads_no_torch(scores, arguments):
-    result = loaded_modules(*(scores if word == "SCORES" else word for word in arguments))
-    assert not result & {*HEAVY, *OPTIMISERS, *(("rich",) if arguments[0] == "solve" else ())}
+LOADED = """
+import json, sys
+from kvalloc.cli.main import main
+for line in json.loads(sys.argv[1]):
+    assert main(line) == 0, line
+    loaded = {name.split(".")[0] for name in sys.modules} & {*json.loads(sys.argv[2])}
+    assert not loaded, (line, loaded)
+"""
+
+
+def test_what_needs_no_model_loads_no_torch(scores):
+    lines = [[str(scores) if word == "SCORES" else word for word in one.split()] for one in LIGHT]
+    given = json.dumps(lines), json.dumps([*HEAVY, *OPTIMISERS])
+    done = started(*given, code=LOADED, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_refused_request_ends_with_2_and_one_line(scores):
@@ -130,7 +121,7 @@ def test_an_error_of_ours_keeps_its_traceback():
 @pytest.mark.skipif(os.name != "posix", reason="closes a file descriptor as a shell's >&- does")
 @pytest.mark.parametrize("closed", [[1], [2], [1, 2]])
 def test_output_that_was_closed_is_no_defect(scores, closed):
-    def close() -> None:
+    def close():
         for number in closed:
             os.close(number)
 

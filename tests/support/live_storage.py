@@ -24,6 +24,7 @@ class LiveStorage(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most = 0  # what was alive when it was last looked at, and all that has come since
         # A reference, if a weak one, keeps the address: it would be given to new storage otherwise.
         self._known: dict[int, StorageWeakRef] = {}
 
@@ -43,16 +44,19 @@ class LiveStorage(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
+                if storage._cdata not in self._known and storage._cdata not in self._live:
                     self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+                    self._most += storage.nbytes()
+        if self._most > self.peak_bytes:  # else it cannot be a peak, whatever has gone since
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
         return result
 
     @property
     def bytes(self) -> int:
         """Alive now."""
-        return sum(size for _, size in self._live.values())
+        self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+        self._most = sum(size for _, size in self._live.values())
+        return self._most
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -1,11 +1,8 @@
 """docs/promises.md names tests and targets that exist; nothing asks a network unasked."""
 
-from __future__ import annotations
-
 import ast
 import re
 import socket
-from pathlib import Path
 
 import pytest
 from cli_tools import prose, run, save_tiny_model
@@ -17,14 +14,14 @@ PAGE = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
-def rows() -> list[list[str]]:
+def rows():
     """Of every table: what is promised, its tests, its long form."""
     result = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ")]
     return [row for row in result if row[0].strip() != "promise"]
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip()[:50])
-def test_every_promise_names_tests_and_targets_that_exist(row: list[str]) -> None:
+def test_every_promise_names_tests_and_targets_that_exist(row):
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row[1])
     assert named
     for file, test in named:
@@ -35,18 +32,18 @@ def test_every_promise_names_tests_and_targets_that_exist(row: list[str]) -> Non
         assert target in TARGETS
 
 
-def test_every_target_on_the_page_exists() -> None:
+def test_every_target_on_the_page_exists():
     texts = [PAGE, (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8")]
     named = {name for text in texts for name in re.findall(r"`make ([a-z-]+)", text)}
     assert len(rows()) > 20
     assert named <= TARGETS
 
 
-def test_what_is_here_asks_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here_asks_no_network(tmp_path, monkeypatch):
     """Files, commands without a model, and a model in a folder: not one name is looked up."""
     asked = []
 
-    def noted(*where: object, **_: object) -> None:
+    def noted(*where, **_):
         asked.append(where)
         raise OSError("no network")
 
@@ -56,7 +53,7 @@ def test_what_is_here_asks_no_network(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which would refuse by itself
     monkeypatch.chdir(tmp_path)
     commands = (
-        "quickstart",
+        "quickstart --quiet",
         "solve smollm2-135m-instruct --budget 20% -o p.json",
         "inspect p.json",
         "verify p.json smollm2-135m-instruct",
@@ -66,7 +63,9 @@ def test_what_is_here_asks_no_network(tmp_path: Path, monkeypatch: pytest.Monkey
         "doctor",
     )
     for command in commands:
-        assert run(*command.split()).code == 0, command
+        ran = run(*command.split())
+        assert ran.code == 0, command
+        assert "--quiet" not in command or (ran.out, ran.err) == ("", "")
     folder = save_tiny_model(tmp_path / "model", tiny_model())
     words = ("--prompt", prose(60), "--budget", "50%", "--max-new-tokens", 4)
     assert run("generate", folder, *words).code == 0

@@ -1,7 +1,5 @@
 """The tree as a whole: packages, rooms, what imports load, examples in docstrings."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib
@@ -12,10 +10,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -31,11 +27,11 @@ LINKED = ("solvers", "profiles")
 
 
 @pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
+def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def packages_in_the_tree() -> set[str]:
+def packages_in_the_tree():
     result = set()
     # Links are followed: kvalloc/solvers is how the tree shows the package kvalloc.solvers.
     for folder, _, files in os.walk(ROOT / "kvalloc", followlinks=True):
@@ -44,22 +40,22 @@ def packages_in_the_tree() -> set[str]:
     return result
 
 
-def test_every_package_is_listed(project: dict[str, Any]) -> None:
+def test_every_package_is_listed(project):
     assert set(project["tool"]["setuptools"]["packages"]) == packages_in_the_tree()
 
 
-def test_installed_version_is_this_tree() -> None:
+def test_installed_version_is_this_tree():
     assert version("kvalloc") == kvalloc.__version__
 
 
-def test_doctor_looks_at_all_that_running_a_model_needs(project: dict[str, Any]) -> None:
+def test_doctor_looks_at_all_that_running_a_model_needs(project):
     wanted = project["project"]["optional-dependencies"]["run"]
     assert {Requirement(text).name for text in wanted} == set(RUN)
     assert {"accelerate", "gguf"} < set(RUN)  # without which no .gguf file is read
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_links_are_relative_and_lead_to_the_folder(name: str) -> None:
+def test_links_are_relative_and_lead_to_the_folder(name):
     link = ROOT / "kvalloc" / name
     assert link.is_symlink()
     assert os.readlink(link) == f"../{name}"
@@ -67,7 +63,7 @@ def test_links_are_relative_and_lead_to_the_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_folder_refuses_another_name(name: str) -> None:
+def test_folder_refuses_another_name(name):
     importlib.import_module(f"kvalloc.{name}")
     done = subprocess.run(
         [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
@@ -78,7 +74,7 @@ def test_folder_refuses_another_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["kvalloc.solvers", "kvalloc.scorers", "kvalloc.policies"])
-def test_entry_points_load_under_their_name(project: dict[str, Any], group: str) -> None:
+def test_entry_points_load_under_their_name(project, group):
     declared = project["project"]["entry-points"][group]
     installed = {point.name: point for point in entry_points(group=group)}
     for name, target in declared.items():
@@ -86,13 +82,13 @@ def test_entry_points_load_under_their_name(project: dict[str, Any], group: str)
         assert installed[name].load().name == name
 
 
-def test_every_solver_file_is_an_entry_point(project: dict[str, Any]) -> None:
+def test_every_solver_file_is_an_entry_point(project):
     declared = project["project"]["entry-points"]["kvalloc.solvers"].values()
     files = {f.stem for f in (ROOT / "solvers").glob("*.py") if not f.stem.startswith("_")}
     assert {target.split(":")[0].rpartition(".")[2] for target in declared} == files
 
 
-def test_every_room_has_its_place_in_the_layers(project: dict[str, Any]) -> None:
+def test_every_room_has_its_place_in_the_layers(project):
     contract = project["tool"]["importlinter"]["contracts"][0]
     placed = {f"kvalloc.{room}" for layer in contract["layers"] for room in layer.split(" | ")}
     rooms = {f"kvalloc.{f.parent.name}" for f in (ROOT / "kvalloc").glob("*/__init__.py")}
@@ -100,9 +96,9 @@ def test_every_room_has_its_place_in_the_layers(project: dict[str, Any]) -> None
     assert placed == (rooms | modules) - {"kvalloc.profiles"}
 
 
-def test_texts_are_clean_and_in_one_role_each() -> None:
+def test_texts_are_clean_and_in_one_role_each():
     texts = sorted((ROOT / "kvalloc" / "data" / "texts").glob("*.txt"))
-    speakers: dict[str, set[str]] = {"profile": set(), "haystack": set(), "heldout": set()}
+    speakers = {"profile": set(), "haystack": set(), "heldout": set()}
     readme = (ROOT / "kvalloc" / "data" / "texts" / "README.md").read_text(encoding="utf-8")
     for file in texts:
         role, speaker, _year = file.stem.split("_")
@@ -117,7 +113,7 @@ def test_texts_are_clean_and_in_one_role_each() -> None:
     assert len(set().union(*speakers.values())) == sum(map(len, speakers.values()))
 
 
-def test_every_room_is_explained() -> None:
+def test_every_room_is_explained():
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     rooms = {f.parent.name for f in (ROOT / "kvalloc").glob("*/__init__.py")}
     assert {room for room in rooms if f"| `{room}/`" not in text} == {"data", "profiles"}
@@ -140,7 +136,7 @@ HEIGHT = {room: -row for row, layer in enumerate(LAYERS) for room in layer.split
 GROUPS = {*PROJECT["project"]["entry-points"]}
 
 
-def strings(tree: ast.AST) -> Iterator[ast.Constant]:
+def strings(tree):
     """Every string of a module that is no docstring."""
     texts = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
     for one in ast.walk(tree):
@@ -148,7 +144,7 @@ def strings(tree: ast.AST) -> Iterator[ast.Constant]:
             yield one
 
 
-def climbs(room: str, source: str) -> list[str]:
+def climbs(room, source):
     """The strings of a module of a room that name a room above it."""
     result = [one.value for one in strings(ast.parse(source)) if one.value not in GROUPS]
     above = {one for one in HEIGHT if HEIGHT[one] > HEIGHT[room]}
@@ -156,12 +152,12 @@ def climbs(room: str, source: str) -> list[str]:
     return [text for text, rooms in named.items() if above & {*rooms}]
 
 
-def room_of(path: Path) -> str:
+def room_of(path):
     parts = path.relative_to(ROOT).parts
     return parts[parts[0] == "kvalloc"].removesuffix(".py")
 
 
-def test_no_string_names_a_room_above() -> None:
+def test_no_string_names_a_room_above():
     every = [*(ROOT / "kvalloc").rglob("*.py"), *(ROOT / "solvers").rglob("*.py")]
     paths = [path for path in sorted(every) if room_of(path) in HEIGHT]
     assert {room_of(path) for path in paths} == {*HEIGHT}
@@ -180,7 +176,7 @@ def test_no_string_names_a_room_above() -> None:
         ('"""See `kvalloc.runtime`."""', False),
     ],
 )
-def test_the_check_sees_what_it_should(source: str, climbing: bool) -> None:
+def test_the_check_sees_what_it_should(source, climbing):
     assert bool(climbs("formats", source)) == climbing
 
 
@@ -193,7 +189,7 @@ HEAVY = {
 }
 
 
-def loaded_modules(code: str) -> set[str]:
+def loaded_modules(code):
     """Return the modules that a fresh interpreter has loaded after `code`."""
     report = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
@@ -202,35 +198,30 @@ def loaded_modules(code: str) -> set[str]:
     return {*json.loads(done.stdout.splitlines()[-1])}
 
 
-def loaded_by(code: str, *, among: set[str]) -> set[str]:
+def loaded_by(code, *, among):
     """Return which of the top-level modules `among` are loaded after `code`."""
     return {name.split(".")[0] for name in loaded_modules(code)} & among
 
 
-def test_the_check_sees_a_heavy_import() -> None:
+def test_the_check_sees_a_heavy_import():
     assert loaded_by("import scipy", among=HEAVY) == {"scipy"}
 
 
-def test_import_kvalloc_loads_nothing_heavy() -> None:
+def test_import_kvalloc_loads_nothing_heavy():
     assert loaded_by("import kvalloc", among=HEAVY) == set()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from kvalloc import solve, load_profile, ScoreProfile, BudgetProfile, ModelShape",
-        "import kvalloc.allocation.decision, kvalloc.formats.shipped_profiles",
-        "import kvalloc.problem.registry",
-        "from kvalloc.problem.registry import get_solver; get_solver('greedy')",
-        "import kvalloc.scorers",
-        "import kvalloc.cli.main",
-    ],
-)
-def test_what_needs_no_model_loads_no_torch_and_no_optimizer(code: str) -> None:
+def test_what_needs_no_model_loads_no_torch_and_no_optimizer():
+    code = (
+        "from kvalloc import solve, load_profile, ScoreProfile, BudgetProfile, ModelShape\n"
+        "import kvalloc.allocation.decision, kvalloc.formats.shipped_profiles\n"
+        "import kvalloc.scorers, kvalloc.cli.main\n"
+        "from kvalloc.problem.registry import get_solver; get_solver('greedy')"
+    )
     assert loaded_by(code, among=HEAVY - {"pydantic"}) == set()
 
 
-def test_the_help_imports_no_command() -> None:
+def test_the_help_imports_no_command():
     """Of kvalloc itself it needs no more than what starts every command."""
     code = "from kvalloc.cli.main import main; main(['--help'])"
     loaded = loaded_modules(code)
@@ -239,7 +230,7 @@ def test_the_help_imports_no_command() -> None:
     assert not {name.split(".")[0] for name in loaded} & (HEAVY | {"numpy"})
 
 
-def test_a_page_and_a_picture_need_neither_torch_nor_an_optimizer() -> None:
+def test_a_page_and_a_picture_need_neither_torch_nor_an_optimizer():
     code = "import kvalloc.report.page, kvalloc.report.figure"
     assert loaded_by(code, among=HEAVY - {"pydantic"}) == {"vl_convert"}
 
@@ -258,7 +249,7 @@ NEEDS = {"kvalloc.runtime.attention.triton": "triton", "kvalloc.interop.lm_eval"
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_run(name: str) -> None:
+def test_examples_run(name):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     result = doctest.testmod(

@@ -1,5 +1,6 @@
 """Every built-in solver: the contract of plug-ins, what it claims, what it refuses, and when."""
 
+import functools
 import importlib.metadata
 
 import numpy as np
@@ -72,6 +73,12 @@ WORST = [
 BITS = ["bits", "bits+nested_caps", "bits+crossing_caps", "worst:bits"]
 
 
+@functools.cache
+def cases_of(count, which, seed):
+    """Tiny problems, made once for all solvers."""
+    return list(tiny_problems(count, kinds=which, seed=seed))
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("backend", "which", "count", "seed", "solved"),
@@ -86,8 +93,7 @@ def test_every_back_end_with_and_without_reduction(
     if whole:
         put_every_option_in_the_program(monkeypatch)
     solver = registry.get_solver("ilp", backend=backend)
-    cases = tiny_problems(count, kinds=which, seed=seed)
-    ends = check_all(solver, cases, exact=True)
+    ends = check_all(solver, cases_of(count, tuple(which), seed), exact=True)
     assert ends["optimal"] >= solved
 
 
@@ -115,8 +121,7 @@ def test_every_back_end_with_and_without_reduction(
 )
 def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal, refused, gave_up):
     """Not one claim that is not true; whoever is exact proves every answer."""
-    exact = name in EXACT or name == "max_min"
-    cases = tiny_problems(count, kinds=which, seed=seed)
+    exact, cases = name in EXACT or name == "max_min", cases_of(count, tuple(which), seed)
     ends = check_all(registry.get_solver(name), cases, exact=exact, may_give_up=gave_up > 0)
     proven, able = ends["optimal"], count - ends["refused"]
     print(f"\n{name}: {proven:,} proven optimal, none wrongly, of {able:,} that it can solve")
