@@ -1,12 +1,9 @@
 """Answers and files as they were: a difference here says that behaviour moved."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -24,7 +21,6 @@ from make_golden import (
     SCHEMAS,
     SETS,
     VERSIONS,
-    Golden,
     decide,
     described,
     is_as_made,
@@ -39,12 +35,12 @@ from kvalloc.formats.score_profile import ScoreProfile
 WANTED = "if that is wanted, run tests/golden/make_golden.py and say why in the commit"
 
 
-def decisions(path: Path) -> Any:
+def decisions(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("golden", "case"), [(each, case) for each in SETS for case in each.cases])
-def test_decisions(golden: Golden, case: str) -> None:
+def test_decisions(golden, case):
     expected = decisions(golden.decisions)[case]
     found = described(decide(golden, case), golden.fields)
     assert set(found) == set(expected)
@@ -57,17 +53,17 @@ def test_decisions(golden: Golden, case: str) -> None:
 
 
 @pytest.mark.parametrize("golden", SETS, ids=lambda golden: golden.scores.stem)
-def test_the_scores_are_what_the_factories_make(golden: Golden) -> None:
+def test_the_scores_are_what_the_factories_make(golden):
     assert is_as_made(golden), f"behaviour moved: {golden.scores.name}; {WANTED}"
 
 
-def test_every_case_is_golden() -> None:
+def test_every_case_is_golden():
     for path in {golden.decisions for golden in SETS}:
         cases = [case for golden in SETS if golden.decisions == path for case in golden.cases]
         assert sorted(decisions(path)) == sorted(cases)
 
 
-def test_greedy_and_ilp_agree() -> None:
+def test_greedy_and_ilp_agree():
     found = decisions(DECISIONS)
     for case, decision in found.items():
         if case.startswith("ilp"):
@@ -80,14 +76,14 @@ WRITTEN |= dict.fromkeys((PROFILE, CHOICE_PROFILE), BudgetProfile)
 
 
 @pytest.mark.parametrize("file", WRITTEN, ids=lambda file: file.stem)
-def test_a_file_is_read_and_written_as_it_was(file: Path, tmp_path: Path) -> None:
+def test_a_file_is_read_and_written_as_it_was(file, tmp_path):
     WRITTEN[file].load(file).save(tmp_path / "again")
     same = (tmp_path / "again").read_bytes() == file.read_bytes()
     assert same, f"behaviour moved: the file format of {WRITTEN[file].NAME}s; {WANTED}"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_the_published_schemas(name: str) -> None:
+def test_the_published_schemas(name):
     expected = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(expected)
     assert published_schema(name) == expected, f"behaviour moved: the JSON Schema; {WANTED}"
@@ -102,7 +98,7 @@ def test_the_published_schemas(name: str) -> None:
         ("budget_profile", CHOICE_PROFILE),
     ],
 )
-def test_files_follow_their_schema(name: str, file: Path) -> None:
+def test_files_follow_their_schema(name, file):
     if file.suffix == ".json":
         stated = json.loads(file.read_text(encoding="utf-8"))
     else:
@@ -120,20 +116,20 @@ REGISTRY = json.loads(VERSIONS.read_text(encoding="utf-8"))
 @pytest.mark.parametrize(
     ("name", "version"), [(name, version) for name in REGISTRY for version in REGISTRY[name]]
 )
-def test_a_file_of_every_version_is_read(name: str, version: str) -> None:
+def test_a_file_of_every_version_is_read(name, version):
     reader, method, _ = FORMATS[name]
     assert getattr(pkgutil.resolve_name(reader), method)(DATA / REGISTRY[name][version]["file"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_schema_changes_with_its_version_alone(name: str) -> None:
+def test_a_schema_changes_with_its_version_alone(name):
     version, digest = schema_of(name)
     known = REGISTRY[name].get(version, {})
     raise_it = "raise its schema_version" if known.get("released") else "before a release"
     assert known.get("schema") == digest, f"the schema of a {name} moved: {raise_it}; {WANTED}"
 
 
-def test_what_has_come_out_stays() -> None:
+def test_what_has_come_out_stays():
     """The script that writes the registry refuses another schema, and keeps older versions."""
     name = "evaluation"
     version, digest = schema_of(name)

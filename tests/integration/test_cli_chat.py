@@ -1,7 +1,5 @@
 """``kvalloc chat``: conversations, and documents read once, saved and asked about; tiny models."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -1,7 +1,5 @@
 """``kvalloc demo --quick`` from end to end, with the real model."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

@@ -1,7 +1,5 @@
 """``kvalloc eval`` on tiny models, and every way in which a user can go wrong with it."""
 
-from __future__ import annotations
-
 import json
 
 from cli_tools import run

@@ -1,7 +1,5 @@
 """``kvalloc fit`` on tiny models: from an empty cache folder to prompts that are read once."""
 
-from __future__ import annotations
-
 from cli_tools import generate_arguments, refused, run
 
 

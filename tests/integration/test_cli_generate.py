@@ -1,7 +1,5 @@
 """``kvalloc generate`` on tiny models, and every way in which a user can go wrong with it."""
 
-from __future__ import annotations
-
 import json
 import sys
 

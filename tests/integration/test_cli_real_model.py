@@ -1,7 +1,5 @@
 """The main job from end to end, as a newcomer types it."""
 
-from __future__ import annotations
-
 import pytest
 from cli_tools import run
 

@@ -4,8 +4,6 @@ What the library refuses is in the tests of the library; that its errors are one
 tests/unit/cli/test_cli_main.py. Here is what the commands themselves look at.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -6,17 +6,12 @@ demo's own model, on the other pages a tiny random one with the demo's tokenizer
 cannot run here follows a comment ``<!-- not run: REASON -->``, and stands in `NOT_RUN`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +53,7 @@ WITH_BLOCKS = [page for page in PAGES if any(block.reason is None for block in b
 
 
 @pytest.fixture(scope="module")
-def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_demo(tmp_path_factory):
     """A folder with a tiny random model that reads and writes the demo's tokens."""
     tokenizer = loading.load_model("demo").tokenizer
     folder = tmp_path_factory.mktemp("models") / "tiny"
@@ -72,7 +67,7 @@ def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder):
     """The prompts and files that pages name."""
     words = next(iter(default_texts())).text.split()[:400]
     (folder / "prompt.txt").write_text(" ".join(words), encoding="utf-8")
@@ -91,15 +86,15 @@ def write_files(folder: Path) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
 def test_every_block_runs(
-    page: Path, tiny_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    page, tiny_demo, tmp_path, monkeypatch,
+    capsys
+):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", Stdin("Who speaks?\n"))
     source = "demo" if page.name == "README.md" else str(tiny_demo)
     load = loading.load_model
 
-    def load_here(name: Any, **how: Any) -> Any:
+    def load_here(name, **how):
         return load(source if name == "demo" else name, **how)
 
     for place in (loading, kvalloc):
@@ -127,7 +122,7 @@ def test_every_block_runs(
         CHECKED[page.name](names, said)
 
 
-def run_line(line: str, demo: str, folder: Path) -> None:
+def run_line(line, demo, folder):
     words = shlex.split(line, comments=True)
     assert words[0] == "kvalloc", line
     arguments = [demo if word in ("demo", "MODEL") else word for word in words[1:]]
@@ -141,7 +136,7 @@ def run_line(line: str, demo: str, folder: Path) -> None:
     assert ran.code == 0, f"{line}\n{ran.err}"
 
 
-def prepare_solving(folder: Path) -> dict[str, Any]:
+def prepare_solving(folder):
     """A made-up score profile with all that can be measured."""
     shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
     bits = make_bits(shape=shape, context_tokens=120)
@@ -153,7 +148,7 @@ def prepare_solving(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def prepare(folder: Path, demo: Any) -> dict[str, Any]:
+def prepare(folder, demo):
     """What pages take for granted: a model, a profile, inputs, questions."""
     profile = equal_budgets(demo.model, 120, context_tokens=300)
     for name in ("p.json", "a.json", "b.json"):
@@ -172,25 +167,25 @@ def prepare(folder: Path, demo: Any) -> dict[str, Any]:
     }
 
 
-def check_readme(names: dict[str, Any], _: str) -> None:
+def check_readme(names, _):
     cache = names["applied"].last_cache
     assert cache.share == pytest.approx(cache.profile.share_at(cache.get_seq_length()))
     assert 0.19 < cache.share <= 0.2  # with positions and biases
 
 
-def check_policies(names: dict[str, Any], _: str) -> None:
+def check_policies(names, _):
     made = names["EverySecond"](scorer=get_scorer("xkv", window=2))
     kept = made.keep(make_states(n_tokens=10), torch.full((1, 2), 7), sinks=1, window=2)
     assert kept[0, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 6, 8, 9]
 
 
-def check_runtime(names: dict[str, Any], said: str) -> None:
+def check_runtime(names, said):
     first, second = said.splitlines()[-2:]
     assert first != second
     assert names["cache"].get_seq_length() == 300
 
 
-CHECKED: dict[str, Callable[[dict[str, Any], str], None]] = {
+CHECKED = {
     "README.md": check_readme,
     "policies.md": check_policies,
     "runtime.md": check_runtime,
@@ -198,7 +193,7 @@ CHECKED: dict[str, Callable[[dict[str, Any], str], None]] = {
 
 
 @pytest.mark.model
-def test_every_call_that_stands_for_a_press_works(tiny_demo: Path, tmp_path: Path) -> None:
+def test_every_call_that_stands_for_a_press_works(tiny_demo, tmp_path):
     text = (ROOT / "docs" / "from_kvpress.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     calls = {call for row in rows for call in re.findall(r"`(apply\([^`]*\))`", row)}
@@ -216,12 +211,12 @@ def test_every_call_that_stands_for_a_press_works(tiny_demo: Path, tmp_path: Pat
         assert cache.retained_bytes < 0.4 * cache.full_bytes, call
 
 
-def test_blocks_that_do_not_run_are_these() -> None:
+def test_blocks_that_do_not_run_are_these():
     result = {(page.name, block.reason) for page in PAGES for block in blocks(page)}
     assert {pair for pair in result if pair[1] is not None} == NOT_RUN
 
 
-def test_every_flag_of_solve_and_every_solver_is_shown() -> None:
+def test_every_flag_of_solve_and_every_solver_is_shown():
     text = (ROOT / "docs" / "solving.md").read_text(encoding="utf-8")
     flags = {f"--{name.replace('_', '-')}" for name in signature(solve_command).parameters}
     common = ["return", "scores", "output", "json", "quiet", "verbose", "context", "average"]
@@ -231,7 +226,7 @@ def test_every_flag_of_solve_and_every_solver_is_shown() -> None:
     assert set(re.findall(r"^#+ `(\w+)`$", mathematics, re.MULTILINE)) == set(solver_names())
 
 
-def test_the_readme_is_short_and_shows_both_commands_at_the_top() -> None:
+def test_the_readme_is_short_and_shows_both_commands_at_the_top():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 120
     assert "make demo" in text[:900]
@@ -241,13 +236,13 @@ def test_the_readme_is_short_and_shows_both_commands_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         assert (page.parent / target).exists(), target
 
 
-def test_the_reference_names_everything_public() -> None:
+def test_the_reference_names_everything_public():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     text += (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))

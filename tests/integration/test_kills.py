@@ -1,7 +1,5 @@
 """Killed commands and run again, in a process of their own; see `kill_runs`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ pytestmark = pytest.mark.kill
 RUNS = Path(__file__).parents[1] / "support" / "kill_runs.py"
 
 
-def test_nothing_is_lost_or_left_by_kills(request: pytest.FixtureRequest) -> None:
+def test_nothing_is_lost_or_left_by_kills(request):
     kills, jobs = request.config.getoption("--kills"), "fit,merge"
     few = ("--jobs", jobs) if kills < 10 else ()
     ran = subprocess.run(

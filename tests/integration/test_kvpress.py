@@ -1,7 +1,5 @@
 """The real kvpress, where it is installed: in the environment that `make peers` makes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 Gemma's weights come under terms of their own, so nothing fetches them but `make test-gemma`.
 """
 
-from __future__ import annotations
-
 import pytest
 import runtime_oracle
 import torch

@@ -1,12 +1,8 @@
 """What benchmarks count, and the page and tables that are made of what they print."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import bench_runtime
 import pytest
@@ -36,12 +32,12 @@ from kvalloc.evaluate.scoring import Outcome
 PARTS = [(name, key) for name, benchmark in BENCHMARKS.items() for key in benchmark.parts]
 
 
-def test_the_page_is_what_the_files_give() -> None:
+def test_the_page_is_what_the_files_give():
     assert results_page() == RESULTS.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "key"), PARTS)
-def test_every_part_has_a_script_and_rows(name: str, key: str) -> None:
+def test_every_part_has_a_script_and_rows(name, key):
     part = BENCHMARKS[name].parts[key]
     assert (
         part.command.startswith("-m pytest ") or (FOLDER.parent / part.command.split()[0]).is_file()
@@ -53,9 +49,7 @@ def test_every_part_has_a_script_and_rows(name: str, key: str) -> None:
     assert any(row["what"].startswith(part.headline) for row in rows)
 
 
-def test_a_record_is_read_as_it_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr("results.RAW", tmp_path)
     for code, printed in ((0, "a: 1.5 [1, 2]"), (1, "  first\n\nexit code 7 is no end\n  last")):
         record = Record("python x.py", "2026-11-21: a machine", printed, code)
@@ -63,7 +57,7 @@ def test_a_record_is_read_as_it_was_written(
         assert Record.load(tmp_path / "solvers-scale.txt") == record
 
 
-def test_a_call_names_a_benchmark_a_part_and_options() -> None:
+def test_a_call_names_a_benchmark_a_part_and_options():
     assert parts_of(["solvers", "scale", "--quick"]) == ("solvers", ["scale"], ["--quick"])
     name, parts, options = parts_of(["quality", "--shares", "20"])
     assert (name, parts, options) == ("quality", ["peers"], ["--shares", "20"])
@@ -156,7 +150,7 @@ CONTEXT, ROWS = 90, 3
 ENTRY_BYTES = 2 * tiny.HEAD_DIM * 4
 
 
-def prefilled(model: Any, **budgets: Any) -> dict[str, Any]:
+def prefilled(model, **budgets):
     """Caches of one row of the same prompt: a plain one, and one of each budget profile."""
     caches = {name: kvalloc.make_cache(model, one) for name, one in budgets.items()}
     caches["plain"] = DynamicCache(config=model.config)
@@ -165,24 +159,22 @@ def prefilled(model: Any, **budgets: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny.tiny_model(vocab_size=128)
 
 
 @pytest.fixture
-def profile(model: Any) -> Any:
+def profile(model):
     return tiny.make_profile(model, CONTEXT, 0.2)
 
 
-def fitting(model: Any, caches: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def fitting(model, caches):
     names = [name for name in caches if name != "plain"]
     rows = list(fits_rows(caches, model=model, rows=ROWS, target=4.5))
     return dict(zip(names, rows, strict=True))
 
 
-def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
-    model: Any, profile: Any
-) -> None:
+def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(model, profile):
     caches = prefilled(model, layer=profile, head=tiny.by_head(profile))
     before = {name: stored_bytes(cache) for name, cache in caches.items()}
     result = fitting(model, caches)
@@ -203,12 +195,12 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
         assert not row_met({**row, "at_least": 0, "at_most": row["figure"] - 0.1})
 
 
-def test_what_16_bits_lose_is_more_than_nothing(model: Any, profile: Any, tmp_path: Path) -> None:
+def test_what_16_bits_lose_is_more_than_nothing(model, profile, tmp_path):
     """The same cache without its rounding is what it is compared with."""
     profile.save(tmp_path / "p.json")
     sizes = Namespace(profile=str(tmp_path / "p.json"), samples=2, tokens=CONTEXT)
     ids = torch.cat([tiny.prompt(CONTEXT + runtime_half.NEW, seed=seed) for seed in (1, 2)], dim=1)
-    loaded: Any = SimpleNamespace(model=model, tokenizer=lambda *_, **__: {"input_ids": ids})
+    loaded = SimpleNamespace(model=model, tokenizer=lambda *_, **__: {"input_ids": ids})
     mean, worst = runtime_half.rows_of(loaded, sizes)
     assert 0 < mean["low"] <= mean["figure"] <= mean["high"] <= worst["figure"] < 1e-5
     assert "stored in 0." in mean["note"]

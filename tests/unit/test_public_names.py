@@ -1,14 +1,11 @@
 """What a newcomer sees of the library: names, signatures, docstrings and short representations."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from factories import make_scores
@@ -24,12 +21,12 @@ FUNCTIONS = [name for name in kvalloc.__all__ if inspect.isfunction(getattr(kval
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_dir_holds_the_public_names_and_nothing_else() -> None:
+def test_dir_holds_the_public_names_and_nothing_else():
     _ = kvalloc.apply, kvalloc.runtime  # what was used is bound, and not listed for it
     assert dir(kvalloc) == sorted(kvalloc.__all__)
 
 
-def test_the_rooms_that_the_documentation_names_are_reached_after_import_kvalloc() -> None:
+def test_the_rooms_that_the_documentation_names_are_reached_after_import_kvalloc():
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     rooms = sorted({*re.findall(r"kvalloc\.([a-z_]+)\.", pages)} - {"org"})
     assert {"runtime", "testing", "formats", "interop"} <= {*rooms}
@@ -44,7 +41,7 @@ def test_the_rooms_that_the_documentation_names_are_reached_after_import_kvalloc
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_keyword_stands_in_the_signature_and_in_the_docstring(name: str) -> None:
+def test_every_keyword_stands_in_the_signature_and_in_the_docstring(name):
     function = getattr(kvalloc, name)
     parameters = inspect.signature(function).parameters
     described = inspect.getdoc(function) or ""
@@ -64,23 +61,23 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("match", "call"), UNKNOWN.items())
-def test_an_unknown_keyword_is_refused_before_anything_is_read(match: str, call: Any) -> None:
+def test_an_unknown_keyword_is_refused_before_anything_is_read(match, call):
     with pytest.raises(InputError, match=match):
         call()
 
 
-def test_a_default_in_the_signature_is_what_is_taken_without_the_keyword() -> None:
-    def defaults(function: Any, options: Any) -> dict[str, Any]:
+def test_a_default_in_the_signature_is_what_is_taken_without_the_keyword():
+    def defaults(function, options):
         shown = inspect.signature(function).parameters
         return {name: shown[name].default for name in options.__annotations__}
 
     asked = defaults(kvalloc.solve, RequestOptions)
     assert Request.parse(**{**asked, "budget": "20%"}) == Request.parse(budget="20%")
     measured = defaults(kvalloc.profile, ProfileOptions)
-    assert repr(read_options(measured)) == repr(read_options({}))  # type: ignore[arg-type]
+    assert repr(read_options(measured)) == repr(read_options({}))
 
 
-def test_a_loaded_model_and_an_applied_one_are_a_line() -> None:
+def test_a_loaded_model_and_an_applied_one_are_a_line():
     model = tiny_model()
     loaded = LoadedModel(model=model, tokenizer=None, model_id="a/model")
     assert repr(loaded) == "LoadedModel(a/model, LlamaForCausalLM, float32 on cpu)"
@@ -88,18 +85,16 @@ def test_a_loaded_model_and_an_applied_one_are_a_line() -> None:
     assert repr(applied) == "Applied(LlamaForCausalLM, in effect; nothing read yet)"
     model.generate(prompt(60), max_new_tokens=20)
     applied.remove()
-    assert applied.last_cache is not None
     share = f"asked for 20.0%, {applied.last_cache.share:.1%} of a cache at 16 bits"
     assert repr(applied) == f"Applied(LlamaForCausalLM, removed; last cache: {share})"
 
 
-def test_what_compare_returns_is_a_table_of_a_hundred_columns() -> None:
+def test_what_compare_returns_is_a_table_of_a_hundred_columns():
     names = ["uniform", "greedy", "adaptive_head"]
     attempts = kvalloc.compare(make_scores(0), solvers=names, budget="40%")
     head, first, second, refused = repr(attempts).splitlines()
     assert head.split() == ["solver", "share", "retention", "loss", "gap", "seconds", "ended"]
     best = attempts[0].profile
-    assert best is not None
     assert first.split()[:3] == ["greedy", f"{best.share:.1%}", f"{best.retention:.4f}"]
     assert second.startswith("uniform")
     assert refused.startswith("adaptive_head  decides single KV heads, not whole layers; use level")

@@ -1,7 +1,5 @@
 """``kvalloc inspect``: files of each kind, and what is none."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

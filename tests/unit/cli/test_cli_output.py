@@ -1,7 +1,5 @@
 """Tables, notes and bars of progress, in a terminal and in a pipe."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

@@ -1,7 +1,5 @@
 """The same files from any engine: in this process, in any order, over workers that die."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -57,7 +55,7 @@ class Shuffled(LocalEngine):
         yield from results
 
 
-def saved(folder: Path, **options) -> Path:
+def saved(folder, **options):
     """A tiny model as a folder, with a word that is poison."""
     torch.set_num_threads(1)
     model = tiny_model(**options)
@@ -97,7 +95,7 @@ def workers(folder):
         ray.shutdown()
 
 
-def texts(*poisoned: int, samples: int = 6) -> list[Prompt]:
+def texts(*poisoned, samples=6):
     """Prompts; of some the last word is the poisonous one."""
     return [
         Prompt(
@@ -147,7 +145,7 @@ def test_workers_write_the_same_file(loaded, workers, tmp_path, job):
 
 
 def test_a_sample_that_fails_by_itself_is_set_aside(loaded, tmp_path):
-    told: list[tuple[int, int]] = []
+    told = []
     found, without = (
         measured(loaded.model, loaded, some, progress=lambda *now: told.append(now))
         for some in (texts(1, 4), [one for one in texts() if one.line not in (2, 5)])
@@ -195,7 +193,7 @@ class Stopped(BaseException):
     """Stands for a kill."""
 
 
-def stop(done: int, total: int) -> None:
+def stop(done, total):
     if done > total / 2:
         raise Stopped
 
@@ -316,11 +314,11 @@ def test_a_part_of_every_layer_is_refused(loaded, monkeypatch):
 
 
 @contextmanager
-def answering(content: bytes):
+def answering(content):
     """A port of this machine where something answers that is no cluster."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer() -> None:
+        def answer():
             connection, _ = server.accept()
             with connection:
                 connection.recv(100)

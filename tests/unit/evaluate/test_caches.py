@@ -1,7 +1,5 @@
 """The same questions and tasks through different caches, on random models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

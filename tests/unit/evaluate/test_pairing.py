@@ -1,7 +1,5 @@
 """Paired comparisons against values worked out by hand, and what pairing is for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Profiles on the hub: the real client, against a hub of one repository in a folder."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,10 +1,10 @@
 """Budgets for other engines and tools: what is written, read back, and never lost in silence."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +17,9 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.exporting import TARGETS, export
 from kvalloc.interop.openvino import scheduler_config
 from kvalloc.interop.target import RESTRICTIONS, full_profile, lost, restrict
+
+# Budgets for other engines and tools: what is written, read back, and never lost in silence
+
 
 ALL = [*RESTRICTIONS]
 XKV = Policy(scorer="xkv", scorer_parameters={"window": 3}, sinks=2, window=3)
@@ -320,3 +323,15 @@ def test_score_curves_are_exported_as_a_table(tmp_path):
     first = str(scores.loss_tokens[0])
     loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
     assert loss == [pytest.approx(scores.losses[:, 1, 0, 0, 0, 0].mean())]
+
+
+# docs/interop.md has every target and every loss
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "interop.md").read_text(encoding="utf-8")
+
+
+def test_every_target_and_every_loss_has_a_row():
+    rows = {name for row in re.findall(r"^\| (`.*?) \|", PAGE, re.M) for name in row.split(", ")}
+    rows.discard("`--accept`")
+    assert rows == {f"`{name}`" for name in (*TARGETS, *RESTRICTIONS)}

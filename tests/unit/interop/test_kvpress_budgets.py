@@ -3,8 +3,6 @@
 tests/integration/test_kvpress.py has the same with kvpress itself.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Presses of another package, by stand-ins with kvpress's interface, on random models."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Retention curves, joint curves of layers, and KL: by hand and by their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

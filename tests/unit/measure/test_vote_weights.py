@@ -1,7 +1,5 @@
 """The votes' weight: losses against the model's own attention with entries hidden; the choice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

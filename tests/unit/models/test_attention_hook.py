@@ -1,11 +1,8 @@
 """The hook sees every layer, changes nothing by itself, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +12,15 @@ from tiny_models import tiny_model
 from kvalloc.models.attention import AttentionSwitch, base_implementation, intercept_attention
 
 
-def look(states: Any, compute: Any) -> Any:
+def look(states, compute):
     return compute(states.mask)
 
 
-def noting() -> tuple[list[int], Any]:
+def noting():
     """A list, and a handler that adds each layer that it sees to it."""
-    layers: list[int] = []
+    layers = []
 
-    def note(states: Any, compute: Any) -> Any:
+    def note(states, compute):
         layers.append(states.layer)
         return compute(states.mask)
 
@@ -31,16 +28,16 @@ def noting() -> tuple[list[int], Any]:
 
 
 @pytest.fixture
-def ids() -> Any:
+def ids():
     return torch.arange(2 * 9).reshape(2, 9) + 1
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_looking_is_bit_identical_and_sees_every_layer(attention: str, ids: Any) -> None:
+def test_looking_is_bit_identical_and_sees_every_layer(attention, ids):
     model = tiny_model(attention=attention)
     seen = []
 
-    def note(states: Any, compute: Any) -> Any:
+    def note(states, compute):
         seen.append((states.layer, tuple(states.queries.shape), tuple(states.keys.shape)))
         assert states.values.shape == states.keys.shape
         assert states.scaling == pytest.approx(8**-0.5)
@@ -64,11 +61,11 @@ def test_looking_is_bit_identical_and_sees_every_layer(attention: str, ids: Any)
     assert model.config._attn_implementation == attention
 
 
-def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids: Any) -> None:
+def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids):
     model = tiny_model()
-    calls: list[str] = []
+    calls = []
 
-    def named(name: str) -> Any:
+    def named(name):
         return lambda states, compute: (calls.append(name), compute(states.mask))[1]
 
     with torch.no_grad(), intercept_attention(model, named("outer")):
@@ -80,7 +77,7 @@ def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids: Any) ->
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
+def test_another_model_inside_the_with_is_left_alone(ids):
     model, other = tiny_model(), tiny_model(seed=1)
     # Even one that shares the config.
     twin = transformers.LlamaForCausalLM(model.config).eval()
@@ -95,11 +92,11 @@ def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
     assert layers == [0, 1, 2]
 
 
-def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) -> None:
+def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids):
     model = tiny_model()
     calls, note = noting()
 
-    def elsewhere() -> None:
+    def elsewhere():
         with torch.no_grad(), intercept_attention(model, look):
             model(ids)
 
@@ -113,7 +110,7 @@ def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) 
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_config_in_a_module_is_a_view_of_the_model_s(ids: Any) -> None:
+def test_the_config_in_a_module_is_a_view_of_the_model_s(ids):
     """Of its type, with its attributes, and copied and pickled as the config itself."""
     model = tiny_model()
     config, module = model.config, model.model.layers[0].self_attn
@@ -135,16 +132,16 @@ def test_the_config_in_a_module_is_a_view_of_the_model_s(ids: Any) -> None:
     assert module.config is config
 
 
-def _reads_a_wrapper(module: Any) -> bool:
+def _reads_a_wrapper(module):
     """In a thread of its own, where nothing is intercepted."""
-    found: list[str] = []
+    found = []
     thread = threading.Thread(target=lambda: found.append(module.config._attn_implementation))
     thread.start()
     thread.join()
     return found[0].startswith("kvalloc_")
 
 
-def test_an_implementation_chosen_inside_the_with_stays(ids: Any) -> None:
+def test_an_implementation_chosen_inside_the_with_stays(ids):
     model = tiny_model()
     with intercept_attention(model, look):
         model.set_attn_implementation("eager")
@@ -153,7 +150,7 @@ def test_an_implementation_chosen_inside_the_with_stays(ids: Any) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_leaving_from_another_context_is_safe() -> None:
+def test_leaving_from_another_context_is_safe():
     model = tiny_model()
     switch = AttentionSwitch(model)
     tokens = []
@@ -164,9 +161,7 @@ def test_leaving_from_another_context_is_safe() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_package_that_wraps_every_attention_function_may_call_ours(
-    ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_wraps_every_attention_function_may_call_ours(ids, monkeypatch):
     """As kvpress does where it is imported afterwards: dropout comes by its place then."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -174,10 +169,8 @@ def test_a_package_that_wraps_every_attention_function_may_call_ours(
     with torch.no_grad(), intercept_attention(model, look):
         plain = model(ids).logits
 
-    def wrapped(function: Any) -> Any:
-        def wrapper(
-            module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, **more: Any
-        ) -> Any:
+    def wrapped(function):
+        def wrapper(module, query, key, value, mask, dropout, **more):
             calls.append(function)
             return function(module, query, key, value, mask, dropout, **more)
 

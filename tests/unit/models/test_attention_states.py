@@ -1,9 +1,6 @@
 """What the attention door hands over is what the model computes with, whatever the family."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from scorer_oracle import make_states
@@ -20,7 +17,7 @@ from kvalloc.scorers.attention_rows import attention_rows  # noqa: E402
 from kvalloc.scorers.expected_attention import ExpectedAttention  # noqa: E402
 from kvalloc.scorers.projected_values import projected_value_norms  # noqa: E402
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -34,7 +31,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
 }
 KINDS = ["full_attention", "sliding_attention"]
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
@@ -57,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": KINDS, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
 }
-UNUSUAL: dict[str, dict[str, Any]] = {
+UNUSUAL = {
     "Afmoe": {"layer_types": KINDS[::-1], "num_dense_layers": 2},
     "Exaone4": {"layer_types": KINDS[::-1]},
     "SmolLM3": {"no_rope_layers": [1, 0]},
@@ -67,7 +64,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 N_TOKENS = 12
 
 
-def model_of(family: str, attention: str = "eager") -> Any:
+def model_of(family, attention="eager"):
     name, more = FAMILIES.get(family) or (family, UNUSUAL[family])
     config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
     config = getattr(transformers, config_name)(**{**SIZES, **more})
@@ -80,11 +77,11 @@ def model_of(family: str, attention: str = "eager") -> Any:
     return model
 
 
-def states_of(model: Any, ids: Any) -> list[tuple[Any, Any]]:
+def states_of(model, ids):
     """What each layer's attention sees, and the weights that it answers with."""
     seen = []
 
-    def note(states: Any, compute: Any) -> Any:
+    def note(states, compute):
         output, weights = compute(states.mask)
         seen.append((states, weights))
         return output, weights
@@ -95,12 +92,12 @@ def states_of(model: Any, ids: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.fixture
-def ids() -> Any:
+def ids():
     return torch.randint(2, 61, (2, N_TOKENS), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_recomputed_as_the_model_has_them(family: str, ids: Any) -> None:
+def test_weights_are_recomputed_as_the_model_has_them(family, ids):
     model = model_of(family)
     for states, weights in states_of(model, ids):
         layer = model.model.layers[states.layer].self_attn
@@ -109,7 +106,7 @@ def test_weights_are_recomputed_as_the_model_has_them(family: str, ids: Any) -> 
         torch.testing.assert_close(found.flatten(1, 2), weights[:, :, 3:], atol=1e-5, rtol=0)
 
 
-def test_caps_and_sinks_matter_here(ids: Any) -> None:
+def test_caps_and_sinks_matter_here(ids):
     """Or the test above would prove nothing of them."""
     capped, plain = (states_of(model_of(one), ids)[0][0] for one in ("gemma2", "llama"))
     assert capped.softcap == 1.5
@@ -121,7 +118,7 @@ def test_caps_and_sinks_matter_here(ids: Any) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt-oss"}))
-def test_frequencies_turn_queries_back(family: str) -> None:
+def test_frequencies_turn_queries_back(family):
     """The same token everywhere: turned back, its queries are the same at every position."""
     same = torch.full((1, N_TOKENS), 7)
     for states, _ in states_of(model_of(family), same):
@@ -130,13 +127,13 @@ def test_frequencies_turn_queries_back(family: str) -> None:
         torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
 
 
-def test_models_that_turn_neighbours_give_no_frequencies(ids: Any) -> None:
+def test_models_that_turn_neighbours_give_no_frequencies(ids):
     found = states_of(model_of("Cohere"), ids)[0][0].frequencies
     assert found == "CohereAttention does not rotate halves of its queries"
 
 
 @pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
-def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) -> None:
+def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family):
     """The same token everywhere: where its queries are the same as they are, nothing is turned."""
     found = states_of(model_of(family), torch.full((1, N_TOKENS), 7))
     assert len(found) == 2
@@ -145,7 +142,7 @@ def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) 
         assert (moved > 0.01) == turned == isinstance(states.frequencies, torch.Tensor)
 
 
-def only_sometimes(self: Any, hidden_states: Any, position_embeddings: Any, mask: Any) -> Any:
+def only_sometimes(self, hidden_states, position_embeddings, mask):
     if hidden_states.shape[1] > 2:
         apply_rotary_pos_emb(hidden_states, hidden_states, *position_embeddings)  # noqa: F821
 
@@ -159,9 +156,7 @@ def only_sometimes(self: Any, hidden_states: Any, position_embeddings: Any, mask
     ],
     ids=["no source", "a condition of its own", "no rotation"],
 )
-def test_a_layer_whose_source_shows_nothing_is_not_taken_for_a_plain_one(
-    forward: Any, said: str
-) -> None:
+def test_a_layer_whose_source_shows_nothing_is_not_taken_for_a_plain_one(forward, said):
     model = model_of("llama")
     layer, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
     assert isinstance(layer_frequencies(layer, rotary), torch.Tensor)
@@ -176,7 +171,7 @@ def test_a_layer_whose_source_shows_nothing_is_not_taken_for_a_plain_one(
 
 
 @pytest.mark.filterwarnings("ignore:.*quant.*")
-def test_quantized_layers_show_their_output_projection(ids: Any) -> None:
+def test_quantized_layers_show_their_output_projection(ids):
     """`quantize_dynamic` makes the weight a method; its numbers are those that the layer uses."""
     model = model_of("llama")
     plain = states_of(model, ids)[0][0]
@@ -192,7 +187,7 @@ def test_quantized_layers_show_their_output_projection(ids: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*quant.*")
-def test_quantized_weights_are_not_taken_for_another_models() -> None:
+def test_quantized_weights_are_not_taken_for_another_models():
     """A profile of the model fits it, by its name, and a digest of what it computes with differs.
 
     Their linear layers have no parameters any more: the embedding alone looked like others.

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from cli_tools import save_tiny_model
-from hostile_files import Kind, outcomes
+from hostile_files import outcomes
 from tiny_models import tiny_model
 
 from kvalloc.errors import UnsupportedModelError
@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
 
 
-def tiny_gguf(folder: Path) -> bytes:
+def tiny_gguf(folder):
     """A llama of one layer in GGUF's form."""
     import gguf
 
@@ -74,7 +74,7 @@ def tiny_gguf(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+def kinds(tmp_path_factory):
     """Return a kind for each JSON file of a model's folder, and GGUF."""
     folder, model = save_tiny_model(tmp_path_factory.mktemp("sound"), tiny_model()), tiny_model()
     index = dict.fromkeys((name for name, _ in model.named_parameters()), "weights.safetensors")
@@ -82,14 +82,14 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     whole = {file.name: file.read_bytes() for file in folder.iterdir()}
 
-    def read(path: Path, name: str) -> object:
+    def read(path, name):
         changed = path.with_name("model")
         changed.mkdir(exist_ok=True)
         for file, content in {**whole, name: path.read_bytes()}.items():
             (changed / file).write_bytes(content)
         return shape_of(load_model(changed).model)
 
-    def read_gguf(path: Path) -> object:
+    def read_gguf(path):
         try:
             return shape_of(load_model(path.rename(path.with_suffix(".gguf"))).model)
         finally:
@@ -102,23 +102,18 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     }
 
 
-def test_model_files_made_by_chance_are_refused_or_read(
-    kinds: dict[str, Kind],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_model_files_made_by_chance_are_refused_or_read(kinds, tmp_path, monkeypatch, request):
     count, seed = map(request.config.getoption, ("--hostile-files", "--hostile-seed"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
-    found: Counter[str] = Counter()
+    found = Counter()
     for name, kind in kinds.items():
         found += outcomes(name, kind, tmp_path / "hostile", max(5, count // 25), seed)
     assert found["refused"]
     assert found["read"]
 
 
-def planted(folder: Path, **config: Any) -> Path:
+def planted(folder, **config):
     """A model's folder with Python files that leave a trace when they run."""
     save_tiny_model(folder, tiny_model())
     code = f"open({str(folder / 'ran')!r}, 'w')\nclass Mine: ...\n"
@@ -133,9 +128,7 @@ def planted(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)  # whoever asks fails
     folder = planted(tmp_path / "own", model_type="mine", architectures=["Mine"])
     with pytest.raises(UnsupportedModelError, match="brings code of its own, which kvalloc does"):
@@ -143,20 +136,18 @@ def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(
     assert not (folder / "ran").exists()
 
 
-def test_code_beside_a_known_model_is_not_run(tmp_path: Path) -> None:
+def test_code_beside_a_known_model_is_not_run(tmp_path):
     folder = planted(tmp_path / "llama")
     assert shape_of(load_model(folder).model).n_layers == 3
     assert not (folder / "ran").exists()
 
 
-def test_every_loader_says_that_foreign_code_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[object] = []
+def test_every_loader_says_that_foreign_code_is_not_run(tmp_path, monkeypatch):
+    given = []
     for kind in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
         real = kind.from_pretrained
 
-        def noted(*names: Any, real: Any = real, **options: Any) -> Any:
+        def noted(*names, real=real, **options):
             given.append(options.get("trust_remote_code"))
             return real(*names, **options)
 
@@ -176,7 +167,7 @@ class _Harm:
         return open, (str(self.trace), "w")
 
 
-def test_weights_that_are_a_pickle_run_nothing(tmp_path: Path) -> None:
+def test_weights_that_are_a_pickle_run_nothing(tmp_path):
     folder = save_tiny_model(tmp_path / "tiny", tiny_model())
     (folder / "model.safetensors").unlink()
     torch.save({"x": _Harm(tmp_path / "ran")}, folder / "pytorch_model.bin", pickle_module=pickle)
@@ -186,7 +177,7 @@ def test_weights_that_are_a_pickle_run_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "intermediate_size", "vocab_size"])
-def test_a_config_of_a_huge_model_is_refused_before_it_is_made(tmp_path: Path, name: str) -> None:
+def test_a_config_of_a_huge_model_is_refused_before_it_is_made(tmp_path, name):
     folder = save_tiny_model(tmp_path / "tiny", tiny_model())
     stated = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**stated, name: 2**31}))
@@ -195,7 +186,7 @@ def test_a_config_of_a_huge_model_is_refused_before_it_is_made(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors"])
-def test_weights_are_not_read_from_outside_the_folder(tmp_path: Path, shard: str) -> None:
+def test_weights_are_not_read_from_outside_the_folder(tmp_path, shard):
     folder = save_tiny_model(tmp_path / "tiny", tiny_model())
     outside = tmp_path / "outside.safetensors"
     (folder / "model.safetensors").rename(outside)

@@ -1,5 +1,8 @@
-"""Where models come from, and their sizes."""
+"""Where models come from, their sizes, and which is the same one."""
 
+from __future__ import annotations
+
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -12,10 +15,17 @@ import torch
 from tiny_models import tiny_model
 
 from kvalloc import files
-from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.errors import (
+    InputError,
+    MissingDependencyError,
+    ModelMismatchError,
+    UnsupportedModelError,
+)
 from kvalloc.models import gguf as gguf_cache
 from kvalloc.models import loading as models
 from kvalloc.models.loading import load_model, shape_of
+
+# Where models come from, and their sizes
 
 
 @pytest.mark.parametrize(
@@ -256,3 +266,45 @@ class TestGgufCache:
         monkeypatch.delenv("KVALLOC_CACHE")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert files.cache_folder() == tmp_path / "kvalloc"
+
+
+# A profile fits a model by what the model is, not by what its folder is called
+
+
+def of(seed, model_id="someone/tiny", dtype=torch.float32):
+    torch.manual_seed(seed)
+    return shape_of(tiny_model("llama", seed=seed).to(dtype), model_id=model_id)
+
+
+def test_identical_weights_fit_under_any_name():
+    of(0).require_same_model(of(0, "renamed-folder"))
+    of(0).require_same_model(of(0, "renamed-folder", torch.bfloat16))
+
+
+def test_other_weights_are_refused_under_the_same_name():
+    with pytest.raises(ModelMismatchError, match="has other weights; make a profile.*allow_other"):
+        of(0).require_same_model(of(1))
+    of(0).require_same_model(of(1), allow_other_model=True)
+
+
+def test_where_weights_are_only_alike_the_name_decides():
+    """float16 has no digest, and a fine-tune has another one; both have nearly the same signs."""
+    half = of(0, dtype=torch.float16)
+    assert half.weights_digest is None
+    of(0).require_same_model(half)
+    tuned = tiny_model("llama", seed=0)
+    with torch.no_grad():
+        for weight in tuned.parameters():
+            weight += 0.01 * weight.std() * torch.randn_like(weight)
+    of(0).require_same_model(shape_of(tuned, model_id="elsewhere/tiny"))
+    for other in (of(0, "renamed", torch.float16), shape_of(tuned, model_id="tuned")):
+        with pytest.raises(ModelMismatchError, match=r"the profile is for someone/tiny, but the"):
+            of(0).require_same_model(other)
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 7), ("rotary", '{"rope_theta": 1}')])
+def test_another_config_is_another_model(name, value):
+    other = dataclasses.replace(of(0), **{name: value})
+    with pytest.raises(ModelMismatchError, match=name):
+        of(0).require_same_model(other, allow_other_model=True)
+    of(0).require_same_model(dataclasses.replace(of(0), **{name: None}))

@@ -1,13 +1,8 @@
 """``kvalloc.apply``: how long it lasts, what it takes, and what it refuses on entering."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +10,19 @@ from prompt_runs import CONTEXT, SINKS, TARGET, applied, generate
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError
+from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError, naming_flags
+from kvalloc.online import conflicts
+from kvalloc.online.conflicts import CONFLICTS, check_conflicts
+
+# ``kvalloc.apply``: how long it lasts, what it takes, and what it refuses on entering
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model(tiny):
     return tiny.tiny_model()
 
 
-def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) -> None:
+def test_a_plain_call_lasts_until_it_is_removed(tiny, model):
     ids = tiny.prompt(CONTEXT)
     earlier = kvalloc.apply(model, target_retention=0.6, **TARGET)
     later = kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3))
@@ -42,9 +41,7 @@ def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) ->
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{"budget": "50%"}, {"target_retention": 0.6, **TARGET}, None])
-def test_a_forward_that_makes_a_cache_makes_a_reduced_one(
-    tiny: ModuleType, model: Any, options: dict[str, Any] | None, padded: bool
-) -> None:
+def test_a_forward_that_makes_a_cache_makes_a_reduced_one(tiny, model, options, padded):
     """What ``generate()`` would have read it into; both go on alike, and so does the decoder."""
     ids = tiny.prompt(CONTEXT, batch=2)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -75,7 +72,7 @@ def test_a_forward_that_makes_a_cache_makes_a_reduced_one(
     assert cache.retained_bytes < 0.8 * cache.full_bytes
 
 
-def test_a_forward_that_brings_or_makes_no_cache_stays_plain(tiny: ModuleType, model: Any) -> None:
+def test_a_forward_that_brings_or_makes_no_cache_stays_plain(tiny, model):
     ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.4)
     with torch.no_grad(), kvalloc.apply(model, profile) as earlier:
         assert model(ids, use_cache=False).past_key_values is None
@@ -93,7 +90,7 @@ def test_a_forward_that_brings_or_makes_no_cache_stays_plain(tiny: ModuleType, m
     assert type(model(ids).past_key_values) is DynamicCache
 
 
-def test_a_forward_that_cannot_be_reduced_says_why_once(tiny: ModuleType) -> None:
+def test_a_forward_that_cannot_be_reduced_says_why_once(tiny):
     model, ids = tiny.tiny_model(attention="eager"), tiny.prompt(CONTEXT)
     with torch.no_grad():
         expected = model(ids, output_attentions=True)
@@ -109,7 +106,7 @@ def test_a_forward_that_cannot_be_reduced_says_why_once(tiny: ModuleType) -> Non
         assert all(map(torch.equal, one.attentions, expected.attentions))
 
 
-def test_a_forward_in_a_compiled_model_says_that_it_is_plain(tiny: ModuleType, model: Any) -> None:
+def test_a_forward_in_a_compiled_model_says_that_it_is_plain(tiny, model):
     ids, compiled = tiny.prompt(CONTEXT), torch.compile(model, fullgraph=True, backend="eager")
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     with (
@@ -123,16 +120,14 @@ def test_a_forward_in_a_compiled_model_says_that_it_is_plain(tiny: ModuleType, m
     assert applied.last_cache is None
 
 
-def test_what_is_refused_for_a_memory_is_refused_in_a_forward(tiny: ModuleType, model: Any) -> None:
+def test_what_is_refused_for_a_memory_is_refused_in_a_forward(tiny, model):
     with torch.no_grad(), kvalloc.apply(model, budget="50%", memory="20KB") as applied:
         assert model(tiny.prompt(12)).past_key_values is applied.last_cache
         with pytest.raises(InputError, match="memory"):
             model(tiny.prompt(CONTEXT))
 
 
-def test_a_model_in_training_and_one_that_prefills_in_chunks_run_forwards(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_a_model_in_training_and_one_that_prefills_in_chunks_run_forwards(tiny, model):
     ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.4)
     model.generation_config.prefill_chunk_size = 20
     model.train()
@@ -145,18 +140,18 @@ def test_a_model_in_training_and_one_that_prefills_in_chunks_run_forwards(
     assert applied.last_cache.retained_bytes == profile.retained_bytes_at(CONTEXT)
 
 
-def pickled(model: Any) -> Any:
+def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def saved(model: Any) -> Any:
+def saved(model):
     torch.save(model, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, copy.copy])
-def test_a_copy_is_a_plain_model_of_its_own(tiny: ModuleType, model: Any, copied: Any) -> None:
+def test_a_copy_is_a_plain_model_of_its_own(tiny, model, copied):
     """With its own weights, inside and after; of a shallow one only what it shares is not."""
     ids, profile = tiny.prompt(CONTEXT), tiny.make_profile(model, CONTEXT, 0.3)
     expected = generate(model, ids)
@@ -184,7 +179,7 @@ def test_a_copy_is_a_plain_model_of_its_own(tiny: ModuleType, model: Any, copied
     assert torch.equal(generate(twin, ids), expected)
 
 
-def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny: ModuleType, model: Any) -> None:
+def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny, model):
     model.generate = pickled
     with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)):
         assert copy.deepcopy(model).generate is pickled
@@ -214,9 +209,7 @@ def test_a_copy_keeps_a_generate_that_was_the_user_s(tiny: ModuleType, model: An
         ({"compression_ratio": 0.8}, "name the share that stays: budget='20%'"),
     ],
 )
-def test_targets_that_cannot_be_are_refused_on_entering(
-    model: Any, options: dict[str, Any], match: str
-) -> None:
+def test_targets_that_cannot_be_are_refused_on_entering(model, options, match):
     with pytest.raises(KVAllocError, match=match):
         kvalloc.apply(model, **options)
     assert "generate" not in vars(model)
@@ -229,16 +222,12 @@ def test_targets_that_cannot_be_are_refused_on_entering(
         ({"solver": "greedy"}, "solver decides for each prompt and profile was"),
     ],
 )
-def test_what_does_not_go_with_a_profile_is_refused(
-    tiny: ModuleType, model: Any, options: dict[str, Any], match: str
-) -> None:
+def test_what_does_not_go_with_a_profile_is_refused(tiny, model, options, match):
     with pytest.raises(InputError, match=match):
         kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3), **options)
 
 
-def test_apply_takes_the_file_or_the_name_of_a_profile(
-    tiny: ModuleType, model: Any, tmp_path: Path
-) -> None:
+def test_apply_takes_the_file_or_the_name_of_a_profile(tiny, model, tmp_path):
     profile = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
     profile.save(tmp_path / "p.json")
     ids = tiny.prompt(CONTEXT)
@@ -248,3 +237,37 @@ def test_apply_takes_the_file_or_the_name_of_a_profile(
         kvalloc.apply(model, "smollm2-135m-instruct-retention-90")
     with pytest.raises(InputError, match="the profile is a int, expected a BudgetProfile"):
         kvalloc.apply(model, 3)
+
+
+# The table of options that exclude each other
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.given[0])
+def test_a_row_refuses_each_of_its_options(monkeypatch, conflict):
+    monkeypatch.setattr(conflicts, "CONFLICTS", (conflict,))
+    for first in conflict.given:
+        flag = f"--{first.replace('_', '-')}"
+        for other in conflict.beside:
+            with naming_flags(), pytest.raises(InputError, match=flag):
+                check_conflicts([first, other])
+        if conflict.without:
+            with naming_flags(), pytest.raises(InputError, match=flag):
+                check_conflicts([first])
+        check_conflicts([first, *conflict.without[:1]])
+    check_conflicts([*conflict.beside, *conflict.without])
+
+
+def test_options_are_named_as_the_reader_writes_them():
+    with pytest.raises(InputError, match="^seed draws an answer, and without temperature none"):
+        check_conflicts(["seed"])
+    with naming_flags(), pytest.raises(InputError, match="^--seed .* without --temperature none"):
+        check_conflicts(["seed"])
+    with pytest.raises(InputError, match="^solver says .* such as budget='20%'"):
+        check_conflicts(["solver"])
+
+
+def test_what_goes_together_is_let_through():
+    check_conflicts(["budget", "memory", "fitted", "decode_every"])
+    check_conflicts(["profile", "policy", "allow_other_model", "save_cache", "decode_every"])
+    check_conflicts(["target_retention", "solver", "level", "scorer", "policy"])
+    check_conflicts([])

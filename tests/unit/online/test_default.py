@@ -1,12 +1,7 @@
 """A budget alone: rounded entries within a share of the bytes, late or early by the memory."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,11 +36,11 @@ TOKENS = 150
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model(tiny):
     return tiny.tiny_model(head_dim=16)
 
 
-def run(model: Any, ids: torch.Tensor, new: int = AWAITED + 2, **options: Any) -> Any:
+def run(model, ids, new=AWAITED + 2, **options):
     """The cache of a call with a budget, which has followed long enough to evict."""
     inputs = {name: options.pop(name) for name in [*options] if name in ("attention_mask",)}
     with kvalloc.apply(model, **options) as applied:
@@ -53,7 +48,7 @@ def run(model: Any, ids: torch.Tensor, new: int = AWAITED + 2, **options: Any) -
     return applied.last_cache
 
 
-def share_of(cache: Any, rows: int = 1) -> float:
+def share_of(cache, rows=1):
     """What is stored of all tokens, counted here from the tensors, of a cache at 16 bits."""
     shape = cache.profile.shape
     layers = [cache.layers[index] for index in shape.full_layers]
@@ -76,9 +71,7 @@ def share_of(cache: Any, rows: int = 1) -> float:
         ({"budget": "41%"}, 5, "reconstruction"),
     ],
 )
-def test_no_more_than_the_share_is_stored_and_little_less(
-    tiny: ModuleType, model: Any, dtype: torch.dtype, options: dict[str, Any], bits: int, way: str
-) -> None:
+def test_no_more_than_the_share_is_stored_and_little_less(tiny, model, dtype, options, bits, way):
     model, share = model.to(dtype), Default.parse(options["budget"]).share
     if "memory" in options and dtype is torch.bfloat16:
         options = {**options, "memory": options["memory"].replace("60KiB", "45KiB")}
@@ -96,7 +89,7 @@ def test_no_more_than_the_share_is_stored_and_little_less(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_other_families_padded_rows_and_chunks(tiny: ModuleType, kind: str) -> None:
+def test_other_families_padded_rows_and_chunks(tiny, kind):
     model = tiny.tiny_model(kind, head_dim=16)
     lengths = (TOKENS, 100)
     ids = torch.cat([tiny.prompt(TOKENS), tiny.prompt(TOKENS, seed=1)])
@@ -118,9 +111,7 @@ def test_other_families_padded_rows_and_chunks(tiny: ModuleType, kind: str) -> N
     assert chunked.kept_tokens.tolist() == plain.kept_tokens.tolist()
 
 
-def test_it_says_which_way_what_it_takes_and_what_it_costs(
-    tiny: ModuleType, model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
     with caplog.at_level(logging.INFO, logger="kvalloc.online.default"):
         late = run(model, tiny.prompt(TOKENS), budget="20%")
         early = run(model, tiny.prompt(TOKENS), budget="20%", memory="60KiB")
@@ -141,9 +132,7 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(
     assert "about 150 KiB while it is read, and 1.0 times" in said[2]
 
 
-def test_a_budget_of_everything_changes_no_bit(
-    tiny: ModuleType, model: Any, fitted_file: Path
-) -> None:
+def test_a_budget_of_everything_changes_no_bit(tiny, model, fitted_file):
     ids = tiny.prompt(TOKENS)
     plain, expected = generate(model, ids), model(ids).logits
     for fitted in (None, fitted_file):
@@ -153,7 +142,7 @@ def test_a_budget_of_everything_changes_no_bit(
             assert torch.equal(model(ids, use_cache=True).logits, expected)
 
 
-def test_saying_how_still_gives_a_plain_press(tiny: ModuleType, model: Any) -> None:
+def test_saying_how_still_gives_a_plain_press(tiny, model):
     cache = run(model, tiny.prompt(TOKENS), budget="50%", scorer="snapkv", solver="uniform")
     assert cache.profile.share_of_16_bits is None
     assert cache.profile.bits is None
@@ -162,9 +151,7 @@ def test_saying_how_still_gives_a_plain_press(tiny: ModuleType, model: Any) -> N
     assert cache.decision_seconds is not None
 
 
-def test_the_profile_is_a_file_and_the_cache_another(
-    tiny: ModuleType, model: Any, tmp_path: Any
-) -> None:
+def test_the_profile_is_a_file_and_the_cache_another(tiny, model, tmp_path):
     cache = run(model, tiny.prompt(TOKENS), budget="20%")
     cache.profile.save(tmp_path / "p.json")
     loaded = BudgetProfile.load(tmp_path / "p.json")
@@ -196,9 +183,7 @@ def test_the_profile_is_a_file_and_the_cache_another(
         ({"budget": "30%", "decode_every": 0}, "decode_every is 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    tiny: ModuleType, model: Any, options: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_is_refused(tiny, model, options, said):
     with pytest.raises(InputError, match=said.replace("(", r"\(")):
         run(model, tiny.prompt(TOKENS), **options)
 
@@ -208,9 +193,7 @@ def test_what_cannot_be_is_refused(
     "options",
     [{}, {"decode_every": 64}, {"memory": "1MiB"}, {"scorer": "snapkv"}],
 )
-def test_a_prompt_too_short_for_its_share_is_kept_whole(
-    tiny: ModuleType, model: Any, tokens: int, options: dict[str, Any]
-) -> None:
+def test_a_prompt_too_short_for_its_share_is_kept_whole(tiny, model, tokens, options):
     for share, dtype in (("20%", torch.float32), ("2%", torch.bfloat16)):
         cache = run(model.to(dtype), tiny.prompt(tokens), new=1, budget=share, **options)
         assert (cache.kept_tokens == tokens).all()
@@ -228,9 +211,7 @@ def test_a_prompt_too_short_for_its_share_is_kept_whole(
 
 @pytest.mark.parametrize("options", [{}, {"memory": "150KiB"}])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
-    tiny: ModuleType, kind: str, options: dict[str, Any]
-) -> None:
+def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(tiny, kind, options):
     model, ids = tiny.tiny_model(kind, head_dim=16), tiny.prompt(TOKENS, 2)
     mask = torch.ones_like(ids)
     mask[0] = 0
@@ -242,9 +223,7 @@ def test_a_row_of_padding_alone_is_answered_as_the_plain_model_does(
     assert applied.last_cache.kept_tokens_by_row[1].max() > 19
 
 
-def ways_of(
-    model: Any, tokens: int | None = TOKENS, *, embedded: bool = False, **asked: Any
-) -> str:
+def ways_of(model, tokens=TOKENS, *, embedded=False, **asked):
     """Who chooses the entries, by the scorer's name."""
     kept = {name: asked.pop(name) for name in [*asked] if name in ("fitted", "decode_every")}
     default = Default.parse(**asked, options=CacheOptions(**kept))
@@ -264,25 +243,22 @@ def ways_of(
         (1.0, TOKENS, {}, Whole),
     ],
 )
-def test_a_way_is_chosen_by_numbers(
-    model: Any, share: float, tokens: int | None, asked: dict[str, Any], way: type
-) -> None:
+def test_a_way_is_chosen_by_numbers(model, share, tokens, asked, way):
     setting = Setting(shape=shape_of(model), share=share)
     assert type(chosen_way(setting, tokens, **asked)) is way
 
 
-def test_a_prompt_that_cannot_be_read_again_is_not(tiny: ModuleType, model: Any) -> None:
+def test_a_prompt_that_cannot_be_read_again_is_not(tiny, model):
     assert ways_of(model, budget="20%") == "reconstruction"
     assert ways_of(model, budget="20%", decode_every=8) == "reconstruction"  # has no part in it
     assert ways_of(model, tokens=761, budget="20%") == "lookahead"  # of 1,024 positions
     embeds = model.get_input_embeddings()(tiny.prompt(TOKENS))
     with kvalloc.apply(model, budget="20%") as applied:
         model.generate(inputs_embeds=embeds, max_new_tokens=AWAITED + 2, do_sample=False)
-    assert applied.last_cache is not None
     assert applied.last_cache.profile.policy.scorer == "lookahead"
 
 
-def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny: ModuleType) -> None:
+def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny):
     config = CohereConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=64, max_position_embeddings=1024, pad_token_id=0,
@@ -295,9 +271,7 @@ def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny: Modul
     assert 0.26 < share_of(cache) <= 0.3
 
 
-def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(
-    tiny: ModuleType, model: Any, fitted_file: Path
-) -> None:
+def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(tiny, model, fitted_file):
     """Where the memory asks for eviction layer by layer, its surrogate chooses alone."""
     options = CacheOptions(fitted=str(fitted_file))
     little = Default.parse("20%", replace(options, memory=100 * 2**10))
@@ -311,9 +285,7 @@ def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(
         Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
 
 
-def test_any_share_is_solved_from_a_fitted_file(
-    tiny: ModuleType, model: Any, fitted_file: Path, tmp_path: Path
-) -> None:
+def test_any_share_is_solved_from_a_fitted_file(tiny, model, fitted_file, tmp_path):
     """A budget profile with a bound, of which every claim is verified from the two files."""
     file, profile = fitted_file, tmp_path / "p.json"
     fitted = FittedModel.load(file)
@@ -346,8 +318,8 @@ def test_any_share_is_solved_from_a_fitted_file(
 
 
 def test_a_loss_is_asked_for_and_the_least_share_predicted_to_keep_it_is_taken(
-    tiny: ModuleType, model: Any, fitted_file: Path
-) -> None:
+    tiny, model, fitted_file
+):
     shares = []
     for loss in (0.05, 0.01, 0.001, 1e-9):
         profile = run(model, tiny.prompt(TOKENS), target_loss=loss, fitted=fitted_file).profile
@@ -361,9 +333,7 @@ def test_a_loss_is_asked_for_and_the_least_share_predicted_to_keep_it_is_taken(
     assert shares[-1] == 1
 
 
-def test_what_a_fitted_file_decides_takes_what_it_says(
-    tiny: ModuleType, model: Any, fitted_file: Path
-) -> None:
+def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file):
     """Entries and bits of each head, within the peak that is stated, in rows and in chunks."""
     options = CacheOptions(fitted=str(fitted_file))
     default, shape = Default.parse("20%", options), shape_of(model)

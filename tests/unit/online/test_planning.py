@@ -1,10 +1,6 @@
 """What to run within one memory: bytes as they are stored, the fastest rows, bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,15 +37,15 @@ Plan = Callable[..., Any]
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model(tiny):
     return tiny.tiny_model(head_dim=16)
 
 
 @pytest.fixture
-def plan(model: Any, fitted_file: Path) -> Plan:
+def plan(model, fitted_file):
     """Plans for the tiny model, with made-up times."""
 
-    def planned(memory: str | int = "1MiB", **options: Any) -> Any:
+    def planned(memory="1MiB", **options):
         given = {"prompt": PROMPT, "answer": ANSWER, "target_loss": LOSS, "times": TIMES}
         return plan_batch(model, memory=memory, **{**given, "fitted": fitted_file, **options})
 
@@ -57,10 +53,10 @@ def plan(model: Any, fitted_file: Path) -> Plan:
 
 
 @pytest.fixture
-def way_at(model: Any, fitted_file: Path) -> Callable[[float], Decided]:
+def way_at(model, fitted_file):
     """How the default serves a prompt at a share."""
 
-    def way(share: float) -> Decided:
+    def way(share):
         default = Default(share=share, options=CacheOptions(fitted=fitted_file))
         chosen = chosen_way(default.setting(shape_of(model)), PROMPT)
         assert isinstance(chosen, Decided)
@@ -70,14 +66,12 @@ def way_at(model: Any, fitted_file: Path) -> Callable[[float], Decided]:
 
 
 @pytest.mark.parametrize("answer", [ANSWER, 200])
-def test_a_cache_of_each_setting_stores_what_was_planned(
-    tiny: ModuleType, model: Any, plan: Plan, fitted_file: Path, answer: int
-) -> None:
+def test_a_cache_of_each_setting_stores_what_was_planned(tiny, model, plan, fitted_file, answer):
     """As many rows at that share, read and answered: at the peak, no more and hardly less."""
     options = CacheOptions(fitted=fitted_file)
     for one in plan("400KiB", answer=answer).best:
         size = PromptSize(tokens=PROMPT, lengths=(PROMPT,) * one.rows)
-        cache: Any = Default(share=one.share, options=options).cache(model, size)
+        cache = Default(share=one.share, options=options).cache(model, size)
         run(model, tiny.prompt(PROMPT, one.rows), cache)
         assert cache.retained_bytes == one.rows * cache.profile.retained_bytes_at(PROMPT)
         peak = 0
@@ -87,17 +81,15 @@ def test_a_cache_of_each_setting_stores_what_was_planned(
         assert 0.9 * one.peak_bytes <= peak <= one.peak_bytes <= 400 * 1024
 
 
-def test_where_little_is_answered_the_peak_is_that_of_reading(
-    model: Any, plan: Plan, way_at: Callable[[float], Decided]
-) -> None:
+def test_where_little_is_answered_the_peak_is_that_of_reading(model, plan, way_at):
     for one in plan(answer=1).best:
         kept = way_at(one.share).profile(PROMPT).retained_bytes_at(PROMPT, one.rows)
         assert one.peak_bytes == kept + reading_bytes(shape_of(model), PROMPT, one.rows)
 
 
 def test_rows_are_the_fastest_that_fit_and_the_smallest_share_is_that_of_the_loss(
-    model: Any, plan: Plan, way_at: Callable[[float], Decided], fitted_file: Path
-) -> None:
+    model, plan, way_at, fitted_file
+):
     """Against every number of rows, where more rows are not always faster."""
     shape, least = shape_of(model), share_for_loss(str(fitted_file), LOSS, grid_length(PROMPT))
     before, fewer = 0.0, 0
@@ -119,7 +111,7 @@ def test_rows_are_the_fastest_that_fit_and_the_smallest_share_is_that_of_the_los
     assert fewer  # eight rows would have fitted where four are faster
 
 
-def test_a_plain_cache_stands_beside_where_one_fits(model: Any, plan: Plan) -> None:
+def test_a_plain_cache_stands_beside_where_one_fits(model, plan):
     whole = shape_of(model).plain_bytes(PROMPT + ANSWER)
     assert plan(whole - 1).plain is None
     plain = plan(2 * whole).plain
@@ -147,8 +139,8 @@ def test_a_plain_cache_stands_beside_where_one_fits(model: Any, plan: Plan) -> N
     ],
 )
 def test_a_wrong_request_is_refused_in_words_before_anything_is_measured(
-    plan: Plan, options: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    plan, options, words, monkeypatch
+):
     monkeypatch.delattr("kvalloc.online.planning.measure_steps")
     with pytest.raises(InputError) as refusal:
         plan(**{"times": None, **options})
@@ -156,7 +148,7 @@ def test_a_wrong_request_is_refused_in_words_before_anything_is_measured(
         assert word in str(refusal.value)
 
 
-def test_the_least_memory_that_is_named_is_enough(plan: Plan) -> None:
+def test_the_least_memory_that_is_named_is_enough(plan):
     with pytest.raises(InputError, match="at least memory='") as refusal:
         plan(1000)
     least = parse_bytes(str(refusal.value).split("'")[-2])
@@ -165,7 +157,7 @@ def test_the_least_memory_that_is_named_is_enough(plan: Plan) -> None:
         plan(least - 1)
 
 
-def test_steps_are_measured_where_the_model_is(plan: Plan) -> None:
+def test_steps_are_measured_where_the_model_is(plan):
     times = plan(times=None).times
     assert min(times.model_seconds) > 0
     for line in (times.plain, times.kept, times.followed, times.settled, times.entered):
@@ -174,7 +166,7 @@ def test_steps_are_measured_where_the_model_is(plan: Plan) -> None:
     assert times.source.startswith("measured on this cpu in ")
 
 
-def test_the_figures_of_a_device_bound_a_step_by_bytes_and_by_products(model: Any) -> None:
+def test_the_figures_of_a_device_bound_a_step_by_bytes_and_by_products(model):
     bandwidth, products = DEVICES["h100"]
     times = device_steps(model, "h100")
     numbers = sum(own.numel() for own in model.parameters())
@@ -187,7 +179,7 @@ def test_the_figures_of_a_device_bound_a_step_by_bytes_and_by_products(model: An
 
 
 @pytest.mark.model
-def test_a_plan_on_the_command_line(tmp_path: Path) -> None:
+def test_a_plan_on_the_command_line(tmp_path):
     """Of a device that is not here, so that nothing is measured."""
     where = ("--prompt", 1000, "--answer", 200, "--device", "h200")
     ran = run_command("plan", "demo", "--memory", "64MiB", *where)

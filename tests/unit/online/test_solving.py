@@ -1,9 +1,6 @@
 """Deciding by what the whole cache loses, on small random models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,7 @@ PLAN = LossPlan(shares=(0.0, 0.15, 0.3, 0.6), level="head", continuation_tokens=
 ANSWER = "w3 w1 w4 w1 w5"
 
 
-def prompts(first: int = 0, count: int = 6) -> list[Prompt]:
+def prompts(first=0, count=6):
     tasks = ("", "copy")
     return [
         Prompt(text=words(60 - n % 3, 100 + n), answer=ANSWER, task=tasks[n % 2])
@@ -35,21 +32,21 @@ def prompts(first: int = 0, count: int = 6) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model(initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
-def scores(model: Any) -> Any:
+def scores(model):
     return profile(model, TOKENIZER, prompts(50, 4), context=60, samples=4, loss=PLAN)
 
 
-def run(scores: Any, model: Any, given: Any = None, **options: Any) -> BudgetProfile:
+def run(scores, model, given=None, **options):
     given = prompts() if given is None else given
     return solve_measured(scores, model, TOKENIZER, given, **{"level": "head", **options})
 
 
-def losses_of(model: Any, decided: BudgetProfile, given: list[Prompt]) -> list[float]:
+def losses_of(model, decided, given):
     samples = solving.choose_samples(
         given, TOKENIZER, context_tokens=60, least_tokens=1, sampling_ratio=1.0
     )
@@ -57,13 +54,12 @@ def losses_of(model: Any, decided: BudgetProfile, given: list[Prompt]) -> list[f
     return [whole.loss(index, decided) for index in range(len(given))]
 
 
-def test_a_size_is_decided_and_measured_once(model: Any, scores: Any, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_a_size_is_decided_and_measured_once(model, scores, tmp_path):
+    told = []
     decided = run(scores, model, budget="40%", progress=lambda *now: told.append(now))
     plain = kvalloc.solve(scores, budget="40%", level="head")
     assert np.array_equal(decided.budgets, plain.budgets)
     stated, losses = decided.measured_loss, losses_of(model, decided, prompts())
-    assert stated is not None
     by_task = [np.array(losses[0::2]), np.array(losses[1::2])]
     assert stated.loss == pytest.approx(np.mean([one.mean() for one in by_task]))
     assert stated.interval == pytest.approx(interval(by_task))
@@ -79,19 +75,16 @@ def test_a_size_is_decided_and_measured_once(model: Any, scores: Any, tmp_path: 
     assert kvalloc.solve_measured is solve_measured
 
 
-def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: Any) -> None:
+def test_curves_that_promise_too_much_are_asked_for_less(model, scores):
     reference = run(scores, model, budget="50%").measured_loss
-    assert reference is not None
     target, hopeful = reference.loss, scores.replace(losses=scores.losses * 0.1)
     decided = run(hopeful, model, target_loss=target)
     stated = decided.measured_loss
-    assert stated is not None
     assert stated.loss <= target == stated.target
     first, *_ = stated.tries
     (own,) = (one for one in stated.tries if one.retained_bytes == decided.retained_bytes)
     assert first.target == target
     assert first.loss > target
-    assert first.predicted is not None
     assert first.predicted <= target
     assert (decided.requested["value"], stated.loss) == (own.target, own.loss)
     within = [one.retained_bytes for one in stated.tries if one.loss <= target]
@@ -107,37 +100,32 @@ def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: Any
 @pytest.mark.parametrize(
     ("promised", "said"), [(1e-9, r"not reached in \d tries.*lost \d\.\d+: ask"), (1.0, "least is")]
 )
-def test_a_target_that_cannot_be_met_says_what_can(
-    model: Any, scores: Any, promised: float, said: str
-) -> None:
+def test_a_target_that_cannot_be_met_says_what_can(model, scores, promised, said):
     hopeful = scores.replace(losses=scores.losses * promised)
     with pytest.raises(InfeasibleError, match=said):
         run(hopeful, model, target_loss=1e-6, max_tokens=30)
 
 
-def test_bits_and_policies_are_measured_as_the_cache_has_them(model: Any) -> None:
+def test_bits_and_policies_are_measured_as_the_cache_has_them(model):
     plan = replace(PLAN, policies=("tova", "knorm"))
     both = profile(model, TOKENIZER, prompts(50, 4), context=60, samples=4, loss=plan, bits=(8, 3))
     decided = run(both, model, budget="60%", bits=(16, 8, 3))
     assert decided.bits is not None
-    assert decided.measured_loss is not None
     assert len(np.unique(decided.bits)) > 1
     assert decided.measured_loss.loss == pytest.approx(
         np.mean(losses_of(model, decided, prompts()))
     )
 
 
-def test_a_killed_measurement_goes_on_where_it_was(
-    model: Any, scores: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_measurement_goes_on_where_it_was(model, scores, tmp_path, monkeypatch):
     class Killed(Exception):
         pass
 
-    def stop(done: int, total: int) -> None:
+    def stop(done, total):
         if done == 4:
             raise Killed
 
-    asked: dict[str, Any] = {"budget": "35%", "output": tmp_path / "x.json"}
+    asked = {"budget": "35%", "output": tmp_path / "x.json"}
     with pytest.raises(Killed):
         run(scores, model, progress=stop, **asked)
     with pytest.raises(InputError, match="unfinished work.*resume=True"):
@@ -155,11 +143,11 @@ def test_a_killed_measurement_goes_on_where_it_was(
 
 
 def test_by_default_prompts_of_every_kind_are_made_that_no_curve_was_measured_on(
-    monkeypatch: pytest.MonkeyPatch, model: Any, scores: Any
-) -> None:
-    asked: list[Any] = []
+    monkeypatch, model, scores
+):
+    asked = []
 
-    def made(tokenizer: Any, n_prompts: int, n_tokens: int, *, seed: int) -> list[Prompt]:
+    def made(tokenizer, n_prompts, n_tokens, *, seed):
         asked.append((n_prompts, n_tokens, seed > 0))
         if len(asked) > 1:
             raise InputError("no prompt of the task needle fits")
@@ -167,15 +155,14 @@ def test_by_default_prompts_of_every_kind_are_made_that_no_curve_was_measured_on
 
     monkeypatch.setattr(solving, "calibration_prompts", made)
     stated = solve_measured(scores, model, TOKENIZER, budget="40%").measured_loss
-    assert stated is not None
     assert stated.interval is None
     with pytest.raises(InputError, match="needle fits; give others with prompts"):
         solve_measured(scores, model, TOKENIZER, budget="40%")
     assert asked == [(16, 60, True)] * 2
 
 
-def test_what_cannot_be_measured_is_refused(model: Any, scores: Any) -> None:
-    wrong: list[tuple[Any, str]] = [
+def test_what_cannot_be_measured_is_refused(model, scores):
+    wrong = [
         (prompts(50, 4), "those of the score profile's curves"),
         ([Prompt(text="w1 w2")], "has 2 tokens"),
         ([], "no text to measure"),

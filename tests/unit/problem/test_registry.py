@@ -1,12 +1,8 @@
 """Solvers by name: ours are found the way anybody's are."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_tools import run
@@ -19,10 +15,10 @@ from kvalloc.problem import registry
 
 
 @pytest.fixture
-def plug_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+def plug_in(monkeypatch):
     """Register an entry point for one test."""
 
-    def register(name: str, value: str) -> None:
+    def register(name, value):
         point = EntryPoint(name=name, value=value, group=registry.SOLVERS)
         monkeypatch.setattr(registry, "_group", lambda group: {name: point})
 
@@ -39,7 +35,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("greedy", {}),
     ],
 )
-def test_options_get_the_type_that_the_solver_takes(text: str, options: dict[str, Any]) -> None:
+def test_options_get_the_type_that_the_solver_takes(text, options):
     found = registry.options_of(registry.get_solver(text))
     assert found == options
     assert {name: type(value) for name, value in found.items()} == {
@@ -69,7 +65,7 @@ def test_options_get_the_type_that_the_solver_takes(text: str, options: dict[str
         ("ilp", {"workers": None}, "solver ilp cannot be made with"),
     ],
 )
-def test_options_that_cannot_be(name: str, options: dict[str, Any], words: str) -> None:
+def test_options_that_cannot_be(name, options, words):
     with pytest.raises(InputError, match=words):
         registry.get_solver(name, **options)
 
@@ -83,7 +79,7 @@ def test_options_that_cannot_be(name: str, options: dict[str, Any], words: str) 
         ("pathlib:Path", r"\(pathlib:Path\) is not a subclass of kvalloc\.problem\.solver\.Solver"),
     ],
 )
-def test_a_broken_plug_in_is_named(plug_in: Any, value: str, words: str) -> None:
+def test_a_broken_plug_in_is_named(plug_in, value, words):
     plug_in("broken", value)
     with pytest.raises(SolverError, match=words):
         registry.get_solver("broken")
@@ -109,7 +105,7 @@ class Unfinished(Solver):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path, monkeypatch):
     """A module of a user's own on the path, and a score profile."""
     (tmp_path / "kvalloc_own_solver.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -117,7 +113,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_solver_is_named_by_module_and_class(own: Path) -> None:
+def test_a_solver_is_named_by_module_and_class(own):
     name, scores, out = "kvalloc_own_solver:Floors", own / "s.safetensors", own / "p.json"
     ran = run("solve", scores, "--budget", "50%", "--solver", f"{name}:step=1", "-o", out)
     assert (ran.code, ran.err) == (0, "")
@@ -148,24 +144,20 @@ def test_a_solver_is_named_by_module_and_class(own: Path) -> None:
         ("kvalloc_own_solver", "no solver 'kvalloc_own_solver'"),
     ],
 )
-def test_a_module_or_class_that_is_no_solver_is_refused_in_one_line(
-    own: Path, name: str, words: str
-) -> None:
+def test_a_module_or_class_that_is_no_solver_is_refused_in_one_line(own, name, words):
     ran = run("solve", own / "s.safetensors", "--budget", "50%", "--solver", name, "--json")
     assert ran.code == 2
     assert words in " ".join(ran.err.split())
     assert "Traceback" not in ran.err
 
 
-def test_only_a_solver_is_named_by_module_and_class(own: Path) -> None:
+def test_only_a_solver_is_named_by_module_and_class(own):
     """A file states a scorer's name, and must not load what it names."""
     with pytest.raises(InputError, match="no scorer 'kvalloc_own_solver:Floors'"):
         registry.load(registry.SCORERS, "kvalloc_own_solver:Floors")
 
 
-def test_a_plug_in_that_fails_while_it_is_imported(
-    plug_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plug_in_that_fails_while_it_is_imported(plug_in, tmp_path, monkeypatch):
     (tmp_path / "kvalloc_plug_in_that_fails.py").write_text("1 / 0\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     plug_in("broken", "kvalloc_plug_in_that_fails:Solver")
@@ -173,7 +165,7 @@ def test_a_plug_in_that_fails_while_it_is_imported(
         registry.get_solver("broken")
 
 
-def test_listing_names_imports_no_solver() -> None:
+def test_listing_names_imports_no_solver():
     code = (
         "import sys; from kvalloc.problem.registry import solver_names; solver_names();"
         "print([m for m in sys.modules if m.startswith(('kvalloc.solvers', 'ortools', 'torch'))])"

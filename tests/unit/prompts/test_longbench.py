@@ -1,7 +1,5 @@
 """The user's own task files: LongBench's fields, plain prompts, and what is refused of both."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

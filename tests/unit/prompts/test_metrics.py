@@ -1,7 +1,5 @@
 """Metrics against values worked out by hand, and their intervals against SciPy's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Pictures as files: the demo's, and what 'kvalloc report' draws."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 
 import pytest

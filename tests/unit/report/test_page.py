@@ -1,7 +1,5 @@
 """The HTML report: what it holds, what it leaves out, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What is said of profiles in plain words, and tables of a terminal."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from factories import make_budget_profile, make_scores, make_shape
@@ -69,7 +67,7 @@ def test_the_bound_over_all_groupings_stands_beside_that_of_the_chosen_one():
     assert decision_fields(profile)["bound"] == shown
 
 
-def test_caps_that_nest_are_drawn_as_a_tree() -> None:
+def test_caps_that_nest_are_drawn_as_a_tree():
     scores = make_scores(1, shape=make_shape(n_layers=6))
     caps = ["0-3=2KiB", "4-5=1MiB", "0-1=600B"]
     nested = kvalloc.solve(scores, budget="50%", cap=caps)

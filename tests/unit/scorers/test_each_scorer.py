@@ -137,7 +137,7 @@ def test_logits_are_those_of_the_model(more, masked):
 
 
 def test_a_mask_that_is_no_tensor_is_refused():
-    states = make_states(mask=object())  # type: ignore[arg-type]
+    states = make_states(mask=object())
     with pytest.raises(UnsupportedModelError, match="sdpa"):
         XKV().score(states, sinks=0)
 
@@ -230,7 +230,7 @@ def test_cake_with_one_row_has_no_variance():
     assert torch.equal(with_variance, without)
 
 
-def rotation(angles: np.ndarray) -> np.ndarray:
+def rotation(angles):
     """The matrix that turns dimension i and i + half by each angle; the rest stays."""
     size = 4
     matrix = np.eye(size)

@@ -1,10 +1,7 @@
 """Budget rules against their sources: hand-computed cases and the figures in METHODS."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import Aggregate, GroupCap, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers.pyramid import pyramid_line
@@ -28,7 +24,7 @@ from kvalloc.solvers.pyramid import pyramid_line
 
 @pytest.mark.parametrize("budget", [20, 47, 128, 311, 640, 999])
 @pytest.mark.parametrize("beta", [2.0, 20.0])
-def test_the_exact_pyramid_sums_to_the_budget(budget: int, beta: float) -> None:
+def test_the_exact_pyramid_sums_to_the_budget(budget, beta):
     shape = make_shape(n_layers=32, n_kv_heads=1)
     scores = make_scores(shape=shape, context_tokens=1000, sinks=4, window=8, n_samples=1)
     profile = solve(scores, budget_tokens=budget, solver=f"pyramid:beta={beta}")
@@ -42,7 +38,7 @@ def test_the_exact_pyramid_sums_to_the_budget(budget: int, beta: float) -> None:
     assert profile.retained_bytes == profile.requested["bytes"]
 
 
-def test_the_line_by_hand() -> None:
+def test_the_line_by_hand():
     line = pyramid_line(128, 4, context_tokens=1000, protected_tokens=8)
     assert line.tolist() == [242, 166, 90, 14]  # c 120: 6 at the top, 234 at the bottom, plus 8
     clipped = pyramid_line(128, 3, context_tokens=208, protected_tokens=8)  # room 200 < 234
@@ -50,14 +46,14 @@ def test_the_line_by_hand() -> None:
     assert pyramid_line(50, 1, context_tokens=100, protected_tokens=8).tolist() == [50]
 
 
-def test_a_pyramid_of_heads_gives_all_heads_of_a_layer_the_same() -> None:
+def test_a_pyramid_of_heads_gives_all_heads_of_a_layer_the_same():
     scores = make_scores(shape=make_shape(n_layers=5, n_kv_heads=3), context_tokens=100)
     profile = solve(scores, budget_tokens=50, solver="pyramid", level="head")
     assert profile.budgets.sum() == 5 * 3 * 50
     assert np.all(np.ptp(profile.budgets, axis=1) <= 1)
 
 
-def test_a_pyramid_of_two_pages() -> None:
+def test_a_pyramid_of_two_pages():
     """With two options only, the distance between them is the page, not a token."""
     scores = make_scores(shape=make_shape(n_layers=4, n_kv_heads=1), context_tokens=32)
     profile = solve(scores, budget_tokens=24, page=16, solver="pyramid")
@@ -67,7 +63,7 @@ def test_a_pyramid_of_two_pages() -> None:
 # --- adaptive_head ---------------------------------------------------------------------------
 
 
-def one_layer(scores: list[list[float]]) -> Any:
+def one_layer(scores):
     """One layer of heads with these scores, and no protected tokens."""
     rows = np.array(scores)
     return make_scores(
@@ -108,16 +104,14 @@ STARVING = one_layer([[9.0, 8, 7, 6, 5, 4], [0.6, 0.2, 0.2, 0.2, 0.2, 0.2]])
         (STARVING, 3, "alpha=0.7:safeguard=floor", [4, 2]),  # 2 each, then two more
     ],
 )
-def test_both_safeguards_by_hand(
-    scores: Any, tokens: int, options: str, budgets: list[int]
-) -> None:
+def test_both_safeguards_by_hand(scores, tokens, options, budgets):
     solver = f"adaptive_head:{options}"
     profile = solve(scores, budget_tokens=tokens, solver=solver, level="head")
     assert profile.budgets[0].tolist() == budgets
 
 
 @pytest.mark.parametrize("safeguard", ["reference", "floor"])
-def test_every_layer_gets_the_same_and_none_is_lost(safeguard: str) -> None:
+def test_every_layer_gets_the_same_and_none_is_lost(safeguard):
     scores = make_scores(7, shape=make_shape(n_layers=6, n_kv_heads=4), context_tokens=60)
     for tokens in (6, 17, 30, 59, 60):
         solver = f"adaptive_head:safeguard={safeguard}"
@@ -129,13 +123,13 @@ def test_every_layer_gets_the_same_and_none_is_lost(safeguard: str) -> None:
 # --- uniform ---------------------------------------------------------------------------------
 
 
-def _entries_in(share: float, tokens: int) -> float:
+def _entries_in(share, tokens):
     """Entries of 16 bytes and a position in a share of all; a whole cache stores no positions."""
     return tokens if share == 1 else share * tokens * 16 / (16 + POSITION_BYTES)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_uniform_keeps_one_number(level: Any) -> None:
+def test_uniform_keeps_one_number(level):
     scores = make_scores(context_tokens=41)
     for share in (0.16, 0.3, 0.5, 0.77, 1.0):
         profile = solve(scores, budget=share, solver="uniform", level=level)
@@ -147,7 +141,7 @@ def test_uniform_keeps_one_number(level: Any) -> None:
     assert not problem.meets_target(problem.objective_value(less))
 
 
-def test_uniform_says_the_budget_it_gives() -> None:
+def test_uniform_says_the_budget_it_gives():
     problem = formulate(make_scores(), Request.parse(budget=0.5, page=16))
     answer = solve_problem(problem, get_solver("uniform"))
     assert answer.detail == "16 tokens for every unit"
@@ -168,7 +162,7 @@ GOALS = [
 ]
 
 
-def decided(solver: str, seed: int, **arguments: Any) -> BudgetProfile:
+def decided(solver, seed, **arguments):
     shape = make_shape(n_layers=5, n_kv_heads=3)
     scores = make_scores(seed, shape=shape, context_tokens=60)
     by_head = solver.startswith(("adaptive_head", "head_classes")) or seed % 2
@@ -184,9 +178,7 @@ def decided(solver: str, seed: int, **arguments: Any) -> BudgetProfile:
     context=st.sampled_from([30, 60, 60, 480]),
     batch=st.integers(1, 3),
 )
-def test_what_is_requested_is_spent_and_not_a_byte_more(
-    solver: str, goal: Any, seed: int, page: int, context: int, batch: int
-) -> None:
+def test_what_is_requested_is_spent_and_not_a_byte_more(solver, goal, seed, page, context, batch):
     floor = -(-5 // page) * page  # sinks and window, in whole pages
     tokens = _entries_in(goal.get("budget", 1), context)
     tokens = min(tokens, goal.get("budget_tokens", context))
@@ -212,13 +204,13 @@ def test_what_is_requested_is_spent_and_not_a_byte_more(
 
 
 @pytest.mark.parametrize("solver", EVERY)
-def test_everything_is_optimal_only_where_it_is_proven(solver: str) -> None:
+def test_everything_is_optimal_only_where_it_is_proven(solver):
     everything = decided(solver, 1, budget="100%")
     assert (everything.retention, everything.gap) == (pytest.approx(1.0), 0)
     assert (everything.termination == "optimal") == (solver in ("greedy", "ilp"))
 
 
-def test_the_mean_of_allocations_is_feasible_and_never_above_the_bound() -> None:
+def test_the_mean_of_allocations_is_feasible_and_never_above_the_bound():
     for solver in EVERY:
         for target in ({"budget": 0.4}, {"target_retention": 0.85}):
             profile = decided(solver, 1, average="allocations", **target)
@@ -328,7 +320,7 @@ def test_weights_of_another_problem():
         chosen(make_problem([EQUAL, HALVES], capacity=4), weights=[1, 2, 3])
 
 
-def test_weighing_ends_at_the_time_limit() -> None:
+def test_weighing_ends_at_the_time_limit():
     """It took twice the limit where there are a hundred million options."""
     problem = make_problem([EQUAL, HALVES, ONE], capacity=10)
     with pytest.raises(SolverError, match=r"weighed 1 of 3 units .* give it more"):

@@ -1,13 +1,10 @@
 """Searches by many small programs become one program after a short while."""
 
-from __future__ import annotations
-
 import pytest
 
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
-    AllocationProblem,
     GroupCap,
     MaxDistinct,
     Sense,
@@ -21,7 +18,7 @@ from kvalloc.testing.problems import SIDES, larger_problem
 LIMITED = [side for side in SIDES if side != "plain"]
 
 
-def answer_of(name: str, problem: AllocationProblem, seconds: float) -> CheckedSolution | None:
+def answer_of(name, problem, seconds):
     solver = get_solver(name)
     if solver.can_solve(problem) is not True:
         return None
@@ -31,9 +28,7 @@ def answer_of(name: str, problem: AllocationProblem, seconds: float) -> CheckedS
         return None
 
 
-def crossing(
-    problem: AllocationProblem, shares: tuple[float, float], most: int
-) -> AllocationProblem:
+def crossing(problem, shares, most):
     """The problem with two caps that share units, and few budgets."""
     n, caps = problem.n_units, []
     for name, units, share in (
@@ -49,20 +44,17 @@ def crossing(
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_sets_of_budgets_under_caps_are_proven(seed: int) -> None:
+def test_sets_of_budgets_under_caps_are_proven(seed):
     """Set after set took 20 s for nothing here; one program takes a moment."""
     base = larger_problem("losses", seed=seed, n_layers=1, n_heads=4, n_options=46)
     problem = crossing(base, (0.4, 0.45), most=3)
     answer = answer_of("ilp", problem, 60.0)
-    assert answer is not None
     assert answer.termination is Termination.OPTIMAL
 
 
 @pytest.mark.parametrize("back_end", ["highs", "cp_sat"])
 @pytest.mark.parametrize("kind", ["worst:concave", "worst:losses", "worst:unequal_costs"])
-def test_one_program_for_the_worst_unit_is_exact(
-    kind: str, back_end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_program_for_the_worst_unit_is_exact(kind, back_end, monkeypatch):
     monkeypatch.setattr(_ilp_search, "SHORT_SECONDS", 0.0)
     kinds = [kind, *(f"{kind}+{side}" for side in LIMITED)]
     for case, problem in tiny_problems(2 * len(kinds), kinds=kinds, seed=40):

@@ -29,7 +29,7 @@ SOURCE = Path(__file__).parents[2] / "third_party" / "kvalloc_example_solver"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def installed(tmp_path_factory):
     """The environment in which the example is installed, offline and into a folder of its own."""
     folder = tmp_path_factory.mktemp("third_party")
     copy = shutil.copytree(SOURCE, folder / "source")  # a build writes into its source
@@ -41,9 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "160"}
 
 
-def kvalloc(
-    *arguments: str | Path, env: dict[str, str], code: int = 0
-) -> subprocess.CompletedProcess[str]:
+def kvalloc(*arguments, env, code=0):
     run = [sys.executable, "-c", "import sys; from kvalloc.cli.main import main; sys.exit(main())"]
     done = subprocess.run(
         [*run, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=60
@@ -52,9 +50,7 @@ def kvalloc(
     return done
 
 
-def test_it_is_listed_with_its_options_and_solves(
-    installed: dict[str, str], tmp_path: Path
-) -> None:
+def test_it_is_listed_with_its_options_and_solves(installed, tmp_path):
     rows = json.loads(kvalloc("list", "solvers", "--json", env=installed).stdout)
     row = next(row for row in rows if row["name"] == "square_root")
     assert (row["error"], row["options"]) == (None, {"offset": 0.0})
@@ -75,7 +71,7 @@ def test_it_is_listed_with_its_options_and_solves(
         assert "Traceback" not in done.stderr
 
 
-def test_it_keeps_the_contract(installed: dict[str, str]) -> None:
+def test_it_keeps_the_contract(installed):
     test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
     done = subprocess.run(
         [sys.executable, *test, str(SOURCE / "test_square_root.py")],
@@ -120,20 +116,20 @@ PROBLEM = make_problem([[0.0, 1.0]] * 2, capacity=1)
 
 
 @pytest.mark.parametrize("where", ["solve", "can_solve"])
-def test_one_that_hangs_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_given_up(where, monkeypatch):
     monkeypatch.setattr("kvalloc.allocation.verification.GRACE_SECONDS", 0.2)
     with pytest.raises(SolverError, match=r"slow ignores its time limit: no answer after 0\.4 s"):
         solve_problem(PROBLEM, Slow(30.0, where), time_limit_seconds=0.1)
 
 
-def test_one_that_is_a_little_late_is_forgiven() -> None:
+def test_one_that_is_a_little_late_is_forgiven():
     assert GRACE_SECONDS == 5.0
     for seconds, limit in ((0.15, 0.05), (0.0, float("inf"))):
         answer = solve_problem(PROBLEM, Slow(seconds), time_limit_seconds=limit)
         assert answer.choice.tolist() == [0, 0]
 
 
-def test_without_a_limit_it_runs_where_it_is_called_and_ours_always_do() -> None:
+def test_without_a_limit_it_runs_where_it_is_called_and_ours_always_do():
     slow, before = Slow(), threading.active_count()
     solve_problem(PROBLEM, slow)
     assert slow.thread == threading.current_thread().name
@@ -143,8 +139,8 @@ def test_without_a_limit_it_runs_where_it_is_called_and_ours_always_do() -> None
     assert threading.active_count() <= before
 
 
-def test_the_watchdog_hands_over_what_a_call_raises() -> None:
-    def leave() -> None:
+def test_the_watchdog_hands_over_what_a_call_raises():
+    def leave():
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
@@ -153,7 +149,7 @@ def test_the_watchdog_hands_over_what_a_call_raises() -> None:
         call_in_time(lambda: time.sleep(5.0), seconds=0.05)
 
 
-def test_the_process_ends_although_a_plug_in_hangs() -> None:
+def test_the_process_ends_although_a_plug_in_hangs():
     code = """
 import sys, time
 import kvalloc.allocation.verification
