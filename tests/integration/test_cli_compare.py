@@ -1,5 +1,7 @@
 """``kvalloc compare``, ``frontier``, ``verify`` and ``diff``, from files."""
 
+from __future__ import annotations
+
 import re
 
 import pytest
@@ -74,7 +76,7 @@ def test_solvers_get_options_of_their_own_in_a_comparison(scores):
 
 
 def test_a_broken_solver_is_one_line_and_the_others_go_on(files, monkeypatch):
-    """What solvers can claim is in tests/unit/allocation/test_forgeries.py."""
+    """What solvers can claim is in tests/unit/allocation/test_lying_solvers.py."""
 
     def fail(*arguments, **options):
         raise IndexError("first line\nsecond line")

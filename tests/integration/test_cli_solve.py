@@ -1,5 +1,7 @@
 """``kvalloc solve`` from files: what it decides, writes and says, and what it refuses."""
 
+from __future__ import annotations
+
 import json
 import re
 

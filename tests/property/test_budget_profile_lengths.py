@@ -1,5 +1,7 @@
 """Budgets at another length: nothing lost, nothing made up, nobody starved."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from factories import make_budget_profile, make_shape
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
 
 PROTECTED = 5
 CONTEXT = 40
@@ -20,14 +23,14 @@ profiles = st.builds(
 )
 
 
-def share_of(profile, context):
+def share_of(profile: BudgetProfile, context: int) -> np.ndarray:
     ratio = (context - PROTECTED) / (CONTEXT - PROTECTED)
     return PROTECTED + (profile.budgets - PROTECTED) * ratio
 
 
 @settings(max_examples=300)
 @given(profile=profiles, context=st.one_of(st.integers(1, 300), st.integers(1, 131_072)))
-def test_within_limits_and_never_above_the_share(profile, context):
+def test_within_limits_and_never_above_the_share(profile: BudgetProfile, context: int) -> None:
     budgets, page, whole = (
         profile.budgets_for(context),
         profile.page_tokens,
@@ -55,7 +58,7 @@ def test_within_limits_and_never_above_the_share(profile, context):
 
 @settings(max_examples=30)
 @given(profile=profiles)
-def test_a_longer_prompt_keeps_no_less(profile):
+def test_a_longer_prompt_keeps_no_less(profile: BudgetProfile) -> None:
     lengths = [*range(1, 60), 200, 201, 100_000]
     totals, page = [], profile.page_tokens
     previous = np.zeros_like(profile.budgets)
@@ -72,14 +75,14 @@ def test_a_longer_prompt_keeps_no_less(profile):
     assert totals == sorted(totals)
 
 
-def test_the_fixed_rule_keeps_the_number():
+def test_the_fixed_rule_keeps_the_number() -> None:
     profile = make_budget_profile([[20, 33], [5, 40]], length_rule="fixed")
     assert profile.budgets_for(1000).tolist() == profile.budgets.tolist()
     assert profile.budgets_for(25).tolist() == [[20, 25], [5, 25]]
     assert profile.budgets_for(3).tolist() == [[3, 3], [3, 3]]
 
 
-def test_sliding_layers_follow_their_window():
+def test_sliding_layers_follow_their_window() -> None:
     shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=10)
     profile = make_budget_profile([[20, 20], [9, 9], [30, 30]], shape=shape)
     for context in (1, 8, 9, 10, 40, 500):
@@ -89,6 +92,6 @@ def test_sliding_layers_follow_their_window():
     assert profile.shape.full_bytes(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
 
 
-def test_no_context_has_no_budgets():
+def test_no_context_has_no_budgets() -> None:
     with pytest.raises(InputError, match="ask for >= 1"):
         make_budget_profile([[20, 20]]).budgets_for(0)

@@ -1,5 +1,9 @@
 """The one rounding rule: exact, within limits, near what was wanted, and stable."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -14,7 +18,7 @@ rows = st.lists(st.tuples(st.floats(-10, 60), limits), min_size=1, max_size=12)
 
 @settings(max_examples=300)
 @given(rows=rows, share=st.floats(0, 1))
-def test_exact_and_within_limits(rows, share):
+def test_exact_and_within_limits(rows: list[tuple[float, tuple[int, int]]], share: float) -> None:
     wanted = np.array([number for number, _ in rows])
     low = np.array([limit[0] for _, limit in rows])
     high = np.array([limit[1] for _, limit in rows])
@@ -28,7 +32,7 @@ def test_exact_and_within_limits(rows, share):
 
 @settings(max_examples=200)
 @given(wanted=st.lists(st.floats(0, 1000), min_size=1, max_size=20), up=st.booleans())
-def test_less_than_one_away_when_the_total_fits(wanted, up):
+def test_less_than_one_away_when_the_total_fits(wanted: list[float], up: bool) -> None:
     """Without active limits and with a total that fits, rounding moves nobody by a whole entry."""
     shares = np.array(wanted)
     total = int(np.ceil(shares.sum()) if up else np.floor(shares.sum()))
@@ -50,7 +54,7 @@ def test_less_than_one_away_when_the_total_fits(wanted, up):
         ([], 0, {}, []),
     ],
 )
-def test_by_hand(wanted, total, limits, result):
+def test_by_hand(wanted: list[float], total: int, limits: Any, result: list[int]) -> None:
     assert apportion(wanted, total, **limits).tolist() == result
 
 
@@ -65,6 +69,8 @@ def test_by_hand(wanted, total, limits, result):
         ([], 1, 0, 5),
     ],
 )
-def test_what_cannot_be_shared_is_refused(wanted, total, low, high):
+def test_what_cannot_be_shared_is_refused(
+    wanted: list[float], total: int, low: int, high: int
+) -> None:
     with pytest.raises(InputError, match="cannot share out"):
         apportion(wanted, total, minimum=low, maximum=high)

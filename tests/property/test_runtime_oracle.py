@@ -1,5 +1,9 @@
 """Whatever the budgets and the lengths, the reduced cache answers as the oracle does."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +19,7 @@ from kvalloc.runtime.policies import policy_names  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def models():
+def models() -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {
@@ -28,7 +32,9 @@ def models():
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_budgets_and_any_lengths(models, data):
+def test_any_budgets_and_any_lengths(
+    models: dict[tuple[str, str], Any], data: st.DataObject
+) -> None:
     family, attention = data.draw(st.sampled_from(sorted(models)))
     model = models[family, attention]
     context = data.draw(st.integers(1, 40), label="context")
@@ -62,7 +68,9 @@ def test_any_budgets_and_any_lengths(models, data):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_budget_of_all_tokens_seen_is_met_at_every_interval(models, data):
+def test_the_budget_of_all_tokens_seen_is_met_at_every_interval(
+    models: dict[tuple[str, str], Any], data: st.DataObject
+) -> None:
     """With any policy and scorer, whatever follows; between two evictions all of that stays."""
     model = models[data.draw(st.sampled_from(sorted(models)))]
     policy = data.draw(st.sampled_from(policy_names()), label="policy")

@@ -1,10 +1,13 @@
 """Messages name options as whoever reads them writes them: keywords in Python, flags typed."""
 
+from __future__ import annotations
+
 import ast
 import re
 import threading
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_tools import run
@@ -21,7 +24,7 @@ COMMAND = re.compile(r"(kvalloc|pip|ray) [^';)]*")
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path) -> Path:
     make_scores(0).save(tmp_path / "s.safetensors")
     return tmp_path / "s.safetensors"
 
@@ -41,7 +44,7 @@ def file(tmp_path):
         {"budget": "40%", "min_tokens": 20, "max_tokens": 10},
     ],
 )
-def test_one_message_speaks_to_both(file, asked):
+def test_one_message_speaks_to_both(file: Path, asked: dict[str, Any]) -> None:
     with pytest.raises(KVAllocError) as caught:
         kvalloc.solve(ScoreProfile.load(file), **asked)
     said = str(caught.value)
@@ -56,12 +59,12 @@ def test_one_message_speaks_to_both(file, asked):
     assert _without_options(line) == _without_options(said)
 
 
-def _words(name, value):
+def _words(name: str, value: object) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     return [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
 
 
-def _without_options(text):
+def _without_options(text: str) -> str:
     """Flags as keywords, and no punctuation between names and values."""
     text = re.sub(r"'kvalloc (\w+) (.*?)'", r"kvalloc.\1(\2)", text)
     text = FLAG.sub(lambda flag: flag[0][2:], text).replace("=True", "")
@@ -82,15 +85,15 @@ def _without_options(text):
          "cache.save()", "--save-cache"),
     ],
 )  # fmt: skip
-def test_options_are_written_in_both_ways(write, python, typed):
+def test_options_are_written_in_both_ways(write: Any, python: str, typed: str) -> None:
     assert write() == python
     with naming_flags():
         assert write() == typed
     assert write() == python
 
 
-def test_a_command_in_one_thread_leaves_the_messages_of_another():
-    found = []
+def test_a_command_in_one_thread_leaves_the_messages_of_another() -> None:
+    found: list[str] = []
     with naming_flags():
         inside, other = (
             copy_context(),
@@ -106,9 +109,9 @@ def test_a_command_in_one_thread_leaves_the_messages_of_another():
     assert option("page") == "page"
 
 
-def _texts(tree):
+def _texts(tree: ast.Module) -> list[str]:
     """All strings of a module but its docstrings; the pieces of an f-string joined."""
-    skipped = set()
+    skipped: set[int] = set()
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -123,7 +126,7 @@ def _texts(tree):
     ]
 
 
-def test_no_message_outside_the_command_line_spells_a_flag():
+def test_no_message_outside_the_command_line_spells_a_flag() -> None:
     # of the rest, the demo's report is what `kvalloc demo` prints
     apart = ("cli", "report")
     named = {}

@@ -1,13 +1,17 @@
 """Hostile files of every kind: each is refused in one clear line or read; see `hostile_files`."""
 
+from __future__ import annotations
+
 import json
 import os
 import random
 import socket
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hostile_files
 import numpy as np
@@ -25,6 +29,8 @@ from factories import (
 )
 from hostile_files import (
     STRINGS,
+    Kind,
+    Read,
     changed_bytes,
     changed_value,
     each_field,
@@ -35,6 +41,7 @@ from hostile_files import (
     with_stated,
     with_value,
 )
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 from surrogates import fit_surrogate
 from tiny_models import WordTokenizer, tiny_model, words
@@ -62,7 +69,7 @@ pytestmark = pytest.mark.fuzz
 
 SCORES = make_scores(context_tokens=24, sinks=2, window=3)
 PROFILE = solve(SCORES, budget="50%", solver="greedy")
-REQUESTS = (
+REQUESTS: tuple[dict[str, Any], ...] = (
     {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
     {"target_retention": 0.9, "level": "head", "equal_heads": True},
     {"memory": "1500", "weights": [1, 2, 3], "workloads": "mean", "max_distinct": 2},
@@ -81,10 +88,10 @@ COSTS = {"commands": 4}
 EXPORTS = tuple(name for name, one in TARGETS.items() if type(one).read is not ExportTarget.read)
 
 
-def loaded(kind, *, then=bool):
+def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Read:
     """Return a reader of a record that saves it again, loads that, and uses it."""
 
-    def read(path):
+    def read(path: Path) -> object:
         found, again = kind.load(path), path.with_name("again")
         found.save(again)
         assert kind.load(again) == found
@@ -96,10 +103,10 @@ def loaded(kind, *, then=bool):
     return read
 
 
-def merged(other, put, kind):
+def merged(other: bytes, put: Callable[..., object], kind: type[Any]) -> Read:
     """Return a reader of a part, which is put together with another one."""
 
-    def read(path):
+    def read(path: Path) -> object:
         path.with_name("other").write_bytes(other)
         put([path, path.with_name("other")], path.with_name("merged"))
         return kind.load(path.with_name("merged"))
@@ -107,13 +114,13 @@ def merged(other, put, kind):
     return read
 
 
-def use_budgets(profile):
+def use_budgets(profile: BudgetProfile) -> None:
     for tokens in (1, profile.context_tokens, 2 * profile.context_tokens + 1):
         profile.budgets_for(tokens)
         profile.retained_bytes_at(tokens)
 
 
-def read_any_lines(path):
+def read_any_lines(path: Path) -> object:
     """Read prompts for profiling, for an evaluation, and as running text."""
     refusals = []
     for read in (read_prompts, read_records, lambda one: read_texts([one])):
@@ -126,7 +133,7 @@ def read_any_lines(path):
     return None
 
 
-def checkpoint(output, name, content):
+def checkpoint(output: Path, name: str, content: bytes | None) -> Path:
     """Write the folder of a killed job beside an output; return its manifest or piece."""
     with Checkpoint(output, JOB, resume=False) as kept:
         kept.save("piece", {"losses": LOSSES})
@@ -136,10 +143,10 @@ def checkpoint(output, name, content):
     return file
 
 
-def continued(name):
+def continued(name: str) -> Read:
     """Return a reader of a killed job's folder, one file of which is the changed one."""
 
-    def read(path):
+    def read(path: Path) -> object:
         output = path.with_name("of.safetensors")
         checkpoint(output, name, path.read_bytes())
         try:
@@ -176,7 +183,7 @@ COMMANDS = {
 }
 
 
-def commanded(path):
+def commanded(path: Path) -> object:
     """Run one of the commands that read such a file, by what it says it is."""
     SCORES.save(path.with_name("scores"))
     PROFILE.save(path.with_name("budgets"))
@@ -193,10 +200,10 @@ def commanded(path):
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory):
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     folder = tmp_path_factory.mktemp("sound")
 
-    def made(*records):
+    def made(*records: Any) -> tuple[bytes, ...]:
         files = [folder / str(number) for number in range(len(records))]
         for file, one in zip(files, records, strict=True):
             one.save(file)
@@ -224,7 +231,7 @@ def kinds(tmp_path_factory):
         for name in ("manifest.json", "piece.safetensors")
     ]
     use_scores = partial(solve, budget="50%", solver="greedy")
-    whole = {
+    whole: dict[str, Kind] = {
         "score profile": (scores, loaded(ScoreProfile, then=use_scores)),
         "part of a measurement": (parts[:1], merged(parts[1], merge, ScoreProfile)),
         "budget profile": (budgets, loaded(BudgetProfile, then=use_budgets)),
@@ -246,10 +253,10 @@ def kinds(tmp_path_factory):
     return whole
 
 
-def imported(name, samples, place):
+def imported(name: str, samples: list[bytes], place: int) -> Read:
     """Return a reader of budgets in another engine's file, or in one of the files of a folder."""
 
-    def read(path):
+    def read(path: Path) -> object:
         if len(samples) == 1:
             return TARGETS[name].read(path, PROFILE)
         folder = path.with_name("folder")
@@ -262,10 +269,15 @@ def imported(name, samples, place):
     return read
 
 
-def test_files_made_by_chance_are_refused_or_read(kinds, tmp_path, monkeypatch, request):
+def test_files_made_by_chance_are_refused_or_read(
+    kinds: dict[str, Kind],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     monkeypatch.chdir(tmp_path)
     count, seed = map(request.config.getoption, ("--hostile-files", "--hostile-seed"))
-    found = Counter()
+    found: Counter[str] = Counter()
     for name, kind in kinds.items():
         found += outcomes(
             name, kind, tmp_path / "hostile", max(10, count // COSTS.get(name, 1)), seed
@@ -280,7 +292,9 @@ FREE |= {"settings"}
 
 
 @pytest.mark.parametrize("name", ["budget profile", "evaluation", "score profile", "surrogate"])
-def test_every_field_that_is_dropped_or_of_another_type_is_named(kinds, tmp_path, name):
+def test_every_field_that_is_dropped_or_of_another_type_is_named(
+    kinds: dict[str, Kind], tmp_path: Path, name: str
+) -> None:
     ((sound, *_), read), path = kinds[name], tmp_path / "p"
     stated = stated_by(sound)
     for place, new in each_field(stated):
@@ -299,7 +313,9 @@ def test_every_field_that_is_dropped_or_of_another_type_is_named(kinds, tmp_path
 
 
 @pytest.mark.parametrize("name", ["budget profile", "evaluation", "score profile", "surrogate"])
-def test_what_is_read_under_the_old_digest_is_equal(kinds, tmp_path, name, request):
+def test_what_is_read_under_the_old_digest_is_equal(
+    kinds: dict[str, Kind], tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
     """White space and the order of keys may differ."""
     ((sound, *_), read), path = kinds[name], tmp_path / "p"
     rng, stated = random.Random(0), stated_by(sound)
@@ -310,8 +326,8 @@ def test_what_is_read_under_the_old_digest_is_equal(kinds, tmp_path, name, reque
             assert read(path).digest == stated["digest"]
 
 
-def test_the_guard_notices_what_must_not_be(tmp_path):
-    acts = {
+def test_the_guard_notices_what_must_not_be(tmp_path: Path) -> None:
+    acts: dict[str, Callable[[], Any]] = {
         "opened": lambda: open("/etc/passwd").close(),
         "os.system": lambda: os.system("true"),
         "wrote": lambda: (tmp_path.parent / "outside").write_text(""),
@@ -327,7 +343,7 @@ def test_the_guard_notices_what_must_not_be(tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_profile, load_scores, load_file, read_prompts])
-def test_names_that_no_file_can_have(load):
+def test_names_that_no_file_can_have(load: Callable[[Any], object]) -> None:
     for name in ("x" * 5000 + "/p.json", *(one for one in STRINGS if not os.path.exists(one))):
         with pytest.raises(KVAllocError):
             load(name)
@@ -335,7 +351,7 @@ def test_names_that_no_file_can_have(load):
             load_profile(Path(name))
 
 
-def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path):
+def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.json")
     assert kind_of(tmp_path / "p.json") == ""
     for load in (BudgetProfile.load, ScoreProfile.load):
@@ -343,7 +359,7 @@ def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path):
             load(tmp_path / "p.json")
 
 
-def test_files_that_would_take_all_memory(tmp_path, monkeypatch):
+def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_scores().save(tmp_path / "s.safetensors")
     whole = (tmp_path / "s.safetensors").read_bytes()
     size = int.from_bytes(whole[:8], "little")
@@ -378,11 +394,13 @@ def test_files_that_would_take_all_memory(tmp_path, monkeypatch):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_the_first_wrong_item_of_many_ends_the_reading(tmp_path, monkeypatch, field, value):
+def test_the_first_wrong_item_of_many_ends_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
+) -> None:
     faults, path = [1], tmp_path / "p.json"
     path.write_text(json.dumps({**make_budget_profile([[10, 17]]).record(), field: value}))
 
-    def counted(error):
+    def counted(error: ValidationError) -> Any:
         faults.append(error.error_count())
         return first_fault(error)
 
@@ -392,7 +410,7 @@ def test_the_first_wrong_item_of_many_ends_the_reading(tmp_path, monkeypatch, fi
     assert max(faults) == 1
 
 
-def test_half_a_surrogate_pair_in_a_header(tmp_path):
+def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     save_file({"curves": np.zeros(1)}, path, metadata={"kvalloc": "@@@@@@"})
     path.write_bytes(path.read_bytes().replace(b"@@@@@@", b"\\ud800"))
@@ -413,7 +431,9 @@ def test_half_a_surrogate_pair_in_a_header(tmp_path):
     ],
     ids=str,
 )
-def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(tmp_path, requested):
+def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(
+    tmp_path: Path, requested: dict[str, Any]
+) -> None:
     decided = solve(make_scores(), budget="50%", solver="greedy")
     changed = decided.replace(requested={**decided.requested, **requested})
     sound, path, scores = (tmp_path / name for name in ("sound.json", "p.json", "s.safetensors"))
@@ -431,8 +451,8 @@ def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(tmp_p
     assert line.startswith(f"error: {path} states a request that is not what 'kvalloc solve'")
 
 
-def test_a_table_that_pyarrow_cannot_read(tmp_path, monkeypatch):
-    def refuse(path):
+def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
         raise NotImplementedError("Integers with more than 64 bits not implemented")
 
     monkeypatch.setattr(pytest.importorskip("pyarrow.parquet"), "read_table", refuse)
