@@ -78,40 +78,6 @@ class Step:
     def _following(self) -> dict[tuple[int, str], Tensor | None]:
         return {}
 
-    def targets(
-        self, layer: int, stored: IntArray | None, *, always: bool = False, shared: bool = False
-    ) -> IntArray | None:
-        """Entries that a layer is to keep, where it has to evict any.
-
-        Parameters
-        ----------
-        layer : int
-            Index of the layer.
-        stored : ndarray of int64, (batch, n_kv_heads), or None
-            What it stores before this forward.
-        always : bool
-            Tell them even where nothing has to go: it will be stored in another way.
-        shared : bool
-            The heads share what they may keep, which is still to be handed out.
-
-        Returns
-        -------
-        ndarray of int64, (batch, n_kv_heads), or None
-        """
-        if self.budgets is None:
-            return None
-        budgets, new = self.budgets[:, layer], self.new_visible
-        there = row_tokens(new)[:, None] + np.zeros_like(budgets)
-        if stored is not None:
-            there += stored
-        fits = there <= budgets
-        if shared:
-            fits = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
-        if bool(new.all()) and fits.all() and not always:
-            return None
-        targets: IntArray = np.where(fits, there, budgets)
-        return targets
-
 
 class Arrival:
     """Follows the tokens of one cache.

@@ -648,7 +648,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        for shared in (self.profile, *self.row_profiles):
+        shapes = self._prompt.attention.values()  # they hold weights of the model
+        for shared in (self.profile, *self.row_profiles, *shapes):
             memo[id(shared)] = shared
         for tensor in self._tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history

@@ -122,7 +122,6 @@ class Kept:
 
     def __init__(self, layer: BudgetLayer, stays: BoolArray) -> None:
         self._entries, self.stays = layer.entries, stays & layer.reduced
-        self.joined = layer.in_front if layer.awaits_eviction else 0
 
     @property
     def apart(self) -> BoolArray:
@@ -273,7 +272,7 @@ class Eviction:
         """Return the pieces in which a policy looks at a layer, as large as they may be."""
         noted = layer.unfinished.observed
         apart = kept.apart | any(head is not None for _, head in noted)
-        alike = (kept.stays == kept.stays[0]).all() and self._dense_visible(states, kept).all()
+        alike = (kept.stays == kept.stays[0]).all() and self._dense_visible(states).all()
         if alike and not apart.any() and not any(row is not None for row, _ in noted):
             return [LAYER]
         heads = range(int(states.keys.shape[1]))
@@ -300,8 +299,7 @@ class Eviction:
         ----------
         layer : BudgetLayer
         states : AttentionStates
-            With keys and values of what came since the latest eviction; behind those that it kept
-            where these are joined already.
+            With keys and values of what came since the latest eviction.
         part : Part
         kept : Kept
         new_alone : bool
@@ -315,16 +313,14 @@ class Eviction:
             Column of each candidate.
         """
         row, head = part
-        columns, end = self._columns(states, row, kept), self._end(layer)
-        first = end - int(states.keys.shape[2]) + kept.joined
+        columns, end = self._columns(states, row), self._end(layer)
+        first = end - int(states.keys.shape[2])
         positions = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
         every = [rows_of(own, row, head) for own in (states.keys, states.values)]
         every.append(positions.expand(*every[0].shape[:2], -1))
         before, bias = None if new_alone else kept.of(part), None
-        if before is not None and kept.joined:
-            every[2] = torch.cat([before[2], every[2]], dim=-1)
         every = [own[:, :, columns] for own in every]
-        if before is not None and not kept.joined:
+        if before is not None:
             every = [torch.cat(pair, dim=2) for pair in zip(before[:3], every, strict=True)]
         keys, values, positions = every
         if before is not None and before[3] is not None:
@@ -401,17 +397,16 @@ class Eviction:
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
 
-    def _dense_visible(self, states: AttentionStates, kept: Kept) -> Tensor:
+    def _dense_visible(self, states: AttentionStates) -> Tensor:
         """What is no padding of a layer's keys that no eviction has kept yet, (batch, n)."""
         end = int(self.visible.shape[1]) - self.following
-        return self.visible[:, end - int(states.keys.shape[2]) + kept.joined : end]
+        return self.visible[:, end - int(states.keys.shape[2]) : end]
 
-    def _columns(self, states: AttentionStates, row: int | None, kept: Kept) -> slice | Tensor:
+    def _columns(self, states: AttentionStates, row: int | None) -> slice | Tensor:
         """Columns of a layer's keys, of this row without its padding."""
         if row is None:
             return slice(None)
-        shown = self._dense_visible(states, kept)[row]
-        columns = torch.nn.functional.pad(shown, (kept.joined, 0), value=True).nonzero()[:, 0]
+        columns = self._dense_visible(states)[row].nonzero()[:, 0]
         first, count = (int(columns[0]), int(columns.numel())) if columns.numel() else (0, 0)
         if count and int(columns[-1]) == first + count - 1:
             return slice(first, first + count)  # a view, where padding is at one end only
@@ -565,7 +560,7 @@ class Eviction:
         ranked: list[Rankings] = []
         for layer, states, targets in members:
             before = self.kept_of(layer)
-            there = row_tokens(self._dense_visible(states, before))[:, None]
+            there = row_tokens(self._dense_visible(states))[:, None]
             there = there if layer.entries is None else there + layer.entries.lengths
             evicts = np.asarray((targets < there).any(axis=1))  # padding apart
             ranked.append({})

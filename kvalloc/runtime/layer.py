@@ -88,7 +88,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     joins : bool
         Whether `update` puts kept entries, where they are even, in front of what it returns.
     evicts_next : bool
-        Whether an eviction will follow the next `update`.
+        Whether an eviction follows the next `update`, which then copies nothing that may go.
     seen_tokens : int
         Tokens seen, kept or not, padding included.
     unfinished : Unfinished
@@ -110,7 +110,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.seen_tokens = 0
         self.unfinished = Unfinished()
         self.evicts_next = False
-        self._held: tuple[Tensor, Tensor] | None = None
         self._following: Following | None = None  # whose states keys and values are
 
     @property
@@ -123,11 +122,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Kept entries that stand in front of what `update` returns."""
         entries = self.entries
         return int(entries.lengths[0, 0]) if entries and self.joins and entries.even else 0
-
-    @property
-    def awaits_eviction(self) -> bool:
-        """Whether tokens are held that still have to be reduced."""
-        return self._held is not None
 
     @property
     def reduced(self) -> bool:
@@ -189,9 +183,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
         tensors += () if self._following is None else self._following.buffers
-        if self.entries is not None:
-            tensors += self.entries.tensors()
-        return [*tensors, *(self._held or ())]
+        return tensors if self.entries is None else [*tensors, *self.entries.tensors()]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -209,32 +201,22 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             The dense ones, the new ones last; behind `in_front` kept ones.
         """
         self.seen_tokens += int(key_states.shape[-2])
-        if not self.evicts_next:
-            if self.entries is None:
-                return super().update(key_states, value_states, *args, **kwargs)
+        if self.evicts_next and not self.dense_tokens:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self._following = None
+            self.keys, self.values = key_states, value_states
+        elif self.entries is None:
+            super().update(key_states, value_states, *args, **kwargs)
+        else:
             if self._following is None:
                 self._following = Following(self.keys, self.values)
             self._following.add(key_states, value_states)
             self.keys, self.values = self._following.states
-            return self._joined((self.keys, self.values)) if self.in_front else self.latest()
-        # Of these only a part will stay: hold on to what the model made instead of copying it,
-        # and let `evict` copy the kept part.
-        self.evicts_next = False
-        self._held = (key_states, value_states)
-        if self.dense_tokens:
-            dense = zip((self.keys, self.values), self._held, strict=True)
-            keys, values = (torch.cat(pair, dim=-2) for pair in dense)
-            # What was stored is in the copy: until `evict` one of them is enough.
-            self._store(keys[..., :0, :], values[..., :0, :])
-            self._held = keys, values
-        if self.in_front:
-            self._held = self._joined(self._held)
-        return self._held
-
-    def _joined(self, following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What is kept, of an even layer, and keys and values behind it."""
+        if not self.in_front:
+            return self.keys, self.values
         assert self.entries is not None
-        pairs = zip(self.entries.dense, following, strict=True)
+        pairs = zip(self.entries.dense, (self.keys, self.values), strict=True)
         keys, values = (torch.cat(pair, dim=-2) for pair in pairs)  # of the model's type
         return keys, values
 
@@ -245,9 +227,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def latest(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""
-        keys, values = (self.keys, self.values) if self._held is None else self._held
-        first = 0 if tokens is None else int(keys.shape[-2]) - tokens
-        return keys[..., first:, :], values[..., first:, :]
+        first = 0 if tokens is None else self.dense_tokens - tokens
+        return self.keys[..., first:, :], self.values[..., first:, :]
 
     def keep_numbers(
         self, entries: KeptEntries, bits: IntArray | None, *, following: int, stays: BoolArray
@@ -284,11 +265,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def keep(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""
-        keys, values = self.latest(following)
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        self._store(keys, values)
-        self._held, self.entries = None, entries
+        self._store(*self.latest(following))
+        self.entries, self.evicts_next = entries, False
 
     def _store(self, keys: Tensor, values: Tensor) -> None:
         """Copies, as dense ones: a slice would keep the storage of what is cut off alive."""

@@ -108,12 +108,11 @@ class Prompt:
         self.step: Step | None = None
         self._broken: str | None = None
         self._targets: dict[int, IntArray] = {}
-        self._members: list[Member] = []  # of a group, those that have attended
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._waits = False  # for tokens that follow a held prompt
         self.given: int | None = None  # columns behind which drafts may stand; None without any
         self._holds = self.plan.holds_chunks  # unless the first forward is the whole prompt
-        self._seen: dict[int, AttentionStates] = {}
+        self.attention: dict[int, AttentionStates] = {}  # of each layer, without its tokens
         self._forget_held()
 
     def _forget_held(self) -> None:
@@ -321,13 +320,18 @@ class Prompt:
             merges_chunks=some and policy.combines and policy.name,
             adds_up_chunks=not step.completes and policy.needs_whole_prompt,
         )
+        new = row_tokens(step.new_visible)[:, None]
         found: dict[int, IntArray] = {}
         for index in self.plan.profile.shape.full_layers:
-            always = step.completes and self.plan.rounds(index)
-            stored = self.layers[index].stored_counts()
-            targets = step.targets(index, stored, always=always, shared=self.plan.by_layer)
-            if targets is not None:
-                found[index] = targets
+            assert step.budgets is not None
+            budgets, before = step.budgets[:, index], self.layers[index].stored_counts()
+            there = new + (np.zeros_like(budgets) if before is None else before)
+            fits = there <= budgets
+            if self.plan.by_layer:  # the heads share what is still to be handed out
+                fits = there.sum(axis=1, keepdims=True) <= budgets.sum(axis=1, keepdims=True)
+            padded = not bool(step.new_visible.all())
+            if padded or not fits.all() or (step.completes and self.plan.rounds(index)):
+                found[index] = np.where(fits, there, budgets)
         return found
 
     @contextmanager
@@ -341,14 +345,15 @@ class Prompt:
 
     def attended(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """A layer has attended to all that it holds: note what is needed, evict what has to go."""
-        step = self.step
+        step, index = self.step, states.layer
         assert step is not None
+        if index not in self.attention:
+            self.attention[index] = _without_tokens(states)
         if step.follows:
             self._note_following(layer, states, step)
             return
         remember = not step.completes or self._goes_on_observing
-        if not (self._holds or layer.awaits_eviction or remember):
-            layer.unfinished = Unfinished()
+        if not (self._holds or index in self._targets or remember):
             return
         eviction = self._eviction(
             self.plan.policy,
@@ -361,21 +366,13 @@ class Prompt:
         )
         eviction.note(layer, states, step.columns)
         if self._holds:
-            self._note_seen(states)
             return
-        if not layer.awaits_eviction:
-            eviction.observe(layer, states)
+        if index not in self._targets:
+            eviction.observe(layer, self._layer_states(index, eviction))
             return
-        states = replace(states, queries=states.queries[:, :, :0].clone(), mask=None)
-        targets = {states.layer: self._targets[states.layer]}
-        if self.plan.by_layer:
-            targets = self._by_prompt(eviction, targets, {states.layer: states})
-        self._members.append((layer, states, targets[states.layer]))
-        group = self.plan.groups.get(states.layer, (states.layer,))
-        if states.layer == group[-1]:
-            eviction.evict(self._members)
-        if self.reader is not None:
-            self.reader.forget()
+        group = self.plan.groups.get(index, (index,))
+        if index == group[-1]:
+            self._evict_layers(eviction, {one: self._targets[one] for one in group})
 
     def _eviction(self, policy: EvictionPolicy, **event: Any) -> Eviction:
         """Return an eviction of what has been seen by a policy; see `Eviction` for the rest."""
@@ -390,10 +387,8 @@ class Prompt:
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
         step, self.step = self.step, None
-        self._members.clear()
         if step is None:  # it was interrupted, and `reset` has tidied up before this
             return
-        unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed:
             with self._half_way():
                 pass  # what was noted in its layers
@@ -411,8 +406,7 @@ class Prompt:
             if step.follows and more > 0:
                 layer.crop(-more)
                 layer.unfinished.latest.crop(step.seen)
-        lengths = {layer.get_seq_length() for layer in self.layers}
-        if unseen or lengths != {step.seen}:
+        if {layer.get_seq_length() for layer in self.layers} != {step.seen}:
             self._broken = refusals.HALF_WAY
 
     # A prompt that is held
@@ -452,16 +446,6 @@ class Prompt:
         if self.reader is not None:
             uneven = any((counts != counts[0, 0]).any() for counts in targets.values())
             refusals.refuse(reads_unevenly=uneven and self.plan.policy.name)
-
-    def _note_seen(self, states: AttentionStates) -> None:
-        """Note what of a layer's states is the same for the whole prompt."""
-        self._seen[states.layer] = replace(
-            states,
-            queries=states.queries[:1, :, :0].detach().clone(),  # a view keeps them all alive
-            keys=states.keys[:, :, :0].detach().clone(),
-            values=states.values[:, :, :0].detach().clone(),
-            mask=None,
-        )
 
     def _next_positions(self, visible: Tensor) -> Tensor:
         """Position of what follows each row of a held prompt, (batch,), on the host."""
@@ -612,8 +596,6 @@ class Prompt:
         """Note the latest queries, and whatever settling needs of a layer."""
         if not self.plan.reduces:
             return
-        if states.layer not in self._seen:
-            self._note_seen(states)
         who, end = self.plan.after, step.seen + step.new_tokens
         every = who.observes or self.given is not None  # drafts may be taken back
         rows = max(who.query_rows(end), self.plan.awaited if self._waits else 0)
@@ -763,7 +745,7 @@ class Prompt:
     def _layer_states(self, index: int, eviction: Eviction) -> AttentionStates:
         """What a layer has to choose from beside what is kept already."""
         keys, values = self.layers[index].all_but(eviction.following)
-        return replace(self._seen[index], keys=keys, values=values)
+        return replace(self.attention[index], keys=keys, values=values)
 
     # Budgets that are decided from the prompt
 
@@ -790,3 +772,11 @@ class Prompt:
         self.arrival.row_profiles = None  # of an attempt that failed
         visible = self.arrival.visible_after(0, batch, tokens, mask)
         self._decide_rows(prompt_rows(arguments, visible))
+
+
+def _without_tokens(states: AttentionStates) -> AttentionStates:
+    """Return what of a layer's attention is the same in all forwards of a prompt."""
+    queries, keys, values = (  # a view would keep them all alive
+        own[:1, :, :0].detach().clone() for own in (states.queries, states.keys, states.values)
+    )
+    return replace(states, queries=queries, keys=keys, values=values, mask=None)
