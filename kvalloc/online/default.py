@@ -24,7 +24,6 @@ from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
 from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.grouped import GroupedCache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
@@ -132,7 +131,7 @@ class Default:
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
             cache = build_cache(model, profile, options, prompt_tokens=size.announced)
             caches.append((rows, cache))
-        return caches[0][1] if len(caches) == 1 else GroupedCache(caches)
+        return caches[0][1] if len(caches) == 1 else BudgetCache.joined(caches)
 
     def _least_share(self, shape: ModelShape, loss: float, size: PromptSize) -> float:
         """Return the least share that is predicted to lose no more at a prompt's length."""

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Cache
@@ -21,20 +23,17 @@ from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
-from kvalloc.runtime.attention.backends import attend
-from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
-from kvalloc.runtime.plan import Plan
-from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.prompt import Prompt, State
 from kvalloc.runtime.saving import save_cache
-from kvalloc.runtime.selection import gathered
 from kvalloc.runtime.verifier import Verifier
 from kvalloc.units import share_text, size
 
 __all__ = ["BudgetCache"]
+
+_BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+"""Arguments of a forward that are of rows."""
 
 
 class BudgetCache(Cache, hooks.HookedCache):
@@ -64,24 +63,72 @@ class BudgetCache(Cache, hooks.HookedCache):
     verifier: Verifier | None = None  # see `kvalloc.runtime.lossless`
     read_ids: Tensor | None = None  # what `generate` read and wrote, where that is known
 
-    def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
-        super().__init__(layers=layers)
-        self._prompt = Prompt(plan, self.layers, arrival)
-        self.decoder = plan.decoder
+    def __init__(
+        self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        super().__init__(layers=prompts[0].layers)
+        self.decoder = prompts[0].plan.decoder
         self._before: list[BudgetCache] = []  # copies from before what drafts made due
-        self._masks: dict[tuple[int, int, torch.device], Any] = {}
-        self._mask_function: MaskFunction | None = None
+        self._states: list[tuple[Tensor, Tensor]] = []  # of the layer that runs, by group
+        self._regroup(prompts, rows)
         if (decoder := self.decoder()) is not None:
             hooks.retain(self, decoder)
 
+    @classmethod
+    def joined(cls, caches: Sequence[tuple[Sequence[int], BudgetCache]]) -> BudgetCache:
+        """Return a cache for a batch whose rows are kept in different ways.
+
+        The model reads all rows in one forward. As long as nothing of a layer has gone, its
+        attention is that of the whole batch; then it is computed group by group.
+
+        Parameters
+        ----------
+        caches : sequence of (sequence of int, BudgetCache)
+            Rows of the batch, each in one group, and what keeps them: empty caches of one model.
+        """
+        return cls([own._prompt for _, own in caches], [rows for rows, _ in caches])
+
+    def _regroup(
+        self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Note which rows are kept alike, and by whom."""
+        self._prompts, self._rows = list(prompts), None if len(prompts) == 1 else rows
+        self.layers = prompts[0].layers
+        self._places = [torch.tensor(own) for own in self._rows or ()]
+        self._order = torch.cat(self._places).argsort() if self._places else None
+
     @property
-    def _prompts(self) -> Sequence[Prompt]:
-        """Those of rows that are kept alike."""
-        return [self._prompt]
+    def _prompt(self) -> Prompt:
+        """That of the first group, for what is the same in all."""
+        return self._prompts[0]
+
+    @property
+    def groups(self) -> Sequence[tuple[Any, Prompt]]:
+        """Rows that are kept alike, as what picks them, and their prompt."""
+        return [*zip(self._places or [slice(None)], self._prompts, strict=True)]
 
     def _in_order(self, several: Sequence[Any]) -> Any:
         """Return what is known of the rows of each prompt as that of the batch."""
-        return several[0]
+        if self._order is None:
+            return several[0]
+        order = self._order[: sum(len(own) for own in several)]  # all, or none that are stored
+        if isinstance(several[0], Tensor):
+            return torch.cat([*several])[order.to(several[0].device)]
+        if isinstance(several[0], np.ndarray):
+            return np.concatenate(several)[order.numpy()]
+        rows = [own for of_group in several for own in of_group]
+        return [rows[place] for place in order.tolist()]
+
+    def _of(self, arguments: Mapping[str, Any], place: Any) -> Mapping[str, Any]:
+        """Return the arguments of a forward for the rows of one group."""
+        if self._order is None:
+            return arguments
+        own, batch = dict(arguments), len(self._order)
+        for name in _BY_ROW:
+            given = own.get(name)
+            if isinstance(given, Tensor) and len(given) == batch:
+                own[name] = given[place]
+        return own
 
     def __repr__(self) -> str:
         """Model, tokens and share; layers each by itself would fill screens."""
@@ -96,8 +143,13 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def profile(self) -> BudgetProfile:
-        """Whose budgets hold: decided ones, where all rows have the same."""
-        return self._prompt.profile
+        """Whose budgets hold: decided ones, where all rows have the same.
+
+        Where rows are kept in different ways, that of the first of these; its detail tells of all.
+        """
+        first, *others = (prompt.profile for prompt in self._prompts)
+        details = "; ".join(own.detail for own in (first, *others))
+        return first.replace(detail=details) if others else first
 
     @property
     def row_profiles(self) -> tuple[BudgetProfile, ...]:
@@ -221,7 +273,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         KVAllocError
             As the decider does.
         """
-        self._prompt.decide(inputs)
+        for place, prompt in self.groups:
+            prompt.decide(self._of(inputs, place))
 
     # What it stores
 
@@ -348,7 +401,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         if prompt.given is not None:
             arguments = unread(arguments, seen)
             self._take()
-        cuts = self._cuts(seen + refusals.new_tokens_shape(arguments)[1])
+        end = seen + refusals.new_tokens_shape(arguments)[1]
+        cuts = sorted({cut for own in self._prompts for cut in own.cuts(end)})
         self._ahead = True
         try:
             for column in cuts:
@@ -358,21 +412,20 @@ class BudgetCache(Cache, hooks.HookedCache):
                 if prompt.given is not None and column > prompt.given:
                     shared = {id(tensor): tensor for tensor in self._tensors()}
                     self._before.append(copy.deepcopy(self, {**shared, id(self._before): []}))
-                prompt.catch_up()
+                for own in self._prompts:
+                    own.catch_up()
         finally:
             self._ahead = False
         return outputs, arguments
 
-    def _cuts(self, end: int) -> list[int]:
-        return self._prompt.cuts(end)
-
     def _take(self) -> None:
         """Nothing that is there is taken back any more: let go of what was kept for that."""
         self._before = []
-        self._prompt.catch_up()
-        for layer in self.layers:
-            if getattr(layer, "record_past", False):
-                layer.crop(0)
+        for prompt in self._prompts:
+            prompt.catch_up()
+            for layer in prompt.layers:
+                if getattr(layer, "record_past", False):
+                    layer.crop(0)
 
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
@@ -385,104 +438,57 @@ class BudgetCache(Cache, hooks.HookedCache):
             Arguments to change: the mask of known padding where the caller gave none, for the
             layers that are transformers' own and may still store some.
         """
-        prompt = self._prompt
-        names = prompt.plan.name, type(decoder).__name__
+        names = self._prompt.plan.name, type(decoder).__name__
         refusals.refuse(given_to_other=self.decoder() is not decoder and names)
-        if prompt.interrupted is not None:
-            raise UnsupportedRequestError(prompt.interrupted)
-        mask_function = refusals.check_forward(decoder, arguments, self.batch)
+        if self.interrupted is not None:
+            raise UnsupportedRequestError(self.interrupted)
+        masks = refusals.check_forward(decoder, arguments, self.batch)
         seen, limit = self.get_seq_length(), context_limit(decoder)
-        _, new = refusals.new_tokens_shape(arguments)
+        batch, new = refusals.new_tokens_shape(arguments)
+        rows = batch if self._order is None else len(self._order)
         beyond = seen and new > 1 and limit is not None and seen + new > limit
         refusals.refuse(
+            other_batch=batch != rows and (rows, batch),
             turn_of_nothing=not new and (seen, seen),
             turn_beyond=beyond and (seen, new, limit),
         )
-        mask = arguments.get("attention_mask")
-        if prompt.given is not None and self.prompt_complete:
-            for layer in self.layers:
-                if hasattr(layer, "activate_past_recording"):
-                    layer.activate_past_recording()
-        if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
-            mask = None  # nothing was evicted, so any mask of transformers' own fits
-        step = prompt.begin(arguments, mask)
-        # one token is attended to without a copy of what is kept in front of what followed
-        alone = step.new_tokens == 1 and step.follows
-        for layer in self.layers:
-            if isinstance(layer, BudgetLayer):
-                layer.joins = prompt.reader is not None or not alone
-        self._masks.clear()
-        self._mask_function = mask_function
-        reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
-        if mask is not None or reduced or bool(step.visible.all()):
+        hides = False
+        with ExitStack() as begun:
+            for place, prompt in self.groups:
+                hides |= prompt.begin(self._of(arguments, place), masks)
+                begun.callback(prompt.end, completed=False)
+            begun.pop_all()
+        if not hides:
             return None
-        return {"attention_mask": step.visible.to(self.layers[0].device, torch.long)}
+        steps = (prompt.step for prompt in self._prompts)
+        visible = self._in_order([step.visible for step in steps if step is not None])
+        return {"attention_mask": visible.to(self.layers[0].device, torch.long)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Run one layer's attention with the mask that fits it; evict what is not to stay."""
-        layer = self.layers[states.layer]
-        if not isinstance(layer, BudgetLayer):
-            output = compute(states.mask)
-            _free_slid_out(layer, states)
-            return output
-        with self._prompt.checks.noted():  # the host reads once a forward what it has to know
-            output = self._attention(layer, states, compute)
-            self._prompt.attended(layer, states)
-        return output
+        if self._order is None:
+            return self._prompt.attend(states, compute)
+        together = None if self._is_split(states.layer) else compute(states.mask)[0]
+        outputs = []
+        for (place, prompt), (keys, values) in zip(self.groups, self._states, strict=True):
+            own = replace(states, queries=states.queries[place], keys=keys, values=values)
+            if together is None:
+                own = replace(own, mask=prompt.stored_mask(own))
+            own_rows = partial(_attention, compute, own, place, together)
+            outputs.append(prompt.attend(own, own_rows)[0])
+        self._states = []
+        return self._in_order(outputs), None
+
+    def _is_split(self, layer: int) -> bool:
+        """Whether any group has evicted something of a layer, so that they differ."""
+        return any(getattr(own.layers[layer], "reduced", False) for own in self._prompts)
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
-        self._masks.clear()
-        self._prompt.end(completed=completed)
-
-    def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
-        """Attention over what the layer stores, the new tokens included."""
-        if not layer.reduced:
-            return compute(states.mask)
-        step, reader = self._prompt.step, self._prompt.reader
-        assert step is not None
-        assert layer.entries is not None
-        n_stored, n_kept = int(states.keys.shape[2]), layer.in_front
-        visible = step.following_visible(n_stored - n_kept, states.keys.device)
-        if not n_kept or layer.entries.parts[0].bias is not None:
-            call = AttentionCall.of(states, visible, first=n_kept)
-            return attend(call, layer.entries.parts), None
-        if reader is not None and states.queries.shape[2] == 1 and visible is None:
-            return self._read(reader, layer, states, compute)
-        return compute(self.stored_mask(states, n_kept))
-
-    def stored_mask(self, states: AttentionStates, n_kept: int = 0) -> Any:
-        """Return the mask of what a layer stores, of which so many entries stand in front.
-
-        It is made once a forward for all layers that store as much.
-        """
-        step, n_stored = self._prompt.step, int(states.keys.shape[2])
-        key = (n_stored, n_kept, states.keys.device)
-        if key not in self._masks:
-            assert step is not None
-            assert self._mask_function is not None
-            self._masks[key] = stored_mask(
-                self._mask_function,
-                int(states.queries.shape[2]),
-                n_stored,
-                dtype=states.queries.dtype,
-                device=states.keys.device,
-                batch=int(states.queries.shape[0]),
-                visible=step.following_visible(n_stored - n_kept, states.keys.device),
-            )
-        return self._masks[key]
-
-    def _read(
-        self, reader: Reader, layer: BudgetLayer, states: AttentionStates, compute: Compute
-    ) -> Any:
-        """Attend to the part of what is stored that the policy wants read."""
-        assert layer.entries is not None
-        place = self.profile.shape.full_layers.index(states.layer)
-        positions, _ = layer.entries.columns
-        indices = reader.read(states, place=place, positions=positions)
-        if indices is None:
-            return compute(None)
-        return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
+        self._states = []
+        with ExitStack() as stack:  # whatever fails in one
+            for prompt in self._prompts:
+                stack.callback(prompt.end, completed=completed)
 
     # What transformers calls
 
@@ -497,8 +503,17 @@ class BudgetCache(Cache, hooks.HookedCache):
             If the caller is not a forward of the cache's own model.
         """
         refusals.refuse(outside_forward=self._prompt.step is None and self._prompt.plan.name)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return keys, values
+        if self._order is None:
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return keys, values
+        self._states = [
+            own.layers[layer_idx].update(key_states[place], value_states[place], *args, **kwargs)
+            for place, own in self.groups
+        ]
+        if self._is_split(layer_idx) or self._states[0][0].shape[2] == key_states.shape[2]:
+            return key_states, value_states
+        keys, values = zip(*self._states, strict=True)
+        return self._in_order(keys), self._in_order(values)
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a file, from which `kvalloc.load_cache` brings it back.
@@ -516,6 +531,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         InputError
             If the folder does not exist or is read-only.
         """
+        groups = len(self._prompts)
+        refusals.refuse(saved_in_groups=groups > 1 and groups)
         save_cache(self, path)
 
     def reset(self) -> None:
@@ -545,20 +562,16 @@ class BudgetCache(Cache, hooks.HookedCache):
         if before is not None:
             self.__dict__.update(before.__dict__, _ahead=False, number=self.number)
         if remove := self.get_seq_length() - end:
-            super().crop(-remove)  # not every layer of transformers' own knows a number to keep
-            self._prompt.crop()
+            for prompt in self._prompts:
+                prompt.crop(remove)
         if self._prompt.given is not None:
             self._take()
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would remove; raise as it does, and change nothing."""
         remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
-        self._prompt.check_crop(remove)
-        for layer in self.layers if remove > 0 else ():
-            if isinstance(layer, BudgetLayer):
-                layer.crop_count(-remove)
-            elif not getattr(layer, "record_past", False):
-                refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)
+        for prompt in self._prompts:
+            prompt.check_crop(remove)
         return remove
 
     def activate_past_recording(self, given: int | None = None) -> None:
@@ -587,14 +600,9 @@ class BudgetCache(Cache, hooks.HookedCache):
             drafts_slide_out=any(not hasattr(one, "record_past") for one in sliding),
             drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
         )
-        prompt.given = columns
+        self.draft_from(columns)
 
     # Drafts of its own, see `kvalloc.runtime.lossless`
-
-    @property
-    def groups(self) -> Sequence[tuple[Any, BudgetCache]]:
-        """Rows that are kept alike, as what picks them, and their cache."""
-        return [(slice(None), self)]
 
     @property
     def leaves_unread(self) -> bool:
@@ -603,8 +611,8 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def draft_from(self, column: int | None) -> None:
         """Say from which column on tokens may be drafts; None: none is."""
-        for _, own in self.groups:
-            own._prompt.given = column
+        for prompt in self._prompts:
+            prompt.given = column
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -617,7 +625,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def room_for_drafts(self, longest: int) -> int:
         """Return the number of drafts, at least 1, before what followed has to compete."""
-        return self._prompt.room_for_drafts(longest)
+        return min(prompt.room_for_drafts(longest) for prompt in self._prompts)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
@@ -629,10 +637,16 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows; one may be kept more than once."""
-        if self.batch:
-            rows = row_numbers(indices)
-            super().batch_select_indices(rows)
-            self._prompt.select(rows)
+        rows = row_numbers(indices).tolist() if self.batch else []
+        if not rows:
+            return
+        prompts, now = [], []
+        for was, prompt in zip(self._rows or [range(self.batch)], self._prompts, strict=True):
+            if own := [row for row, old in enumerate(rows) if old in was]:
+                prompt.select(torch.tensor([was.index(rows[row]) for row in own]))
+                prompts.append(prompt)
+                now.append(own)
+        self._regroup(prompts, now)
 
     # What it cannot do
 
@@ -648,30 +662,32 @@ class BudgetCache(Cache, hooks.HookedCache):
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        shapes = self._prompt.attention.values()  # they hold weights of the model
-        for shared in (self.profile, *self.row_profiles, *shapes):
-            memo[id(shared)] = shared
+        for prompt in self._prompts:  # a layer's attention holds weights of the model
+            for shared in (prompt.profile, *prompt.row_profiles, *prompt.attention.values()):
+                memo[id(shared)] = shared
         for tensor in self._tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         memo[id(self.number)] = clone.number
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        clone._prompt.forked()
+        for prompt in clone._prompts:
+            prompt.forked()
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
 
 
-def _free_slid_out(layer: Any, states: AttentionStates) -> None:
-    """Give back the storage of prompt tokens that have left a sliding window.
-
-    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
-    decoded token it has one entry more than the view, and to free that would copy the whole window
-    for each token; it goes with the next one.
-    """
-    if states.queries.shape[2] == 1:
-        return
-    for name in ("keys", "values"):
-        view: Tensor = getattr(layer, name)
-        if view.untyped_storage().nbytes() > view.nbytes:
-            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
+def _attention(
+    compute: Compute,
+    own: AttentionStates,
+    place: Tensor,
+    together: Tensor | None,
+    mask: Any,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Any:
+    """Return what the model's own attention gives the rows of one group."""
+    if together is not None:
+        return together[place], None
+    keys, values = own.keys if keys is None else keys, own.values if values is None else values
+    return compute(mask, keys, values, place)

@@ -202,7 +202,7 @@ class _Answer:
         Tensor of int64, (rows, n_tokens + n_new)
         """
         verifier, sampling, n_tokens = self.verifier, self.sampling, int(ids.shape[1])
-        room = min(own.room_for_drafts(LONGEST_DRAFT) for _, own in self.cache.groups)
+        room = self.cache.room_for_drafts(LONGEST_DRAFT)
         length = max(0, min(verifier.draft_tokens, room, longest - 1))
         drafted, drawn_from = self.draft(ids, length)
         logits = self._logits(drafted, verifier.full, length + 1)

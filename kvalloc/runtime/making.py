@@ -24,6 +24,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import policy_of
+from kvalloc.runtime.prompt import Prompt
 from kvalloc.shape import ModelShape
 
 __all__ = ["build_cache", "make_cache", "make_layers"]
@@ -148,4 +149,4 @@ def build_cache(
         policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
     plan = Plan.of(profile, model, options, decide=decide)
-    return BudgetCache(plan, layers, Arrival(profile, prompt_tokens))
+    return BudgetCache([Prompt(plan, layers, Arrival(profile, prompt_tokens))])

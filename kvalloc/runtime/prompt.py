@@ -18,9 +18,12 @@ from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.accounting.stored import layer_tensors
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.models.attention import AttentionStates
+from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, row_tokens
+from kvalloc.runtime.attention.backends import attend
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Member
@@ -34,7 +37,7 @@ from kvalloc.runtime.repetition import (
     repeat_prompt,
     repeated_tokens,
 )
-from kvalloc.runtime.selection import handed_out
+from kvalloc.runtime.selection import gathered, handed_out
 from kvalloc.runtime.unfinished import Queries, Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
@@ -108,6 +111,7 @@ class Prompt:
         self.step: Step | None = None
         self._broken: str | None = None
         self._targets: dict[int, IntArray] = {}
+        self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._waits = False  # for tokens that follow a held prompt
         self.given: int | None = None  # columns behind which drafts may stand; None without any
@@ -238,7 +242,9 @@ class Prompt:
         self.arrival.shown_rows = row_tokens(visible)
 
     def select(self, rows: Tensor) -> None:
-        """Let row i go on with what is known of row ``rows[i]``."""
+        """Let row i go on with what row ``rows[i]`` holds, and what is known of it."""
+        for layer in self.layers:
+            layer.batch_select_indices(rows)
         self.arrival.select(rows)
         if len(self._positions):
             self._positions = self._positions[rows.cpu()]
@@ -257,6 +263,11 @@ class Prompt:
         )
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
+        for layer in self.layers if remove > 0 else ():
+            if isinstance(layer, BudgetLayer):
+                layer.crop_count(-remove)
+            elif not getattr(layer, "record_past", False):
+                refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)
 
     def cuts(self, end: int) -> list[int]:
         """Columns at which a forward up to `end` is cut, in order.
@@ -284,8 +295,10 @@ class Prompt:
         due = settled + self.plan.every_from(settled, self._token_bytes)
         return max(1, min(longest, due - self._n_seen))
 
-    def crop(self) -> None:
-        """The layers have been cropped."""
+    def crop(self, remove: int) -> None:
+        """Take so many tokens back."""
+        for layer in self.layers:
+            layer.crop(-remove)  # not every layer of transformers' own knows a number to keep
         end = self._n_seen
         self.arrival.crop(end)
         for layer in self._budget_layers:
@@ -293,9 +306,22 @@ class Prompt:
 
     # One forward
 
-    def begin(self, arguments: Mapping[str, Any], mask: object) -> Step:
-        """Check a forward before anything of it runs, and prepare the layers for it."""
+    def begin(self, arguments: Mapping[str, Any], masks: MaskFunction) -> bool:
+        """Check a forward before anything of it runs, and prepare the layers for it.
+
+        Returns
+        -------
+        bool
+            Whether layers that are transformers' own have to be told of padding.
+        """
         batch, new_tokens = refusals.new_tokens_shape(arguments)
+        mask = arguments.get("attention_mask")
+        if self.given is not None and self.arrival.complete:
+            for layer in self.layers:
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
+        if self.arrival.complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
+            mask = None  # nothing was evicted, so any mask of transformers' own fits
         self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
         self._targets = {}
@@ -308,10 +334,16 @@ class Prompt:
         elif not step.follows:
             self._targets = self._targets_while_read(step)
         self._check_read(self._targets)
+        # one token is attended to without a copy of what is kept in front of what followed
+        alone = step.new_tokens == 1 and step.follows
+        for layer in self._budget_layers:
+            layer.joins = self.reader is not None or not alone
         for index in self._targets:
             self.layers[index].evicts_next = True
         self.step = step
-        return step
+        self._masks, self._mask_function = {}, masks
+        reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
+        return mask is None and not reduced and not bool(step.visible.all())
 
     def _targets_while_read(self, step: Step) -> dict[int, IntArray]:
         """Entries that each layer is to keep once it has read a forward, where any has to go."""
@@ -343,7 +375,59 @@ class Prompt:
         self.checks.read()
         self._broken = None
 
-    def attended(self, layer: BudgetLayer, states: AttentionStates) -> None:
+    def attend(self, states: AttentionStates, compute: Compute) -> Any:
+        """Run one layer's attention with the mask that fits it; evict what is not to stay."""
+        layer = self.layers[states.layer]
+        if not isinstance(layer, BudgetLayer):
+            output = compute(states.mask)
+            _free_slid_out(layer, states)
+            return output
+        with self.checks.noted():  # the host reads once a forward what it has to know
+            output = self._attention(layer, states, compute)
+            self._attended(layer, states)
+        return output
+
+    def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
+        """Attention over what the layer stores, the new tokens included."""
+        if not layer.reduced:
+            return compute(states.mask)
+        step, entries = self.step, layer.entries
+        assert step is not None
+        assert entries is not None
+        n_stored, n_kept = int(states.keys.shape[2]), layer.in_front
+        visible = step.following_visible(n_stored - n_kept, states.keys.device)
+        if not n_kept or entries.parts[0].bias is not None:
+            call = AttentionCall.of(states, visible, first=n_kept)
+            return attend(call, entries.parts), None
+        if self.reader is not None and states.queries.shape[2] == 1 and visible is None:
+            place = self.profile.shape.full_layers.index(states.layer)
+            indices = self.reader.read(states, place=place, positions=entries.columns[0])
+            if indices is None:
+                return compute(None)
+            return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
+        return compute(self.stored_mask(states, n_kept))
+
+    def stored_mask(self, states: AttentionStates, n_kept: int = 0) -> Any:
+        """Return the mask of what a layer stores, of which so many entries stand in front.
+
+        It is made once a forward for all layers that store as much.
+        """
+        step, n_stored = self.step, int(states.keys.shape[2])
+        key = (n_stored, n_kept, states.keys.device)
+        if key not in self._masks:
+            assert step is not None
+            self._masks[key] = stored_mask(
+                self._mask_function,
+                int(states.queries.shape[2]),
+                n_stored,
+                dtype=states.queries.dtype,
+                device=states.keys.device,
+                batch=int(states.queries.shape[0]),
+                visible=step.following_visible(n_stored - n_kept, states.keys.device),
+            )
+        return self._masks[key]
+
+    def _attended(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """A layer has attended to all that it holds: note what is needed, evict what has to go."""
         step, index = self.step, states.layer
         assert step is not None
@@ -386,7 +470,7 @@ class Prompt:
 
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
-        step, self.step = self.step, None
+        step, self.step, self._masks = self.step, None, {}
         if step is None:  # it was interrupted, and `reset` has tidied up before this
             return
         if completed:
@@ -780,3 +864,18 @@ def _without_tokens(states: AttentionStates) -> AttentionStates:
         own[:1, :, :0].detach().clone() for own in (states.queries, states.keys, states.values)
     )
     return replace(states, queries=queries, keys=keys, values=values, mask=None)
+
+
+def _free_slid_out(layer: Any, states: AttentionStates) -> None:
+    """Give back the storage of prompt tokens that have left a sliding window.
+
+    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
+    decoded token it has one entry more than the view, and to free that would copy the whole window
+    for each token; it goes with the next one.
+    """
+    if states.queries.shape[2] == 1:
+        return
+    for name in ("keys", "values"):
+        view: Tensor = getattr(layer, name)
+        if view.untyped_storage().nbytes() > view.nbytes:
+            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))

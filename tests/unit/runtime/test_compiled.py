@@ -18,7 +18,6 @@ from transformers import CompileConfig
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.grouped import GroupedCache
 
 LENGTHS = (60, 41, 77, 50, 64)
 WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
@@ -269,7 +268,7 @@ def test_rows_of_different_ways_in_one_graph(model: Any) -> None:
                 return_dict_in_generate=True,
             )
             answers.append(torch.stack(out.logits))
-            assert type(applied.last_cache) is GroupedCache
+            assert len(applied.last_cache.groups) > 1
             model.compile(backend=graphs)
     assert torch.equal(*answers)
     assert graphs.frame_count

@@ -98,7 +98,7 @@ def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model:
     with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():
         model(first)
         cache = applied.last_cache
-        cuts = cache._cuts(360)
+        cuts = cache._prompt.cuts(360)
         assert cuts
         alone = copy.deepcopy(cache)
         found = model(turn, past_key_values=cache).logits

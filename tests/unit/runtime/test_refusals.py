@@ -35,7 +35,7 @@ from kvalloc.errors import (
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import CacheOptions, answer, loading, make_cache, refusals
-from kvalloc.runtime.grouped import GroupedCache
+from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.lossless import verify_with
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.policies import EvictionPolicy, changed_policy, get_policy
@@ -447,8 +447,8 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         r"until \d+ more tokens have followed it.*cache\.evict",
     ),
     "saved_in_groups": (
-        lambda model: GroupedCache([((0,), made(model))]).save("c.kv"),
-        "kept in 1 different ways",
+        lambda model: BudgetCache.joined([((i,), made(model)) for i in (0, 1)]).save("c.kv"),
+        "kept in 2 different ways",
     ),
     "saved_without_model": (without_its_model, "while its model is loaded"),
     "decided_in_file": (lambda model: loading._decided_before(model, []), "not in the file"),
