@@ -26,8 +26,8 @@ class Step:
         Columns seen before it.
     visible : Tensor of bool, (batch, seen + new_tokens)
         False marks padding. On the host.
-    budgets : ndarray of int64, (batch, n_layers, n_kv_heads), or None
-        What may stay of the prompt after it; None where its tokens follow the prompt.
+    follows : bool
+        Whether its tokens follow the prompt.
     prompt_tokens : int
         Columns of the prompt as far as it is known.
     completes : bool
@@ -36,7 +36,7 @@ class Step:
 
     seen: int
     visible: Tensor
-    budgets: IntArray | None
+    follows: bool
     prompt_tokens: int
     completes: bool
 
@@ -54,11 +54,6 @@ class Step:
     def new_visible(self) -> Tensor:
         """What is no padding of its input, bool, (batch, new_tokens)."""
         return self.visible[:, self.seen :]
-
-    @property
-    def follows(self) -> bool:
-        """Whether its tokens follow the prompt."""
-        return self.budgets is None
 
     def following_visible(self, tokens: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
@@ -119,7 +114,9 @@ class Arrival:
 
     def afresh(self) -> Arrival:
         """The same for a new prompt."""
-        return Arrival(self._profile, self.announced)
+        fresh = Arrival(self._profile, self.announced)
+        fresh.open = self.open
+        return fresh
 
     def step(self, seen: int, batch: int, new_tokens: int, mask: object) -> Step:
         """What the next forward is; raises where it cannot be served, and changes nothing.
@@ -148,15 +145,12 @@ class Arrival:
                 "separately"
             )
         visible = self.visible_after(seen, batch, new_tokens, mask)
-        completes, budgets = in_prompt and not self.open and end == expected, None
-        if in_prompt:
-            budgets = self.budgets(self.row_tokens(visible, expected))
         return Step(
             seen=seen,
             visible=visible,
-            budgets=budgets,
+            follows=not in_prompt,
             prompt_tokens=expected if in_prompt else (self.prompt_tokens or seen),
-            completes=completes,
+            completes=in_prompt and not self.open and end == expected,
         )
 
     def row_tokens(self, visible: Tensor, expected: int) -> IntArray:

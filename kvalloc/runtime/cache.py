@@ -21,7 +21,7 @@ from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime import hooks, refusals
+from kvalloc.runtime import conversation, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
@@ -105,7 +105,8 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def groups(self) -> Sequence[tuple[Any, Prompt]]:
         """Rows that are kept alike, as what picks them, and their prompt."""
-        return [*zip(self._places or [slice(None)], self._prompts, strict=True)]
+        every: Sequence[Any] = self._places or [slice(None)]
+        return [*zip(every, self._prompts, strict=True)]
 
     def _in_order(self, several: Sequence[Any]) -> Any:
         """Return what is known of the rows of each prompt as that of the batch."""
@@ -253,7 +254,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         self.evict()
         for prompt in self._prompts:
-            prompt.settle_following()
+            conversation.settle(prompt)
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Show a prompt of announced length that comes in chunks, before its first one.
@@ -402,7 +403,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             arguments = unread(arguments, seen)
             self._take()
         end = seen + refusals.new_tokens_shape(arguments)[1]
-        cuts = sorted({cut for own in self._prompts for cut in own.cuts(end)})
+        cuts = sorted({one for own in self._prompts for one in conversation.cuts(own, end)})
         self._ahead = True
         try:
             for column in cuts:
@@ -413,7 +414,7 @@ class BudgetCache(Cache, hooks.HookedCache):
                     shared = {id(tensor): tensor for tensor in self._tensors()}
                     self._before.append(copy.deepcopy(self, {**shared, id(self._before): []}))
                 for own in self._prompts:
-                    own.catch_up()
+                    conversation.catch_up(own)
         finally:
             self._ahead = False
         return outputs, arguments
@@ -422,7 +423,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         """Nothing that is there is taken back any more: let go of what was kept for that."""
         self._before = []
         for prompt in self._prompts:
-            prompt.catch_up()
+            conversation.catch_up(prompt)
             for layer in prompt.layers:
                 if getattr(layer, "record_past", False):
                     layer.crop(0)
@@ -488,7 +489,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         self._states = []
         with ExitStack() as stack:  # whatever fails in one
             for prompt in self._prompts:
-                stack.callback(prompt.end, completed=completed)
+                stack.callback(_end, prompt, completed=completed)
 
     # What transformers calls
 
@@ -504,8 +505,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         refusals.refuse(outside_forward=self._prompt.step is None and self._prompt.plan.name)
         if self._order is None:
-            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            return keys, values
+            alone = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return alone[0], alone[1]
         self._states = [
             own.layers[layer_idx].update(key_states[place], value_states[place], *args, **kwargs)
             for place, own in self.groups
@@ -558,7 +559,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         end = seen - max(cropped_tokens(tokens_to_remove, seen), 0)
         before = next((one for one in self._before if one.get_seq_length() > end), None)
         checked = self if before is None else before
-        checked.check_crop(end - checked.get_seq_length())
+        for prompt in checked._prompts:
+            prompt.check_crop(prompt.n_seen - end)
         if before is not None:
             self.__dict__.update(before.__dict__, _ahead=False, number=self.number)
         if remove := self.get_seq_length() - end:
@@ -566,13 +568,6 @@ class BudgetCache(Cache, hooks.HookedCache):
                 prompt.crop(remove)
         if self._prompt.given is not None:
             self._take()
-
-    def check_crop(self, tokens_to_remove: int) -> int:
-        """Return how many tokens `crop` would remove; raise as it does, and change nothing."""
-        remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
-        for prompt in self._prompts:
-            prompt.check_crop(remove)
-        return remove
 
     def activate_past_recording(self, given: int | None = None) -> None:
         """From now on each forward may end in drafts, and a `crop` follows that takes some back.
@@ -625,7 +620,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def room_for_drafts(self, longest: int) -> int:
         """Return the number of drafts, at least 1, before what followed has to compete."""
-        return min(prompt.room_for_drafts(longest) for prompt in self._prompts)
+        return min(conversation.room_for_drafts(own, longest) for own in self._prompts)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
@@ -675,6 +670,14 @@ class BudgetCache(Cache, hooks.HookedCache):
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
+
+
+def _end(prompt: Prompt, *, completed: bool) -> None:
+    """End a forward; go back to the budgets, unless what was read may be taken back."""
+    running = prompt.step is not None
+    prompt.end(completed=completed)
+    if running and completed and prompt.given is None:
+        conversation.catch_up(prompt)
 
 
 def _attention(

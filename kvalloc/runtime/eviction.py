@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import row_tokens
@@ -25,12 +27,12 @@ from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.selection import keep_best, kept_places
+from kvalloc.runtime.selection import handed_out, keep_best, kept_places
 from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
-__all__ = ["Eviction", "Member", "groups_by_layer", "rows_of"]
+__all__ = ["Eviction", "Member", "groups_by_layer", "rows_of", "widest"]
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -102,8 +104,13 @@ Choice: TypeAlias = tuple[Part, Tensor, AttentionStates, Tensor]
 Rankings: TypeAlias = dict[Part, tuple[Tensor, ...]]
 
 
-#: A layer, what it chooses from, and how many entries each row and head keeps.
-Member: TypeAlias = tuple[BudgetLayer, AttentionStates, IntArray]
+class Member(NamedTuple):
+    """A layer, its attention without tokens, and how many entries each row and head keeps."""
+
+    layer: BudgetLayer
+    attention: AttentionStates
+    targets: IntArray
+
 
 UNSEEN = -1e30
 """Added to the logits of a place of no entry."""
@@ -177,6 +184,29 @@ class Kept:
         return self._entries.numbers()
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a layer chooses from.
+
+    Attributes
+    ----------
+    layer : BudgetLayer
+    states : AttentionStates
+        Its attention, with keys and values of what came since the latest eviction, but for those
+        that are no candidates.
+    kept : Kept
+    """
+
+    layer: BudgetLayer
+    states: AttentionStates
+    kept: Kept
+
+    @property
+    def index(self) -> int:
+        """Index of the layer in the model."""
+        return self.states.layer
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eviction:
     """What goes of layers at one event: while a prompt is read, after it, or of a conversation.
@@ -215,7 +245,7 @@ class Eviction:
         Rows in which all that earlier evictions kept stays, and targets are of what came since; in
         none by default.
     scored : dict of (int, Part) to (Tensor, dict of Observed)
-        What `evictable_scores` has computed of each layer, until entries are kept by it: scores,
+        What `handed_out` has computed of each layer, until entries are kept by it: scores,
         (batch, n_kv_heads, n_tokens), and what scorers noted, but for numbers of each entry.
     """
 
@@ -238,19 +268,11 @@ class Eviction:
     )
 
     @torch.no_grad()
-    def note(self, layer: BudgetLayer, states: AttentionStates, columns: Tensor) -> None:
-        """Note the queries of a forward of the prompt, whose tokens stand in these columns."""
-        wanted = self.wanted_rows()
-        if self.policy.observes and not self.held:
-            wanted = max(wanted, int(columns.shape[1]))
-        layer.unfinished.prompt.add(states.queries.detach(), columns, wanted)
-
-    @torch.no_grad()
-    def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
+    def observe(self, layer: BudgetLayer, attention: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
-        notes, kept = layer.unfinished, self.kept_of(layer)
-        for part in self._pieces(layer, states, kept) if self.policy.observes else ():
-            own, _ = self._candidates(layer, states, part, kept)
+        notes, source = layer.unfinished, self._source(layer, attention)
+        for part in self._pieces(source) if self.policy.observes else ():
+            own, _ = self._candidates(source, part)
             _keep_note(notes.observed, part, self.policy.observe(own, sinks=self.sinks))
         notes.prompt.trim(self.wanted_rows())
 
@@ -263,14 +285,15 @@ class Eviction:
             return n_tokens
         return self.policy.query_rows(n_tokens)
 
-    def kept_of(self, layer: BudgetLayer) -> Kept:
-        """Return what earlier evictions kept of a layer."""
+    def _source(self, layer: BudgetLayer, attention: AttentionStates) -> Source:
+        """Return what a layer has to choose from."""
         stays = np.zeros(len(self.visible), bool) if self.stays is None else self.stays
-        return Kept(layer, stays)
+        keys, values = layer.all_but(self.following)
+        return Source(layer, replace(attention, keys=keys, values=values), Kept(layer, stays))
 
-    def _pieces(self, layer: BudgetLayer, states: AttentionStates, kept: Kept) -> list[Part]:
+    def _pieces(self, source: Source) -> list[Part]:
         """Return the pieces in which a policy looks at a layer, as large as they may be."""
-        noted = layer.unfinished.observed
+        noted, states, kept = source.layer.unfinished.observed, source.states, source.kept
         apart = kept.apart | any(head is not None for _, head in noted)
         alike = (kept.stays == kept.stays[0]).all() and self._dense_visible(states).all()
         if alike and not apart.any() and not any(row is not None for row, _ in noted):
@@ -285,23 +308,14 @@ class Eviction:
     # What there is to choose from
 
     def _candidates(
-        self,
-        layer: BudgetLayer,
-        states: AttentionStates,
-        part: Part,
-        kept: Kept,
-        *,
-        new_alone: bool = False,
+        self, source: Source, part: Part, *, new_alone: bool = False
     ) -> tuple[AttentionStates, Tensor]:
         """What one piece of a layer chooses from.
 
         Parameters
         ----------
-        layer : BudgetLayer
-        states : AttentionStates
-            With keys and values of what came since the latest eviction.
+        source : Source
         part : Part
-        kept : Kept
         new_alone : bool
             Leave out what earlier evictions kept.
 
@@ -312,6 +326,7 @@ class Eviction:
         Tensor of int32, (batch, n_kv_heads, n_tokens)
             Column of each candidate.
         """
+        layer, states, kept = source.layer, source.states, source.kept
         row, head = part
         columns, end = self._columns(states, row), self._end(layer)
         first = end - int(states.keys.shape[2])
@@ -339,39 +354,30 @@ class Eviction:
         if voting := awaited_tokens(scorers):
             _, notes = self.scored.get((states.layer, part), (None, None))
             if notes is None:
-                seen, n_prompt = self._with_following(layer, own, part, voting), int(keys.shape[2])
+                seen, n_prompt = self._with_following(layer, own, row, voting), int(keys.shape[2])
                 notes = following_notes(scorers, seen, n_prompt, sinks=self.sinks)
             own = replace(own, later={**(own.later or {}), **notes})
         return own, positions
 
     def _with_following(
-        self, layer: BudgetLayer, states: AttentionStates, part: Part, voting: int
+        self, layer: BudgetLayer, states: AttentionStates, row: int | None, voting: int
     ) -> AttentionStates:
-        """Return the piece with the tokens that followed, whose queries are those that vote.
+        """Return a row of a held prompt, or all, with the tokens that followed.
 
-        So many of the latest do.
+        Its queries are those that vote: so many of the latest.
         """
-        row, head = part
         queries = states.queries[:, :, :0]
         if layer.unfinished.latest.pieces:
             queries, columns = layer.unfinished.latest.of(row)
             voting = min(voting, int((columns >= self.prompt_tokens).sum()))
             queries = queries[:, :, int(columns.shape[0]) - voting :]
-            group = queries.shape[1] // int(layer.keys.shape[1])
-            queries = queries if head is None else queries[:, head * group : (head + 1) * group]
-        bias = states.bias
-        bias = None if bias is None else torch.nn.functional.pad(bias, (0, self.following))
-        states = replace(states, queries=queries, bias=bias, mask=None, gaps=False)
-        if row is None:
-            keys, values = layer.latest()  # no padding, no copy
-            return replace(states, keys=keys, values=values)
-        latest = [rows_of(own, row, head) for own in layer.latest(self.following)]
+        keys, values = layer.keys, layer.values  # no padding, no copy
         if row is not None:
             shown = self.visible[row, self._end(layer) :].nonzero()[:, 0].to(queries.device)
-            latest = [own[:, :, shown] for own in latest]
-        pairs = zip((states.keys, states.values), latest, strict=True)
-        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
-        return replace(states, keys=keys, values=values)
+            latest = [rows_of(own, row, None)[:, :, shown] for own in layer.latest(self.following)]
+            pairs = zip((states.keys, states.values), latest, strict=True)
+            keys, values = (torch.cat(pair, dim=2) for pair in pairs)
+        return replace(states, queries=queries, keys=keys, values=values)
 
     def _end(self, layer: BudgetLayer) -> int:
         """Column behind the last candidate."""
@@ -428,15 +434,58 @@ class Eviction:
 
     # What is chosen
 
-    @torch.no_grad()
-    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
-        """Scores of a layer's entries without sinks, window and padding.
+    def handed_out(
+        self, members: Mapping[int, Member], profile: BudgetProfile
+    ) -> dict[int, Member]:
+        """Hand out as many entries of these layers in all by each row's own scores.
 
         Parameters
         ----------
-        layer : BudgetLayer
-        states : AttentionStates
-            With its keys and values.
+        members : mapping of int to Member
+            With what each layer was granted.
+        profile : BudgetProfile
+            Whose bytes are not exceeded.
+
+        Returns
+        -------
+        dict of int to Member
+            With what each layer is to keep.
+        """
+        targets = np.stack([own.targets for own in members.values()], axis=1)
+        beside, by_layer = np.zeros_like(targets), []
+        for place, member in enumerate(members.values()):
+            source = self._source(member.layer, member.attention)
+            beside[:, place] = source.kept.beside
+            by_layer.append(self._evictable_scores(source))
+        for row, scores in enumerate(zip(*by_layer, strict=True)):
+            if scores[0].shape[-1]:  # else a row of nothing but sinks and window
+                targets[row] = self._within_bytes(scores, targets[row], beside[row], profile)
+        return {
+            index: own._replace(targets=targets[:, place])
+            for place, (index, own) in enumerate(members.items())
+        }
+
+    def _within_bytes(
+        self, scores: Sequence[Tensor], granted: IntArray, beside: IntArray, profile: BudgetProfile
+    ) -> IntArray:
+        """Hand out by the scores of a row, in no more bytes than granted (n_layers, n_kv_heads).
+
+        At fewer bits, heads of different length need more scales than those of one length. Behind
+        entries that are kept, budgets and bytes are those of all, and sinks are among these.
+        """
+        protected = self.window if beside.any() else self.sinks + self.window
+        width, shape = widest(profile), profile.shape
+        total, most = int(granted.sum()), stored_bytes(granted + beside, width, shape).sum()
+        while True:
+            counts = handed_out(scores, total, protected=protected)
+            over = int(stored_bytes(counts + beside, width, shape).sum() - most)
+            if over <= 0:
+                return counts
+            total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
+
+    @torch.no_grad()
+    def _evictable_scores(self, source: Source) -> list[Tensor]:
+        """Scores of a layer's entries without sinks, window and padding.
 
         Returns
         -------
@@ -446,11 +495,10 @@ class Eviction:
         """
         policy = self.policy
         assert isinstance(policy, Score)  # other profiles are not `by_prompt`
-        by_row: list[list[Tensor]] = [[] for _ in states.keys]
-        kept = self.kept_of(layer)
-        for part in self._pieces(layer, states, kept):
-            own, _ = self._candidates(layer, states, part, kept)
-            sinks = kept.front(part) or self.sinks
+        by_row: list[list[Tensor]] = [[] for _ in source.states.keys]
+        for part in self._pieces(source):
+            own, _ = self._candidates(source, part)
+            sinks = source.kept.front(part) or self.sinks
             end = max(int(own.keys.shape[2]) - self.window, sinks)
             end = sinks if part[0] in self.idle else end
             scores = own.keys[..., 0]
@@ -458,27 +506,23 @@ class Eviction:
                 scores = policy.scores(own, sinks=sinks)
                 later = (own.later or {}).items()
                 notes = {key: replace(noted, columns=None) for key, noted in later}
-                self.scored[states.layer, part] = scores, notes
+                self.scored[source.index, part] = scores, notes
             for place, evictable in enumerate(scores[..., sinks:end]):
                 by_row[place if part[0] is None else part[0]] += evictable
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
 
     def _choices(
         self,
-        layer: BudgetLayer,
-        states: AttentionStates,
+        source: Source,
         targets: IntArray,
         pieces: Sequence[Part],
         together: Mapping[Part, Tensor] | None,
         observed: dict[Part, Observed],
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
-        before = self.kept_of(layer)
         for part in pieces:
-            front, scored = before.front(part), (states.layer, part) in self.scored
-            own, positions = self._candidates(
-                layer, states, part, before, new_alone=scored and front > 0
-            )
+            front, scored = source.kept.front(part), (source.index, part) in self.scored
+            own, positions = self._candidates(source, part, new_alone=scored and front > 0)
             n_new = int(own.keys.shape[2]) - (0 if scored else front)
             budgets = _part_budgets(targets, part) + front
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
@@ -523,25 +567,26 @@ class Eviction:
     # What is evicted
 
     @torch.no_grad()
-    def evict(self, members: list[Member]) -> None:
+    def evict(self, members: Sequence[Member]) -> None:
         """Keep the best of what a layer holds, or layers that share entries.
 
         Parameters
         ----------
-        members : list of Member
-            Emptied, so that what goes of a layer is freed when it is done.
+        members : sequence of Member
+            All layers that share entries, or one.
         """
         # the layers of a group are looked at in the same pieces, so in the smallest of any
-        of_each = [self._pieces(layer, own, self.kept_of(layer)) for layer, own, _ in members]
+        of_each = [self._pieces(self._source(layer, own)) for layer, own, _ in members]
         pieces = max(of_each, key=len)
         together = self._chosen_together(members, pieces) if len(members) > 1 else None
-        while members:
-            layer, states, targets = members.pop(0)
-            observed, bits = dict[Part, Observed](), self.bits.get(states.layer)
-            chosen = self._choices(layer, states, targets, pieces, together, observed)
-            entries = _collected(targets, chosen)
-            del states
-            stays = self.kept_of(layer).stays
+        for layer, attention, targets in members:
+            observed, bits = dict[Part, Observed](), self.bits.get(attention.layer)
+            source = self._source(layer, attention)
+            stays = source.kept.stays
+            entries = _collected(
+                targets, self._choices(source, targets, pieces, together, observed)
+            )
+            del source  # it keeps alive what goes
             layer.keep_numbers(entries, bits, following=self.following, stays=stays)
             notes = layer.unfinished
             notes.observed = observed
@@ -558,20 +603,19 @@ class Eviction:
         assert isinstance(policy, RankedPolicy), "a profile of groups has been checked for it"
         limits = Limits(sinks=self.sinks, window=self.window)
         ranked: list[Rankings] = []
-        for layer, states, targets in members:
-            before = self.kept_of(layer)
-            there = row_tokens(self._dense_visible(states))[:, None]
+        for layer, attention, targets in members:
+            source = self._source(layer, attention)
+            there = row_tokens(self._dense_visible(source.states))[:, None]
             there = there if layer.entries is None else there + layer.entries.lengths
             evicts = np.asarray((targets < there).any(axis=1))  # padding apart
             ranked.append({})
             for part in pieces:
                 if evicts[slice(None) if part[0] is None else part[0]].any():
-                    own, _ = self._candidates(layer, states, part, before)
+                    own, _ = self._candidates(source, part)
                     ranked[-1][part] = policy.rankings(own, **limits)
-        layer, states, targets = members[-1]
-        kept, before = {}, self.kept_of(layer)
+        kept = {}
         for part, rankings in joint_rankings(ranked, **limits).items():
-            own, _ = self._candidates(layer, states, part, before)
+            own, _ = self._candidates(source, part)
             own = replace(own, queries=own.queries[:, :, :0], mask=None, gaps=False)
             budgets = _part_budgets(targets, part)
             kept[part] = policy.keep_ranked(rankings, own, budgets, **limits)
@@ -620,6 +664,11 @@ def rows_of(states: Tensor, row: int | None, head: int | None) -> Tensor:
     if row is not None:
         states = states[row : row + 1]
     return states if head is None else states[:, head : head + 1]
+
+
+def widest(profile: BudgetProfile) -> int:
+    """Return the most bits that any entry is stored at."""
+    return int(profile.widths[list(profile.shape.full_layers)].max())
 
 
 def groups_by_layer(groups: Groups) -> dict[int, tuple[int, ...]]:

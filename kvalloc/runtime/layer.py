@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.packed import LayerEntries, longer, unpack
+from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
@@ -113,11 +113,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._following: Following | None = None  # whose states keys and values are
 
     @property
-    def even(self) -> bool:
-        """Whether entries are kept, as many in all rows and KV heads, and none at fewer bits."""
-        return self.entries is not None and self.entries.even
-
-    @property
     def in_front(self) -> int:
         """Kept entries that stand in front of what `update` returns."""
         entries = self.entries
@@ -137,11 +132,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def batch(self) -> int:
         """Rows that are stored; 0 before the first update."""
         return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[0])
-
-    @property
-    def stored(self) -> bool:
-        """Whether there is anything, kept or following."""
-        return self.entries is not None or self.dense_tokens > 0
 
     def kept_positions(self, prompt_tokens: int) -> Tensor:
         """Columns of the entries that the latest eviction kept, and of all prompt tokens after it.
@@ -165,12 +155,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         new = new.expand(*self.keys.shape[:2], -1)
         if self.entries is None:
             return new
-        found, seen = self.entries.padded_positions(), self.seen_tokens
-        # A head that keeps fewer has its -1 before the new ones: let them sort behind all columns.
-        found = found.masked_fill((found < 0) | (found >= latest), seen)
-        found = torch.cat([found, new], dim=-1).sort(dim=-1).values
-        found = found.masked_fill(found == seen, -1)
-        return found[..., : int((found >= 0).sum(dim=-1).max())]
+        found = torch.cat([self.entries.padded_positions(), new], dim=-1).sort(dim=-1).values
+        found = found[..., : int((found != NO_COLUMN).sum(dim=-1).max())]
+        return found.masked_fill(found == NO_COLUMN, -1)
 
     def stored_counts(self) -> IntArray | None:
         """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""
@@ -274,26 +261,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = (
             own.clone(memory_format=torch.contiguous_format) for own in (keys, values)
         )
-
-    def pack(self, bits: IntArray) -> None:
-        """Store all that there is at these bits, ``(n_kv_heads,)``: the prompt is complete."""
-        counts, kept = self.stored_counts(), None if self.dense_tokens else self.entries
-        done = kept is not None and kept.is_rounded and (kept.bits == bits).all()
-        if counts is None or done:
-            return
-        self.keep(LayerEntries.packed(self._all_numbers(), bits))
-
-    def _all_numbers(self) -> KeptEntries:
-        """Return all that is stored, as numbers of the model's type."""
-        keys, values = self.keys, self.values
-        first = self.seen_tokens - self.dense_tokens
-        columns = torch.arange(first, self.seen_tokens, dtype=torch.int32, device=keys.device)
-        every = torch.ones(keys.shape[:3], dtype=torch.bool)
-        tail = KeptEntries.of(keys, values, columns, every, every.sum(dim=2).numpy())
-        if self.entries is None:
-            return tail
-        (kept,) = self.entries.parts
-        return longer(unpack(kept, self.entries.like), tail)
 
     def get_seq_length(self) -> int:
         """Tokens seen, so that positions stay true after eviction."""

@@ -369,9 +369,9 @@ class LayerEntries:
         )
 
     def padded_positions(self) -> Tensor:
-        """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
+        """Columns of each segment, (batch, n_kv_heads, most); `NO_COLUMN` beyond its end."""
         shape = (*self.lengths.shape, int(self.lengths.max()))
-        found = self.parts[0].positions.new_full((int(np.prod(shape)),), -1)
+        found = self.parts[0].positions.new_full((int(np.prod(shape)),), NO_COLUMN)
         for part in self.parts:
             found[self._padded_places(part)] = part.positions
         return found.view(shape)

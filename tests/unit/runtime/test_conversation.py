@@ -13,6 +13,7 @@ from prompt_runs import generate
 
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
+from kvalloc.runtime import conversation
 
 TURN, SHARE = 60, "20%"
 
@@ -98,7 +99,7 @@ def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model:
     with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():
         model(first)
         cache = applied.last_cache
-        cuts = cache._prompt.cuts(360)
+        cuts = conversation.cuts(cache._prompt, 360)
         assert cuts
         alone = copy.deepcopy(cache)
         found = model(turn, past_key_values=cache).logits

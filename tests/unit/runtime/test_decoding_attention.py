@@ -206,7 +206,7 @@ def test_an_eviction_asks_the_device_once(
         handed.append(total)
         return profile.budgets_for(TOKENS)
 
-    monkeypatch.setattr("kvalloc.runtime.prompt.handed_out", handed_out)
+    monkeypatch.setattr("kvalloc.runtime.eviction.handed_out", handed_out)
     cache = make_cache(model, profile, **options)
     read = evicted_on_fake_device(model, cache, mask, following)
     assert (read, len(handed)) == (evictions, rows * profile.by_prompt)

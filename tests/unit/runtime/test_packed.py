@@ -131,7 +131,8 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
             found = packing_loop.stored_of_part(part, row, part.heads.index(head))
             for ours, theirs in zip(found, loop, strict=True):
                 assert np.array_equal(ours, theirs)
-        assert padded[row, head].tolist() == [*places, *[-1] * (padded.shape[2] - len(places))]
+        ends = [NO_COLUMN] * (padded.shape[2] - len(places))
+        assert padded[row, head].tolist() == [*places, *ends]
         piece, own = more.piece(row, head), [each[row, head] for each in in_places]
         for found, expected in zip(own, (piece.keys, piece.values, piece.positions), strict=True):
             assert torch.equal(found[: len(places)], expected)

@@ -1,0 +1,166 @@
+"""What follows a prompt, turns and answers: when it competes with what is kept, and for how much.
+
+How many entries stay of what is a function of numbers, see `kvalloc.runtime.following`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.accounting.costs import stored_bytes
+from kvalloc.accounting.stored import layer_tensors
+from kvalloc.runtime.arrival import row_tokens
+from kvalloc.runtime.eviction import widest
+from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
+from kvalloc.runtime.layer import SPARE, BudgetLayer
+from kvalloc.runtime.prompt import Prompt
+from kvalloc.runtime.unfinished import Queries
+
+__all__ = ["catch_up", "cuts", "room_for_drafts", "settle"]
+
+
+def catch_up(prompt: Prompt) -> None:
+    """Evict late, or settle what followed, where enough has followed."""
+    prompt.evict_if_followed()
+    if prompt.plan.reduces and prompt.n_seen >= _due(prompt):
+        settle(prompt)
+
+
+def room_for_drafts(prompt: Prompt, longest: int) -> int:
+    """Return the number of drafts, at least 1, before what followed has to compete."""
+    if not prompt.plan.reduces:
+        return longest
+    return max(1, min(longest, _due(prompt) - prompt.n_seen))
+
+
+def cuts(prompt: Prompt, end: int) -> list[int]:
+    """Return the columns at which a forward up to `end` is cut, in order.
+
+    Where what is not given may be taken back: behind what is given, and wherever something is
+    then evicted, so that each token sees what it would see if it had come alone. Else where
+    what followed competes, if the memory does not take the forward whole.
+    """
+    plan, arrival, seen, given = prompt.plan, prompt.arrival, prompt.n_seen, prompt.given
+    token_bytes = _token_bytes(prompt)
+    if given is not None:
+        read = arrival.prompt_tokens if arrival.complete else given
+        assert read is not None
+        columns = {given, read + plan.awaited}
+        settled = arrival.settled if arrival.complete else given
+        if given - settled >= plan.every_from(settled, token_bytes):
+            settled = given
+        columns.update(plan.due(settled, end, token_bytes))
+        return sorted(one for one in columns if max(seen + 1, given) <= one < end)
+    if plan.memory is None or not arrival.complete:
+        return []
+    stored = sum(own.nbytes for layer in prompt.layers for own in layer_tensors(layer))
+    if stored + (end - seen) * token_bytes <= plan.memory:
+        return []
+    return [one for one in plan.due(arrival.settled, end, token_bytes) if one > seen]
+
+
+@torch.no_grad()
+def settle(prompt: Prompt) -> None:
+    """Go back to the budgets of all tokens seen: what followed competes with what is kept."""
+    plan, arrival, policy = prompt.plan, prompt.arrival, prompt.profile.policy
+    if not plan.reduces or prompt.whole is not None or not arrival.complete:
+        return
+    noted = all(layer.unfinished.latest.pieces for layer in prompt.budget_layers)
+    if prompt.n_seen == arrival.settled or not noted:
+        return
+    tokens = row_tokens(arrival.visible)
+    budgets = np.maximum(arrival.budgets(tokens), policy.protected_tokens)
+    if plan.memory is not None:
+        budgets = plan.within_memory(prompt.profile, budgets, tokens, _following_bytes(prompt))
+    followed = {
+        index: _followed(prompt, prompt.layers[index], budgets[:, index], tokens)
+        for index in prompt.profile.shape.full_layers
+    }
+    all_compete = (tokens >= COMPETE_AGAIN * arrival.competed) | ~_fits_behind(prompt, followed)
+    if plan.after.observes or plan.after.combines or plan.groups:
+        all_compete[:] = True
+    settling = Settling.of(
+        followed,
+        shared=prompt.profile.by_prompt,
+        all_compete=all_compete,
+        window=policy.window,
+        protected=policy.protected_tokens,
+    )
+    alone, idle = settling.new_alone, next(iter(followed.values())).idle
+    eviction = prompt.eviction(
+        plan.after,
+        prompt_tokens=prompt.n_seen,
+        settles=True,
+        idle=frozenset(np.flatnonzero(idle).tolist()),
+        stays=alone,
+    )
+    with prompt.half_way():
+        prompt.evict_layers(eviction, _changed(prompt, followed, settling))
+    for layer in prompt.budget_layers:
+        layer.unfinished.latest = Queries()
+    arrival.settled = prompt.n_seen
+    arrival.competed = np.where(alone, arrival.competed, tokens)
+
+
+def _changed(
+    prompt: Prompt, followed: Mapping[int, Followed], settling: Settling
+) -> dict[int, IntArray]:
+    """Return how many entries stay of each layer that is stored anew."""
+    alone = settling.new_alone
+    return {
+        index: own
+        for index, own in settling.targets.items()
+        if prompt.profile.by_prompt
+        or prompt.plan.rounds(index)
+        or (own < np.where(alone[:, None], 0, followed[index].there)).any()
+        or (alone.any() and prompt.layers[index].reduced)
+        or (followed[index].new < prompt.layers[index].dense_tokens).any()  # padding goes
+    }
+
+
+def _followed(prompt: Prompt, layer: BudgetLayer, budgets: IntArray, tokens: IntArray) -> Followed:
+    """Return what is known of a layer whose latest tokens have followed."""
+    visible = prompt.arrival.visible
+    return Followed(
+        budgets=budgets,
+        kept=np.zeros_like(budgets) if layer.entries is None else layer.entries.lengths,
+        new=row_tokens(visible[:, prompt.n_seen - layer.dense_tokens :]),
+        idle=row_tokens(visible[:, prompt.arrival.settled :]) == 0,
+        tokens=tokens,
+    )
+
+
+def _fits_behind(prompt: Prompt, followed: Mapping[int, Followed]) -> BoolArray:
+    """Return whether a row's newest tokens fit behind what is kept, (batch,); scales included."""
+    width, shape = widest(prompt.profile), prompt.profile.shape
+    room: IntArray | int = 0
+    for own in followed.values():
+        least = own.kept + np.minimum(own.new, prompt.profile.policy.window)[:, None]
+        taken = stored_bytes(least, width, shape).sum(axis=1)
+        room = room + stored_bytes(own.budgets, width, shape).sum(axis=1) - taken
+    return np.asarray(room) >= 0
+
+
+def _due(prompt: Prompt) -> int:
+    """Return the column at which what followed competes."""
+    settled = prompt.arrival.settled
+    return settled + prompt.plan.every_from(settled, _token_bytes(prompt))
+
+
+def _token_bytes(prompt: Prompt) -> int:
+    """Return the bytes of a token of each row, as the model makes it."""
+    shape = prompt.profile.shape
+    entry = shape.n_kv_heads * shape.plain_bytes_per_entry
+    return max(prompt.batch, 1) * len(shape.full_layers) * entry
+
+
+def _following_bytes(prompt: Prompt) -> int:
+    """Return what sliding layers take, and what may follow before the next time."""
+    slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
+    every = prompt.plan.every_from(prompt.n_seen, _token_bytes(prompt))
+    taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
+    return taken + (every + every // SPARE) * _token_bytes(prompt)
