@@ -55,7 +55,7 @@ class Step:
         """What is no padding of its input, bool, (batch, new_tokens)."""
         return self.visible[:, self.seen :]
 
-    def following_visible(self, tokens: int, device: torch.device | str = "cpu") -> Tensor | None:
+    def following_visible(self, tokens: int, device: torch.device) -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
         key = tokens, str(device)
         if key not in self._following:

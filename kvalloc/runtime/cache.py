@@ -24,7 +24,7 @@ from kvalloc.models.structure import context_limit
 from kvalloc.runtime import conversation, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.drafts import part, unread
-from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt, State
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.verifier import Verifier
@@ -556,7 +556,8 @@ class BudgetCache(Cache, hooks.HookedCache):
             dropped.
         """
         seen = self.get_seq_length()
-        end = seen - max(cropped_tokens(tokens_to_remove, seen), 0)
+        end = min(tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove, seen)
+        end = max(end, 0)
         before = next((one for one in self._before if one.get_seq_length() > end), None)
         checked = self if before is None else before
         for prompt in checked._prompts:
@@ -632,16 +633,20 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows; one may be kept more than once."""
-        rows = row_numbers(indices).tolist() if self.batch else []
-        if not rows:
+        if not self.batch:
+            return
+        rows = (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()
+        if self._rows is None:
+            self._prompt.select(rows)
             return
         prompts, now = [], []
-        for was, prompt in zip(self._rows or [range(self.batch)], self._prompts, strict=True):
-            if own := [row for row, old in enumerate(rows) if old in was]:
-                prompt.select(torch.tensor([was.index(rows[row]) for row in own]))
+        for was, prompt in zip(self._rows, self._prompts, strict=True):
+            if own := [row for row, old in enumerate(rows.tolist()) if old in was]:
+                prompt.select(torch.tensor([was.index(int(rows[row])) for row in own]))
                 prompts.append(prompt)
                 now.append(own)
-        self._regroup(prompts, now)
+        if prompts:
+            self._regroup(prompts, now)
 
     # What it cannot do
 

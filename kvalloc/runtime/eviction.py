@@ -32,7 +32,7 @@ from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
-__all__ = ["Eviction", "Member", "groups_by_layer", "rows_of", "widest"]
+__all__ = ["Eviction", "Member", "groups_by_layer", "widest"]
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -116,19 +116,28 @@ UNSEEN = -1e30
 """Added to the logits of a place of no entry."""
 
 
-class Kept:
-    """What earlier evictions kept of a layer, as its pieces are shown to a policy.
+class Source:
+    """What a layer chooses from: what earlier evictions kept of it, and what has come since.
 
     Parameters
     ----------
     layer : BudgetLayer
+    states : AttentionStates
+        Its attention, with keys and values of what came since the latest eviction, but for those
+        that are no candidates.
     stays : ndarray of bool, (batch,)
-        Rows in which all of it stays: heads that keep fewer than another have places of no entry
-        behind theirs, which no query sees.
+        Rows in which all that was kept stays: heads that keep fewer than another have places of no
+        entry behind theirs, which no query sees.
     """
 
-    def __init__(self, layer: BudgetLayer, stays: BoolArray) -> None:
-        self._entries, self.stays = layer.entries, stays & layer.reduced
+    def __init__(self, layer: BudgetLayer, states: AttentionStates, stays: BoolArray) -> None:
+        self.layer, self.states, self.stays = layer, states, stays & layer.reduced
+        self._entries = layer.entries
+
+    @property
+    def index(self) -> int:
+        """Index of the layer in the model."""
+        return self.states.layer
 
     @property
     def apart(self) -> BoolArray:
@@ -137,21 +146,21 @@ class Kept:
         return np.asarray(~self.stays & (not even))
 
     @property
+    def lengths(self) -> IntArray:
+        """Entries that were kept, (batch, n_kv_heads) or (1, 1)."""
+        return np.zeros((1, 1), np.int64) if self._entries is None else self._entries.lengths
+
+    @property
     def beside(self) -> IntArray:
         """Entries that stay whatever is chosen, (batch, n_kv_heads) or (batch, 1)."""
-        lengths = 0 if self._entries is None else self._entries.lengths
-        return np.asarray(lengths * self.stays[:, None])
+        return np.asarray(self.lengths * self.stays[:, None])
 
     def front(self, part: Part) -> int:
         """Places in front of a piece that stay whatever is chosen."""
-        return self._most if self.stays[part[0] or 0] else 0
+        return int(self.lengths.max()) if self.stays[part[0] or 0] else 0
 
-    @cached_property
-    def _most(self) -> int:
-        return 0 if self._entries is None else int(self._entries.lengths.max())
-
-    def of(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-        """Return keys, values, columns and biases of a piece; None where nothing has gone.
+    def kept(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Return keys, values, columns and biases of what was kept of a piece, if anything went.
 
         Each (batch, n_kv_heads, n, ...), in the model's type.
         """
@@ -159,9 +168,9 @@ class Kept:
         if self._entries is None:
             return None
         if head is None:
-            *numbers, bias = self._padded
-            keys, values, positions = (rows_of(own, row, None) for own in numbers)
-            return keys, values, positions, None if bias is None else rows_of(bias, row, None)
+            keys, values, positions, bias = self._padded
+            keys, values, positions = (own[_one(row)] for own in (keys, values, positions))
+            return keys, values, positions, None if bias is None else bias[_one(row)]
         assert row is not None
         piece = self._numbers.piece(row, head)
         bias = None if piece.bias is None else piece.bias[None, None]
@@ -172,7 +181,7 @@ class Kept:
         """All of it at once, with as many places in all rows and heads."""
         assert self._entries is not None
         keys, values, positions, bias = self._entries.padded()
-        if (self._entries.lengths != self._most).any():
+        if (self.lengths != self.lengths.max()).any():
             bias = torch.zeros_like(positions, dtype=torch.float32) if bias is None else bias
             bias.masked_fill_(positions == NO_COLUMN, UNSEEN)
         return keys, values, positions, bias
@@ -182,29 +191,6 @@ class Kept:
         """All of it unpacked at once: the pieces are many, and small."""
         assert self._entries is not None
         return self._entries.numbers()
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a layer chooses from.
-
-    Attributes
-    ----------
-    layer : BudgetLayer
-    states : AttentionStates
-        Its attention, with keys and values of what came since the latest eviction, but for those
-        that are no candidates.
-    kept : Kept
-    """
-
-    layer: BudgetLayer
-    states: AttentionStates
-    kept: Kept
-
-    @property
-    def index(self) -> int:
-        """Index of the layer in the model."""
-        return self.states.layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,13 +275,13 @@ class Eviction:
         """Return what a layer has to choose from."""
         stays = np.zeros(len(self.visible), bool) if self.stays is None else self.stays
         keys, values = layer.all_but(self.following)
-        return Source(layer, replace(attention, keys=keys, values=values), Kept(layer, stays))
+        return Source(layer, replace(attention, keys=keys, values=values), stays)
 
     def _pieces(self, source: Source) -> list[Part]:
         """Return the pieces in which a policy looks at a layer, as large as they may be."""
-        noted, states, kept = source.layer.unfinished.observed, source.states, source.kept
-        apart = kept.apart | any(head is not None for _, head in noted)
-        alike = (kept.stays == kept.stays[0]).all() and self._dense_visible(states).all()
+        noted, states = source.layer.unfinished.observed, source.states
+        apart = source.apart | any(head is not None for _, head in noted)
+        alike = (source.stays == source.stays[0]).all() and self._dense_visible(states).all()
         if alike and not apart.any() and not any(row is not None for row, _ in noted):
             return [LAYER]
         heads = range(int(states.keys.shape[1]))
@@ -326,14 +312,14 @@ class Eviction:
         Tensor of int32, (batch, n_kv_heads, n_tokens)
             Column of each candidate.
         """
-        layer, states, kept = source.layer, source.states, source.kept
+        layer, states = source.layer, source.states
         row, head = part
         columns, end = self._columns(states, row), self._end(layer)
         first = end - int(states.keys.shape[2])
         positions = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
-        every = [rows_of(own, row, head) for own in (states.keys, states.values)]
+        every = [own[_one(row), _one(head)] for own in (states.keys, states.values)]
         every.append(positions.expand(*every[0].shape[:2], -1))
-        before, bias = None if new_alone else kept.of(part), None
+        before, bias = None if new_alone else source.kept(part), None
         every = [own[:, :, columns] for own in every]
         if before is not None:
             every = [torch.cat(pair, dim=2) for pair in zip(before[:3], every, strict=True)]
@@ -345,7 +331,7 @@ class Eviction:
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
         if layer.reduced:  # the first sink stays: it tells how much padding came before it
-            start = positions[..., :1] if kept.front(part) or self.sinks else 0
+            start = positions[..., :1] if source.front(part) or self.sinks else 0
             own = replace(own, positions=positions - start)
         mask = self._gaps(layer, own, positions, places)
         if mask is not None:
@@ -374,7 +360,7 @@ class Eviction:
         keys, values = layer.keys, layer.values  # no padding, no copy
         if row is not None:
             shown = self.visible[row, self._end(layer) :].nonzero()[:, 0].to(queries.device)
-            latest = [rows_of(own, row, None)[:, :, shown] for own in layer.latest(self.following)]
+            latest = [own[_one(row)][:, :, shown] for own in layer.latest(self.following)]
             pairs = zip((states.keys, states.values), latest, strict=True)
             keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return replace(states, queries=queries, keys=keys, values=values)
@@ -455,7 +441,7 @@ class Eviction:
         beside, by_layer = np.zeros_like(targets), []
         for place, member in enumerate(members.values()):
             source = self._source(member.layer, member.attention)
-            beside[:, place] = source.kept.beside
+            beside[:, place] = source.beside
             by_layer.append(self._evictable_scores(source))
         for row, scores in enumerate(zip(*by_layer, strict=True)):
             if scores[0].shape[-1]:  # else a row of nothing but sinks and window
@@ -498,7 +484,7 @@ class Eviction:
         by_row: list[list[Tensor]] = [[] for _ in source.states.keys]
         for part in self._pieces(source):
             own, _ = self._candidates(source, part)
-            sinks = source.kept.front(part) or self.sinks
+            sinks = source.front(part) or self.sinks
             end = max(int(own.keys.shape[2]) - self.window, sinks)
             end = sinks if part[0] in self.idle else end
             scores = own.keys[..., 0]
@@ -521,7 +507,7 @@ class Eviction:
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
         for part in pieces:
-            front, scored = source.kept.front(part), (source.index, part) in self.scored
+            front, scored = source.front(part), (source.index, part) in self.scored
             own, positions = self._candidates(source, part, new_alone=scored and front > 0)
             n_new = int(own.keys.shape[2]) - (0 if scored else front)
             budgets = _part_budgets(targets, part) + front
@@ -582,7 +568,7 @@ class Eviction:
         for layer, attention, targets in members:
             observed, bits = dict[Part, Observed](), self.bits.get(attention.layer)
             source = self._source(layer, attention)
-            stays = source.kept.stays
+            stays = source.stays
             entries = _collected(
                 targets, self._choices(source, targets, pieces, together, observed)
             )
@@ -605,8 +591,7 @@ class Eviction:
         ranked: list[Rankings] = []
         for layer, attention, targets in members:
             source = self._source(layer, attention)
-            there = row_tokens(self._dense_visible(source.states))[:, None]
-            there = there if layer.entries is None else there + layer.entries.lengths
+            there = row_tokens(self._dense_visible(source.states))[:, None] + source.lengths
             evicts = np.asarray((targets < there).any(axis=1))  # padding apart
             ranked.append({})
             for part in pieces:
@@ -656,14 +641,8 @@ def _places(kept: Tensor, budgets: Tensor) -> tuple[Tensor, ...]:
 
 def _part_budgets(targets: IntArray, part: Part) -> Tensor:
     """Entries to keep of a piece, (batch, n_kv_heads), on the host."""
-    return rows_of(torch.from_numpy(targets)[..., None], *part)[..., 0]
-
-
-def rows_of(states: Tensor, row: int | None, head: int | None) -> Tensor:
-    """The piece of ``(batch, n_kv_heads, ...)`` that belongs to a row and a head, as a view."""
-    if row is not None:
-        states = states[row : row + 1]
-    return states if head is None else states[:, head : head + 1]
+    row, head = part
+    return torch.from_numpy(targets)[_one(row), _one(head)]
 
 
 def widest(profile: BudgetProfile) -> int:

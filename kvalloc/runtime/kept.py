@@ -229,27 +229,21 @@ class KeptEntries:
         """Number of each segment, (batch, n_kv_heads)."""
         return np.arange(self.lengths.size).reshape(self.lengths.shape)
 
-    def segments(self, numbers: IntArray, counts: IntArray | None = None) -> KeptEntries:
-        """Return a copy of the segments of these numbers, ``(n_rows, n_heads)``.
-
-        Of each of all segments the first so many entries, ``counts``, where these are given. A
-        block of keys that loses some keeps its scales.
-        """
+    def segments(self, numbers: IntArray) -> KeptEntries:
+        """Return a copy of the segments of these numbers, ``(n_rows, n_heads)``."""
         spans = self.spans
-        counts = spans.lengths if counts is None else counts
 
         def copied(own: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
             pairs = zip(firsts[numbers.ravel()], counts[numbers.ravel()], strict=True)
             return torch.cat([own[first : first + count] for first, count in pairs])
 
-        blocks = -(-counts // KEY_BLOCK_TOKENS)
         found: dict[str, Any] = {}
         for name in ("keys", "values", "positions", "bias"):
             if (own := getattr(self, name)) is not None:
-                found[name] = copied(own, spans.starts, counts)
+                found[name] = copied(own, spans.starts, spans.lengths)
         if self.key_scales is not None:
-            found["key_scales"] = copied(self.key_scales, spans.first_scales, blocks)
-        return replace(self, **found, lengths=counts[numbers])
+            found["key_scales"] = copied(self.key_scales, spans.first_scales, spans.blocks)
+        return replace(self, **found, lengths=spans.lengths[numbers])
 
     def of_rows(self, rows: IntArray) -> KeptEntries:
         """Return a copy of these rows, (n_rows,), in this order; one may come more than once."""

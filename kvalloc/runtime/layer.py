@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.unfinished import Unfinished
@@ -18,8 +17,6 @@ from kvalloc.runtime.unfinished import Unfinished
 __all__ = [
     "SPARE",
     "BudgetLayer",
-    "cropped_tokens",
-    "row_numbers",
 ]
 
 SPARE = 8
@@ -212,9 +209,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         end = self.dense_tokens - latest
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def latest(self, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    def latest(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""
-        first = 0 if tokens is None else self.dense_tokens - tokens
+        first = self.dense_tokens - tokens
         return self.keys[..., first:, :], self.values[..., first:, :]
 
     def keep_numbers(
@@ -280,33 +277,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.get_seq_length() + int(new), 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens that followed the compressed prompt.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            Negative: remove that many tokens. Positive: keep that many (older transformers).
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the cut would reach into a prompt whose entries are partly evicted.
-        """
-        remove = self.crop_count(tokens_to_remove)
-        if remove <= 0:
-            return
-        self.seen_tokens -= remove
-        self._store(self.keys[..., :-remove, :], self.values[..., :-remove, :])
-
-    def crop_count(self, tokens_to_remove: int) -> int:
-        """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""
-        remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
-        if self.reduced and remove > self.dense_tokens:
-            raise UnsupportedRequestError(
-                f"cannot crop {remove} tokens: only {self.dense_tokens} tokens followed "
-                "the compressed prompt, and evicted entries cannot come back; make a new cache"
-            )
-        return remove
+        """Remove the latest tokens, their number being negative; see `Prompt.check_crop`."""
+        self.seen_tokens += tokens_to_remove
+        self._store(self.keys[..., :tokens_to_remove, :], self.values[..., :tokens_to_remove, :])
 
     def reset(self) -> None:
         """Forget everything, and free it."""
@@ -314,29 +287,10 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = False
         self._forget()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows; one may be kept more than once."""
-        rows = row_numbers(indices)
-        super().batch_select_indices(rows)
+        super().batch_select_indices(indices)
         self._following = None
         if self.entries is not None:
-            self.entries = self.entries.rows(rows)
-        self.unfinished.select(rows)
-
-
-def cropped_tokens(tokens_to_remove: int, seen: int) -> int:
-    """How many tokens a crop takes off: those it names if negative, all but those if positive."""
-    return seen - tokens_to_remove if tokens_to_remove > 0 else min(-tokens_to_remove, seen)
-
-
-def row_numbers(indices: Tensor) -> Tensor:
-    """Rows that are named by their numbers, or by a mask, as numbers on the host."""
-    return (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()
+            self.entries = self.entries.rows(indices)
+        self.unfinished.select(indices)

@@ -595,7 +595,12 @@ class Prompt:
             raise UnsupportedRequestError(self.interrupted)
         for layer in self.layers if remove > 0 else ():
             if isinstance(layer, BudgetLayer):
-                layer.crop_count(-remove)
+                if layer.reduced and remove > layer.dense_tokens:
+                    raise UnsupportedRequestError(
+                        f"cannot crop {remove} tokens: only {layer.dense_tokens} tokens followed "
+                        "the compressed prompt, and evicted entries cannot come back; make a new "
+                        "cache"
+                    )
             elif not getattr(layer, "record_past", False):
                 refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)
 

@@ -17,7 +17,8 @@ from runtime_oracle import rounded
 
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
-from kvalloc.runtime.eviction import Kept
+from kvalloc.models.attention import AttentionStates
+from kvalloc.runtime.eviction import Source
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
@@ -157,11 +158,13 @@ def test_what_followed_is_packed_in_few_launches_and_no_wait(
     new = torch.empty(2, size, size, 64, 64, dtype=torch.bfloat16, device="meta")
     columns = torch.arange(300, 364, dtype=torch.int32, device="meta")
     every = torch.ones(size, size, 64, dtype=torch.bool)
+    sizes = dict(zip(("queries", "keys", "values"), (*new, new[0]), strict=True))
+    states = AttentionStates(layer=0, scaling=1.0, mask=None, **sizes)
     with launches:
         layer.update(*new)
         layer.keep(packed_of(stored, counts, [bits] * size), 64)
         launches.counts.clear()
-        keys, *_ = Kept(layer, np.full(size, True)).of((None, None))
+        keys, *_ = Source(layer, states, np.full(size, True)).kept((None, None))
         assert keys.shape[2] == counts.max()
         assert launches.counts.total() <= most
         launches.counts.clear()
