@@ -1,9 +1,5 @@
 """Answers to questions about a text that was read once."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -17,7 +13,7 @@ CONTEXT, NEW = 90, 6
 
 
 @pytest.fixture
-def filled(model: Any) -> Any:
+def filled(model):
     """A model, and a cache that has read a text."""
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4))
     run(model, tiny.prompt(CONTEXT), cache)
@@ -26,7 +22,7 @@ def filled(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_each_question_finds_the_text_as_it_was_read(family: str, level: str) -> None:
+def test_each_question_finds_the_text_as_it_was_read(family, level):
     model = tiny.tiny_model(family)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
     profile = tiny.by_head(profile) if level == "head" else profile
@@ -44,15 +40,15 @@ def test_each_question_finds_the_text_as_it_was_read(family: str, level: str) ->
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_long_question_is_not_taken_for_more_of_the_text(filled: Any) -> None:
+def test_a_long_question_is_not_taken_for_more_of_the_text(filled):
     model, cache = filled
     assert list(answer(model, cache, tiny.prompt(CONTEXT, seed=2), max_new_tokens=1))
 
 
-def test_a_repetition_penalty_of_the_model_holds_as_in_generate() -> None:
+def test_a_repetition_penalty_of_the_model_holds_as_in_generate():
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
 
-    def answered() -> list[int]:
+    def answered():
         return list(answer(model, DynamicCache(config=model.config), ids, max_new_tokens=4 * NEW))
 
     plain = answered()
@@ -61,7 +57,7 @@ def test_a_repetition_penalty_of_the_model_holds_as_in_generate() -> None:
     assert answered() == expected[0, CONTEXT:].tolist() != plain
 
 
-def test_a_conversation_is_the_whole_text_in_one_piece(model: Any) -> None:
+def test_a_conversation_is_the_whole_text_in_one_piece(model):
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
     cache = DynamicCache(config=model.config)
     run(model, ids, cache)
@@ -74,7 +70,7 @@ def test_a_conversation_is_the_whole_text_in_one_piece(model: Any) -> None:
     assert cache.get_seq_length() == CONTEXT + 2 * (4 + NEW) - 1
 
 
-def test_an_answer_ends_where_the_model_says_so(filled: Any) -> None:
+def test_an_answer_ends_where_the_model_says_so(filled):
     model, cache = filled
     question = tiny.prompt(3, seed=2)[0]
     whole = list(answer(model, cache, question, max_new_tokens=NEW))
@@ -86,7 +82,7 @@ def test_an_answer_ends_where_the_model_says_so(filled: Any) -> None:
     assert list(answer(model, cache, question, max_new_tokens=NEW)) == third
 
 
-def test_an_answer_that_is_broken_off_leaves_nothing(filled: Any) -> None:
+def test_an_answer_that_is_broken_off_leaves_nothing(filled):
     model, cache = filled
     question = tiny.prompt(3, seed=2)[0]
     expected = list(answer(model, cache, question, max_new_tokens=NEW))

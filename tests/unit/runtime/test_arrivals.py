@@ -1,9 +1,5 @@
 """However the tokens arrive, the cache keeps its budgets and answers as the oracle does."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import runtime_oracle as tiny
@@ -16,7 +12,7 @@ from kvalloc.runtime import make_cache
 CONTEXT = 150
 
 
-def profile_of(model: Any, level: str, share: float = 0.5) -> Any:
+def profile_of(model, level, share=0.5):
     profile = tiny.make_profile(model, CONTEXT, share)
     return tiny.by_head(profile, spread=40) if level == "head" else profile
 
@@ -29,7 +25,7 @@ def profile_of(model: Any, level: str, share: float = 0.5) -> Any:
         {"policy": "nacl:proxy_share=0.5:random_share=0"},
     ],
 )
-def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options: dict[str, Any]) -> None:
+def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options):
     """Also where what each chunk brings is added up, and where policies look back over chunks."""
     model, tokens = tiny.tiny_model(), 97
     profile = tiny.make_profile(model, CONTEXT, 0.3)
@@ -52,7 +48,7 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options: dict[str, An
         assert (kept[:, expected.shape[1] :] == -1).all()
 
 
-def test_prefill_is_for_a_new_prompt() -> None:
+def test_prefill_is_for_a_new_prompt():
     model = tiny.tiny_model()
     profile = profile_of(model, "layer")
     cache = make_cache(model, profile)
@@ -69,7 +65,7 @@ def test_prefill_is_for_a_new_prompt() -> None:
     assert np.array_equal(fresh.kept_tokens, profile.budgets)
 
 
-def test_what_is_kept_ends_where_a_prompt_was_cropped() -> None:
+def test_what_is_kept_ends_where_a_prompt_was_cropped():
     model = tiny.tiny_model()
     cache = make_cache(model, profile_of(model, "layer", share=1.0))
     run(model, tiny.prompt(20), cache)

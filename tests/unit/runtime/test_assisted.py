@@ -1,9 +1,6 @@
 """Assisted generation: prompt lookup and an assistant give what the cache gives without them."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +18,14 @@ LOOKUP = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
 DRAFTED = 7
 
 
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+def generate(model, ids, **options):
     """Greedy tokens, never the end: what repeats itself is what prompt lookup finds."""
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 10**6, **options}
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-def same(found: Any, expected: Any, bits: int = 16) -> None:
+def same(found, expected, bits=16):
     """The same tokens, by logits that differ by no more than two orders of summing do.
 
     At fewer bits a few numbers that lie between two steps are then rounded the other way; if
@@ -40,7 +37,7 @@ def same(found: Any, expected: Any, bits: int = 16) -> None:
     assert off < (1e-3 if bits == 16 else 0.03)
 
 
-def profile_of(model: Any, share: float, bits: int, **options: Any) -> Any:
+def profile_of(model, share, bits, **options):
     profile = tiny.make_profile(model, CONTEXT, share, **options)
     profile = tiny.by_head(profile) if share < 1 else profile
     full = list(profile.shape.full_layers)
@@ -49,7 +46,7 @@ def profile_of(model: Any, share: float, bits: int, **options: Any) -> Any:
     return profile if bits == 16 else profile.replace(bits=widths)
 
 
-def drafts_of(monkeypatch: pytest.MonkeyPatch, answer: torch.Tensor) -> list[int]:
+def drafts_of(monkeypatch, answer):
     """Let prompt lookup draft what will be said, but for a wrong token here and there.
 
     Returns
@@ -59,7 +56,7 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch, answer: torch.Tensor) -> list[int
     """
     numbers, counts = torch.Generator().manual_seed(0), []
 
-    def get_candidates(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def get_candidates(self, input_ids, *args, **kwargs):
         first = input_ids.shape[1]
         drafts = answer[:, first : min(first + DRAFTED, self.max_length - 1)].clone()
         wrong = torch.rand(drafts.shape, generator=numbers) < 0.15
@@ -73,9 +70,7 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch, answer: torch.Tensor) -> list[int
 @pytest.mark.parametrize("bits", [16, 5])
 @pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("family", ["llama", "qwen3", *["gemma3"] * RECORDS])
-def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
-    monkeypatch: pytest.MonkeyPatch, family: str, share: float, bits: int
-) -> None:
+def test_assisted_generation_gives_the_tokens_of_greedy_decoding(monkeypatch, family, share, bits):
     """Over settlings and what they round, of drafts that stay and drafts that go."""
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     with kvalloc.apply(model, profile_of(model, share, bits)) as applied:
@@ -98,9 +93,7 @@ def test_assisted_generation_gives_the_tokens_of_greedy_decoding(
         ("xkv", {"target_retention": 0.7}),
     ],
 )
-def test_drafts_never_vote(
-    monkeypatch: pytest.MonkeyPatch, scorer: str, options: dict[str, Any], bits: int
-) -> None:
+def test_drafts_never_vote(monkeypatch, scorer, options, bits):
     """What waits for tokens waits for those that stay: the same entries are kept."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     decided = "target_retention" in options
@@ -114,9 +107,7 @@ def test_drafts_never_vote(
 
 
 @pytest.mark.parametrize(("budget", "memory"), [("100%", None), ("30%", None), ("30%", "200 kB")])
-def test_assisted_generation_in_the_ways_of_the_default(
-    monkeypatch: pytest.MonkeyPatch, budget: str, memory: str | None
-) -> None:
+def test_assisted_generation_in_the_ways_of_the_default(monkeypatch, budget, memory):
     """And over two turns, of which the second goes on with the first's cache.
 
     At 64 bits: two orders of summing then hardly ever round a number the other way, of which each
@@ -138,12 +129,12 @@ def test_assisted_generation_in_the_ways_of_the_default(
     assert (turns[5] == turns[2]).all()
 
 
-def test_a_cache_that_was_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_was_made_by_hand(monkeypatch):
     """Of an announced prompt, or of one that was read first; an empty one knows no prompt."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile, short = profile_of(model, 0.4, 16), {"max_new_tokens": 30}
 
-    def read(cache: Any) -> Any:
+    def read(cache):
         with torch.no_grad():
             model(ids[:, :-1], past_key_values=cache)
         return cache
@@ -163,7 +154,7 @@ def test_a_cache_that_was_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("whose", ["other", "under apply", "its own", *["early exit"] * RECORDS])
-def test_an_assistant_model(whose: str) -> None:
+def test_an_assistant_model(whose):
     """It reads the prompt whole, also where it is under `apply` itself: it goes back into it."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     assistant = model if whose == "its own" else tiny.tiny_model("qwen3")
@@ -179,7 +170,7 @@ def test_an_assistant_model(whose: str) -> None:
         assert whose != "under apply" or drafting.last_cache is None
 
 
-def test_what_assisted_generation_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_assisted_generation_returns(monkeypatch):
     """Hidden states, those of the plain model at 100%; a stream; of one token each, a sample."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     streamer = Noted()
@@ -198,7 +189,7 @@ def test_what_assisted_generation_returns(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(sampled.sequences, expected.sequences)
 
 
-def test_sliding_layers_stay_small_after_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_layers_stay_small_after_drafts(monkeypatch):
     """They hold what slid out only until what was drafted is known to stay."""
     model, ids = tiny.tiny_model("gemma3"), tiny.prompt(CONTEXT)
     with kvalloc.apply(model, profile_of(model, 0.4, 16)):

@@ -1,10 +1,6 @@
 """Documents read one by one, put together: keys at their places, tokens computed anew, depths."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +21,11 @@ QUESTION = tiny.prompt(9, seed=77)[0]
 BEFORE = tiny.prompt(7, seed=78)[0]
 
 
-def texts() -> list[torch.Tensor]:
+def texts():
     return [tiny.prompt(length, seed=length) for length in LENGTHS]
 
 
-def document(model: Any, ids: torch.Tensor, share: float = 1.0, **changes: Any) -> Any:
+def document(model, ids, share=1.0, **changes):
     profile = tiny.make_profile(model, ids.shape[1], share, shape=shape_of(model), **changes)
     cache = kvalloc.make_cache(model, profile)
     run(model, ids, cache)
@@ -37,27 +33,25 @@ def document(model: Any, ids: torch.Tensor, share: float = 1.0, **changes: Any) 
     return cache
 
 
-def documents(model: Any, share: float = 1.0, **changes: Any) -> list[Any]:
+def documents(model, share=1.0, **changes):
     return [document(model, ids, share, **changes) for ids in texts()]
 
 
-def read(model: Any, ids: torch.Tensor, places: torch.Tensor | None = None) -> Any:
+def read(model, ids, places=None):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache, position_ids=places)
     return cache
 
 
-def same(cache: Any, other: Any) -> bool:
+def same(cache, other):
     pairs = zip(cache.layers, other.layers, strict=True)
     return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_one_document_in_its_place_is_that_document_bit_for_bit(
-    tmp_path: Path, share: float, bits: int | None
-) -> None:
+def test_one_document_in_its_place_is_that_document_bit_for_bit(tmp_path, share, bits):
     model = tiny.tiny_model()
     widths = None if bits is None else np.full((tiny.N_LAYERS, tiny.N_KV_HEADS), bits)
     [cache, *_] = documents(model, share, bits=widths)
@@ -70,7 +64,7 @@ def test_one_document_in_its_place_is_that_document_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_turned_keys_are_those_of_a_document_read_at_its_place(family: str) -> None:
+def test_turned_keys_are_those_of_a_document_read_at_its_place(family):
     """Alone, at positions behind another: values the same, keys within float32."""
     model = tiny.tiny_model(family)
     found = kvalloc.blend(model, documents(model))
@@ -89,7 +83,7 @@ def test_turned_keys_are_those_of_a_document_read_at_its_place(family: str) -> N
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_computed_anew_is_all_read(attention: str, dtype: torch.dtype) -> None:
+def test_all_computed_anew_is_all_read(attention, dtype):
     model = tiny.tiny_model(attention=attention, dtype=dtype)
     found = kvalloc.blend(
         model, documents(model), question=QUESTION, before=BEFORE, recompute="100%"
@@ -103,7 +97,7 @@ def test_all_computed_anew_is_all_read(attention: str, dtype: torch.dtype) -> No
             assert error < tolerance
 
 
-def test_more_computed_anew_is_nearer_to_all_read() -> None:
+def test_more_computed_anew_is_nearer_to_all_read():
     model = tiny.tiny_model()
     ids = torch.cat(texts(), dim=1)
     whole = read(model, ids)
@@ -117,7 +111,7 @@ def test_more_computed_anew_is_nearer_to_all_read() -> None:
     assert abs(losses[3]) < 1e-6
 
 
-def test_reduced_documents_keep_their_entries_at_their_widths() -> None:
+def test_reduced_documents_keep_their_entries_at_their_widths():
     model = tiny.tiny_model()
     widths = np.array([[8, 4], [16, 8], [4, 4], [8, 8]])
     own = documents(model, 0.5, level="head", bits=widths)
@@ -135,7 +129,7 @@ def test_reduced_documents_keep_their_entries_at_their_widths() -> None:
     assert found.retained_bytes < 0.6 * found.full_bytes
 
 
-def test_what_a_reduced_document_evicted_is_not_seen() -> None:
+def test_what_a_reduced_document_evicted_is_not_seen():
     """All kept entries computed anew from all that is kept: those of a masked reading."""
     model = tiny.tiny_model()
     own = documents(model, 0.5)
@@ -155,7 +149,7 @@ def test_what_a_reduced_document_evicted_is_not_seen() -> None:
     torch.testing.assert_close(shadow.logits(QUESTION[None]), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_blend_goes_on_as_any_other(tmp_path: Path) -> None:
+def test_a_blend_goes_on_as_any_other(tmp_path):
     """Answers, generate, saving, turns within the budget; documents stay as they are."""
     model = tiny.tiny_model()
     own = documents(model, 0.5)
@@ -177,7 +171,7 @@ def test_a_blend_goes_on_as_any_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
-def test_tokens_that_count_are_computed_anew(share: float) -> None:
+def test_tokens_that_count_are_computed_anew(share):
     """By hand: attention of the question times the root of how far values move."""
     model = tiny.tiny_model()
     own = documents(model)
@@ -186,9 +180,9 @@ def test_tokens_that_count_are_computed_anew(share: float) -> None:
     moved = (found.layers[2].keys != turned.layers[2].keys).any(dim=3).any(dim=1)[0]
     whole = read(model, torch.cat(texts(), dim=1))
     change = (whole.layers[1].values - turned.layers[1].values).square().sum(dim=(0, 1, 3))
-    weights: list[torch.Tensor] = []
+    weights = []
 
-    def look(states: Any, compute: Any) -> Any:
+    def look(states, compute):
         n_tokens, new = states.keys.shape[2], states.queries.shape[2]
         keys = states.keys.repeat_interleave(2, dim=1)
         logits = states.queries @ keys.transpose(-1, -2) * states.scaling
@@ -212,9 +206,7 @@ def test_tokens_that_count_are_computed_anew(share: float) -> None:
     assert set(behind) <= set(moved.nonzero()[:, 0].tolist())
 
 
-def test_what_cannot_be_blended_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_blended_is_refused_in_one_line(tmp_path, monkeypatch):
     model = tiny.tiny_model()
     own = documents(model)
     by_width = [

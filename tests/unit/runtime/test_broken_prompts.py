@@ -1,10 +1,6 @@
 """A prompt that breaks off between its chunks or in one of them: the cache never calls it whole."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ CONTEXT, CHUNK = 90, 30
 KINDS = ["layer", "head", "bits", "held", "decode_every", "shared"]
 
 
-def cache_of(model: Any, kind: str) -> Any:
+def cache_of(model, kind):
     scorer = {"held": "lookahead", "repeated": "reconstruction"}.get(kind, "xkv")
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer)
     if kind == "bits":
@@ -34,7 +30,7 @@ def cache_of(model: Any, kind: str) -> Any:
     return make_cache(model, profile, decode_every=4 if kind == "decode_every" else None)
 
 
-def check_refused(model: Any, cache: Any, path: Path, reason: str) -> None:
+def check_refused(model, cache, path, reason):
     """Neither the rest of the prompt nor what follows it, nor a file, nor a copy of it."""
     assert not cache.prompt_complete
     assert cache.interrupted is not None
@@ -54,7 +50,7 @@ def check_refused(model: Any, cache: Any, path: Path, reason: str) -> None:
         cache.crop(-1)
 
 
-def check_as_new(model: Any, cache: Any, kind: str) -> None:
+def check_as_new(model, cache, kind):
     """A whole prompt leaves in it what it leaves in a new cache."""
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     new = cache_of(model, kind)
@@ -68,16 +64,20 @@ def check_as_new(model: Any, cache: Any, kind: str) -> None:
     assert cache.retained_bytes == new.retained_bytes < new.full_bytes
 
 
-@pytest.mark.parametrize("place", ["between", "layer 0", "layer 2"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("between", ValueError),
+        ("layer 0", KeyboardInterrupt),
+        *(("layer 2", error) for error in (ValueError, KeyboardInterrupt)),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_between_or_within_chunks(
-    model: Any, tmp_path: Path, kind: str, error: type[BaseException], place: str
-) -> None:
+def test_an_error_between_or_within_chunks(model, tmp_path, kind, error, place):
     """Before any layer has seen the chunk, or when some have: layers disagree then."""
     cache, ids = cache_of(model, kind), tiny.prompt(CONTEXT)
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise error
 
     with pytest.raises(error), cache.prefill():
@@ -96,12 +96,9 @@ def test_an_error_between_or_within_chunks(
     check_as_new(model, cache, kind)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize(("tokens", "error"), [(1, KeyboardInterrupt), (30, ValueError)])
 @pytest.mark.parametrize("kind", [*KINDS, "whole"])
-def test_a_turn_that_breaks_off_was_not_read(
-    kind: str, tokens: int, error: type[BaseException]
-) -> None:
+def test_a_turn_that_breaks_off_was_not_read(kind, tokens, error):
     """The cache goes on from the end of the turn before, without a reset."""
     model, turns = tiny.tiny_model(), [tiny.prompt(n, seed=n) for n in (CONTEXT, 10, tokens)]
     if kind == "whole":
@@ -131,9 +128,7 @@ def test_a_turn_that_breaks_off_was_not_read(
     ],
 )
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_a_cache_is_not_changed_amid_a_forward(
-    model: Any, kind: str, change: Any, said: str
-) -> None:
+def test_a_cache_is_not_changed_amid_a_forward(model, kind, change, said):
     """It would be cut in some layers and not in others; afterwards a reset helps as ever."""
     cache, hooked = cache_of(model, kind), model.model.layers[1]
     for tokens in (CONTEXT, 3):
@@ -147,7 +142,7 @@ def test_a_cache_is_not_changed_amid_a_forward(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_begins_anew_within_prefill(model: Any, kind: str) -> None:
+def test_a_prompt_begins_anew_within_prefill(model, kind):
     """Too large a chunk, and then smaller ones: all of them are the prompt."""
     cache, new = cache_of(model, kind), cache_of(model, kind)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
@@ -166,15 +161,11 @@ def test_a_prompt_begins_anew_within_prefill(model: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("scores", ["not finite", "too few"])
 @pytest.mark.parametrize("kind", ["layer", "head", "held", "repeated", "decode_every"])
-def test_what_is_checked_at_the_end_leaves_nothing_half_done(
-    model: Any, monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
-) -> None:
+def test_what_is_checked_at_the_end_leaves_nothing_half_done(model, monkeypatch, kind, scores):
     """Of all layers the host asks once, when all have evicted: the cache then needs a reset."""
     cache = cache_of(model, kind)
 
-    def keep_ranked(
-        self: Any, rankings: Any, states: Any, budgets: torch.Tensor, **limits: Any
-    ) -> torch.Tensor:
+    def keep_ranked(self, rankings, states, budgets, **limits):
         found = rankings[0].masked_fill(rankings[0] > 0, torch.inf)
         if states.layer == 0 or scores == "not finite":
             return keep_best(found if scores == "not finite" else rankings[0], budgets, **limits)

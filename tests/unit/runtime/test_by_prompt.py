@@ -1,11 +1,6 @@
 """Entries that each prompt hands out among all heads by score."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -16,7 +11,6 @@ from prompt_runs import padded_rows, read, run, states_seen
 from scorer_oracle import full_attention
 
 from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
@@ -28,13 +22,13 @@ CONTEXT, PROTECTED = 90, 6
 LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}
 
 
-def at_once(model: Any) -> BudgetProfile:
+def at_once(model):
     """A profile whose scorer looks at the prompt alone."""
     profile = tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1})
     return tiny.by_head(profile).replace(by_prompt=True)
 
 
-def looking_ahead(model: Any) -> BudgetProfile:
+def looking_ahead(model):
     """A profile whose scorer waits for tokens that follow."""
     profile = at_once(model)
     parameters = {"window": tiny.WINDOW, **LOOKAHEAD}
@@ -42,7 +36,7 @@ def looking_ahead(model: Any) -> BudgetProfile:
     return profile.replace(policy=policy)
 
 
-def total_of(profile: BudgetProfile, tokens: int) -> int:
+def total_of(profile, tokens):
     return int(profile.budgets_for(tokens)[list(profile.shape.full_layers)].sum())
 
 
@@ -54,9 +48,7 @@ def total_of(profile: BudgetProfile, tokens: int) -> int:
     total=st.integers(0, 40),
     protected=st.integers(0, 3),
 )
-def test_no_other_budgets_of_that_total_hold_more(
-    scores: npt.NDArray[np.float32], total: int, protected: int
-) -> None:
+def test_no_other_budgets_of_that_total_hold_more(scores, total, protected):
     found = handed_out([torch.from_numpy(one) for one in scores], total, protected=protected)
     wanted = min(max(total, 4 * protected), 4 * (protected + 4))
     assert found.sum() == wanted
@@ -83,9 +75,7 @@ def test_no_other_budgets_of_that_total_hold_more(
         (3, 2, 4, 0, [[3, 1], [0, 0]]),  # among equal scores the earlier head wins
     ],
 )
-def test_where_there_is_no_room_or_all_are_equal(
-    evictable: int, layers: int, total: int, protected: int, expected: list[list[int]]
-) -> None:
+def test_where_there_is_no_room_or_all_are_equal(evictable, layers, total, protected, expected):
     scores = [torch.ones(2, evictable)] * layers
     assert handed_out(scores, total, protected=protected).tolist() == expected
 
@@ -95,7 +85,7 @@ def test_where_there_is_no_room_or_all_are_equal(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_best_of_all_heads_together_stay(family: str, attention: str) -> None:
+def test_the_best_of_all_heads_together_stay(family, attention):
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT)
     profile = looking_ahead(model)
     cache = make_cache(model, profile)
@@ -108,7 +98,7 @@ def test_the_best_of_all_heads_together_stay(family: str, attention: str) -> Non
     assert np.unique(cache.kept_tokens[full]).size > 2
 
 
-def assert_best(cache: Any, layers: list[int], scores: Any, total: int) -> None:
+def assert_best(cache, layers, scores, total):
     """Sinks, window and, in so many entries of all heads of these layers, the best."""
     room = total - PROTECTED * scores.shape[0] * scores.shape[1]
     least = np.sort(scores.ravel())[::-1][room - 1]
@@ -120,7 +110,7 @@ def assert_best(cache: Any, layers: list[int], scores: Any, total: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_best_of_each_layers_heads_stay_where_it_is_read(family: str) -> None:
+def test_the_best_of_each_layers_heads_stay_where_it_is_read(family):
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = at_once(model)
     cache = build_cache(model, profile, CacheOptions(by_layer=True))
@@ -135,9 +125,7 @@ def test_the_best_of_each_layers_heads_stay_where_it_is_read(family: str) -> Non
 
 @pytest.mark.parametrize("chunk", [CONTEXT, 25])
 @pytest.mark.parametrize("decode_every", [None, 4])
-def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
-    model: Any, chunk: int, decode_every: int | None
-) -> None:
+def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(model, chunk, decode_every):
     """Of rows with padding, too, each as if it were alone."""
     profile, rows = at_once(model), [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, "left")
@@ -166,7 +154,7 @@ def test_heads_of_a_layer_share_its_budget_in_chunks_and_while_decoding(
         assert before.sum() == profile.budgets_for(CONTEXT + followed).sum()
 
 
-def naive_scores(model: Any, ids: torch.Tensor, profile: Any) -> npt.NDArray[np.float64]:
+def naive_scores(model, ids, profile):
     """The scorer's scores without sinks and window, from plain forwards."""
     first = CONTEXT - tiny.WINDOW
     if profile.policy.scorer == "lookahead":
@@ -179,12 +167,12 @@ def naive_scores(model: Any, ids: torch.Tensor, profile: Any) -> npt.NDArray[np.
     return np.stack(found)
 
 
-def test_each_layer_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_scored_once(monkeypatch):
     """What entries are handed out by is what they are kept by."""
     model, asked = tiny.tiny_model(), list[int]()
     scores = Score.scores
 
-    def counted(self: Score, states: Any, *, sinks: int) -> torch.Tensor:
+    def counted(self, states, *, sinks):
         asked.append(states.layer)
         return scores(self, states, sinks=sinks)
 
@@ -205,7 +193,7 @@ def test_each_layer_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"unit_policies": 0}, "unit_policies, whose scores cannot be compared"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_together_is_refused(changes, said):
     profile = looking_ahead(tiny.tiny_model())
     filled = {
         "bits": lambda value: np.broadcast_to(value, profile.budgets.shape).copy(),

@@ -1,25 +1,28 @@
-"""Bytes, lengths and positions; and that all of it belongs to the cache."""
-
-from __future__ import annotations
+"""Bytes, types, lengths and positions; and that all of it belongs to the cache."""
 
 import copy
-from typing import Any
 
+import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
 from prompt_runs import run
+from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.online.per_prompt import PromptTarget
+from kvalloc.runtime import make_cache
 from kvalloc.units import size
+
+# Bytes, lengths and positions; and that all of it belongs to the cache
+
 
 CONTEXT = 80
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_bytes_of_sliding_layers_past_their_window(share: float) -> None:
+def test_bytes_of_sliding_layers_past_their_window(share):
     """A decoded token past the window leaves one more entry allocated, until several come."""
     model = tiny.tiny_model("gemma3")
     profile = tiny.make_profile(model, CONTEXT, share)
@@ -40,7 +43,7 @@ def test_bytes_of_sliding_layers_past_their_window(share: float) -> None:
         assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
 
 
-def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(model: Any) -> None:
+def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(model):
     cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     run(model, tiny.prompt(CONTEXT, 3), cache)
     own = cache.row_profiles[1:]
@@ -50,7 +53,7 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(model: An
     assert cache.batch == 2
 
 
-def test_rows_of_an_empty_cache_are_repeated_in_vain() -> None:
+def test_rows_of_an_empty_cache_are_repeated_in_vain():
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
     cache = PromptTarget.parse(target_retention=0.6, sinks=2).cache(model)
     cache.decide({"input_ids": ids})
@@ -61,7 +64,7 @@ def test_rows_of_an_empty_cache_are_repeated_in_vain() -> None:
     assert cache.batch == 2
 
 
-def test_a_copy_of_a_cache_that_was_filled_with_gradients() -> None:
+def test_a_copy_of_a_cache_that_was_filled_with_gradients():
     model = tiny.tiny_model("gemma3")
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, [CONTEXT, 20]))
     model(tiny.prompt(CONTEXT), past_key_values=cache)
@@ -71,7 +74,7 @@ def test_a_copy_of_a_cache_that_was_filled_with_gradients() -> None:
     assert torch.equal(run(model, question, other), run(model, question, cache))
 
 
-def test_cropping_to_a_number_of_tokens_beside_sliding_layers() -> None:
+def test_cropping_to_a_number_of_tokens_beside_sliding_layers():
     model = tiny.tiny_model("gemma3")
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     run(model, tiny.prompt(6), cache)
@@ -83,7 +86,7 @@ def test_cropping_to_a_number_of_tokens_beside_sliding_layers() -> None:
     assert cache.get_seq_length() == 9
 
 
-def test_cropping_more_than_there_is_leaves_an_empty_cache(model: Any) -> None:
+def test_cropping_more_than_there_is_leaves_an_empty_cache(model):
     profile = tiny.make_profile(model, CONTEXT, 1.0)
     cache = kvalloc.make_cache(model, profile)
     cache.crop(-3)
@@ -96,10 +99,62 @@ def test_cropping_more_than_there_is_leaves_an_empty_cache(model: Any) -> None:
     assert (cache.kept_tokens == profile.budgets).all()
 
 
-def test_a_cache_shows_its_tokens_and_bytes(model: Any) -> None:
+def test_a_cache_shows_its_tokens_and_bytes(model):
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     assert repr(cache).endswith("rows=0, tokens=0, empty)")
     with torch.no_grad():
         model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
     text = f"{cache.share:.1%} of a cache at 16 bits, {size(cache.retained_bytes)}"
     assert repr(cache).endswith(f"rows=2, tokens={CONTEXT}, {text})")
+
+
+# A reduced cache stores at most 16 bits a number, also where the model computes in float32
+
+
+READ, SHORT_ROW = 90, 5
+
+
+def kept_types(cache):
+    parts = [part for layer in cache.layers for part in layer.entries.parts]
+    return {numbers.dtype for part in parts for numbers in (part.keys, part.values)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_short_row_is_stored_alone_as_in_a_batch(dtype):
+    model = tiny.tiny_model(dtype=dtype)
+    profile = tiny.make_profile(model, READ, 0.4)
+    batch, alone = make_cache(model, profile), make_cache(model, profile)
+    ids, mask = tiny.prompt(READ, 2), torch.ones(2, READ, dtype=torch.long)
+    mask[1, :-SHORT_ROW] = 0
+    run(model, ids, batch, mask)
+    run(model, ids[1:, -SHORT_ROW:], alone)
+    assert kept_types(batch) == {torch.bfloat16 if dtype == torch.bfloat16 else torch.float16}
+    positions = SHORT_ROW * profile.budgets.size * POSITION_BYTES
+    in_batch = profile.retained_bytes_at(READ) + alone.full_bytes + positions
+    assert batch.retained_bytes == in_batch
+    assert alone.retained_bytes == profile.retained_bytes_at(SHORT_ROW)
+    if dtype == torch.bfloat16:  # it is transformers' own
+        assert alone.retained_bytes == alone.full_bytes
+    else:
+        assert kept_types(alone) == {torch.float16}
+        assert alone.retained_bytes == alone.full_bytes + positions
+
+
+def test_numbers_that_overflow_float16_are_kept_in_bfloat16(model):
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight *= 1e6
+            layer.self_attn.o_proj.weight /= 1e6
+    cache, shadow = make_cache(model, tiny.make_profile(model, READ, 0.4)), tiny.Shadow(model)
+    ids, question = tiny.prompt(READ, 2), tiny.prompt(3, 2, seed=1)
+    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+    shadow.follow(cache, combined=True)  # takes what is stored as it is
+    assert kept_types(cache) == {torch.float16, torch.bfloat16}
+    run(model, ids, plain := DynamicCache())
+    expected = tiny.as_stored(plain.layers[0].values)
+    for row, head in np.ndindex(2, tiny.N_KV_HEADS):
+        piece = cache.layers[0].entries.piece(row, head)
+        assert torch.equal(piece.values, expected[row, head, piece.positions.long()])
+    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+    token = tiny.prompt(1, 2, seed=2)
+    assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4

@@ -1,10 +1,7 @@
-"""What follows a prompt competes every so many tokens: what stays, how much, and by what."""
-
-from __future__ import annotations
+"""What followed competes with what is kept: what stays, how much, and what looks back over it."""
 
 import copy
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +10,17 @@ import torch
 from prompt_runs import states_seen
 
 import kvalloc
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.policies import base, changed_policy
 from kvalloc.scorers import get_scorer
+
+# What follows a prompt competes every so many tokens: what stays, how much, and by what
+
 
 CONTEXT = 60
 
 
-def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def feed(model, cache, ids, sizes):
     with torch.no_grad():
         parts = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
     return torch.cat(parts, dim=1)
@@ -26,9 +28,7 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.T
 
 @pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
 @pytest.mark.usefixtures("unrounded")
-def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
-    model: Any, policy: str
-) -> None:
+def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(model, policy):
     cache = kvalloc.make_cache(
         model, tiny.make_profile(model, CONTEXT, 0.5), policy=policy, decode_every=4
     )
@@ -58,7 +58,7 @@ def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
     ],
 )
 @pytest.mark.usefixtures("unrounded")
-def test_what_followed_competes_as_in_one_long_prompt(policy: str, scorer: str) -> None:
+def test_what_followed_competes_as_in_one_long_prompt(policy, scorer):
     """Behind a prompt of which nothing goes; the latest vote where a scorer looks beyond it."""
     model, begun = tiny.tiny_model(), tiny.SINKS + tiny.WINDOW
     every = CONTEXT - begun
@@ -82,7 +82,7 @@ def test_what_followed_competes_as_in_one_long_prompt(policy: str, scorer: str) 
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
-def test_an_entry_that_stands_for_three_is_scored_like_three(name: str) -> None:
+def test_an_entry_that_stands_for_three_is_scored_like_three(name):
     """Its logit bias gives it the attention of all three, and the others what they had."""
     one, place = states_seen(tiny.tiny_model(), tiny.prompt(30))[1], 10
     for states in (one.keys, one.values):
@@ -103,7 +103,7 @@ def test_an_entry_that_stands_for_three_is_scored_like_three(name: str) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_4096_tokens_stay_within_the_share_and_the_stated_slack() -> None:
+def test_4096_tokens_stay_within_the_share_and_the_stated_slack():
     """Packed entries, budgets by head: storages read at every token."""
     prompt, every, votes = 512, 64, 128
     model = tiny.tiny_model(num_hidden_layers=2, max_position_embeddings=8192)
@@ -127,3 +127,71 @@ def test_4096_tokens_stay_within_the_share_and_the_stated_slack() -> None:
             assert sum(own.shape[2] for own in held) <= votes
             assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
     assert cache.get_seq_length() == prompt + 4096
+
+
+# Policies that look back over more queries than the window, in chunks with evictions between
+
+
+BEFORE = 60
+PARAMETERS = {"mpcache": {"rows_share": 0.5}, "nacl": {"proxy_share": 0.5}}
+
+
+def attention_in_loops(states, queries, places, columns):
+    """Sum over rows of the softmax over the stored keys at or before each, (batch, heads, n)."""
+    batch, heads, n, _ = states.keys.shape
+    group = queries.shape[1] // heads
+    out = torch.zeros(batch, heads, n)
+    for row in range(batch):
+        for head in range(heads):
+            for asked in range(head * group, (head + 1) * group):
+                for place in places:
+                    logits = states.keys[row, head] @ queries[row, asked, place] * states.scaling
+                    seen = columns[row, head] <= place
+                    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+                    out[row, head] += weights / group
+    return out
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"), [("mpcache", "layer"), ("nacl", "layer"), ("nacl", "head")]
+)
+def test_each_query_sees_what_is_left_before_it(model, monkeypatch, policy, level):
+    profile = tiny.make_profile(model, BEFORE, 0.3)
+    if level == "head":
+        profile = tiny.by_head(profile, spread=4)
+    changed = changed_policy(profile.policy, policy, PARAMETERS[policy])
+    cache = make_cache(model, profile, prompt_tokens=BEFORE, policy=changed)
+    ids = tiny.prompt(BEFORE)
+    seen = []
+    summed = base.weighted_rows
+
+    def spy(states, weights):
+        found = summed(states, weights)
+        if states.layer == 0:
+            seen.append((states, found))
+        return found
+
+    monkeypatch.setattr(base, "weighted_rows", spy)
+    queries = states_seen(model, ids)[0].queries  # which no eviction changes
+    group = tiny.N_QUERY_HEADS // tiny.N_KV_HEADS
+    end = checked = 0
+    for part in ids.split(10, dim=1):
+        before = cache.kept_indices(0) if end else torch.empty(1, tiny.N_KV_HEADS, 0)
+        end += part.shape[1]
+        seen.clear()
+        with torch.no_grad():
+            model(part, past_key_values=cache)
+        for states, found in seen:
+            heads = range(states.first_head, states.first_head + states.keys.shape[1])
+            own = [before[0, head][before[0, head] >= 0].tolist() for head in heads]
+            columns = [[*kept, *range(end - part.shape[1], end)] for kept in own]
+            asked = queries[:, heads[0] * group : (heads[-1] + 1) * group]
+            n_rows = states.queries.shape[2]
+            if not states.gaps:
+                continue
+            checked += 1
+            expected = attention_in_loops(
+                states, asked, list(range(end - n_rows, end)), torch.tensor([columns])
+            )
+            assert (found - expected).abs().max() < 1e-5
+    assert checked >= 2

@@ -4,11 +4,8 @@ Head-level budgets throughout, so that layers, heads and rows all differ; other 
 these things at greater length.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +22,11 @@ CONTEXT = 90
 
 
 @pytest.fixture
-def profile(model: Any) -> Any:
+def profile(model):
     return tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
 
 
-def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(model: Any, profile: Any) -> None:
+def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(model, profile):
     first, second = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
     alone = kvalloc.make_cache(model, profile)
@@ -42,7 +39,7 @@ def test_1_a_second_prompt_does_not_undo_the_first_ones_eviction(model: Any, pro
     assert torch.equal(run(model, question, first), expected)
 
 
-def test_2_heads_free_what_they_evict(model: Any, profile: Any) -> None:
+def test_2_heads_free_what_they_evict(model, profile):
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     assert (profile.budgets[:, 0] != profile.budgets[:, 1]).all()
@@ -56,7 +53,7 @@ def test_2_heads_free_what_they_evict(model: Any, profile: Any) -> None:
     assert cache.retained_bytes < 0.6 * cache.full_bytes
 
 
-def test_3_a_prompt_in_chunks_ends_at_the_budget(model: Any, profile: Any) -> None:
+def test_3_a_prompt_in_chunks_ends_at_the_budget(model, profile):
     cache = kvalloc.make_cache(model, profile)
     chunk_bytes = 20 * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
     with cache.prefill():
@@ -67,7 +64,7 @@ def test_3_a_prompt_in_chunks_ends_at_the_budget(model: Any, profile: Any) -> No
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_4_a_question_of_five_tokens_after_compression(attention: str) -> None:
+def test_4_a_question_of_five_tokens_after_compression(attention):
     model = tiny.tiny_model("llama", attention)
     for profile in (
         tiny.make_profile(model, CONTEXT, [6, 20, 50, CONTEXT]),
@@ -81,7 +78,7 @@ def test_4_a_question_of_five_tokens_after_compression(attention: str) -> None:
         assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
 
-def test_5_padding_is_never_kept_and_never_counted(model: Any, profile: Any) -> None:
+def test_5_padding_is_never_kept_and_never_counted(model, profile):
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     mask[1, :50] = 0
     cache = kvalloc.make_cache(model, profile)
@@ -95,7 +92,7 @@ def test_5_padding_is_never_kept_and_never_counted(model: Any, profile: Any) -> 
     )
 
 
-def test_6_positions_count_the_tokens_seen(model: Any, profile: Any) -> None:
+def test_6_positions_count_the_tokens_seen(model, profile):
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(CONTEXT), cache)
     assert [cache.get_seq_length(layer) for layer in range(4)] == [CONTEXT] * 4
@@ -109,7 +106,7 @@ def test_6_positions_count_the_tokens_seen(model: Any, profile: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_7_half_precision_stays_finite_and_close(dtype: torch.dtype) -> None:
+def test_7_half_precision_stays_finite_and_close(dtype):
     model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
     cache = kvalloc.make_cache(model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5)))
     shadow, ids, question = tiny.Shadow(model), tiny.prompt(CONTEXT), tiny.prompt(9, seed=1)
@@ -118,7 +115,7 @@ def test_7_half_precision_stays_finite_and_close(dtype: torch.dtype) -> None:
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) <= 2 * own
 
 
-def test_8_ties_and_tiny_budgets_keep_sinks_and_window(model: Any) -> None:
+def test_8_ties_and_tiny_budgets_keep_sinks_and_window(model):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.zero_()
@@ -137,7 +134,7 @@ def test_8_ties_and_tiny_budgets_keep_sinks_and_window(model: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [7, 50, CONTEXT, 300])
-def test_9_what_is_stored_is_what_was_granted(model: Any, profile: Any, tokens: int) -> None:
+def test_9_what_is_stored_is_what_was_granted(model, profile, tokens):
     cache = kvalloc.make_cache(model, profile)
     run(model, tiny.prompt(tokens), cache)
     assert cache.retained_bytes == profile.retained_bytes_at(tokens)
@@ -148,7 +145,7 @@ def test_9_what_is_stored_is_what_was_granted(model: Any, profile: Any, tokens: 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "padding_only"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"])
-def test_10_a_budget_of_everything_changes_no_bit(family: str, attention: str) -> None:
+def test_10_a_budget_of_everything_changes_no_bit(family, attention):
     model = tiny.tiny_model(family, attention)
     for level in ("layer", "head"):
         profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)
@@ -160,7 +157,7 @@ def test_10_a_budget_of_everything_changes_no_bit(family: str, attention: str) -
         assert cache.retained_bytes >= cache.full_bytes
 
 
-def test_the_page_names_these_tests_in_their_order() -> None:
+def test_the_page_names_these_tests_in_their_order():
     named = re.compile(r"^(?:\| .* \| `|def )(test_\d+_\w+)", re.MULTILINE)
     page = Path(__file__).resolve().parents[3] / "docs" / "testing.md"
     here, there = (

@@ -1,13 +1,17 @@
-"""`generate()` with a reduced cache, and the context manager that supplies one."""
+"""What users of transformers do: it works with a reduced cache, or is refused by name."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import runtime_oracle as tiny
+import tokenizers
 import torch
+import transformers
 from prompt_runs import NEW, generate
+from torch import nn
 from transformers import DynamicCache, GenerationConfig
 
 import kvalloc
@@ -20,12 +24,15 @@ from kvalloc.errors import (
 from kvalloc.models.loading import LoadedModel
 from kvalloc.runtime import BudgetCache
 
-CONTEXT = 90
+# `generate()` with a reduced cache, and the context manager that supplies one
 
 
-def test_apply_gives_each_call_a_fresh_cache(model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ids = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 20, seed=2)]
+PROMPT = 90
+
+
+def test_apply_gives_each_call_a_fresh_cache(model):
+    profile = tiny.make_profile(model, PROMPT, 0.3)
+    ids = [tiny.prompt(PROMPT, seed=1), tiny.prompt(PROMPT - 20, seed=2)]
     expected = [
         generate(model, one, past_key_values=kvalloc.make_cache(model, profile)) for one in ids
     ]
@@ -34,7 +41,7 @@ def test_apply_gives_each_call_a_fresh_cache(model: Any) -> None:
         assert applied.last_cache is None
         found = [generate(model, one) for one in ids]
         assert isinstance(applied.last_cache, BudgetCache)
-        assert applied.last_cache.get_seq_length() == CONTEXT - 20 + NEW - 1
+        assert applied.last_cache.get_seq_length() == PROMPT - 20 + NEW - 1
         mine = DynamicCache(config=model.config)
         assert torch.equal(generate(model, ids[0], past_key_values=mine), plain)
     for one, other in zip(expected, found, strict=True):
@@ -43,10 +50,10 @@ def test_apply_gives_each_call_a_fresh_cache(model: Any) -> None:
     assert torch.equal(generate(model, ids[0]), plain)
 
 
-def test_apply_nests_and_survives_exceptions() -> None:
+def test_apply_nests_and_survives_exceptions():
     model = tiny.tiny_model()
-    outer, inner = (tiny.make_profile(model, CONTEXT, share) for share in (0.5, 0.2))
-    ids = tiny.prompt(CONTEXT)
+    outer, inner = (tiny.make_profile(model, PROMPT, share) for share in (0.5, 0.2))
+    ids = tiny.prompt(PROMPT)
     with pytest.raises(ZeroDivisionError), kvalloc.apply(model, outer) as first:
         with pytest.raises(KeyError), kvalloc.apply(model, inner) as second:
             generate(model, ids)
@@ -64,25 +71,25 @@ def test_apply_nests_and_survives_exceptions() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_apply_reads_a_generation_config_that_comes_by_its_place(model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ids = tiny.prompt(CONTEXT)
+def test_apply_reads_a_generation_config_that_comes_by_its_place(model):
+    profile = tiny.make_profile(model, PROMPT, 0.3)
+    ids = tiny.prompt(PROMPT)
     chunked = GenerationConfig(max_new_tokens=NEW, do_sample=False, prefill_chunk_size=32)
     with kvalloc.apply(model, profile) as applied:
         model.generate(ids, chunked)
         assert applied.last_cache is not None
-        expected = profile.budgets_for(CONTEXT + NEW - 1)
+        expected = profile.budgets_for(PROMPT + NEW - 1)
         assert (applied.last_cache.kept_tokens == expected).all()
         with pytest.raises(UnsupportedRequestError, match="cannot be offloaded"):
             model.generate(ids, GenerationConfig(cache_implementation="offloaded"))
 
 
-def test_apply_refuses_on_entering() -> None:
+def test_apply_refuses_on_entering():
     model = tiny.tiny_model()
-    other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="giant"))
+    other = tiny.make_profile(model, PROMPT, 0.3, shape=tiny.shape_of(model, model_id="giant"))
     with pytest.raises(ModelMismatchError, match="giant"), kvalloc.apply(model, other):
         pass
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    profile = tiny.make_profile(model, PROMPT, 0.3)
     with (
         pytest.raises(UnsupportedModelError, match="cannot generate"),
         kvalloc.apply(model.model, profile),
@@ -93,8 +100,168 @@ def test_apply_refuses_on_entering() -> None:
         kvalloc.apply(loaded, budget="20%")
     with pytest.raises(UnsupportedModelError, match="a LoadedModel .*pass its .model"):
         kvalloc.profile(loaded, None, ["words"])
-    wide = tiny.make_profile(model, CONTEXT, 0.3, parameters={"window": tiny.WINDOW + 1})
+    wide = tiny.make_profile(model, PROMPT, 0.3, parameters={"window": tiny.WINDOW + 1})
     with pytest.raises(InputError, match="window"), kvalloc.apply(model, wide):
         pass
     assert "generate" not in vars(model)
     assert not model.model._forward_pre_hooks
+
+
+# What users of transformers do, one by one: it works with a reduced cache, or is refused by name
+
+
+CONTEXT = 60
+TRIED = ("5.2", "5.23")
+"""Versions of transformers whose private names `kvalloc.models` uses were tried, first and last."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word for each number of the vocabulary."""
+    words = {"<pad>": 0, "<end>": 1} | {
+        f"w{number}": number for number in range(2, tiny.VOCABULARY)
+    }
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+    )
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_pipeline_takes_the_cache(tokenizer, level):
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    profile = tiny.by_head(profile, 6) if level == "head" else profile
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    cache = kvalloc.make_cache(model, profile)
+    answers = pipeline(
+        tokenizer.decode(ids[0]),
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_full_text=False,
+    )
+    tokens = tokenizer(answers[0]["generated_text"], return_tensors="pt")["input_ids"]
+    expected = generate(model, ids, past_key_values=kvalloc.make_cache(model, profile))
+    assert torch.equal(tokens, expected[:, CONTEXT:])
+    assert cache.retained_bytes < cache.full_bytes
+
+
+# Models that are not quite as they were made
+
+
+class _Adapted(nn.Module):
+    """A linear layer with two small ones beside it, as PEFT puts it in the layer's place."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.up(self.down(states))
+        return self.base_layer(states) + added
+
+
+class _Wrapper(nn.Module):
+    """A model around another that answers for it, as PEFT's does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+
+def adapters(folder):
+    model = tiny.tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = _Adapted(layer.self_attn.v_proj)
+    return _Wrapper(model)
+
+
+def peft_lora(folder):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(tiny.tiny_model(), config)
+
+
+def device_map(folder):
+    pytest.importorskip("accelerate")
+    tiny.tiny_model().save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu").eval()
+
+
+def quantised_weights(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(tiny.tiny_model(), {nn.Linear})
+
+
+@pytest.mark.parametrize("made", [adapters, peft_lora, device_map, quantised_weights])
+def test_the_model_works(tmp_path, made):
+    """With all entries kept to the bit as without kvalloc, and with fewer it stores fewer."""
+    model = made(tmp_path)
+    plain = tiny.make_profile(tiny.tiny_model(), CONTEXT, 1.0)
+    ids = tiny.prompt(CONTEXT)
+    expected = generate(model, ids)
+    for profile in (plain, tiny.by_head(tiny.make_profile(tiny.tiny_model(), CONTEXT, 0.4), 6)):
+        cache = kvalloc.make_cache(model, profile, allow_other_model=True)
+        found = generate(model, ids, past_key_values=cache)
+        assert found.shape == expected.shape
+        assert profile is not plain or torch.equal(found, expected)
+    assert cache.retained_bytes < 0.7 * cache.full_bytes
+
+
+# What cannot be served
+
+
+def in_torch_compile(model):
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.layers[1].compile(backend="eager"),
+        lambda model: model.model.layers[1].self_attn.compile(backend="eager"),
+        in_torch_compile,
+    ],
+)
+def test_compiled_layers_are_refused(change):
+    """Before the cache is made, before its prompt comes, and after it."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4), 6)
+    empty, filled = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
+    with torch.no_grad():
+        model(ids, past_key_values=filled)
+    change(model)
+    with pytest.raises(UnsupportedRequestError, match="compile the whole model"):
+        kvalloc.make_cache(model, profile)
+    with torch.no_grad():
+        with pytest.raises(UnsupportedRequestError, match="compile the whole model"):
+            model(ids, past_key_values=empty)
+        for _ in range(2):  # what was refused was not read
+            with pytest.raises(UnsupportedModelError, match="do not compile its layers"):
+                model(tiny.prompt(1), past_key_values=filled)
+            assert filled.get_seq_length() == CONTEXT
+
+
+def test_the_private_names_of_transformers_are_those_that_were_tried(model):
+    """`kvalloc.models` uses them, each in one function; another version may have other names."""
+    first, last = (tuple(map(int, version.split("."))) for version in TRIED)
+    own = tuple(map(int, transformers.__version__.split(".")[:2]))
+    assert model.config._attn_implementation == "sdpa"  # models.attention
+    assert type(model.model)._supports_attention_backend  # models.attention
+    assert model.config._name_or_path == "tiny"  # models.loading
+    assert first <= own <= last, f"add {transformers.__version__} to what was tried: all is there"

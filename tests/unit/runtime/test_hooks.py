@@ -8,7 +8,6 @@ import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,11 +28,11 @@ from kvalloc.runtime import hooks
 CONTEXT = 60
 
 
-def hook_counts(model: Any) -> tuple[int, int]:
+def hook_counts(model):
     return len(model.model._forward_pre_hooks), len(model.model._forward_hooks)
 
 
-def test_hooks_are_counted_and_go_with_the_last_cache(model: Any) -> None:
+def test_hooks_are_counted_and_go_with_the_last_cache(model):
     """Right after use, without the garbage collector."""
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     gc.disable()
@@ -50,7 +49,7 @@ def test_hooks_are_counted_and_go_with_the_last_cache(model: Any) -> None:
         gc.enable()
 
 
-def test_a_cache_does_not_keep_its_model_alive() -> None:
+def test_a_cache_does_not_keep_its_model_alive():
     model = tiny.tiny_model()
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     alive = weakref.ref(model)
@@ -60,9 +59,9 @@ def test_a_cache_does_not_keep_its_model_alive() -> None:
     assert cache.retained_bytes == 0
 
 
-def test_nothing_but_the_hooks_is_on_the_model(model: Any) -> None:
+def test_nothing_but_the_hooks_is_on_the_model(model):
 
-    def everything() -> set[tuple[str, str]]:
+    def everything():
         return {(name, key) for name, module in model.named_modules() for key in vars(module)}
 
     before = everything()
@@ -79,12 +78,12 @@ def test_nothing_but_the_hooks_is_on_the_model(model: Any) -> None:
     assert everything() == before
 
 
-def test_another_model_may_go_while_one_is_compiled(model: Any) -> None:
+def test_another_model_may_go_while_one_is_compiled(model):
     """Between what Dynamo reads and what it notes of it, where the garbage collector may run."""
     others = [tiny.tiny_model()]
     caches = [kvalloc.make_cache(one, tiny.make_profile(one, 60, 0.3)) for one in (*others, model)]
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         others.clear()
         del caches[:-1]
         gc.collect()
@@ -96,11 +95,11 @@ def test_another_model_may_go_while_one_is_compiled(model: Any) -> None:
     assert not others
 
 
-def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(model: Any) -> None:
+def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(model):
     """In one graph, the same before, beside and after it, and where a forward of it broke off."""
-    graphs: list[Any] = []
+    graphs = []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         graphs.append(graph)
         return graph
 
@@ -128,7 +127,7 @@ def test_a_compiled_model_sees_nothing_of_a_cache_that_is_alive(model: Any) -> N
         assert torch.equal(compiled(ids).logits, expected)
 
 
-def test_a_forward_that_fails_before_any_layer_can_be_repeated(model: Any) -> None:
+def test_a_forward_that_fails_before_any_layer_can_be_repeated(model):
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids = tiny.prompt(CONTEXT)
     with pytest.raises(IndexError):
@@ -139,9 +138,7 @@ def test_a_forward_that_fails_before_any_layer_can_be_repeated(model: Any) -> No
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_half_done_prompt_is_noticed(
-    model: Any, tmp_path: Path, failure: type[BaseException]
-) -> None:
+def test_a_half_done_prompt_is_noticed(model, tmp_path, failure):
     """By the cache and its copy until a reset; torch runs no post-hooks on KeyboardInterrupt."""
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
@@ -163,7 +160,7 @@ def test_a_half_done_prompt_is_noticed(
     cache.save(tmp_path / "saved")
 
 
-def test_an_interrupted_cache_that_is_dropped_is_tidied_up(model: Any) -> None:
+def test_an_interrupted_cache_that_is_dropped_is_tidied_up(model):
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     with failing_with(KeyboardInterrupt, model):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
@@ -176,7 +173,7 @@ def test_an_interrupted_cache_that_is_dropped_is_tidied_up(model: Any) -> None:
 
 
 @pytest.mark.parametrize("made", ["another", "a copy"])
-def test_another_model_cannot_use_the_cache(model: Any, made: str) -> None:
+def test_another_model_cannot_use_the_cache(model, made):
     """Without hooks of its own, and with them; beside a cache of its own the first one works."""
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     cache = kvalloc.make_cache(model, profile)
@@ -197,7 +194,7 @@ def test_another_model_cannot_use_the_cache(model: Any, made: str) -> None:
     assert (hook_counts(other), hook_counts(model)) == ((0, 0), (1, 1))
 
 
-def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(model: Any) -> None:
+def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(model):
     """Also while a forward is within it, and where only its decoder is copied."""
     ids, pickles = tiny.prompt(CONTEXT), [pickle.dumps(model)]
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
@@ -216,9 +213,7 @@ def test_a_pickle_of_a_hooked_model_knows_nothing_of_kvalloc(model: Any) -> None
 
 @pytest.mark.parametrize("threads", [2, 4])
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "padding_only"])
-def test_threads_over_one_model_answer_as_one_after_the_other(
-    request: pytest.FixtureRequest, attention: str, threads: int
-) -> None:
+def test_threads_over_one_model_answer_as_one_after_the_other(request, attention, threads):
     """Each with its own cache, beside a plain forward of the same model: equal in every bit."""
     with attention_on_cpu(attention):
         model = tiny.tiny_model("llama", attention)
@@ -226,7 +221,7 @@ def test_threads_over_one_model_answer_as_one_after_the_other(
         profiles = (profile, tiny.by_head(profile, 9))
         plain = tiny.prompt(CONTEXT, seed=99)
 
-        def answer(number: int) -> list[torch.Tensor]:
+        def answer(number):
             cache = kvalloc.make_cache(model, profiles[number % 2])
             prompt = tiny.prompt(CONTEXT + number, seed=number)
             with attention_on_cpu(attention), torch.no_grad():
@@ -235,9 +230,9 @@ def test_threads_over_one_model_answer_as_one_after_the_other(
                     for ids in (prompt, tiny.prompt(3, seed=number), tiny.prompt(1, seed=number))
                 ]
 
-        def beside() -> torch.Tensor:
+        def beside():
             with attention_on_cpu(attention), torch.no_grad():
-                logits: torch.Tensor = model(plain, use_cache=False).logits
+                logits = model(plain, use_cache=False).logits
             return logits
 
         expected, alone = [answer(number) for number in range(threads)], beside()
@@ -255,17 +250,17 @@ def test_threads_over_one_model_answer_as_one_after_the_other(
     assert hook_counts(model) == (0, 0)
 
 
-def test_a_cache_of_two_threads_at_once_is_refused(model: Any) -> None:
+def test_a_cache_of_two_threads_at_once_is_refused(model):
     cache = kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.3))
     ids, within, go_on = tiny.prompt(CONTEXT), threading.Event(), threading.Event()
 
-    def wait(*_: Any) -> None:
+    def wait(*_):
         within.set()
         assert go_on.wait(60)
 
-    def forward() -> torch.Tensor:
+    def forward():
         with torch.no_grad():
-            logits: torch.Tensor = model(ids, past_key_values=cache).logits
+            logits = model(ids, past_key_values=cache).logits
         return logits
 
     with torch.no_grad():
@@ -284,9 +279,7 @@ def test_a_cache_of_two_threads_at_once_is_refused(model: Any) -> None:
         model(tiny.prompt(3), past_key_values=cache)
 
 
-def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_ends_while_another_begins_disturbs_nobody(model, monkeypatch):
     """A second thread is within a forward, and ends it while the first one looks who is."""
     profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT)
     within, end = threading.Event(), threading.Event()
@@ -304,7 +297,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
         def cache(self, value: Any) -> None:
             pass
 
-    def other() -> None:
+    def other():
         within.set()
         assert end.wait(60)
         hooks._close(entry, completed=False)
@@ -323,7 +316,7 @@ def test_a_forward_that_ends_while_another_begins_disturbs_nobody(
     assert entry.open_forwards == {}
 
 
-def test_unsupported_models_get_no_hooks() -> None:
+def test_unsupported_models_get_no_hooks():
     module = torch.nn.Linear(2, 2)
     with pytest.raises(UnsupportedModelError, match="Linear"):
         hooks.retain(object(), module)

@@ -5,13 +5,8 @@ it answers: with the kernel as without it, whose operations check where they rea
 AddressSanitizer (`make test-sanitized`) a kernel that reads elsewhere ends the process.
 """
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +26,7 @@ B16, B4 = "0.bits_16.", "0.bits_4."
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+def saved(tmp_path_factory):
     """Models, and caches of every kind that they have filled."""
     found = {}
     folder = tmp_path_factory.mktemp("saved")
@@ -63,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path
     return found
 
 
-def refusal(act: Callable[[], object]) -> KVAllocError | None:
+def refusal(act):
     """The one line that refuses an act; None where it went through."""
     try:
         act()
@@ -72,12 +67,12 @@ def refusal(act: Callable[[], object]) -> KVAllocError | None:
     return None
 
 
-def answers(model: Any, path: Path) -> list[torch.Tensor] | None:
+def answers(model, path):
     """Logits after the cache of a file, with the kernel and without; None where it is refused."""
-    caches: list[Any] = []
-    logits: list[torch.Tensor] = []
+    caches = []
+    logits = []
 
-    def attend() -> None:
+    def attend():
         for tokens in (1, 3):
             ids = tiny.prompt(tokens, caches[-1].batch, seed=5)
             logits.append(model(ids, past_key_values=caches[-1]).logits)
@@ -98,7 +93,7 @@ def answers(model: Any, path: Path) -> list[torch.Tensor] | None:
     return logits
 
 
-def same(found: list[torch.Tensor]) -> bool:
+def same(found):
     """Whether both ways answer alike; not-a-number, which a file may hold, in the same places."""
     pairs = zip(found[:2], found[2:], strict=True)
     return all(torch.allclose(a, b, rtol=0.1, atol=0.1, equal_nan=True) for a, b in pairs)
@@ -107,10 +102,10 @@ def same(found: list[torch.Tensor]) -> bool:
 # What a change of one place does not reach: numbers that fit each other
 
 
-def cut(names: tuple[str, ...], index: Any) -> Callable[[Tensors], None]:
+def cut(names, index):
     """Return a change that takes a part of several tensors."""
 
-    def change(file: Tensors) -> None:
+    def change(file):
         for name in names:
             dtype, raw = file.arrays[name]
             file.arrays[name] = dtype, np.ascontiguousarray(raw[index])
@@ -118,39 +113,39 @@ def cut(names: tuple[str, ...], index: Any) -> Callable[[Tensors], None]:
     return change
 
 
-def numbers(name: str, change: Callable[[Any], None]) -> Callable[[Tensors], None]:
+def numbers(name, change):
     """Return a change of the numbers of a tensor."""
     return lambda file: change(file.numbers(B16 + name))
 
 
-def moved(lengths: Any) -> None:
+def moved(lengths):
     lengths[0, :2] += (-1, 1)
 
 
-def set_at(place: Any, value: Any) -> Callable[[Any], None]:
+def set_at(place, value):
     return lambda array: array.__setitem__(place, value)
 
 
-def twice(positions: Any) -> None:
+def twice(positions):
     positions[1] = positions[0]
 
 
-def many_rows(file: Tensors) -> None:
+def many_rows(file):
     file.stated["batch"] = 2**40
     for name, (dtype, raw) in file.arrays.items():
         shape = (2**40, raw.shape[1], 0, *raw.shape[3:])
         file.arrays[name] = dtype, np.empty(shape, np.uint8)
 
 
-def hidden_entry(file: Tensors) -> None:
+def hidden_entry(file):
     file.numbers("visible")[0, int(file.numbers(B16 + "kept_positions")[0])] = 0
 
 
-def more_seen(file: Tensors) -> None:
+def more_seen(file):
     file.stated["seen_tokens"] += 1
 
 
-def stating(**values: Any) -> Callable[[Tensors], None]:
+def stating(**values):
     return lambda file: file.stated.update(values)
 
 
@@ -196,13 +191,7 @@ OLDER = ("0.keys", "0.values")
         ("ragged", stating(profile=5), "profile.file is int"),
     ],
 )
-def test_what_would_be_read_beyond_its_end_is_refused(
-    saved: dict[str, tuple[Any, Path]],
-    tmp_path: Path,
-    kind: str,
-    change: Callable[[Tensors], None],
-    named: str,
-) -> None:
+def test_what_would_be_read_beyond_its_end_is_refused(saved, tmp_path, kind, change, named):
     model, path = saved[kind]
     file = Tensors.parse(path.read_bytes())
     change(file)
@@ -225,12 +214,7 @@ def test_what_would_be_read_beyond_its_end_is_refused(
         (more_seen, "digest of the content"),
     ],
 )
-def test_what_was_changed_and_not_signed_is_refused(
-    saved: dict[str, tuple[Any, Path]],
-    tmp_path: Path,
-    change: Callable[[Tensors], None],
-    named: str,
-) -> None:
+def test_what_was_changed_and_not_signed_is_refused(saved, tmp_path, change, named):
     model, path = saved["ragged"]
     file = Tensors.parse(path.read_bytes())
     change(file)
@@ -239,7 +223,7 @@ def test_what_was_changed_and_not_signed_is_refused(
         kvalloc.load_cache(tmp_path / "c.kv", model)
 
 
-def test_a_model_whose_window_changed_since_is_refused(saved: dict[str, tuple[Any, Path]]) -> None:
+def test_a_model_whose_window_changed_since_is_refused(saved):
     _, path = saved["sliding"]
     other = tiny.tiny_model("gemma3", sliding_window=24)
     with pytest.raises(KVAllocError, match="sliding_window 16.*sliding_window 24"):
@@ -250,9 +234,7 @@ def test_a_model_whose_window_changed_since_is_refused(saved: dict[str, tuple[An
 
 
 @pytest.mark.fuzz
-def test_files_made_by_chance_are_refused_or_answer(
-    saved: dict[str, tuple[Any, Path]], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_files_made_by_chance_are_refused_or_answer(saved, tmp_path, request):
     count, refused, answered = request.config.getoption("--hostile-files"), 0, 0
     for case in range(count):
         rng = random.Random(case)
@@ -276,9 +258,7 @@ def test_files_made_by_chance_are_refused_or_answer(
     assert answered > count / 100
 
 
-def test_infinity_in_a_note_does_no_harm(
-    saved: dict[str, tuple[Any, Path]], tmp_path: Path
-) -> None:
+def test_infinity_in_a_note_does_no_harm(saved, tmp_path):
     file = Tensors.parse(saved["ragged"][1].read_bytes())
     for noted in (10**400, -1, math.pi, "x"):
         file.stated["notes"] = {"read_seconds": noted, "document": "a\x1b[31m"}

@@ -1,16 +1,12 @@
 """The kernel for the CPU as a built file: which one is taken, and that all works without it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +24,14 @@ needs_kernel = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def load_anew() -> Iterator[None]:
+def load_anew():
     kernel_library.cache_clear()
     yield
     kernel_library.cache_clear()
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     """As much of the project as a build of it needs."""
     folder = tmp_path / "tree"
     skipped = shutil.ignore_patterns("__pycache__", "*.so", "*.txt")
@@ -46,7 +42,7 @@ def tree(tmp_path: Path) -> Path:
     return folder
 
 
-def attended(threads: int = 1) -> torch.Tensor:
+def attended(threads=1):
     generator = torch.Generator().manual_seed(0)
     kept, new = (torch.randn(2, 2, n, 16, generator=generator) for n in (700, 1))
     queries = torch.randn(2, 4, 1, 16, generator=generator)
@@ -60,7 +56,7 @@ def attended(threads: int = 1) -> torch.Tensor:
 
 
 @needs_kernel
-def test_its_threads_are_those_of_torch() -> None:
+def test_its_threads_are_those_of_torch():
     """No second OpenMP library comes into the process, and their number changes nothing much."""
     before = cpu.openmp_libraries()
     alone = attended()
@@ -69,7 +65,7 @@ def test_its_threads_are_those_of_torch() -> None:
 
 
 @needs_kernel
-def test_a_forked_process_goes_on_alone() -> None:
+def test_a_forked_process_goes_on_alone():
     """The threads that the parent has used are not there, and nobody waits for them."""
     expected = attended(threads=2)
     child = os.fork()
@@ -84,7 +80,7 @@ def test_a_forked_process_goes_on_alone() -> None:
 
 
 @needs_kernel
-def test_without_an_openmp_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_openmp_library(monkeypatch):
     expected = attended(threads=2)
     kernel_library.cache_clear()
     library = kernel_library()
@@ -93,7 +89,7 @@ def test_without_an_openmp_library(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(attended(threads=2), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_switch(monkeypatch, tmp_path):
     monkeypatch.setenv(SWITCH, "0")
     assert cpu.unavailable() == f"{SWITCH} is 0"
     kernel_library.cache_clear()
@@ -101,7 +97,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "none.so cannot be loaded" in str(cpu.unavailable())
 
 
-def test_where_it_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_it_was_not_built(monkeypatch, tmp_path):
     monkeypatch.delenv(SWITCH, raising=False)
     source = shutil.copy(cpu._SOURCE, tmp_path)
     monkeypatch.setattr(cpu, "_SOURCE", Path(source))
@@ -109,9 +105,7 @@ def test_where_it_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @needs_kernel
-def test_one_that_was_built_from_another_source_is_not_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_that_was_built_from_another_source_is_not_loaded(monkeypatch, tmp_path):
     """Its arguments may be others; and the right one is taken wherever it stands among them."""
     monkeypatch.delenv(SWITCH, raising=False)
     (built,) = cpu._SOURCE.parent.glob("_cpu.*so")
@@ -127,9 +121,7 @@ def test_one_that_was_built_from_another_source_is_not_loaded(
 
 
 @pytest.mark.parametrize("compiler", [None, "no-such-compiler"])
-def test_a_wheel_carries_it_where_there_is_a_compiler(
-    tree: Path, tmp_path: Path, compiler: str | None
-) -> None:
+def test_a_wheel_carries_it_where_there_is_a_compiler(tree, tmp_path, compiler):
     """And is built all the same where there is none."""
     environment = {**os.environ, **({"CC": compiler} if compiler else {})}
     command = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
@@ -148,9 +140,9 @@ def test_a_wheel_carries_it_where_there_is_a_compiler(
     assert all(name.startswith("kvalloc/runtime/attention/_cpu.") for name in held)
 
 
-def test_the_command_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_says_what_is_missing(monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
-    ran: Any = run("doctor", "--json")
+    ran = run("doctor", "--json")
     assert ran.code == 0
     findings = {one["name"]: one for one in ran.json["findings"]}
     assert SWITCH in findings["CPU kernel"]["advice"]

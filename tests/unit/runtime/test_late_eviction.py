@@ -1,27 +1,27 @@
-"""Policies that look at what follows a prompt: a full cache until it has followed, then budgets."""
-
-from __future__ import annotations
+"""A full cache until what is looked at has followed, or a prompt is read again; and how far."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
-from prompt_runs import head_entries, padded_rows, run
+from prompt_runs import head_entries, noted_repetitions, padded_rows, run
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime import answer, make_cache
 from kvalloc.runtime.prompt import State
+from kvalloc.scorers.later_pass import CARRIED_TOKENS
+
+# Policies that look at what follows a prompt: a full cache until it has followed, then budgets
+
 
 CONTEXT, AWAITED = 90, 5
 
 
-def late(model: Any, level: str = "head", tokens: int = AWAITED, **changes: Any) -> Any:
+def late(model, level="head", tokens=AWAITED, **changes):
     parameters = {"tokens": tokens, "pool": 3}
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer="lookahead", parameters=parameters)
     profile = tiny.by_head(profile, spread=9) if level == "head" else profile
@@ -31,9 +31,7 @@ def late(model: Any, level: str = "head", tokens: int = AWAITED, **changes: Any)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_it_is_the_full_cache_until_enough_has_followed(
-    family: str, dtype: torch.dtype, level: str
-) -> None:
+def test_it_is_the_full_cache_until_enough_has_followed(family, dtype, level):
     model = tiny.tiny_model(family, dtype=dtype)
     profile = late(model, level)
     cache, full, ids = (
@@ -58,7 +56,7 @@ def test_it_is_the_full_cache_until_enough_has_followed(
         assert cache.retained_bytes == 2 * profile.retained_bytes_at(CONTEXT) + followed
 
 
-def test_a_question_in_one_piece_counts_and_its_end_votes(model: Any) -> None:
+def test_a_question_in_one_piece_counts_and_its_end_votes(model):
     """A long one as well as its last tokens alone, which see the rest of it."""
     profile, ids = late(model), tiny.prompt(CONTEXT)
     for tokens in (AWAITED, 31):
@@ -85,7 +83,7 @@ def test_a_question_in_one_piece_counts_and_its_end_votes(model: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_different_questions_vote_as_if_alone(model: Any, side: str) -> None:
+def test_rows_of_different_questions_vote_as_if_alone(model, side):
     """Nothing goes before the shortest question has counted."""
     profile = late(model)
     contexts = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
@@ -112,7 +110,7 @@ def test_rows_of_different_questions_vote_as_if_alone(model: Any, side: str) -> 
             assert head_entries(cache, layer, head, row) == wanted
 
 
-def test_rows_go_on_as_others_while_they_wait(model: Any) -> None:
+def test_rows_go_on_as_others_while_they_wait(model):
     """Beams: each row votes with the tokens of those that it comes from."""
     profile, ids = late(model), tiny.prompt(CONTEXT)
     cache = make_cache(model, profile)
@@ -134,9 +132,7 @@ def test_rows_go_on_as_others_while_they_wait(model: Any) -> None:
             assert torch.equal(kept, alone.kept_indices(layer)[0])
 
 
-def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
-    model: Any, tmp_path: Path
-) -> None:
+def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(model, tmp_path):
     profile, ids = late(model), tiny.prompt(CONTEXT)
     cache = make_cache(model, profile)
     run(model, ids, cache)
@@ -162,3 +158,106 @@ def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
     kept = twin.kept_tokens
     assert twin.state is State.EVICTED
     assert (kept == profile.budgets_for(CONTEXT)).all()
+
+
+# What runs on beyond a held prompt stays within the tokens that the model was made for
+
+
+CHUNK = {"chunk": 37}
+REPEATED = CARRIED_TOKENS + 37  # the longest repetition: a further piece
+
+
+def limited(model, name, parameters):
+    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
+    return tiny.by_head(profile, spread=9)
+
+
+def test_how_far_a_pass_goes_is_how_far_it_runs(monkeypatch):
+    """Against the tokens that the repetition's forwards really have."""
+    model, found = tiny.tiny_model(), noted_repetitions(monkeypatch)
+    for tokens in (60, 70, 74, 75, 83, CONTEXT):
+        found.clear()
+        cache = make_cache(model, limited(model, "reconstruction", CHUNK))
+        run(model, tiny.prompt(tokens), cache)
+        (scorer,) = cache._prompt.plan.wanted[0]
+        assert scorer.later.furthest(tokens) == max(found)
+
+
+def with_limit(limit):
+    return tiny.tiny_model(max_position_embeddings=limit)
+
+
+def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs():
+    ids, least = tiny.prompt(CONTEXT), CONTEXT + REPEATED
+    model = with_limit(least)
+    cache = make_cache(model, limited(model, "reconstruction", CHUNK))
+    run(model, ids, cache)
+    assert cache.reduced
+    model = with_limit(least - 1)
+    cache = make_cache(model, limited(model, "reconstruction", CHUNK))
+    said = r"90 tokens and 45 of a repetition are beyond the 134 .*\(chunk=36\)"
+    with pytest.raises(InputError, match=said):
+        run(model, ids, cache)
+    assert cache.get_seq_length() == 0
+    run(model, tiny.prompt(CONTEXT - 1), cache)  # the cache is as it was
+    assert cache.reduced
+    smaller = make_cache(model, limited(model, "reconstruction", {**CHUNK, "chunk": 36}))
+    run(model, ids, smaller)  # what the message says fits
+    model = with_limit(CONTEXT + 10)
+    cache = make_cache(model, limited(model, "reconstruction", CHUNK))
+    with pytest.raises(InputError, match="made for; shorten the prompt, or choose another"):
+        run(model, ids, cache)
+
+
+def test_chunks_are_refused_as_soon_as_it_is_known():
+    ids = tiny.prompt(CONTEXT)
+    model = with_limit(CONTEXT + REPEATED - 1)
+    profile = limited(model, "reconstruction", CHUNK)
+    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
+    with pytest.raises(InputError, match="90 tokens and 45 of a repetition"):
+        run(model, ids[:, :20], announced)
+    assert announced.get_seq_length() == 0
+    opened, seen = make_cache(model, profile), 0
+    with pytest.raises(InputError, match="90 tokens and 45 of a"), opened.prefill():
+        for part in ids.split(30, dim=1):
+            run(model, part, opened)
+            seen += part.shape[1]
+    assert seen == 60
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count(side):
+    """Rows of 41 and 50 tokens, in 90 columns, where positions leave padding out."""
+    model = with_limit(50 + 1 + CARRIED_TOKENS + 37)
+    columns, count = torch.arange(CONTEXT), torch.tensor([41, 50])[:, None]
+    mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = make_cache(model, limited(model, "reconstruction", CHUNK))
+    run(model, tiny.prompt(CONTEXT, 2), cache, mask=mask, position_ids=positions)
+    assert cache.reduced
+    cache = make_cache(model, limited(model, "reconstruction", CHUNK))
+    with pytest.raises(InputError, match="beyond the 96"):
+        run(
+            model,
+            tiny.prompt(CONTEXT, 2),
+            cache,
+            mask=mask,
+            position_ids=positions + 50,
+        )
+
+
+def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens():
+    """One that fills it can: nothing follows, and nothing is evicted."""
+    model = with_limit(CONTEXT)
+    profile = limited(model, "lookahead", {"tokens": 8})
+    cache = make_cache(model, profile)
+    run(model, tiny.prompt(CONTEXT), cache)
+    assert cache.awaited_tokens == 8
+    cache = make_cache(model, profile)
+    said = "until 8 tokens have followed it, but its 91 tokens are more than the 90 that the model"
+    with pytest.raises(InputError, match=said):
+        run(model, tiny.prompt(CONTEXT + 1), cache)
+    assert cache.get_seq_length() == 0
+    chunked = make_cache(model, profile, prompt_tokens=CONTEXT + 1)
+    with pytest.raises(InputError, match=said):
+        run(model, tiny.prompt(20), chunked)

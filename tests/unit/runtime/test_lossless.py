@@ -1,10 +1,7 @@
 """Answers without loss: those of the full cache, whatever the reduced one drafts."""
 
-from __future__ import annotations
-
 import copy
 from itertools import islice
-from typing import Any
 
 import pytest
 import runtime_oracle as tiny
@@ -23,7 +20,7 @@ CONTEXT, NEW = 90, 70
 ROWS, TEMPERATURE = 10_000, 0.05
 
 
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+def generate(model, ids, **options):
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 10**6, **options}
     mask = settings.pop("attention_mask", torch.ones_like(ids))
     return model.generate(
@@ -31,7 +28,7 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
     )
 
 
-def lossless(model: Any, **options: Any) -> Any:
+def lossless(model, **options):
     profile = tiny.make_profile(model, CONTEXT, 0.2, **options)
     return kvalloc.apply(model, tiny.by_head(profile), lossless=True)
 
@@ -39,7 +36,7 @@ def lossless(model: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "prompts"), [("llama", 50), ("qwen3", 10), *[("gemma3", 10)] * RECORDS]
 )
-def test_greedy_answers_are_the_full_caches(family: str, prompts: int) -> None:
+def test_greedy_answers_are_the_full_caches(family, prompts):
     """Of 50 prompts, over settlings, by drafts of which some stay and some go."""
     model, tried, accepted = tiny.tiny_model(family), 0, 0
     with lossless(model) as applied:
@@ -59,7 +56,7 @@ def test_greedy_answers_are_the_full_caches(family: str, prompts: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"scorer": "lookahead"}, {"scorer": "reconstruction"}, {}])
-def test_rows_of_unequal_length_answer_as_alone(options: dict[str, Any]) -> None:
+def test_rows_of_unequal_length_answer_as_alone(options):
     """Also where one ends before the others, and gives padding from then on."""
     model = tiny.tiny_model()
     prompts = [tiny.prompt(n, seed=n) for n in (CONTEXT, 20, 61)]
@@ -78,7 +75,7 @@ def test_rows_of_unequal_length_answer_as_alone(options: dict[str, Any]) -> None
         assert not any(row[length:])
 
 
-def test_turns_go_on_without_loss() -> None:
+def test_turns_go_on_without_loss():
     """Also from a copy, and after a reset."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     with lossless(model) as applied:
@@ -93,12 +90,12 @@ def test_turns_go_on_without_loss() -> None:
         assert applied.last_cache.verifier.rounds < NEW
 
 
-def generate_plain(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = generate(copy.deepcopy(model), ids).sequences
+def generate_plain(model, ids):
+    found = generate(copy.deepcopy(model), ids).sequences
     return found
 
 
-def test_sampled_tokens_have_the_full_caches_distribution() -> None:
+def test_sampled_tokens_have_the_full_caches_distribution():
     """10,000 tokens behind one that was drawn, too; drafts of the reduced cache have another."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     cache = make_cache(model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.1)))
@@ -128,10 +125,10 @@ def test_sampled_tokens_have_the_full_caches_distribution() -> None:
 
 
 @torch.no_grad()
-def second_token(model: Any, cache: Any, first: int) -> torch.Tensor:
+def second_token(model, cache, first):
     """Return the distribution of the second token that is drawn behind one, with a cache."""
 
-    def shares(own: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def shares(own, tokens):
         logits = model(tokens[:, None], past_key_values=own).logits[:, -1].double()
         return (logits / TEMPERATURE).softmax(dim=-1)
 
@@ -141,7 +138,7 @@ def second_token(model: Any, cache: Any, first: int) -> torch.Tensor:
     return (before @ shares(own, torch.arange(before.shape[1])))[0]
 
 
-def chance(counts: torch.Tensor, shares: torch.Tensor) -> float:
+def chance(counts, shares):
     """Of counts as far off, by a chi-squared test; rare tokens are one."""
     often = shares * counts.sum() >= 20
     found = torch.cat([counts[often], counts[~often].sum()[None]]).double()
@@ -149,7 +146,7 @@ def chance(counts: torch.Tensor, shares: torch.Tensor) -> float:
     return float(chisquare(found.numpy(), (wanted * found.sum() / wanted.sum()).numpy()).pvalue)
 
 
-def test_an_answer_that_is_broken_off_leaves_both_caches_behind_it() -> None:
+def test_an_answer_that_is_broken_off_leaves_both_caches_behind_it():
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     cache = make_cache(model, tiny.by_head(tiny.make_profile(model, CONTEXT, 0.2)))
     verify_with(cache, model)
@@ -163,7 +160,7 @@ def test_an_answer_that_is_broken_off_leaves_both_caches_behind_it() -> None:
         assert rest == whole[tokens : tokens + 20]
 
 
-def test_drafts_are_as_long_as_even_odds_allow() -> None:
+def test_drafts_are_as_long_as_even_odds_allow():
     lengths = [
         Verifier(full=None, tried=tried, accepted=accepted).draft_tokens
         for tried, accepted in [(1000, 1000), (1000, 950), (1000, 800), (1000, 0), (0, 0)]
@@ -179,7 +176,7 @@ def test_drafts_are_as_long_as_even_odds_allow() -> None:
         ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_verified_is_refused(options, message):
     model = tiny.tiny_model()
     with lossless(model), pytest.raises(UnsupportedRequestError, match=message):
         generate(model, tiny.prompt(CONTEXT), **options)

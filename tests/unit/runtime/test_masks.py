@@ -3,11 +3,6 @@
 Every policy and arrival on each attention is in test_matrix.py.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import runtime_oracle as tiny
 import tiny_models
@@ -16,18 +11,18 @@ from other_attention import attention_on_cpu
 from scorer_oracle import SCORERS
 
 import kvalloc
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import intercept_attention
 from kvalloc.scorers import get_scorer
 
 
 @pytest.fixture(params=["flex_attention", "padding_only"])
-def attention(request: pytest.FixtureRequest) -> Iterator[str]:
+def attention(request):
     with attention_on_cpu(request.param):
         yield request.param
 
 
 @pytest.mark.parametrize("scorer", [name for name in SCORERS if get_scorer(name).later is None])
-def test_scorers_read_masks_of_either_kind(attention: str, scorer: str) -> None:
+def test_scorers_read_masks_of_either_kind(attention, scorer):
     """Padding and causal attention, as the model shows them: the same scores as on sdpa."""
     ids, mask = tiny.prompt(90, 2), torch.ones(2, 90, dtype=torch.long)
     mask[1, :49] = 0
@@ -35,9 +30,9 @@ def test_scorers_read_masks_of_either_kind(attention: str, scorer: str) -> None:
     scores = []
     for name in (attention, "sdpa"):
         model = tiny.tiny_model("llama", name)
-        seen: list[torch.Tensor] = []
+        seen = []
 
-        def look(states: AttentionStates, compute: Any, seen: list[torch.Tensor] = seen) -> Any:
+        def look(states, compute, seen=seen):
             if states.layer == 0:  # later layers differ by rounding
                 seen.append(own.score(states, sinks=2))
             return compute(states.mask)
@@ -48,7 +43,7 @@ def test_scorers_read_masks_of_either_kind(attention: str, scorer: str) -> None:
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-7)
 
 
-def test_profiling_sees_the_same_curves(attention: str) -> None:
+def test_profiling_sees_the_same_curves(attention):
     curves = []
     for name in (attention, "sdpa"):
         model = tiny_models.tiny_model(attention=name)

@@ -6,12 +6,8 @@ the product of the three, each with every setting of all else, or as many cells 
 is asked for.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cell_choice import (
@@ -27,7 +23,6 @@ from kernel_choice import WITH, kernel_choice
 from other_attention import attention_on_cpu
 from runtime_cells import (
     FACTORS,
-    Cell,
     answers_as_the_oracle,
     comparable,
 )
@@ -43,28 +38,28 @@ UNEVEN = set(
 """What is refused in all modes: a policy, and arrivals with rows of different length or drafts."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         cells = chosen_cells(metafunc.config.getoption)
         metafunc.parametrize("cell", cells, ids=["-".join(cell) for cell in cells])
 
 
 @pytest.fixture
-def attention(cell: Cell) -> Iterator[str]:
+def attention(cell):
     """Of flash attention what its masks ask for, see other_attention.py."""
     name = cell[list(FACTORS).index("attention")]
     with attention_on_cpu(name):
         yield name
 
 
-def test_the_cache_answers_as_the_oracle(cell: Cell, attention: str, tmp_path: Path) -> None:
+def test_the_cache_answers_as_the_oracle(cell, attention, tmp_path):
     kernel = cell[list(FACTORS).index("kernel")]
     with kernel_choice(kernel) as calls:
         answers_as_the_oracle(cell, tmp_path)
     assert kernel == WITH or not calls
 
 
-def test_the_kernel_is_called_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_kernel_is_called_where_it_is_asked_for(tmp_path):
     """A question after head-level budgets goes through it, and without it answers all the same."""
     if cpu.unavailable() is not None:
         pytest.skip(f"no kernel here: {cpu.unavailable()}")
@@ -76,7 +71,7 @@ def test_the_kernel_is_called_where_it_is_asked_for(tmp_path: Path) -> None:
         assert set(calls) == ({5} if name == WITH else set())
 
 
-def test_any_two_settings_meet() -> None:
+def test_any_two_settings_meet():
     cells = covering_cells()
     assert len(cells) < 170
     assert all(map(comparable, cells))
@@ -87,11 +82,11 @@ def test_any_two_settings_meet() -> None:
 
 
 @pytest.fixture(scope="module")
-def product() -> list[Cell]:
+def product():
     return product_cells()
 
 
-def test_the_product_leaves_nothing_out(product: list[Cell]) -> None:
+def test_the_product_leaves_nothing_out(product):
     """All triples, each with every setting of the rest, and answered wherever one of all is."""
     triples = set(itertools.product(*(FACTORS[name] for name in PRODUCT)))
     seen, answered = collections.defaultdict(set), set()
@@ -110,7 +105,7 @@ def test_the_product_leaves_nothing_out(product: list[Cell]) -> None:
     assert triples - answered == set(impossible())
 
 
-def test_what_is_impossible_is_known() -> None:
+def test_what_is_impossible_is_known():
     """Chunks of what merges early; with `mpcache` rows of different length, and drafts."""
     chunks = ("chunks", "unannounced_chunks", "padded_chunks")
     expected = {(*pair, mode) for pair in UNEVEN for mode in FACTORS["mode"]}

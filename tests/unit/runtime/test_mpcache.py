@@ -1,10 +1,7 @@
 """MPCache's clusters against loops, and what a decoded token really reads."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +16,17 @@ from kvalloc.runtime.policies.mpcache import ClusterReader
 SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
 
 
-def small(**parameters: Any) -> Any:
+def small(**parameters):
     return policy("mpcache", **{**SMALL, **parameters})
 
 
-def read_in_loops(states: Any, row: int, head: int, *, start: int, n_coarse: int) -> list[int]:
+def read_in_loops(states, row, head, *, start, n_coarse):
     """Entries that one head reads, between the sinks and what fills no cluster."""
     group = states.queries.shape[1] // states.keys.shape[1]
     query = states.queries[row, head * group : (head + 1) * group, 0].double().numpy().mean(axis=0)
     keys = states.keys[row, head].double().numpy()
 
-    def near(first: int, size: int) -> float:
+    def near(first, size):
         cluster = keys[first : first + size]
         return float(query @ (0.6 * cluster.max(axis=0) + 0.4 * cluster.min(axis=0)))
 
@@ -40,7 +37,7 @@ def read_in_loops(states: Any, row: int, head: int, *, start: int, n_coarse: int
     return sorted(entry for first in fine for entry in range(first, first + 4))
 
 
-def test_clusters_agree_with_loops() -> None:
+def test_clusters_agree_with_loops():
     states = make_states(batch=2, n_tokens=53, n_new_tokens=1)
     reader = small().reader(sinks=2, window=4)
     # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
@@ -51,7 +48,7 @@ def test_clusters_agree_with_loops() -> None:
         assert found[row, head].tolist() == [0, 1, *inside, *range(42, 53)]
 
 
-def test_the_static_half_sums_the_last_rows() -> None:
+def test_the_static_half_sums_the_last_rows():
     states = make_states(batch=2)
     budgets = torch.full((2, 2), 17)
     kept = small(rows_share=0.2).keep(states, budgets, sinks=2, window=4)
@@ -62,13 +59,13 @@ def test_the_static_half_sums_the_last_rows() -> None:
         assert set(kept[place].nonzero()[:, 0].tolist()) == must | set(free[:11])
 
 
-def test_short_prompts_are_read_whole() -> None:
+def test_short_prompts_are_read_whole():
     states = make_states(n_tokens=20, n_new_tokens=1)
     reader = small().reader(sinks=2, window=4)
     assert reader.read(states, place=0, positions=torch.arange(19).expand(1, 2, -1)) is None
 
 
-def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
+def test_the_second_of_a_pair_reads_what_the_first_does():
     """With the same entries stored the clusters are the same; the first two layers never share."""
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     for share, places, same in ((True, (2, 3), 1), (True, (0, 1), 0), (False, (2, 3), 0)):
@@ -78,7 +75,7 @@ def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
         assert torch.equal(led, follows) == bool(same)
 
 
-def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:
+def test_a_follower_with_other_entries_reads_its_nearest_positions():
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     positions = torch.arange(50).expand(1, 2, -1)
     reader = small().reader(sinks=2, window=4)
@@ -98,12 +95,12 @@ def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:
 CONTEXT = 400
 
 
-def noted_reads(monkeypatch: Any) -> list[int]:
+def noted_reads(monkeypatch):
     """How many entries the layers' attention is given from now on."""
-    read: list[int] = []
+    read = []
     function = torch.nn.functional.scaled_dot_product_attention
 
-    def noted(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(query, key, *args, **kwargs):
         read.append(int(key.shape[2]))
         return function(query, key, *args, **kwargs)
 
@@ -111,7 +108,7 @@ def noted_reads(monkeypatch: Any) -> list[int]:
     return read
 
 
-def test_decoding_reads_less_and_stores_the_same(model: Any, monkeypatch: Any) -> None:
+def test_decoding_reads_less_and_stores_the_same(model, monkeypatch):
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
     run(model, tiny.prompt(CONTEXT), cache)
@@ -130,15 +127,15 @@ def test_decoding_reads_less_and_stores_the_same(model: Any, monkeypatch: Any) -
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.usefixtures("unrounded")
-def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch: Any, attention: str) -> None:
+def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch, attention):
     model = tiny.tiny_model("llama", attention)
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
     ids, token = tiny.prompt(CONTEXT, 2), tiny.prompt(1, 2, seed=1)
-    read: dict[int, torch.Tensor] = {}
+    read = {}
     function = ClusterReader.read
 
-    def noted(self: Any, states: Any, **kwargs: Any) -> Any:
+    def noted(self, states, **kwargs):
         indices = function(self, states, **kwargs)
         stored = kwargs["positions"].long()
         inside = [row[row < stored.shape[-1]] for row in indices.flatten(0, 1)]
@@ -155,12 +152,12 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch: Any, attent
     assert (logits - everything).abs().max() > 1e-3
 
 
-def test_rows_copies_and_new_prompts_have_clusters_of_their_own(model: Any) -> None:
+def test_rows_copies_and_new_prompts_have_clusters_of_their_own(model):
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, profile, policy="mpcache")
     ids, tokens = tiny.prompt(CONTEXT, 2), tiny.prompt(2, 2, seed=1)
 
-    def answers(cache: Any, rows: list[int]) -> torch.Tensor:
+    def answers(cache, rows):
         parts = [run(model, tokens[rows, i : i + 1], cache) for i in range(2)]
         return torch.cat(parts, dim=1)
 

@@ -4,11 +4,8 @@ The oracle is that of the other files, over the numbers that the cache really st
 model computed is replaced by what comes back from storage, the evicted entries are hidden.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +21,12 @@ from kvalloc.runtime import make_cache
 CONTEXT = 150
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--rounded-models")))
 
 
-def account(cache: Any) -> int:
+def account(cache):
     """Bytes of all that is stored, from the numbers of entries and the formula alone."""
     profile, total = cache.profile, 0
     for index, layer in enumerate(cache.layers):
@@ -44,14 +41,14 @@ def account(cache: Any) -> int:
     return total
 
 
-def padding(draw: random.Random, batch: int, tokens: int) -> torch.Tensor:
+def padding(draw, batch, tokens):
     """A mask, (batch, tokens): no padding, or rows of different lengths padded on one side."""
     lengths = [tokens, *(draw.randint(tokens // 3, tokens) for _ in range(batch - 1))]
     side = draw.choice(["left", "right", "none"])
     return padding_mask([tokens] * batch if side == "none" else lengths, side)
 
 
-def test_random_models_answer_as_a_float64_oracle(seed: int) -> None:
+def test_random_models_answer_as_a_float64_oracle(seed):
     """Of random size, with random widths, policies and turns; `make test-matrix` takes 1,000.
 
     The prompt comes at once, in chunks that are announced, or in an open prompt; rows of it and of
@@ -63,7 +60,7 @@ def test_random_models_answer_as_a_float64_oracle(seed: int) -> None:
         check_random_model(draw, attention)
 
 
-def check_random_model(draw: random.Random, attention: str) -> None:
+def check_random_model(draw, attention):
     n_kv_heads, head_dim = draw.choice([1, 2, 4]), draw.choice([8, 16, 32])
     n_query_heads = n_kv_heads * draw.choice([1, 2, 3])
     family = draw.choice(["llama", "qwen2", "qwen3", "mistral", "gemma3"])
@@ -100,7 +97,7 @@ def check_random_model(draw: random.Random, attention: str) -> None:
     shadow, seen = tiny.Shadow(model, torch.float64), torch.zeros(batch, 0, dtype=torch.long)
     combined = policy == "attention_matching"
 
-    def feed(mask: torch.Tensor, chunk: int) -> None:
+    def feed(mask, chunk):
         nonlocal seen
         ids = tiny.prompt(mask.shape[1], batch, seed=seen.shape[1])
         for part, shown in zip(ids.split(chunk, dim=1), mask.split(chunk, dim=1), strict=True):
@@ -109,7 +106,7 @@ def check_random_model(draw: random.Random, attention: str) -> None:
             assert not shown.any() or tiny.worst(logits, expected, seen) < 1e-3
             shadow.follow(cache, combined=combined)
 
-    def mask_of(tokens: int, whole: bool) -> torch.Tensor:
+    def mask_of(tokens, whole):
         # a float64 twin answers windows that are all padding by not-a-number
         whole |= family == "gemma3"
         one = torch.ones(batch, tokens, dtype=torch.long)
@@ -125,7 +122,7 @@ def check_random_model(draw: random.Random, attention: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["merge", "attention_matching", "critical", "nacl"])
-def test_policies_decide_and_merge_before_anything_is_rounded(model: Any, policy: str) -> None:
+def test_policies_decide_and_merge_before_anything_is_rounded(model, policy):
     plain = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5), spread=40)
     profile = plain.replace(bits=widths(plain, "mixed_bits", by_head=True))
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)

@@ -22,6 +22,8 @@ from kvalloc.runtime.options import CacheOptions
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
 SHARE = 0.2
+ROWS = [(torch.float32, False), (torch.bfloat16, True)]
+"""Types, and whether rows are padded: neither changes what the other takes."""
 
 
 class Watched:
@@ -49,7 +51,7 @@ class Watched:
         return found[1:]
 
 
-def profile_of(model: Any, mode: str) -> Any:
+def profile_of(model, mode):
     profile = tiny.make_profile(model, TOKENS, SHARE, scorer="xkv", parameters={})
     if not mode.endswith("by layer"):
         profile = tiny.by_head(profile, spread=60)
@@ -73,12 +75,9 @@ MODES += ["packed by layer", "packed", "shared by layer", "shared"]
 GROUPS = ((2, 3), (4, 5, 6))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "padded"), ROWS)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_of_every_layer_is_what_the_mode_promises(
-    mode: str, dtype: torch.dtype, padded: bool
-) -> None:
+def test_the_peak_of_every_layer_is_what_the_mode_promises(mode, dtype, padded):
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask = torch.ones_like(ids)
@@ -89,7 +88,7 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     profile = profile_of(model, mode)
     cache = build_cache(model, profile, CacheOptions(by_layer=profile.by_prompt))
 
-    def prefill(cache: Any) -> None:
+    def prefill(cache):
         model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
 
     alone = watched.peaks(
@@ -102,25 +101,22 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     assert max(above) <= kept + layer
 
 
-SOLVED: dict[str, tuple[Any, dict[str, Any]]] = {
+SOLVED = {
     "by head": (make_scores, {"level": "head"}),
     "in pages": (make_scores, {"page": 16}),
     "bits": (make_bits, {"level": "head", "bits": (16, 8, 4)}),
     "bits alike": (make_bits, {"bits": (8,)}),
     "shared": (make_shared_scores, {"share_groups": "2-3,4-6"}),
 }
-SERVED: dict[str, dict[str, Any]] = {
+SERVED = {
     "decided": {"level": "head", "solver": "greedy"},
     "default": {"budget": "20%"},
 }
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "padded"), ROWS)
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
-def test_memory_is_a_peak(
-    way: str, dtype: torch.dtype, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
     for place in ("kvalloc.online.ways", "kvalloc.scorers.lookahead"):
         monkeypatch.setattr(f"{place}.LATEST_VOTES", 8)  # what scores take is not the cache's
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
@@ -129,7 +125,7 @@ def test_memory_is_a_peak(
     if padded:
         mask[1, :300] = 0
 
-    def read(**known: Any) -> Any:
+    def read(**known):
         return model(ids, attention_mask=mask, logits_to_keep=1, **known)
 
     plain = watched.peaks(lambda: read(use_cache=False))
@@ -153,7 +149,7 @@ def test_memory_is_a_peak(
     assert 0.4 * memory < max(a - b for a, b in zip(found, plain, strict=True)) <= memory
 
 
-def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet() -> None:
+def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
     """Codes are made when the last chunk has come."""
     model, ids = tiny.tiny_model(num_hidden_layers=LAYERS), tiny.prompt(TOKENS)
     early, stored = Early(setting=Default.parse("20%").setting(shape_of(model))), [0]
@@ -162,7 +158,7 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet() -
     )
     model.generation_config.prefill_chunk_size = 250
 
-    def mark(*_: Any) -> None:
+    def mark(*_):
         stored.append(0 if applied.last_cache is None else applied.last_cache.retained_bytes)
 
     hooks = [one.register_forward_pre_hook(mark) for one in model.get_decoder().layers]
@@ -181,11 +177,8 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet() -
     assert rounded < max(stored) <= whole
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_late_eviction_holds_little_more_than_the_full_cache(
-    dtype: torch.dtype, padded: bool
-) -> None:
+@pytest.mark.parametrize(("dtype", "padded"), ROWS)
+def test_late_eviction_holds_little_more_than_the_full_cache(dtype, padded):
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=30, head_dim=64)  # as SmolLM2's
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask = torch.ones(2, TOKENS + AWAITED, dtype=torch.long)
@@ -195,7 +188,7 @@ def test_late_eviction_holds_little_more_than_the_full_cache(
     options = {"scorer": "lookahead", "parameters": {"tokens": AWAITED}, "shape": shape}
     cache = kvalloc.make_cache(model, tiny.make_profile(model, TOKENS, SHARE, **options))
 
-    def answer(**kept: Any) -> None:
+    def answer(**kept):
         model(ids, attention_mask=mask[:, :TOKENS], logits_to_keep=1, **kept)
         for n in range(AWAITED):
             seen = mask[:, : TOKENS + n + 1] if kept.get("past_key_values") is not None else None
@@ -208,7 +201,7 @@ def test_late_eviction_holds_little_more_than_the_full_cache(
     assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
 
 
-def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch):
     """Peak of all tensors alive, above that of one chunk without any cache."""
     monkeypatch.setattr(by_torch, "SCRATCH_NUMBERS", 1 << 14)
     model, ids, chunk = tiny.tiny_model(), tiny.prompt(TOKENS), 100
@@ -216,7 +209,7 @@ def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch: pytest.Monk
     profile = tiny.by_head(tiny.make_profile(model, TOKENS, SHARE), spread=60)
     cache = kvalloc.make_cache(model, profile)
 
-    def in_chunks() -> None:
+    def in_chunks():
         with cache.prefill():
             for part in ids.split(chunk, dim=1):
                 model(part, past_key_values=cache, logits_to_keep=1)

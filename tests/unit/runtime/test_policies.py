@@ -1,40 +1,50 @@
-"""What every policy must do, what each one does, and that all go through the cache right."""
+"""What every policy must do, what each one does, by head, merging, and what the page says of it."""
 
-from __future__ import annotations
-
+import inspect
 import itertools
+import math
+import re
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 import runtime_oracle as tiny
 import scorer_oracle
 import torch
-from prompt_runs import AT_ONCE, policy, run
+from prompt_runs import AT_ONCE, head_entries, policy, run
 from runtime_cells import COMBINING
 from scorer_oracle import SCORERS, make_states
 
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.problem.registry import plugin_options
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
+    changed_policy,
     get_policy,
+    policy_class,
     policy_names,
 )
+from kvalloc.runtime.policies import merge as merge_file
+from kvalloc.runtime.policies.score import Score
+from kvalloc.scorers import scorer_class, scorer_names
 from kvalloc.scorers.projected_values import projected_value_norms
+
+# What every policy must do, what each one does, and that all go through the cache right
+
 
 N_TOKENS = 40
 LIMITS = {"sinks": 2, "window": 4}
 
 
-def states_of(**changes: Any) -> Any:
+def states_of(**changes):
     values = {"batch": 2, "n_tokens": N_TOKENS, "hidden_size": 9}
     return make_states(**{**values, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", policy_names())
-def test_budgets_are_met_exactly_for_each_row_and_head(name: str, dtype: torch.dtype) -> None:
+def test_budgets_are_met_exactly_for_each_row_and_head(name, dtype):
     budgets = torch.tensor([[6, 13], [40, 7]])
     states = states_of(dtype=dtype)
     kept = policy(name).keep(states, budgets, **LIMITS)
@@ -47,7 +57,7 @@ def test_budgets_are_met_exactly_for_each_row_and_head(name: str, dtype: torch.d
 
 @pytest.mark.parametrize("name", policy_names())
 @pytest.mark.parametrize("budget", [5, 41])
-def test_budgets_that_cannot_be_are_refused(name: str, budget: int) -> None:
+def test_budgets_that_cannot_be_are_refused(name, budget):
     budgets = torch.full((2, 2), 20)
     budgets[1, 0] = budget
     with pytest.raises(InputError, match=f"budget of {budget} entries"):
@@ -55,7 +65,7 @@ def test_budgets_that_cannot_be_are_refused(name: str, budget: int) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
-def test_critical_takes_its_two_stages(alpha: float) -> None:
+def test_critical_takes_its_two_stages(alpha):
     states = states_of(batch=1)
     made = policy("critical", alpha=alpha)
     budget, sinks, window = 16, 2, 4
@@ -74,10 +84,10 @@ def test_critical_takes_its_two_stages(alpha: float) -> None:
     assert torch.equal(kept, by_score) == (alpha == 1)
 
 
-def naive_proxy_scores(states: Any, proxies: list[int]) -> np.ndarray:
+def naive_proxy_scores(states, proxies):
     attention = scorer_oracle.full_attention(states)[:, :, proxies].sum(axis=2)
     batch, heads, tokens = attention.shape
-    found: np.ndarray = attention.reshape(batch, 2, heads // 2, tokens).mean(axis=2)
+    found = attention.reshape(batch, 2, heads // 2, tokens).mean(axis=2)
     return found
 
 
@@ -85,9 +95,7 @@ def naive_proxy_scores(states: Any, proxies: list[int]) -> np.ndarray:
     ("named", "proxies"),
     [({}, [36, 37, 38, 39]), ({"proxy_start": 20, "proxy_stop": 25}, list(range(20, 25)))],
 )
-def test_nacl_without_chance_keeps_proxies_and_their_best(
-    named: dict[str, int], proxies: list[int]
-) -> None:
+def test_nacl_without_chance_keeps_proxies_and_their_best(named, proxies):
     states = states_of()
     made = policy("nacl", random_share=0.0, **named)
     kept = made.keep(states, torch.full((2, 2), 17), sinks=2, window=1)
@@ -99,13 +107,13 @@ def test_nacl_without_chance_keeps_proxies_and_their_best(
         assert set(kept[place].nonzero()[:, 0].tolist()) == expected
 
 
-def test_nacl_draws_by_seed_layer_and_head() -> None:
+def test_nacl_draws_by_seed_layer_and_head():
     # All scores are equal, so only chance can tell heads, layers and seeds apart.
     states = states_of(batch=1)
     states = replace(states, keys=torch.zeros_like(states.keys))
     budgets = torch.full((1, 2), 20)
 
-    def drawn(seed: int, layer: int) -> torch.Tensor:
+    def drawn(seed, layer):
         made = policy("nacl", seed=seed, random_share=1.0)
         return made.keep(replace(states, layer=layer), budgets, **LIMITS)
 
@@ -127,7 +135,7 @@ def test_nacl_draws_by_seed_layer_and_head() -> None:
     assert torch.equal(second[0, 0], first[0, 1])
 
 
-def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
+def test_nacl_draws_from_the_softmax_of_its_scores():
     # One entry is drawn of two; its frequency over many seeds is its share of the softmax.
     states = states_of(batch=1, n_kv_heads=1, group=1, n_tokens=4)
     scores = scorer_oracle.full_attention(states)[0, 0, -1]
@@ -142,7 +150,7 @@ def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
     assert abs(counts[1] / n_seeds - expected) < 5 * np.sqrt(0.25 / n_seeds)
 
 
-def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
+def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones():
     kept = policy("nacl", proxy_share=0.5).keep(states_of(), torch.full((2, 2), 10), **LIMITS)
     assert kept[1, 1].nonzero()[:, 0].tolist() == [0, 1, *range(32, 40)]
 
@@ -167,12 +175,12 @@ def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
         ("attention_matching", {"following": 1.5}, "policy attention_matching: following is 1.5"),
     ],
 )
-def test_parameters_out_of_range(name: str, parameters: dict[str, Any], said: str) -> None:
+def test_parameters_out_of_range(name, parameters, said):
     with pytest.raises(InputError, match=said):
         policy(name, **parameters)
 
 
-def test_nacl_proxies_beyond_the_prompt_are_refused() -> None:
+def test_nacl_proxies_beyond_the_prompt_are_refused():
     made = policy("nacl", proxy_start=2, proxy_stop=50)
     with pytest.raises(InputError, match="proxy_stop is 50"):
         made.keep(states_of(), torch.full((2, 2), 20), **LIMITS)
@@ -184,7 +192,7 @@ CONTEXT = 120
 
 
 @pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
-def test_chunks_keep_the_same_entries(model: Any, name: str) -> None:
+def test_chunks_keep_the_same_entries(model, name):
     """As long as nothing has to go before the last chunk."""
     ids = tiny.prompt(CONTEXT, 2)
     for budget, sizes in ((60, [20, 3, 37, CONTEXT - 60]), (CONTEXT - 6, [50, 3, CONTEXT - 60, 7])):
@@ -219,9 +227,7 @@ SPECIAL = {
         ("gemma2", AT_ONCE),  # the other rotates its queries otherwise
     ],
 )
-def test_soft_caps_and_sink_logits_are_carried(
-    monkeypatch: Any, family: str, options: dict[str, Any], level: str
-) -> None:
+def test_soft_caps_and_sink_logits_are_carried(monkeypatch, family, options, level):
     """Entries are ranked and attended to with the logits that these models have."""
     prefix, more = SPECIAL[family]
     classes = (f"{prefix}Config", f"{prefix}ForCausalLM")
@@ -242,7 +248,7 @@ def test_soft_caps_and_sink_logits_are_carried(
             shadow.follow(cache, combined=options is AT_ONCE)
 
 
-def test_parameters_build_the_policy_again() -> None:
+def test_parameters_build_the_policy_again():
     own = {"attention_matching": {"rows": 5, "following": 0, "biases": False}}
     for name in policy_names():
         made = policy(name, **own.get(name, {}))
@@ -259,8 +265,233 @@ def test_parameters_build_the_policy_again() -> None:
         ("snapkv:window=60", "they must agree"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_with_the_choices(
-    model: Any, name: str, said: str
-) -> None:
+def test_a_policy_that_cannot_be_is_refused_with_the_choices(model, name, said):
     with pytest.raises(InputError, match=said):
         make_cache(model, tiny.make_profile(model, CONTEXT, 0.3), policy=name)
+
+
+# Merging: entry by entry in loops, and as a full cache with hidden entries; rows and biases
+
+
+MERGED_CONTEXT = 120
+Loops = tuple[np.ndarray, np.ndarray]
+
+
+def merged_in_loops(keys, values, kept, protected, *, threshold=None, weights="exponential"):
+    """One head, (n_tokens, head_dim): each evicted entry into its nearest kept one."""
+    keys, values = keys.astype(np.float64), values.astype(np.float64)
+    targets = [t for t in kept if t not in protected]
+    sources = [t for t in range(len(keys)) if t not in set(kept)]
+    units = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    nearest = {}
+    for i in sources if targets else []:
+        cosines = [float(units[i] @ units[j]) for j in targets]
+        nearest[i] = (targets[int(np.argmax(cosines))], max(cosines))
+    if threshold is None:
+        threshold = float(np.mean([u for _, u in nearest.values()])) if nearest else 0.0
+    pairs = {i: pair for i, pair in nearest.items() if pair[1] >= threshold - 1e-9}
+    distances = [np.linalg.norm(keys[i] - keys[j]) for i, (j, _) in pairs.items()]
+    spread = float(np.mean(distances)) if distances else 1.0
+    new_keys, new_values = keys.copy(), values.copy()
+    for target in targets:
+        shares = {target: math.e if weights == "exponential" else 1.0}
+        for i, (j, cosine) in pairs.items():
+            if j == target:
+                gap = float(np.linalg.norm(keys[i] - keys[j]))
+                gauss = math.exp(-(gap**2) / (2 * spread**2))
+                shares[i] = math.exp(cosine) if weights == "exponential" else gauss
+        total = sum(shares.values())
+        new_keys[target] = sum(share / total * keys[i] for i, share in shares.items())
+        new_values[target] = sum(share / total * values[i] for i, share in shares.items())
+    return new_keys, new_values
+
+
+@pytest.mark.parametrize("block", [3, 1024])
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"threshold": 0.75}, {"threshold": 0.0, "weights": "gaussian"}],
+)
+def test_agrees_with_loops(monkeypatch, parameters, block):
+    monkeypatch.setattr(merge_file, "_BLOCK_ENTRIES", block)
+    states = make_states(batch=2)
+    made = policy("merge", **parameters)
+    budgets = torch.tensor([[20, 13], [40, 6]])
+    kept = made.keep(states, budgets, sinks=2, window=4)
+    combined = made.combine(states, kept, budgets, sinks=2, window=4)
+    protected = {0, 1, 36, 37, 38, 39}
+    changed = 0
+    for at in np.ndindex(2, 2):
+        mine, still = kept[at].nonzero()[:, 0].tolist(), sorted(protected)
+        stored = states.keys[at].numpy(), states.values[at].numpy()
+        keys, values = merged_in_loops(*stored, mine, protected, **parameters)
+        np.testing.assert_allclose(combined.keys[at][mine], keys[mine], atol=1e-5)
+        np.testing.assert_allclose(combined.values[at][mine], values[mine], atol=1e-5)
+        changed += int((combined.keys[at] != states.keys[at]).any())
+        assert torch.equal(combined.keys[at][still], states.keys[at][still])
+    # two heads have both something to lose and a place for it
+    assert changed == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.usefixtures("unrounded")
+def test_the_cache_answers_as_over_the_combined_entries(family):
+    model = tiny.tiny_model(family)
+    profile = tiny.make_profile(model, MERGED_CONTEXT, 0.3)
+    cache = make_cache(model, profile, policy="merge")
+    ids = tiny.prompt(MERGED_CONTEXT, 2)
+    sinks, window = profile.policy.sinks, profile.policy.window
+    protected = {*range(sinks), *range(MERGED_CONTEXT - window, MERGED_CONTEXT)}
+    run(model, ids, cache)
+    with torch.no_grad():
+        kept = tiny.kept_of(cache)
+        oracle = tiny.Oracle(model, ids, kept)
+        for layer, positions in kept.items():
+            stored = oracle.cache.layers[layer]
+            for row, head in np.ndindex(*positions.shape[:2]):
+                keys, values = stored.keys[row, head], stored.values[row, head]
+                mine = positions[row, head].tolist()
+                new = merged_in_loops(keys.numpy(), values.numpy(), mine, protected)
+                for tensor, change in zip((keys, values), new, strict=True):
+                    tensor.copy_(torch.from_numpy(change))
+        for tokens in (1, 5, 1):
+            question = tiny.prompt(tokens, 2, seed=tokens)
+            logits = model(question, past_key_values=cache).logits
+            assert (logits - oracle.logits(question)).abs().max() < 1e-4
+    full = list(profile.shape.full_layers)
+    assert (cache.kept_tokens[full] == profile.budgets[full] + 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_combined_in_float32(dtype):
+    states = make_states(batch=2, dtype=dtype)
+    made = policy("merge")
+    budgets = torch.full((2, 2), 15)
+    kept = made.keep(states, budgets, sinks=2, window=4)
+    found = made.combine(states, kept, budgets, sinks=2, window=4)
+    whole = replace(states, keys=states.keys.float(), values=states.values.float())
+    expected = made.combine(whole, kept, budgets, sinks=2, window=4)
+    # rounded once, at the end
+    assert torch.equal(found.keys[kept], expected.keys[kept].to(dtype))
+    assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
+
+
+def test_a_row_that_keeps_everything_leaves_the_others_their_biases():
+    """Its own entries have none; each row is as it would be alone."""
+    model, ids = tiny.tiny_model(), tiny.prompt(MERGED_CONTEXT, 2)
+    profile = tiny.by_head(tiny.make_profile(model, MERGED_CONTEXT, 0.4))
+    mask = torch.ones_like(ids)
+    mask[0, :-5] = 0
+    together, alone = (make_cache(model, profile, **AT_ONCE) for _ in range(2))
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=together)
+        model(ids[1:], past_key_values=alone)
+    for layer, own in zip(together.layers, alone.layers, strict=True):
+        assert layer.entries.lengths[0].tolist() == [5, 5]
+        for head in range(tiny.N_KV_HEADS):
+            bias, expected = layer.entries.piece(1, head).bias, own.entries.piece(0, head).bias
+            assert (expected != 0).any()
+            torch.testing.assert_close(bias, expected, atol=1e-5, rtol=1e-5)
+            assert not layer.entries.piece(0, head).bias.any()
+
+
+# Caches whose KV heads have policies of their own, however the tokens arrive
+
+
+LONG = 150
+NAMES = ("tova", "critical", "keydiff", "nacl")
+
+
+def mixed(model, level, names=NAMES):
+    """Every head another policy: 0, 1, 2, ... and over again."""
+    profile = tiny.make_profile(model, LONG, 0.5)
+    if level == "head":
+        profile = tiny.by_head(profile, spread=40)
+    others = tuple(changed_policy(profile.policy, name).replace(label=name) for name in names)
+    shape = profile.shape
+    table = np.zeros_like(profile.budgets)
+    for place, layer in enumerate(shape.full_layers):
+        heads = 2 * place + np.arange(shape.n_kv_heads)
+        table[layer] = (heads if level == "head" else heads[:1]) % (1 + len(names))
+    return profile.replace(other_policies=others, unit_policies=table)
+
+
+@pytest.mark.parametrize("chunk", [LONG, 50])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_each_head_keeps_what_its_policy_alone_would(model, level, chunk):
+    """In chunks in the first layer, which sees the same whatever was evicted before."""
+    profile = mixed(model, level)
+    alone = [profile.with_policy(policy) for policy in profile.policies]
+    cache, *caches = (make_cache(model, each, prompt_tokens=LONG) for each in (profile, *alone))
+    for each in (cache, *caches):
+        for part in tiny.prompt(LONG).split(chunk, dim=1):
+            run(model, part, each)
+    differ, budgets = 0, profile.budgets if chunk == LONG else profile.budgets[:1]
+    for layer, head in np.ndindex(budgets.shape):
+        place = int(profile.unit_policies[layer, head])
+        kept = head_entries(cache, layer, head)
+        assert kept == head_entries(caches[place], layer, head)
+        differ += kept != head_entries(caches[(place + 1) % len(caches)], layer, head)
+    assert differ >= budgets.size // 2
+
+
+def test_a_policy_that_is_named_counts_for_all_heads(model):
+    profile = mixed(model, "head")
+    cache = make_cache(model, profile, policy="streaming")
+    assert cache.profile.unit_policies is None
+    run(model, tiny.prompt(LONG), cache)
+    budget = int(profile.budgets[0, 0])
+    kept = head_entries(cache, 0, 0)
+    assert kept == [0, 1, *range(LONG - budget + 2, LONG)]
+
+
+def test_layers_with_one_policy_ask_only_that_one(monkeypatch):
+    model, looked = tiny.tiny_model(), list[tuple[str, int]]()
+    profile, scores = mixed(model, "layer", ("tova", "keydiff")), Score.scores
+
+    def watched(self, states, *, sinks):
+        looked.append((self.scorer.name, states.layer))
+        return scores(self, states, sinks=sinks)
+
+    monkeypatch.setattr(Score, "scores", watched)
+    run(model, tiny.prompt(LONG), make_cache(model, profile))
+    places = profile.unit_policies[:, 0]
+    wanted = [(profile.policies[place].scorer, layer) for layer, place in enumerate(places)]
+    assert looked == wanted
+
+
+# docs/policies.md says what is there
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "policies.md"
+
+
+def rows():
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "| `" in line]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {row[0].strip("| `"): row[1:] for row in cells}
+
+
+def test_every_policy_and_scorer_has_a_row():
+    kinds = {name: row[0] for name, row in rows().items()}
+    expected = {
+        **dict.fromkeys(scorer_names(), "scorer"),
+        **dict.fromkeys(policy_names(), "policy"),
+    }
+    assert kinds == expected
+
+
+def test_parameters_and_defaults_are_those_of_the_code():
+    for name, row in rows().items():
+        cls = policy_class(name) if row[0] == "policy" else scorer_class(name)
+        options = {key: option for key, option in plugin_options(cls).items() if key != "scorer"}
+        stated = dict(
+            re.match(r"(\w+)(?:=(\S+))?$", text).groups()
+            for text in re.findall(r"`([a-z_]+(?:=[^`]*)?)`", row[3])
+            if text.partition("=")[0] in options
+        )
+        assert stated.keys() == options.keys(), name
+        for key, option in options.items():
+            assert option.default is not inspect.Parameter.empty
+            wanted = None if option.default is None else str(option.default)
+            found = stated[key]
+            assert (found or "none").lower() == (wanted or "none").lower(), (name, key)

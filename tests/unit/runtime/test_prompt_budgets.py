@@ -1,10 +1,5 @@
 """Budgets decided from the prompt itself."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import runtime_oracle as tiny
@@ -22,7 +17,7 @@ from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 
 
-def scores_of(model: Any, ids: torch.Tensor) -> Any:
+def scores_of(model, ids):
     """What the mini-prefill is to measure, by the parts it is made of."""
     return prompt_scores(
         model,
@@ -33,14 +28,14 @@ def scores_of(model: Any, ids: torch.Tensor) -> Any:
     )
 
 
-def decided(model: Any, **options: Any) -> Any:
+def decided(model, **options):
     """A cache that keeps 0.7 of each prompt's retention."""
     return PromptTarget.parse(target_retention=0.7, **TARGET, **options).cache(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_target_is_what_profile_and_solve_give_the_prompt(family: str, level: Any) -> None:
+def test_a_target_is_what_profile_and_solve_give_the_prompt(family, level):
     model = tiny.tiny_model(family)
     ids = tiny.prompt(CONTEXT)
     expected = kvalloc.solve(scores_of(model, ids[0]), target_retention=0.7, level=level)
@@ -66,13 +61,13 @@ PEAK = 4 * 2 * 20 * (64 + 4) + 2 * CONTEXT * 128
     "target",
     [{"budget": "30%"}, {"budget": 0.3}, {"budget_tokens": 20}, {"memory": PEAK}],
 )
-def test_every_target_of_a_size_is_met(model: Any, target: dict[str, Any]) -> None:
+def test_every_target_of_a_size_is_met(model, target):
     cache = applied(model, tiny.prompt(CONTEXT), **target, **TARGET)
     most = 0.3 * cache.full_bytes if "budget" in target else 4 * 2 * 20 * (64 + 4)
     assert most - 4 * 2 * (64 + 4) < cache.retained_bytes <= most
 
 
-def test_a_share_holds_the_biases_of_the_policy_that_is_applied(model: Any) -> None:
+def test_a_share_holds_the_biases_of_the_policy_that_is_applied(model):
     """Budgets are decided from the prompt for that policy: a bias takes 4 bytes an entry."""
     how = {"policy": "attention_matching:rows=16"}
     cache = applied(model, tiny.prompt(CONTEXT), budget="30%", **TARGET, **how)
@@ -82,11 +77,11 @@ def test_a_share_holds_the_biases_of_the_policy_that_is_applied(model: Any) -> N
     assert decided.retained_bytes <= decided.requested["bytes"]
 
 
-def test_chunks_beams_and_several_answers(model: Any) -> None:
+def test_chunks_beams_and_several_answers(model):
     ids = tiny.prompt(CONTEXT, 2)
     with kvalloc.apply(model, target_retention=0.7, **TARGET) as applying:
 
-        def kept(**options: Any) -> Any:
+        def kept(**options):
             generate(model, ids, **options)
             return applying.last_cache.kept_tokens_by_row
 
@@ -99,7 +94,7 @@ def test_chunks_beams_and_several_answers(model: Any) -> None:
         assert longer.min() >= expected.min()
 
 
-def test_a_cache_decides_anew_after_reset_and_after_a_failure(model: Any) -> None:
+def test_a_cache_decides_anew_after_reset_and_after_a_failure(model):
     cache, other = decided(model), decided(model)
     first, second = tiny.prompt(CONTEXT, seed=1), tiny.prompt(50, seed=2)
     run(model, first, cache)
@@ -115,7 +110,7 @@ def test_a_cache_decides_anew_after_reset_and_after_a_failure(model: Any) -> Non
     assert (other.kept_tokens == expected.budgets).all()
 
 
-def test_rows_of_a_file_have_the_budgets_of_their_own_prompts(model: Any, tmp_path: Path) -> None:
+def test_rows_of_a_file_have_the_budgets_of_their_own_prompts(model, tmp_path):
     rows = decided(model)
     run(model, tiny.prompt(CONTEXT, 2), rows)
     rows.save(tmp_path / "rows")
@@ -131,7 +126,7 @@ def test_rows_of_a_file_have_the_budgets_of_their_own_prompts(model: Any, tmp_pa
         run(model, tiny.prompt(CONTEXT, seed=1), again)
 
 
-def test_prompts_that_cannot_be_decided_are_refused_before_they_run(model: Any) -> None:
+def test_prompts_that_cannot_be_decided_are_refused_before_they_run(model):
     ids, cache = tiny.prompt(CONTEXT), decided(model)
     embeds = model.model.embed_tokens(ids)
     with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
@@ -146,7 +141,7 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(model: Any) 
     assert announced.decision_seconds is None
 
 
-def test_memory_is_for_all_rows_also_where_they_are_equal(model: Any) -> None:
+def test_memory_is_for_all_rows_also_where_they_are_equal(model):
     target = PromptTarget.parse(memory="90KiB", **TARGET)
     for rows in (2, 3):
         cache = target.cache(model)
@@ -159,9 +154,7 @@ def test_memory_is_for_all_rows_also_where_they_are_equal(model: Any) -> None:
 
 
 @pytest.mark.parametrize("padding", [(30, 0), (30, 10)])
-def test_of_rows_of_different_length_all_columns_are_in_memory_while_they_are_read(
-    model: Any, padding: tuple[int, int]
-) -> None:
+def test_of_rows_of_different_length_all_columns_are_in_memory_while_they_are_read(model, padding):
     cache = PromptTarget.parse(memory="70KiB", **TARGET).cache(model, PromptSize(tokens=CONTEXT))
     mask = torch.ones(2, CONTEXT, dtype=torch.long)
     for row, hidden in enumerate(padding):

@@ -1,10 +1,5 @@
 """A cache in a file: the same answers later, and no answers from what cannot be trusted."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -16,7 +11,7 @@ from kvalloc.errors import ModelMismatchError
 CONTEXT = 150
 
 
-def saved(model: Any, path: Path, level: str = "head") -> Any:
+def saved(model, path, level="head"):
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = kvalloc.make_cache(model, tiny.by_head(profile, 40) if level == "head" else profile)
     run(model, tiny.prompt(CONTEXT), cache)
@@ -26,9 +21,7 @@ def saved(model: Any, path: Path, level: str = "head") -> Any:
 
 @pytest.mark.parametrize("every", [None, 20])
 @pytest.mark.parametrize("scorer", ["xkv", "lookahead"])
-def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(
-    tmp_path: Path, scorer: str, every: int | None
-) -> None:
+def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(tmp_path, scorer, every):
     """Saved between two turns of which the later ones let all that is kept compete again."""
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5, scorer=scorer)
@@ -45,7 +38,7 @@ def test_a_loaded_conversation_keeps_what_the_saved_one_keeps(
         assert (loaded.kept_tokens == cache.kept_tokens).all()
 
 
-def test_other_weights_may_be_allowed_but_not_other_sizes(tmp_path: Path) -> None:
+def test_other_weights_may_be_allowed_but_not_other_sizes(tmp_path):
     model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
     saved(model, path)
     tuned = tiny.copy.deepcopy(model)

@@ -4,11 +4,6 @@ Two devices need GPUs, see gpu/test_gpu_several.py. What can be seen here is tha
 layer's own weights where they are, and that what is made for a layer is made where it computes.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -21,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 CONTEXT = 90
 
 
-def dispatched(model: Any, devices: list[str], **options: Any) -> Any:
+def dispatched(model, devices, **options):
     """The model with its layers on each device in turn, everything else on the first."""
     inner = model.get_decoder()
     places = {name: devices[0] for name, _ in model.named_children()}
@@ -32,7 +27,7 @@ def dispatched(model: Any, devices: list[str], **options: Any) -> Any:
     return accelerate.dispatch_model(model, places, force_hooks=True, **options)
 
 
-def answers_alike(spread: Any, plain: Any, level: str, tolerance: float = 0.0) -> Any:
+def answers_alike(spread, plain, level, tolerance=0.0):
     """The same logits, bytes and entries as where everything is in one place; the cache."""
     profile = tiny.make_profile(plain, CONTEXT, 0.4)
     profile = tiny.by_head(profile, spread=9) if level == "head" else profile
@@ -55,21 +50,21 @@ def answers_alike(spread: Any, plain: Any, level: str, tolerance: float = 0.0) -
 
 
 @pytest.fixture
-def offloaded(tmp_path: Path) -> Any:
+def offloaded(tmp_path):
     """Every other layer's weights on the disk; between their turns they are on no device."""
     model = tiny.tiny_model("gemma3")
     return dispatched(model, ["cpu", "disk"], main_device="cpu", offload_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_weights_on_the_disk(offloaded: Any, level: str) -> None:
+def test_weights_on_the_disk(offloaded, level):
     """The same logits, to the bit, and the same entries as with all weights in memory."""
     assert offloaded.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
     found = answers_alike(offloaded, tiny.tiny_model("gemma3"), level)
     assert {tensor.device.type for layer in found.layers for tensor in (layer.keys,)} == {"cpu"}
 
 
-def test_a_scorer_of_weights_that_are_not_there_says_so(offloaded: Any) -> None:
+def test_a_scorer_of_weights_that_are_not_there_says_so(offloaded):
     profile = tiny.make_profile(tiny.tiny_model("gemma3"), CONTEXT, 0.4)
     cache = make_cache(offloaded, profile, policy="criticalkv")
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match="layer 1, whose weights are"):

@@ -1,9 +1,6 @@
 """Many calls over one model, the short form of `make soak`; see `soak_runs`."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 from soak_runs import SHAPES, Memory, Soak, wrong_answers
@@ -12,12 +9,10 @@ pytestmark = pytest.mark.soak
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_many_calls_leave_nothing_and_answer_as_the_first(
-    tmp_path: Path, request: pytest.FixtureRequest, threads: int
-) -> None:
+def test_many_calls_leave_nothing_and_answer_as_the_first(tmp_path, request, threads):
     """Ways and shapes at random, each first once alone: what comes before it changes no bit."""
     soak, draw = Soak.of("tiny", tmp_path), random.Random(threads)
-    count: int = request.config.getoption("--soak-calls")
+    count = request.config.getoption("--soak-calls")
     known = [(draw.choice(list(soak.ways)), draw.choice(list(SHAPES))) for _ in range(count // 2)]
     expected = {call: soak.answer(*call) for call in known}
     before, held = soak.left_behind(), Memory()
@@ -26,7 +21,7 @@ def test_many_calls_leave_nothing_and_answer_as_the_first(
     assert Memory().tensors == held.tensors
 
 
-def test_a_history_that_matters_is_noticed(tmp_path: Path) -> None:
+def test_a_history_that_matters_is_noticed(tmp_path):
     """An answer that another call changed, and a hook and a tensor that stay."""
     soak = Soak.of("tiny", tmp_path)
     call = ("layer", "one row")

@@ -1,10 +1,6 @@
 """The scorer `surrogate` in a cache: an entry scores the same however and whenever it is seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import runtime_oracle as tiny
@@ -13,7 +9,6 @@ from prompt_runs import run, states_seen
 from surrogates import fit_surrogate
 
 from kvalloc.formats.surrogate import FittedSurrogate
-from kvalloc.models.attention import AttentionStates
 from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
@@ -24,7 +19,7 @@ OWN_SCORE = Surrogate.score
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+def file(tmp_path_factory):
     """A surrogate of the tiny model, without votes."""
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
     ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
@@ -37,14 +32,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("padding", [0, PADDING])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("every", [None, 1, 4])
-def test_an_entry_scores_the_same_at_any_time(
-    model: Any,
-    file: str,
-    monkeypatch: pytest.MonkeyPatch,
-    level: str,
-    padding: int,
-    every: int | None,
-) -> None:
+def test_an_entry_scores_the_same_at_any_time(model, file, monkeypatch, level, padding, every):
     """In chunks, behind padding, head by head, and while decoding: in layer 0 as in one read.
 
     The keys and values of that layer are the same whatever was evicted.
@@ -54,9 +42,9 @@ def test_an_entry_scores_the_same_at_any_time(
     ids, mask = tiny.prompt(CONTEXT + 12), torch.ones(1, CONTEXT + 12, dtype=torch.long)
     mask[:, :padding] = 0
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    looks: list[tuple[AttentionStates, torch.Tensor]] = []
+    looks = []
 
-    def score(self: Surrogate, states: AttentionStates, *, sinks: int) -> torch.Tensor:
+    def score(self, states, *, sinks):
         if states.layer == 0:  # what is predicted, without votes
             looks.append((states, OWN_SCORE(replace(self, votes=0), states, sinks=sinks)))
         return OWN_SCORE(self, states, sinks=sinks)
@@ -66,7 +54,7 @@ def test_an_entry_scores_the_same_at_any_time(
     scorer = get_scorer("surrogate", file=file, window=1)
     truth = OWN_SCORE(scorer, replace(states, **shown, mask=None), sinks=0)[0]
     monkeypatch.setattr(Surrogate, "score", score)
-    options: dict[str, Any] = {"prompt_tokens": CONTEXT, "decode_every": every}
+    options = {"prompt_tokens": CONTEXT, "decode_every": every}
     cache = make_cache(model, profile, policy=f"surrogate:file={file}", **options)
     begin = 0
     for size in [30, 7, CONTEXT - 37, *[1] * (0 if every is None else 12)]:
@@ -94,7 +82,7 @@ def test_an_entry_scores_the_same_at_any_time(
     assert compared > 20  # entries that stand elsewhere than they came
 
 
-def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(file: str) -> None:
+def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(file):
     """Early, as the largest scores say; with values fitted late, the same entries."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.4)
@@ -121,7 +109,7 @@ def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(file: str) -> None:
             assert {*late.kept_indices(layer)[0, head].tolist()} == protected | {*best}
 
 
-def test_votes_count_where_they_are_larger_than_the_prediction(model: Any, file: str) -> None:
+def test_votes_count_where_they_are_larger_than_the_prediction(model, file):
     reductions = {"pool": 1, "row_reduce": "max", "group_reduce": "max"}
     lookahead = get_scorer("lookahead", tokens=0, window=3, votes=7, ahead=8, **reductions)
     for states in states_seen(model, tiny.prompt(CONTEXT)).values():
@@ -135,7 +123,7 @@ def test_votes_count_where_they_are_larger_than_the_prediction(model: Any, file:
         assert (found > votes).any()
 
 
-def test_the_fit_decides_whether_queries_vote(file: str, tmp_path: Path) -> None:
+def test_the_fit_decides_whether_queries_vote(file, tmp_path):
     """And what is kept of a prompt competes with what followed it at a weight of its own."""
     voting = tmp_path / "voting"
     FittedSurrogate.load(file).replace(votes_weight=5.0, votes_ratio=0.5).save(voting)
