@@ -92,7 +92,6 @@ LIMITED_CASES = (
     ),
     *("max_min worst", "ilp worst crossing", "ilp crossing", "ilp few", "lagrangian crossing"),
     *("hull dents", "lagrangian dents", "ilp dents", "lagrangian crossing dents"),
-    "cvar workloads",
 )
 MEMORY_CASES = {
     "every rank, budget": "every rank in the score profile, solve --budget",
@@ -187,22 +186,13 @@ def code_lines(path: Path) -> int:
 
 
 def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
-    """Time and peak of solving, checking and pricing on a problem of 126 x 8 x 131,072.
-
-    With four workloads it is one of 80 x 8 x 32,768.
-    """
+    """Time and peak of solving, checking and pricing on a problem of 126 x 8 x 131,072."""
     name, *what = case.split(" ")
     layers, heads, ranks = size
-    if "workloads" in what:
-        layers, ranks = min(layers, 80), min(ranks, 32_768)
     values = curves(layers * heads, np.arange(ranks))
     if "dents" in what:
         values[:, 1::2] -= 1e-9
     problem = problem_of(values, layers, heads, Sense.MAX_VALUE)
-    if "workloads" in what:
-        each = np.stack([curves(layers * heads, np.arange(ranks), seed=n) for n in range(4)])
-        tail = {"aggregate": Aggregate.TAIL, "scenarios": each, "tail_share": 0.5}
-        problem = problem.replace(values=each.mean(axis=0), **tail)
     if "worst" in what:
         problem = problem.replace(aggregate=Aggregate.WORST)
     if "crossing" in what:

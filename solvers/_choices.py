@@ -132,20 +132,6 @@ class Choices:
         return exists
 
     @cached_property
-    def scenario_worth(self) -> FloatArray:
-        """Worth in each scenario, ``(n_scenarios, n_rows, n_columns)``, or in the one there is."""
-        problem = self.problem
-        if problem.scenarios is None:
-            return self.worth[None]
-        worth = problem.scenarios[:, problem.units[:, None], self.option_of]
-        order = np.argsort(self.row_of, kind="stable")
-        starts = np.searchsorted(self.row_of[order], self.index)
-        by_row: FloatArray = np.add.reduceat(
-            (problem.weights[:, None] * worth)[:, order], starts, axis=1
-        )
-        return by_row
-
-    @cached_property
     def floors(self) -> IntArray:
         """Column of each row's cheapest option, ``(n_rows,)``."""
         floors: IntArray = np.argmax(self.exists, axis=1).astype(np.int64)
@@ -177,9 +163,7 @@ class Choices:
         return int(self.costs[self.index, picked].sum())
 
     def value(self, picked: IntArray) -> float:
-        """Worth of a pick, summed without loss; of several workloads, that of the worst share."""
-        if self.problem.aggregate is Aggregate.TAIL:
-            return self.problem.objective_value(self.expand(picked))
+        """Worth of a pick, summed without loss."""
         return math.fsum(self.worth[self.index, picked])
 
     def objective(self, picked: IntArray) -> float:

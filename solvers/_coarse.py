@@ -173,6 +173,4 @@ def _part(problem: AllocationProblem, columns: IntArray, counts: IntArray) -> Al
     arrays = {name: getattr(problem, name) for name in names}
     at = (problem.units[:, None], columns)
     some = {name: array[at] for name, array in arrays.items() if array is not None}
-    if problem.scenarios is not None:
-        some["scenarios"] = problem.scenarios[:, *at]
     return problem.replace(**some, option_counts=counts)

@@ -57,7 +57,7 @@ def hull_greedy(choices: Choices) -> IntArray:
     Returns
     -------
     ndarray of int64, (n_rows,)
-        Within capacity and caps; it may miss a target under caps, or of several workloads.
+        Within capacity and caps; it may miss a target under caps.
     """
     segments = Segments.of(choices)
     segments = segments.part(_fitting(choices, segments))

@@ -1,10 +1,6 @@
 """The integer program of a problem in whole numbers, and the back ends that solve it.
 
-Units are picked by 0/1 variables, one for each option of each row. Several workloads of which the
-worst share counts: with the whole-number worths F_s of a pick in each scenario and a tail of
-``a S = n / d`` of them, ``n * tail = max_t  n t - d sum_s max(0, t - F_s)`` (Rockafellar and
-Uryasev, 2000): one variable for t and one for what each scenario falls short of it, all whole where
-the F_s are.
+Units are picked by 0/1 variables, one for each option of each row.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -30,15 +25,9 @@ from kvalloc.solvers._choices import Choices
 VALUE_RANGE = 2**50
 """The spread of all values is mapped to so many whole steps; sums stay far within int64."""
 
-TAIL_RANGE = 2**55
-"""What the largest sums of the tail's row are mapped to."""
-
-MOST_PARTS = 10_000
-"""The tail share is read as a fraction of at most so many parts."""
-
 FLOAT_RANGE = 1e5
 """Rows and objectives in floating point are scaled to this size, so that HiGHS' absolute tolerances
-of 1e-6 are 1e-11 of what they apply to; at ten times that it fails on some tails of workloads."""
+of 1e-6 are 1e-11 of what they apply to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +159,7 @@ def encode(
     hint : ndarray of int64, (n_rows,), or None
         A pick to start from.
     aggregate : Aggregate
-        What is worth: the sum; the tail of the problem's scenarios; or the worst row, worths being
-        whole numbers from 0 up.
+        What is worth: the sum; or the worst row, worths being whole numbers from 0 up.
     tight_target : bool
         Ask for the target plus rounding, so that every answer meets it; else less rounding, so
         that nothing feasible is lost.
@@ -194,8 +182,8 @@ def encode(
         program.add(where, costs, upper=cap.capacity_bytes)
     if limit is not None:
         _add_levels(program, choices.tokens[rows, columns], limit)
-    goals = {Aggregate.TAIL: _tail_goal, Aggregate.WORST: _worst_goal, Aggregate.SUM: _sum_goal}
-    goal, base, step, rounded = goals[aggregate](program, choices, rows, columns)
+    goal_of = _worst_goal if aggregate is Aggregate.WORST else _sum_goal
+    goal, base, step, rounded = goal_of(program, choices, rows, columns)
     if choices.target is not None:
         wanted = (choices.target - base) / step
         lower = math.ceil(wanted) if tight_target else math.floor(wanted) - rounded
@@ -214,52 +202,21 @@ def encode(
     )
 
 
-def _in_steps(worth: FloatArray, rows: IntArray, largest: float) -> tuple[IntArray, float, float]:
-    """Return worths in whole steps above their row's smallest, the sum of those, and one step.
-
-    ``worth`` is ``(n_picks,)`` or ``(n_scenarios, n_picks)``; ``largest`` steps are the range of
-    all rows together.
-    """
-    starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    least = np.minimum.reduceat(np.atleast_2d(worth).min(axis=0), starts)
-    highest = np.maximum.reduceat(np.atleast_2d(worth).max(axis=0), starts)
-    spread = math.fsum(highest - least)
-    scale = largest / spread if spread > 0 else 1.0
-    whole = np.floor((worth - least[rows]) * scale).astype(np.int64)
-    return whole, math.fsum(least), 1.0 / scale
-
-
 def _sum_goal(
     program: Program, choices: Choices, rows: IntArray, columns: IntArray
 ) -> tuple[Row, float, float, int]:
-    """Return the goal's row, the worth of every pick, one step, and what rounding may lose."""
-    whole, base, step = _in_steps(choices.worth[rows, columns], rows, VALUE_RANGE)
-    goal = Row(variables=np.arange(rows.size), coefficients=whole)
-    return goal, base, step, choices.n_rows
+    """Return the goal's row, the worth of every pick, one step, and what rounding may lose.
 
-
-def _tail_goal(
-    program: Program, choices: Choices, rows: IntArray, columns: IntArray
-) -> tuple[Row, float, float, int]:
-    """Return the same for the tail of the scenarios; add its variables and rows."""
-    real = choices.scenario_worth[:, rows, columns]
-    count = real.shape[0]
-    share = Fraction(choices.problem.tail_share).limit_denominator(MOST_PARTS) * count
-    share = max(share, Fraction(1))
-    parts, of = share.numerator, share.denominator
-    whole, base, step = _in_steps(real, rows, TAIL_RANGE / (parts + of * count))
+    Worths are whole steps above their row's smallest.
+    """
+    worth = choices.worth[rows, columns]
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    highest = int(np.maximum.reduceat(whole.max(axis=0), starts).sum())
-    variables = program.new(count + 1, upper=highest)
-    picks = np.arange(rows.size)
-    for scenario in range(count):  # what it falls short: at least the level less its worth
-        program.add(
-            np.append(picks, variables[[1 + scenario, 0]]),
-            np.append(whole[scenario], [1, -1]),
-            lower=0,
-        )
-    goal = Row(variables=variables, coefficients=np.array([parts] + [-of] * count))
-    return goal, base, step / parts, choices.n_rows * parts
+    least = np.minimum.reduceat(worth, starts)
+    spread = math.fsum(np.maximum.reduceat(worth, starts) - least)
+    scale = VALUE_RANGE / spread if spread > 0 else 1.0
+    whole = np.floor((worth - least[rows]) * scale).astype(np.int64)
+    goal = Row(variables=np.arange(rows.size), coefficients=whole)
+    return goal, math.fsum(least), 1.0 / scale, choices.n_rows
 
 
 def _worst_goal(

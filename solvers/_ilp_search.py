@@ -1,4 +1,4 @@
-"""The search of the integer programming solver: cores, sets of budgets, workloads."""
+"""The search of the integer programming solver: cores and sets of budgets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BackEnd, encode
 from kvalloc.solvers._levels import LevelSets
-from kvalloc.solvers._prices import Prices, best_prices, tail_prices
+from kvalloc.solvers._prices import Prices, best_prices
 from kvalloc.solvers._repair import best_known, best_of, rule_picks
 
 SHORT_SECONDS = 0.5
@@ -114,8 +114,6 @@ class Search:
 
     def run(self) -> Outcome:
         """Solve for the problem's aggregate and sense."""
-        if self.problem.aggregate is Aggregate.TAIL:
-            return self._best_tail()
         if self.problem.aggregate is Aggregate.WORST:
             # Whether a level fits has no almost.
             self.gap = 0.0
@@ -362,15 +360,3 @@ class Search:
             n_options=encoding.rows.size,
             infeasible=answer.infeasible,
         )
-
-    # Several workloads: one program over what the best weights of the scenarios leave open.
-
-    def _best_tail(self) -> Outcome:
-        """Return the pick with the best worst share of the scenarios.
-
-        The dual's weights of the scenarios make a problem with one workload whose bound holds
-        here too; its losses say which options cannot be part of anything better than what is
-        known, and the program holds the others.
-        """
-        prices, _ = tail_prices(self.problem)
-        return self._core(self.choices, prices, self._start(self.choices, prices), self.limit)

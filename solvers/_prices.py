@@ -9,7 +9,6 @@ Only options on the upper hull of a row have a part in it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import AllocationProblem, TailBound, dual_bound
 from kvalloc.problem.bounds import NOISE, best_price
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import upper_hull
@@ -117,23 +115,6 @@ def best_prices(choices: Choices, deadline: float = math.inf) -> Prices:
         return _by_linear_program(choices, upper_hull(choices), deadline)
     price, under, over = _secant(choices)
     return prices_at(choices, price, np.zeros(0), over if choices.minimise else under)
-
-
-def tail_prices(problem: AllocationProblem) -> tuple[Prices, TailBound]:
-    """Return the prices of several workloads at the best weights of them, and their bound.
-
-    The weights make a problem of one workload, whose bound and losses hold for the worst share
-    too. The even weights give one more start.
-    """
-    bound = dual_bound(problem)
-    assert isinstance(bound, TailBound)  # of several workloads
-    even = np.full_like(bound.weights, 1.0 / bound.weights.size)
-    means = [Choices.of(problem.reweighted(weights)) for weights in (bound.weights, even)]
-    prices = [best_prices(mean) for mean in means]
-    starts = prices[0].starts + prices[1].starts
-    if means[0].n_rows == problem.n_units:
-        starts += (bound.choice,)
-    return dataclasses.replace(prices[0], starts=starts), bound
 
 
 def _prices_of_floors(choices: Choices) -> Prices:

@@ -1,7 +1,4 @@
-"""From a pick at some price to a good feasible one: reach the target, then move and exchange.
-
-Of several workloads each change is judged by what it does to the worst share itself.
-"""
+"""From a pick at some price to a good feasible one: reach the target, then move and exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import AllocationProblem, Solver, tail_places
+from kvalloc.problem import AllocationProblem, Solver
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import hull_greedy
 from kvalloc.solvers._prices import Prices
@@ -140,24 +137,16 @@ def _merit(choices: Choices, picked: IntArray) -> tuple[float, float]:
 def _differences(
     choices: Choices, picked: IntArray, rows: IntArray, columns: IntArray
 ) -> tuple[FloatArray, IntArray]:
-    """Return the worth in each scenario, ``(n, n_scenarios)``, and the bytes that options add."""
-    worth, now = choices.scenario_worth, picked[rows]
+    """Return the worth and the bytes that options add, ``(n,)`` each."""
+    worth, now = choices.worth, picked[rows]
     bytes_ = choices.costs[rows, columns] - choices.costs[rows, now]
-    return (worth[:, rows, columns] - worth[:, rows, now]).T, bytes_
-
-
-def _values(choices: Choices, picked: IntArray, gained: FloatArray) -> FloatArray:
-    """Return the value of a pick after each of some changes, ``(n_changes,)``."""
-    now = choices.scenario_worth[:, choices.index, picked].sum(axis=1)
-    values: FloatArray = np.sort(now + gained, axis=-1) @ tail_places(
-        now.size, choices.problem.tail_share
-    )
-    return values
+    return worth[rows, columns] - worth[rows, now], bytes_
 
 
 def _scores(choices: Choices, picked: IntArray, gained: FloatArray, bytes_: IntArray) -> FloatArray:
     """Return how good each of some changes is; -inf where it does not improve the pick."""
-    values, now = _values(choices, picked, gained), choices.value(picked)
+    values = choices.worth[choices.index, picked].sum() + gained
+    now = choices.value(picked)
     margin = MARGIN * max(1.0, abs(now))
     if not choices.minimise:
         able = (bytes_ <= choices.budget_bytes - choices.cost(picked)) & (values > now + margin)

@@ -13,9 +13,6 @@ from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstrai
 from kvalloc.problem.constraints import EVERY_KIND, SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 
-EXACT_TAIL_OPTIONS = 1500
-"""With more options than this, the exact optimum over several workloads takes too long."""
-
 
 class Candidate(NamedTuple):
     """A built-in solver, when it is worth asking, and why it is the one.
@@ -44,14 +41,8 @@ def _is_sum(problem: AllocationProblem, *sides: type[SideConstraint]) -> bool:
     return plain and all(isinstance(c, sides) for c in problem.constraints)
 
 
-def _is_large_tail(problem: AllocationProblem) -> bool:
-    tail = problem.aggregate is Aggregate.TAIL and not problem.constraints
-    return tail and int(problem.option_counts.sum()) > EXACT_TAIL_OPTIONS
-
-
 _GREEDY = "concave curves and one cost per entry: the largest gains first are the optimum"
 _LEVEL = "the worst unit counts: one level is the optimum"
-_TAIL = "the worst of several workloads, too many options to search: a bound and repair"
 _NESTED = "concave curves under nested caps: a minimum-cost flow is the optimum"
 _TABLE = "one capacity and few enough totals: a dynamic program over them is the optimum"
 _PROGRAM = "nothing cheaper is exact here: an integer program is"
@@ -59,7 +50,6 @@ _PROGRAM = "nothing cheaper is exact here: an integer program is"
 CANDIDATES = (
     Candidate("greedy", "Greedy", _is_sum, _GREEDY),
     Candidate("max_min", "MaxMin", lambda p: p.aggregate is Aggregate.WORST, _LEVEL),
-    Candidate("cvar", "CVaR", _is_large_tail, _TAIL),
     Candidate("flow", "Flow", lambda p: bool(p.constraints) and _is_sum(p, GroupCap), _NESTED),
     Candidate("dp", "DP", lambda p: _is_sum(p, SameBudget), _TABLE),
     Candidate("ilp", "ILP", lambda p: True, _PROGRAM),
@@ -70,10 +60,10 @@ CANDIDATES = (
 class Auto(Solver):
     """Reads the problem and takes the cheapest built-in solver that is exact for it.
 
-    Worst unit: `max_min`. Several workloads: `cvar`, or `ilp` where there are few options.
-    Concave, one cost step, no side constraint: `greedy`. Concave with nested caps: `flow`. One
-    capacity, also with shared budgets, and a table of its totals that fits in memory: `dp`.
-    Everything else: `ilp`, which starts from the Lagrangian dual. Each is asked whether it can;
+    Worst unit: `max_min`. Concave, one cost step, no side constraint: `greedy`. Concave with nested
+    caps: `flow`. One capacity, also with shared budgets, and a table of its totals that fits in
+    memory: `dp`. Everything else: `ilp`, which starts from the Lagrangian dual. Each is asked
+    whether it can;
     what it answers with, optimal or not, is passed on, with the name and the reason in front of
     its own line. Solvers of other packages are never taken by themselves.
 

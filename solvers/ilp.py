@@ -32,9 +32,6 @@ class ILP(ByParts):
     rounded down by at most one part in 2^50 of their range, and the rounding is added to the
     bound.
 
-    Several workloads, of which the worst share counts: one more row and variable for each of
-    them (Rockafellar and Uryasev, 2000), after the same reduction at the dual's weights.
-
     Parameters
     ----------
     gap : float
@@ -44,8 +41,7 @@ class ILP(ByParts):
     backend : {"auto", "cp_sat", "highs"}
         OR-Tools CP-SAT, or HiGHS through SciPy. CP-SAT counts in whole numbers; HiGHS in floating
         point, to about 1e-11 of the range of the values. By default HiGHS where there are caps,
-        whose rows its cuts are made for, and for several workloads, which CP-SAT cannot do, else
-        CP-SAT.
+        whose rows its cuts are made for, else CP-SAT.
 
     Raises
     ------
@@ -76,16 +72,6 @@ class ILP(ByParts):
         self.workers = workers
         self.backend = backend
 
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Return True, unless CP-SAT is to solve for several workloads."""
-        if problem.aggregate is Aggregate.TAIL and self.backend == "cp_sat":
-            # OR-Tools 9.15 spends minutes or all memory on wide variables, with a dozen options.
-            return (
-                "ilp cannot use CP-SAT for several workloads, whose values are variables of a wide "
-                "range; use backend=highs"
-            )
-        return super().can_solve(problem)
-
     def rough(self, problem: AllocationProblem) -> ByParts:
         """Return `lagrangian` where it can, which needs no program."""
         prices = Lagrangian()
@@ -104,8 +90,7 @@ class ILP(ByParts):
         seconds = deadline - time.monotonic()
         backend = self.backend
         if backend == "auto":
-            wide = problem.aggregate is Aggregate.TAIL
-            backend = "highs" if problem.caps or wide else "cp_sat"
+            backend = "highs" if problem.caps else "cp_sat"
         search = Search(problem, deadline, BACKENDS[backend], gap=self.gap, workers=self.workers)
         result = search.run()
         if result.infeasible:
@@ -138,10 +123,7 @@ def _infeasible(problem: AllocationProblem) -> InfeasibleError:
         else f"a target of {problem.target:g}"
     )
     sides = [f"{name} ({limit})" for name, limit in (c.stated() for c in problem.constraints)]
-    if sides:
-        more = f" and {len(sides) - 3} more" if len(sides) > 3 else ""
-        return InfeasibleError(
-            f"no choice can work: {goal} with {', '.join(sides[:3])}{more}; relax one of them"
-        )
-    # What each of several workloads can reach, they may not reach together.
-    return InfeasibleError(f"{goal} cannot be met in the worst workloads; ask for less")
+    more = f" and {len(sides) - 3} more" if len(sides) > 3 else ""
+    return InfeasibleError(
+        f"no choice can work: {goal} with {', '.join(sides[:3])}{more}; relax one of them"
+    )

@@ -1,15 +1,11 @@
-"""Bytes of entries at 16, 8, 5, 4 or 3 bits, and what an option costs.
-
-That is bytes stored, bytes read for each generated token, or bytes communicated for it.
-"""
+"""Bytes of entries at 16, 8, 5, 4 or 3 bits, and what an option and a whole cache cost."""
 
 from __future__ import annotations
 
 import bisect
-import math
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +13,6 @@ import numpy.typing as npt
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.shape import ModelShape
-
-Cost = Literal["bytes", "decode-bytes", "communication"]
-
-UNITS: dict[Cost, str] = {
-    "bytes": "bytes",
-    "decode-bytes": "bytes read per token",
-    "communication": "bytes communicated per token",
-}
-"""The unit of each cost; `CacheCosts.of_head` says what it counts."""
 
 
 class Width(NamedTuple):
@@ -74,15 +61,6 @@ BIAS_BYTES = 4
 
 RANKING_BYTES = 16
 """Of an entry, while its layer waits for the others of its sharing group."""
-
-GATHER_CLUSTER_TOKENS = 16
-"""Cluster of MPCache's example: T = 1024 tokens in C = 64 clusters (Table 2)."""
-
-GATHER_SHARE = 0.25
-"""Share of the clusters that each step selects: k2 = 0.25 C (Table 2)."""
-
-GATHER_CONSTANT_BYTES = 192
-"""Bytes per k2 * C * log2(C): what the example of Table 2, 1.125 MB at C = 64, comes to in MiB."""
 
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
@@ -306,62 +284,14 @@ def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1
     return layers * shape.n_kv_heads * tokens * rows * entry
 
 
-def gather_bytes(tokens: npt.ArrayLike) -> IntArray:
-    """Return the bytes sent to gather one KV head's selected entries for one generated token.
-
-    MPCache keeps n entries after prefill and selects some of them at every step: C = ceil(n / 16)
-    clusters, of which k2 = ceil(0.25 C) are taken, each by a one-hot vector over C that takes C
-    comparisons of ceil(log2 C) bits. Table 2 gives O(k2 C log C) for the communication, and 1.125
-    MB for C = 64, k2 = 16, which is 192 bytes for each of the 16 * 64 * 6 steps (MB read as 2**20
-    bytes; its unclustered row, 416.0 MB at k1 = 256 of T = 1024, comes to 166.4).
-
-    The paper leaves open, and this takes: that the constant does not depend on C; that the example
-    is one KV head of one layer (its Algorithm 2 leaves out the head dimension); that k2 is rounded
-    up and log C to whole bits. The similarity, the top-k ranking, the hierarchy of two cluster
-    sizes and the sharing of indices between layers are not in Table 2 and not in here.
-
-    Parameters
-    ----------
-    tokens : array_like of int
-        Entries kept after prefill.
-
-    Returns
-    -------
-    ndarray of int64
-        0 for a single cluster: there is nothing to select.
-
-    Examples
-    --------
-    >>> gather_bytes([16, 32, 1024]).tolist()
-    [0, 384, 1179648]
-
-    References
-    ----------
-    MPCache: MPC-Friendly KV Cache Eviction for Efficient Private LLM Inference, Table 2,
-    Algorithm 2 and Sec. 4.3.
-    """
-    clusters = -(-np.asarray(tokens, dtype=np.int64) // GATHER_CLUSTER_TOKENS)
-    taken = np.ceil(GATHER_SHARE * clusters).astype(np.int64)
-    width = np.ceil(np.log2(np.maximum(clusters, 1))).astype(np.int64)
-    sent: IntArray = GATHER_CONSTANT_BYTES * taken * clusters * width
-    return sent
-
-
-def check_size(
-    shape: ModelShape, cost: Cost, context_tokens: int, page_tokens: int, batch: int
-) -> None:
+def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: int) -> None:
     """Refuse a cache that has more bytes than can be counted.
 
     Raises
     ------
     InputError
     """
-    pages = -(-context_tokens // page_tokens) * page_tokens
-    whole = shape.plain_bytes(pages, batch)
-    if cost == "communication":
-        clusters = -(-context_tokens // GATHER_CLUSTER_TOKENS)
-        one = GATHER_CONSTANT_BYTES * clusters * clusters * max(1, math.ceil(math.log2(clusters)))
-        whole = max(whole, one * shape.n_layers * shape.n_kv_heads * batch)
+    whole = shape.plain_bytes(-(-context_tokens // page_tokens) * page_tokens, batch)
     if whole > MOST_BYTES:
         raise InputError(
             f"a cache of {whole:,} bytes is more than can be counted; ask for a smaller batch, a "
@@ -376,7 +306,6 @@ class CacheCosts:
     Attributes
     ----------
     shape : ModelShape
-    cost : {"bytes", "decode-bytes", "communication"}
     context_tokens : int
         Length of each prompt.
     batch : int
@@ -405,7 +334,6 @@ class CacheCosts:
     """
 
     shape: ModelShape
-    cost: Cost
     context_tokens: int
     batch: int
     page_tokens: int
@@ -421,7 +349,7 @@ class CacheCosts:
 
     def __post_init__(self) -> None:
         shape, page, context = self.shape, self.page_tokens, self.context_tokens
-        check_size(shape, self.cost, context, page, self.batch)
+        check_size(shape, context, page, self.batch)
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
         everything = heads * int(self.of_head(context, 16, page))
         columns = self.columns or context
@@ -429,23 +357,14 @@ class CacheCosts:
         sliding = shape.n_kv_heads * pages * page * shape.plain_bytes_per_entry * self.batch
         self.__dict__.update(
             heads=heads,
-            full=heads * context * shape.bytes_per_entry if self.cost == "bytes" else everything,
+            full=heads * context * shape.bytes_per_entry,
             everything=everything,
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
         )
 
-    @property
-    def unit(self) -> str:
-        """The unit of the cost, for messages."""
-        return UNITS[self.cost]
-
     def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
-        """Return the cost of budgets of one KV head, one row.
-
-        ``bytes``: all that is stored, in whole pages (`head_bytes`).
-        ``decode-bytes``: K and V of every kept entry are read once for each generated token;
-        a page that is not full is read as far as it is full. ``communication``: `gather_bytes`.
+        """Return the bytes of budgets of one KV head, one row: all that is stored, in whole pages.
 
         Parameters
         ----------
@@ -456,15 +375,10 @@ class CacheCosts:
         Returns
         -------
         ndarray of int64
-            Rising with ``tokens``; strictly so for the first two.
+            Strictly rising with ``tokens``, page by page.
         """
-        count, width = np.broadcast_arrays(np.asarray(tokens, dtype=np.int64), np.asarray(bits))
-        if self.cost == "communication":
-            return gather_bytes(count)
-        if self.cost == "decode-bytes":
-            return stored_bytes(count, width, self.shape)
-        pages = -(-count // page_tokens) * page_tokens
-        return head_bytes(pages, width, self.shape, biased=self.biased)
+        pages = -(-np.asarray(tokens, dtype=np.int64) // page_tokens) * page_tokens
+        return head_bytes(pages, bits, self.shape, biased=self.biased)
 
     @property
     def reading_bytes(self) -> int:

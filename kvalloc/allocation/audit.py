@@ -153,8 +153,6 @@ def _prediction_checks(
     if policies is None:
         retention = curves.retention(budgets)
     checks.append(_close("retention", profile.retention, retention))
-    if request.cost != "bytes":
-        checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
     if not profile.share_groups:
         loss = curves.predicted_loss(budgets, bits, policies)
     checks.append(_close("predicted loss", profile.predicted_loss, loss))
@@ -163,9 +161,6 @@ def _prediction_checks(
     if (measured := profile.measured_loss) is not None and measured.target is not None:
         met, stated = measured.loss <= measured.target, f"{measured.target:.9g}"
         checks.append(Check("measured target met", stated, f"{measured.loss:.9g}", met))
-    if request.workloads != "mean":
-        worst = curves.worst_sample_retention(budgets)
-        checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, request, scores))
     return checks

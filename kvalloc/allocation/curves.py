@@ -64,7 +64,6 @@ class RequestCurves:
         request = self.request
         return CacheCosts(
             shape=self.scores.shape,
-            cost=request.cost,
             context_tokens=self.context_tokens,
             batch=request.batch,
             page_tokens=request.page,
@@ -298,11 +297,6 @@ class RequestCurves:
             for head in range(scores.shape.n_kv_heads)
         ]
         return math.fsum(np.concatenate(kept)) / len(full)
-
-    def worst_sample_retention(self, budgets: IntArray) -> float:
-        """Return the smallest `retention` of any sample, 0..1."""
-        samples = range(self.scores.n_samples)
-        return min(replace(self, sample=one).retention(budgets) for one in samples)
 
     def predicted_loss(
         self, budgets: IntArray, bits: IntArray | None = None, policies: IntArray | None = None

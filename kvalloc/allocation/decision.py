@@ -150,11 +150,7 @@ def decide(
         prices["value_per_mib"], prices["price_source"] = price.value_per_mib, price.source
         prices["limits"] = limits_of(problem, checked.choice, checked.dual_prices)
     requested = {**request.record(), **posed.requested_groups}
-    other_cost: dict[str, Any] = {}
-    if request.cost != "bytes":
-        requested["capacity_bytes"] = problem.capacity_bytes
-        other_cost = {"cost_bytes": checked.cost_bytes, "full_cost_bytes": curves.costs.full}
-    elif (granted := request.target.granted(curves.costs)) is not None:
+    if (granted := request.target.granted(curves.costs)) is not None:
         requested["bytes"] = granted + curves.costs.sliding_bytes
     return BudgetProfile(
         shape=scores.shape,
@@ -179,7 +175,6 @@ def decide(
         grouping_bound=posed.grouping_bound,
         **prices,
         **outcome(posed, checked.choice, checked.value),
-        **other_cost,
         score_digest=scores.digest,
         problem_digest=problem.digest(),
         **provenance("python", "numpy"),
@@ -369,8 +364,6 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
         fields["predicted_loss"] = loss = curves.predicted_loss(budgets, bits, policies)
         share = problem.cost(choice) / curves.costs.full
         fields["model_error"] = None if loss is None else curves.model_error(bits, share)
-    if curves.request.workloads != "mean":
-        fields["worst_sample_retention"] = curves.worst_sample_retention(budgets)
     return fields
 
 
@@ -392,8 +385,6 @@ def _check_average(posed: PosedRequest, average: str) -> None:
     alone = option("average", "curves")
     refusals = {
         f"average is {average!r}, expected 'curves' or 'allocations'": average != "allocations",
-        "budgets averaged over samples know nothing of the worst of them; leave out average, or "
-        "ask for the mean of the workloads": posed.request.workloads != "mean",
         "budgets averaged over samples cannot share entries between layers; leave out average or "
         "the groups": bool(posed.requested_groups),
         "the mean of several allocations need not keep caps or few distinct budgets; use "

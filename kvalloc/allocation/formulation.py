@@ -24,10 +24,6 @@ EVEN_OPTIONS = 256
 widths), because exact solvers take time for every option there. Where there are more pages than
 that, every second, third, ... one is offered."""
 
-WORKLOAD_VALUES = 2**22
-"""Largest number of values of all units in all samples, where several of them count. Where there
-are more, every second, third, ... page is offered."""
-
 MAX_OPTIONS = 2**22
 """Largest number of options of a unit: thirty times a context of 131,072 tokens, one by one."""
 
@@ -65,7 +61,7 @@ def choose_objective(
 
     Retention is a weak measure of harm. A size is therefore spent by loss curves if the score
     profile has them for such units and bits, the request contains nothing that they do not cover
-    (shared entries, the worst of several workloads), and the solver takes them.
+    (shared entries), and the solver takes them.
 
     Parameters
     ----------
@@ -152,8 +148,7 @@ def _with_groups(curves: RequestCurves, max_groups: int) -> tuple[RequestCurves,
     alone = replace(curves, request=replace(curves.request, share_groups=None))
     if max_groups >= len(curves.scores.shape.full_layers):
         return alone, None
-    mean = replace(alone, request=replace(alone.request, workloads="mean", tail=None))
-    grouping = choose_groups(mean, problem_of(mean), max_groups)
+    grouping = choose_groups(alone, problem_of(alone), max_groups)
     groups = grouping.groups or None
     return replace(alone, request=replace(alone.request, share_groups=groups)), grouping.bound
 
@@ -212,31 +207,20 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
     target = request.target.needed_value
     capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
-    values, scenarios, tail = options.values, None, 1.0
-    aggregate = Aggregate.WORST if request.objective == "worst" else Aggregate.SUM
-    # The worst of a single sample is the mean.
-    if request.workloads != "mean" and curves.scores.n_samples > 1 and curves.sample is None:
-        tail = 1.0 / curves.scores.n_samples if request.tail is None else request.tail
-    if tail < 1.0:
-        aggregate = Aggregate.TAIL
-        scenarios = _workload_values(curves, tokens, options)
-        values, weights = scenarios.mean(axis=0), np.ones(layers.size)
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
         policies=curves.best_policies(tokens, options.tokens, options.bits)
         if request.objective == "loss"
         else None,
-        values=values,
+        values=options.values,
         costs=options.costs,
         option_counts=options.counts,
-        scenarios=scenarios,
-        tail_share=tail,
         weights=weights,
         layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
-        aggregate=aggregate,
+        aggregate=Aggregate.WORST if request.objective == "worst" else Aggregate.SUM,
         capacity_bytes=capacity,
         target=target,
         context_tokens=curves.context_tokens,
@@ -309,7 +293,7 @@ def _options(curves: RequestCurves, tokens: IntArray) -> tuple[Undominated, Floa
     )
     values, weights = valued[0]
     every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
-    if len(widths) > 1 or not bool(np.all(np.diff(costs) > 0)):
+    if len(widths) > 1:
         table = np.concatenate([values for values, _ in valued], axis=1)
         return undominated(*every, table, costs), weights
     options = Undominated(
@@ -320,19 +304,6 @@ def _options(curves: RequestCurves, tokens: IntArray) -> tuple[Undominated, Floa
         counts=np.full(values.shape[0], tokens.size, dtype=np.int64),
     )
     return options, weights
-
-
-def _workload_values(curves: RequestCurves, tokens: IntArray, options: Undominated) -> FloatArray:
-    """Return each option's weighted value in each sample, ``(n_samples, n_units, n_options)``."""
-    if curves.request.bits is not None or options.values.shape[1] != tokens.size:
-        # Options are left out that the mean of the samples does not need: another sample might.
-        raise InputError(
-            "the worst of several samples is decided for tokens and stored bytes only; leave out "
-            "bits and the other cost, or ask for the mean of the workloads"
-        )
-    samples = range(curves.scores.n_samples)
-    each = (replace(curves, sample=sample).values(tokens, 16) for sample in samples)
-    return np.stack([weights[:, None] * values for values, weights in each])
 
 
 def _check_context(curves: RequestCurves) -> None:
@@ -408,8 +379,5 @@ def _option_tokens(curves: RequestCurves) -> IntArray:
             f"{last - first:,} budgets for each unit are more than fit in memory; ask for larger "
             f"pages, such as {option('page', -(-(largest - floor) // MAX_OPTIONS))}"
         )
-    if request.workloads != "mean":
-        per_option = scores.n_samples * len(scores.shape.full_layers) * scores.shape.n_kv_heads
-        stride = max(stride, -(-(last - first + 1) * per_option // WORKLOAD_VALUES))
     pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
     return np.minimum(pages * page, context)

@@ -50,8 +50,7 @@ def diagnose(
     # The other way round: with all the bytes there are, or for a target that any choice meets.
     other = problem.with_capacity(problem.max_cost_bytes)
     if problem.sense is Sense.MAX_VALUE:
-        values = problem.values if problem.scenarios is None else problem.scenarios.min(axis=0)
-        worth = np.minimum(problem.weights * values.min(axis=1), 0.0)
+        worth = np.minimum(problem.weights * problem.values.min(axis=1), 0.0)
         other = problem.with_target(math.fsum(worth) - 1.0)
     best = attempt(lambda: other, deadline)
     if not isinstance(best, CheckedSolution):

@@ -1,8 +1,8 @@
 """One memory for several score profiles: the same problem with more units.
 
 The members' problems become one problem, whose units are those of all members. Its value is the
-weighted sum of the members' values, or the value of the worst member. A floor of a member is a
-limit on its value. Its price raises the member's weight, and any prices mu >= 0 prove
+weighted sum of the members' values. A floor of a member is a limit on its value. Its price raises
+the member's weight, and any prices mu >= 0 prove
 
     max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import (
-    Aggregate,
     AllocationProblem,
     GroupCap,
     SameBudget,
@@ -41,8 +40,6 @@ from kvalloc.problem import (
 from kvalloc.problem.arrays import VALUE_TOLERANCE
 from kvalloc.problem.registry import get_solver
 from kvalloc.units import parse_bytes
-
-Fairness = Literal["sum", "worst"]
 
 
 class Bound(NamedTuple):
@@ -68,9 +65,6 @@ class Bound(NamedTuple):
     detail: str
 
 
-MAX_VALUES = 2**27
-"""Largest number of values where the worst member counts: those of each member, for all units."""
-
 HALVINGS, SWEEPS, MAX_POWER = 14, 2, 30.0
 """Weights tried for each floor, how often, and the power of two up to which; any give a bound."""
 
@@ -80,10 +74,8 @@ class Pool(list[BudgetProfile]):
 
     Attributes
     ----------
-    fairness : {"sum", "worst"}
     objective, bound : float
-        The weighted sum of the members' values, or the worst one's; and what no other split of
-        the memory can beat.
+        The weighted sum of the members' values; and what no other split of the memory can beat.
     bound_source : str
         ``"dual"``, or the solver on whose word the bound stands.
     scales, prices : tuple of float
@@ -92,11 +84,9 @@ class Pool(list[BudgetProfile]):
         The line of the solver of all members together.
     """
 
-    def __init__(
-        self, profiles: Iterable[BudgetProfile], fairness: Fairness, objective: float, bound: Bound
-    ) -> None:
+    def __init__(self, profiles: Iterable[BudgetProfile], objective: float, bound: Bound) -> None:
         super().__init__(profiles)
-        self.fairness, self.objective = fairness, objective
+        self.objective = objective
         self.bound, self.bound_source = max(bound.value, objective), bound.source
         self.scales, self.prices, self.detail = bound.scales, bound.prices, bound.detail
 
@@ -110,7 +100,6 @@ def solve_pool(
     members: Sequence[tuple[ScoreProfile | str | Path, Mapping[str, Any], float]],
     *,
     memory: str | int,
-    fairness: Fairness = "sum",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Pool:
@@ -124,8 +113,6 @@ def solve_pool(
         member gets.
     memory : str or int
         What all caches may take together, such as ``"2GiB"``: the sum of their peaks.
-    fairness : {"sum", "worst"}
-        Whether the weighted sum of the members' values counts, or the worst member's.
     solver : str or Solver
         As in `kvalloc.solve`.
     time_limit : float, optional
@@ -139,7 +126,7 @@ def solve_pool(
     Raises
     ------
     InputError
-        If there is no member, or a request, a weight or the fairness does not go with a pool.
+        If there is no member, or a request or a weight does not go with a pool.
     InfeasibleError
         If the memory is too small for all members, or for their floors.
     SolverError
@@ -150,8 +137,6 @@ def solve_pool(
     >>> pool = solve_pool([(a, {}, 1.0), (b, {}, 2.0)], memory="2GiB")  # doctest: +SKIP
     >>> pool[0].save("a.json")  # doctest: +SKIP
     """
-    if fairness not in get_args(Fairness):
-        raise InputError(f"the fairness is {fairness!r}, expected 'sum' or 'worst'")
     if not members:
         raise InputError("the pool has no members; give at least one (scores, request, weight)")
     given: Sequence[Any] = members  # a user may give anything
@@ -166,25 +151,20 @@ def solve_pool(
         _Member.of(place, scores, {"objective": common, **keywords}, weight, memory_bytes, chosen)
         for place, (scores, keywords, weight) in enumerate(members, 1)
     ]
-    worst = fairness == "worst"
-    if worst and any(one.weight != 1 or one.floor is not None for one in read):
-        raise InputError(
-            "the worst member is the worst whatever it weighs; leave weights and floors out"
-        )
     if len({one.posed.request.objective for one in read}) > 1:
         raise InputError(
             "some members are decided by loss and others by retention, which do not add up; give "
             f"each {option('objective', 'mean')}"
         )
-    joint = _joint(read, memory_bytes, worst)
+    joint = _joint(read, memory_bytes)
     choice, bound = _best(joint, read, chosen, deadline_after(time_limit))
     ends = np.cumsum([one.posed.problem.n_units for one in read])[:-1]
     parts = zip(read, np.split(choice, ends), strict=True)
     profiles = [
         one.profile(one.posed.problem.cost(part), chosen, time_limit) for one, part in parts
     ]
-    values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
-    pool = Pool(profiles, fairness, _together(values, worst), bound)
+    values = (one.weight * profile.objective for one, profile in zip(read, profiles, strict=True))
+    pool = Pool(profiles, math.fsum(values), bound)
     stated = {"memory": memory_bytes, "members": len(read), **vars(pool)}
     stated |= {"weights": [one.weight for one in read], "floors": [one.floor for one in read]}
     pool[:] = [
@@ -240,7 +220,7 @@ def verify_pool(
             _Member.again(loaded[at], load_scores(scores[at]), memory, *each)
             for at, *each in zip(order, weights, floors, strict=True)
         ]
-        worst, objective, bound = stated["fairness"] == "worst", *_numbers(stated)
+        objective, bound = float(stated["objective"]), float(stated["bound"])
         source, detail = str(stated["bound_source"]), str(stated["detail"])
         if places != [*range(1, len(pools) + 1)] or len(scales) != len(members):
             raise ValueError(f"members {places}")
@@ -271,12 +251,11 @@ def verify_pool(
         if one.floor is not None:
             kept = value >= one.floor - VALUE_TOLERANCE
             checks.append(Check(f"floor of {one.name}", repr(one.floor), repr(value), kept))
-    weighed = [one.weight * value for one, value in zip(members, values, strict=True)]
-    reached = _together(weighed, worst)
+    reached = math.fsum(one.weight * value for one, value in zip(members, values, strict=True))
     slack = VALUE_TOLERANCE * max(1.0, abs(reached))
     close = abs(reached - objective) <= slack
     checks.append(Check("objective", repr(objective), repr(reached), close))
-    joint = _scaled(_joint(members, memory, worst), members, np.array(scales))
+    joint = _scaled(_joint(members, memory), members, np.array(scales))
     paid = _paid(members, scales)
     proof = prove(joint, np.concatenate(choices), prices)
     dual = max(proof.bound - paid, reached)
@@ -290,15 +269,6 @@ def verify_pool(
         return [*checks, check]
     again = solved_again(joint, bound + paid, detail, lambda value: repr(value - paid), time_limit)
     return [*checks, *with_second(check, again)]
-
-
-def _numbers(stated: Mapping[str, Any]) -> tuple[float, float]:
-    return float(stated["objective"]), float(stated["bound"])
-
-
-def _together(values: Sequence[float], worst: bool) -> float:
-    """Return what the values of all members make."""
-    return min(values) if worst else math.fsum(values)
 
 
 def _scaled(
@@ -355,7 +325,7 @@ class _Member:
         given = {key: value for key, value in given.items() if key not in _FLOORS}
         request = Request.parse(**given, memory=memory)
         if request.objective == "worst":
-            raise InputError(f"{name} asks for its worst unit, and {_SUM}; leave it out")
+            raise InputError(f"{name} asks for its worst unit, and {_ADDED}; leave it out")
         scores = load_scores(scores)
         request, problem, _ = choose_objective(scores, request, solver)
         return cls(
@@ -393,15 +363,15 @@ class _Member:
         return decide(part, solver, time_limit=time_limit)
 
 
-_SUM = "the members' values add up"
 _FLOORS = frozenset({"target_retention", "target_loss"})
+_ADDED = "the members' values add up"
 _ALONE = {
     **dict.fromkeys(("budget", "budget_tokens", "memory"), "the memory of the pool is its size"),
-    **dict.fromkeys(("max_distinct", "workloads", "tail", "cost"), _SUM),
+    "max_distinct": _ADDED,
 }
 
 
-def _joint(members: Sequence[_Member], memory: int, worst: bool) -> AllocationProblem:
+def _joint(members: Sequence[_Member], memory: int) -> AllocationProblem:
     """Return the problem of all members, within what their peaks leave of the memory."""
     problems = [one.posed.problem for one in members]
     capacity = memory - sum(one.beside_bytes for one in members)
@@ -412,7 +382,7 @@ def _joint(members: Sequence[_Member], memory: int, worst: bool) -> AllocationPr
             "bytes; ask for at least that",
             nearest=memory + missing,
         )
-    width, count = max(one.n_options for one in problems), len(problems)
+    width = max(one.n_options for one in problems)
     units, layers = (
         np.cumsum([0, *sizes])[:-1].tolist()
         for sizes in (
@@ -431,18 +401,6 @@ def _joint(members: Sequence[_Member], memory: int, worst: bool) -> AllocationPr
     ]
     values = stacked(one.values for one in problems)
     weights = np.concatenate([m.weight * m.posed.problem.weights for m in members])
-    tail: dict[str, Any] = {}
-    if worst:
-        if count * values.size > MAX_VALUES:
-            raise InputError(
-                f"the worst of {count} members takes {count * values.size:,} values, more than fit "
-                f"in memory; give larger pages, such as {option('page', 16)}"
-            )
-        # The worst scenario, where each is about one member alone; values are their mean.
-        owner = np.repeat(np.arange(count), [one.n_units for one in problems])
-        scenarios = np.where(owner[:, None] == np.arange(count)[:, None, None], count * values, 0.0)
-        tail = {"aggregate": Aggregate.TAIL, "scenarios": scenarios, "tail_share": 1.0 / count}
-        weights = weights / count
     return AllocationProblem(
         tokens=stacked(one.tokens for one in problems),
         values=values,
@@ -459,7 +417,6 @@ def _joint(members: Sequence[_Member], memory: int, worst: bool) -> AllocationPr
         constraints=tuple(
             limit for one, at in zip(members, units, strict=True) for limit in _limits(one, at)
         ),
-        **tail,
     )
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvalloc.accounting import FloatArray
-from kvalloc.accounting.costs import BIT_WIDTHS, Cost, bytes_in_share
+from kvalloc.accounting.costs import BIT_WIDTHS, bytes_in_share
 from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
-Workloads = Literal["mean", "worst", "cvar"]
 
 Weights = Sequence[float] | Sequence[Sequence[float]] | FloatArray
 
@@ -105,15 +104,13 @@ class Target(ABC):
         return self.value
 
     @abstractmethod
-    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
+    def describe(self, what: str) -> str:
         """Return the target as half a sentence for people.
 
         Parameters
         ----------
         what : str
             What is optimised, such as "retention" or "predicted loss".
-        counted : str
-            What a share is of.
         """
 
     @property
@@ -216,7 +213,7 @@ class _Retention(Target):
     def is_possible(self) -> bool:
         return 0 < self.value <= 1
 
-    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
+    def describe(self, what: str) -> str:
         return f"{what} of {self.value:g} or more in the fewest bytes"
 
     @property
@@ -242,7 +239,7 @@ class _Loss(Target):
     def is_possible(self) -> bool:
         return 0 <= self.value < math.inf
 
-    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
+    def describe(self, what: str) -> str:
         return f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
 
     @property
@@ -260,12 +257,12 @@ class _Loss(Target):
 class _Size(Target):
     """A size that the kept entries fit in, with the largest value there is (XKV, Eq. 17)."""
 
-    def describe(self, what: str, counted: str = "bytes of a cache at 16 bits") -> str:
+    def describe(self, what: str) -> str:
         best = "least" if what.endswith("loss") else "most"
-        return f"{best} {what} in {self.amount(counted)}"
+        return f"{best} {what} in {self.amount()}"
 
     @abstractmethod
-    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
+    def amount(self) -> str:
         """Return the size for people."""
 
     @abstractmethod
@@ -282,7 +279,7 @@ class _Size(Target):
             others = "".join(f", and {name} {cost:,}" for name, cost in beside.items() if cost)
             raise InfeasibleError(
                 f"{self} is below the floors: sinks, window and minimum budgets take "
-                f"{floor_cost:,} {costs.unit}{others}; ask for at least {smallest}",
+                f"{floor_cost:,} bytes{others}; ask for at least {smallest}",
                 nearest=number,
             )
         return capacity
@@ -302,8 +299,8 @@ class _Share(_Size):
     def shown(self) -> str:
         return f"{100 * self.value:g}%"
 
-    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
-        return f"{self.shown()} of the {counted}"
+    def amount(self) -> str:
+        return f"{self.shown()} of the bytes of a cache at 16 bits"
 
     def cost(self, costs: CacheCosts) -> int:
         return bytes_in_share(self.value, costs.full)
@@ -339,7 +336,7 @@ class _TokensPerHead(_Size):
     def is_possible(self) -> bool:
         return self.value >= 1
 
-    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
+    def amount(self) -> str:
         return f"{self.value:,} tokens per KV head on average"
 
     def cost(self, costs: CacheCosts) -> int:
@@ -378,7 +375,7 @@ class _Memory(_Size):
             f"{read} in full while the prompt is read": costs.reading_bytes,
         }
 
-    def amount(self, counted: str = "bytes of a cache at 16 bits") -> str:
+    def amount(self) -> str:
         return bytes_text(self.value)
 
     def cost(self, costs: CacheCosts) -> int:
@@ -423,11 +420,6 @@ class RequestOptions(TypedDict, total=False):
         Prompt length that the target holds for, tokens; that of the score profile by default.
     batch : int, default 1
         Prompts that share the memory.
-    workloads : {"mean", "worst", "cvar"}, default "mean"
-        What counts of the samples, each a workload: their mean, the worst one, or the mean of the
-        worst share `tail` of them.
-    tail : float
-        With `workloads` cvar: that share, such as 0.25.
     level : {"layer", "head"}, default "layer"
         What gets a budget: a layer, or each KV head.
     min_tokens : int
@@ -459,9 +451,6 @@ class RequestOptions(TypedDict, total=False):
     loss_policies : str or sequence of str
         With `objective` loss or `target_loss`: the policies that each unit chooses from together
         with its budget; all whose losses the score profile holds by default.
-    cost : {"bytes", "decode-bytes", "communication"}, default "bytes"
-        What an option costs: bytes stored, bytes read for each generated token, or bytes
-        communicated for each in private inference (MPCache, Table 2).
     """
 
     target_retention: Annotated[float | str | None, Option("SHARE", "Target")]
@@ -471,8 +460,6 @@ class RequestOptions(TypedDict, total=False):
     memory: Annotated[str | int | None, Option("SIZE", "Target")]
     context: Annotated[int | None, Option("N", "Prompts")]
     batch: Annotated[int | None, Option("N", "Prompts")]
-    workloads: Annotated[Workloads | None, Option("", "Prompts")]
-    tail: Annotated[float | None, Option("SHARE", "Prompts")]
     level: Annotated[Level | None, Option("", "Budgets")]
     min_tokens: Annotated[int | None, Option("N", "Budgets")]
     max_tokens: Annotated[int | None, Option("N", "Budgets")]
@@ -485,7 +472,6 @@ class RequestOptions(TypedDict, total=False):
     objective: Annotated[Objective | None, Option("", "Objective")]
     weights: Annotated[str | Path | Weights | None, Option("FILE.json", "Objective")]
     loss_policies: Annotated[str | Sequence[str] | None, Option("NAME,NAME", "Objective")]
-    cost: Annotated[Cost | None, Option("", "Objective")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,7 +531,7 @@ class Request:
     target : Target
         What to reach.
     level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, \
-    equal_heads, cost, weights, loss_policies, workloads, tail
+    equal_heads, weights, loss_policies
         See `RequestOptions`; None where it says that there is a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
@@ -574,9 +560,6 @@ class Request:
     objective: Objective | None = None
     weights: tuple[Any, ...] | None = None
     loss_policies: tuple[str, ...] | None = None
-    cost: Cost = "bytes"
-    workloads: Workloads = "mean"
-    tail: float | None = None
 
     @classmethod
     def parse(cls, **keywords: Unpack[RequestOptions]) -> Request:
@@ -685,10 +668,8 @@ class Request:
 
     @property
     def is_plain_mean(self) -> bool:
-        """Whether the value of the problem is the mean retention over layers and samples."""
-        return (
-            self.objective in (None, "mean") and self.weights is None and self.workloads == "mean"
-        )
+        """Whether the value of the problem is the mean retention over layers."""
+        return self.objective in (None, "mean") and self.weights is None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -794,16 +775,12 @@ def _plain(value: Any) -> Any:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "level": get_args(Level),
     "objective": get_args(Objective),
-    "cost": get_args(Cost),
-    "workloads": get_args(Workloads),
 }
 _MINIMA = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
 _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "with {option[bits]} two budgets differ in tokens or in bits, and {option[max_distinct]} and "
     "{option[equal_heads]} count tokens alone; leave them out ({option[level=layer]} gives all "
     "heads of a layer the same)": lambda r: r.bits and (r.max_distinct or r.equal_heads),
-    "secret shares have one width, so {option[bits]} does not go with "
-    "{option[cost=communication]}": lambda r: r.bits and r.cost == "communication",
     "bits and policies are chosen by what they lose, and retention is asked for; give "
     "{option[target_loss]}, or leave them out": lambda r: (
         (r.bits or r.loss_policies is not None) and r.target.kind == "retention"
@@ -820,14 +797,6 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "out, or give a size and the objective 'loss'": lambda r: r.weights and r.target.kind == "loss",
     "a target retention does not go with the objective 'loss'; give {option[target_loss]}, or "
     "leave the objective out": lambda r: r.objective == "loss" and r.target.kind == "retention",
-    "the worst share of the samples needs both: workloads cvar and a tail, such as "
-    "0.25": lambda r: (r.tail is None) == (r.workloads == "cvar"),
-    "a tail of {r.tail:g} is not a share of the samples; give a number above 0 and up to 1, such "
-    "as 0.25": lambda r: r.tail is not None and not 0 < r.tail <= 1,
-    "the worst samples are those with the smallest mean retention over layers; leave the objective "
-    "out, or ask for the mean of the workloads": lambda r: (
-        r.workloads != "mean" and r.objective not in (None, "mean")
-    ),
     "layers that share entries are decided by their mean retention at the model's own precision; "
     "leave out the objective, weights and bits, or the groups": lambda r: (
         r.share_groups is not None and (r.objective not in (None, "mean") or r.weights)
@@ -838,15 +807,9 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     ),
     "{option[equal_heads]} is what {option[level=layer]} does in any case; leave it out, or use "
     "{option[level=head]}": lambda r: r.equal_heads and r.level == "layer",
-    "{option[memory]} is a size of stored bytes and the cost is {r.cost}; give a share of the "
-    "whole cost with {option[budget]}, or {option[cost=bytes]}": lambda r: (
-        r.cost != "bytes" and r.target.kind == "memory"
-    ),
     "layers that share entries are held in full together while the prompt is read, so with "
     "{option[memory]} the groups are named, such as {option[share_groups=2-3,4-5]}; or give a "
     "size with {option[budget]}": lambda r: r.target.at_peak and isinstance(r.share_groups, int),
-    "caps are about stored bytes and the cost is {r.cost}; leave them out, or take "
-    "{option[cost=bytes]}": lambda r: r.cost != "bytes" and r.cap,
 }
 """The line that refuses options of a request, `r`, that exclude each other, and when it does."""
 

@@ -70,28 +70,15 @@ def grouped(problem: AllocationProblem, curves: RequestCurves) -> AllocationProb
     )
     tokens, n_layers = problem.tokens[0], len(scores.shape.full_layers)
 
-    def replaced(rows: FloatArray, sample: int | None, scale: float) -> FloatArray:
-        values, measured = rows[kept], replace(curves, sample=sample)
-        for group in groups:
-            rows_of_group = problem.layers[kept] == group[0]
-            values[rows_of_group] = scale * measured.group_values(group, tokens)
-        return values
-
-    values, scenarios, weights = problem.values, problem.scenarios, problem.weights[kept]
-    if scenarios is None:
-        values = replaced(values, curves.sample, 1.0)
-        # Joint curves are shares of the layers' mass; a head's weight is its own share of one.
-        joined = [layer for group in groups for layer in group]
-        weights[np.isin(problem.layers[kept], joined)] = 1.0 / n_layers
-    else:  # their values hold the weights of the units
-        scenarios = np.stack(
-            [replaced(rows, one, 1.0 / n_layers) for one, rows in enumerate(scenarios)]
-        )
-        values = scenarios.mean(axis=0)
+    values, weights = problem.values[kept], problem.weights[kept]
+    for group in groups:
+        values[problem.layers[kept] == group[0]] = curves.group_values(group, tokens)
+    # Joint curves are shares of the layers' mass; a head's weight is its own share of one.
+    joined = [layer for group in groups for layer in group]
+    weights[np.isin(problem.layers[kept], joined)] = 1.0 / n_layers
     return problem.replace(
         tokens=np.broadcast_to(tokens, values.shape),
         values=values,
-        scenarios=scenarios,
         costs=lengths[:, None] * problem.costs[0],
         option_counts=problem.option_counts[kept],
         weights=weights,
@@ -136,7 +123,7 @@ def choose_groups(curves: RequestCurves, problem: AllocationProblem, max_groups:
     curves : RequestCurves
         With joint curves.
     problem : AllocationProblem
-        Of single layers and the mean of the samples, with the target.
+        Of single layers, with the target.
     max_groups : int
         Groups of full-attention layers in all; a layer alone counts as one.
 

@@ -361,7 +361,6 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
         choice
         for choice in choices
         if problem.side_fault(choice) is None
-        # Of a tail of workloads the dual may know no choice that meets the target.
         and problem.meets_target(problem.objective_value(choice))
     )
     return Proof(

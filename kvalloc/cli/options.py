@@ -122,9 +122,9 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 RARE = frozenset(
     {
-        *("workloads", "tail", "min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
-        *("cap", "equal_heads", "weights", "loss_policies", "cost", "measure_prompts", "average"),
-        *("shard", "share_length", "fairness"),
+        *("min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
+        *("cap", "equal_heads", "weights", "loss_policies", "measure_prompts", "average"),
+        *("shard", "share_length"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
         *("decode_every", "seed", "recompute"),

@@ -235,9 +235,6 @@ class BudgetProfile(JsonRecord):
     """Predicted retention at these budgets: mean over layers of the kept share of score mass,
     whatever width it is kept at."""
 
-    worst_sample_retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
-    """The same of the sample that loses most, where more than the mean of the samples counted."""
-
     predicted_loss: float | None = None
     """Predicted loss at these budgets, nats per token: the sum of the losses that were measured
     with each unit reduced alone. None where no losses were measured."""
@@ -248,13 +245,6 @@ class BudgetProfile(JsonRecord):
 
     measured_loss: MeasuredLoss | None = None
     """What all units together lose when measured (`kvalloc.solve_measured`)."""
-
-    cost_bytes: int | None = None
-    """Cost of the decided layers, if the request counts another cost than stored bytes
-    (``requested["cost"]``, `kvalloc.accounting.costs`)."""
-
-    full_cost_bytes: int | None = None
-    """The same cost of keeping everything in those layers."""
 
     batch: int = Field(default=1, ge=1)
     """Rows that bytes were accounted for."""
@@ -487,12 +477,11 @@ class BudgetProfile(JsonRecord):
             or not 0 <= value < 2**63
         ):
             return ""  # a file may state anything
-        text = size(value) if kind == "memory" else _TARGET_TEXTS[kind].format(value)
-        return f"{text} of the cost" if kind == "budget" and self.cost_bytes is not None else text
+        return size(value) if kind == "memory" else _TARGET_TEXTS[kind].format(value)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        check_size(self.shape, "bytes", self.context_tokens, self.page_tokens, self.batch)
+        check_size(self.shape, self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
         full, sliding = list(shape.full_layers), list(shape.sliding_layers)
         in_sliding = {"bits": 16, "unit_policies": 0}

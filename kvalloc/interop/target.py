@@ -280,8 +280,8 @@ _UNDECIDED: dict[str, Any] = {
     for name in (
         *("solver_options", "sense", "objective", "bound", "bound_source", "prices"),
         *("termination", "value_per_mib", "price_source", "limits", "grouping_bound", "requested"),
-        *("retention", "worst_sample_retention", "predicted_loss", "model_error", "measured_loss"),
-        *("cost_bytes", "full_cost_bytes", "problem_digest", "evaluation", "share_of_16_bits"),
+        *("retention", "predicted_loss", "model_error", "measured_loss"),
+        *("problem_digest", "evaluation", "share_of_16_bits"),
         "page_tokens",
     )
 }

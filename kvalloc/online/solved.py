@@ -144,7 +144,7 @@ def _shares_of_rows(
     scores = load_fitted(file).scores
     scores = scores.replace(scorer_parameters={**scores.scorer_parameters, "file": file})
     costs = [
-        CacheCosts(shape=scores.shape, cost="bytes", context_tokens=tokens, batch=1, page_tokens=1)
+        CacheCosts(shape=scores.shape, context_tokens=tokens, batch=1, page_tokens=1)
         for tokens in lengths
     ]
     beside = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks

@@ -11,11 +11,8 @@ from kvalloc.problem.arrays import (
     Sense,
     SideConstraint,
     first_where,
-    tail_places,
-    tail_value,
 )
 from kvalloc.problem.bounds import (
-    TailBound,
     best_response,
     bound_at,
     cheapest_reaching,
@@ -35,7 +32,6 @@ __all__ = [
     "SideConstraint",
     "Solution",
     "Solver",
-    "TailBound",
     "Termination",
     "best_response",
     "bound_at",
@@ -46,6 +42,4 @@ __all__ = [
     "first_where",
     "is_closed",
     "steps_above",
-    "tail_places",
-    "tail_value",
 ]

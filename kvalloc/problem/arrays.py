@@ -34,17 +34,14 @@ CONCAVE_STRIDE = 64
 CONCAVE_BLOCK = 32_768
 """Values that are checked together, 256 KiB."""
 
-MEAN_TOLERANCE = 1e-9
-"""How far the values may be from the mean of the scenarios, relative to the largest of them."""
-
 _PER_OPTION = ("tokens", "costs", "bits", "policies")
 _PER_UNIT = ("option_counts", "weights", "layers", "heads")
-_ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies", "scenarios")
+_ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies")
 
 BOUND = "dual_bound"
 """Where `kvalloc.problem.dual_bound` stores its result in a problem; `replace` drops it."""
 
-_OF_VALUES = frozenset((*_ARRAYS, "aggregate", "tail_share"))
+_OF_VALUES = frozenset((*_ARRAYS, "aggregate"))
 _CACHED = ("max_value", "is_concave", "best_so_far", "largest_gain")
 """Cached properties computed from them: `replace` keeps these if none of them changes."""
 
@@ -61,8 +58,6 @@ class Aggregate(Enum):
 
     SUM = "sum"
     WORST = "worst"
-    TAIL = "tail"
-    """The sum, averaged over the worst share of several scenarios (CVaR)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +180,7 @@ class AllocationProblem:
     sense : Sense
         Maximise value or minimise cost.
     aggregate : Aggregate
-        The value is the sum over units, the worst unit's, or the mean of the sums in the worst
-        share of several scenarios.
+        The value is the sum over units, or the worst unit's.
     capacity_bytes : int or None
         Bytes available to the units (MAX_VALUE).
     target : float or None
@@ -195,12 +189,6 @@ class AllocationProblem:
         Context the options are for; sinks plus window inside every option.
     constraints : tuple of SideConstraint
         What else must hold.
-    scenarios : ndarray of float64, (n_scenarios, n_units, n_options), or None
-        With `Aggregate.TAIL`: the values in each of several equally likely scenarios (workloads),
-        whose mean ``values`` is. May be a view.
-    tail_share : float
-        Share of the scenarios, the worst ones, whose mean counts: 1 is the mean of all, at most
-        ``1 / n_scenarios`` the worst one (Rockafellar and Uryasev, 2000).
     n_units, n_options : int
         Shape of ``values``; this and what follows is computed from the fields above.
     units : ndarray of int64, (n_units,)
@@ -245,8 +233,6 @@ class AllocationProblem:
     context_tokens: int
     protected_tokens: int
     constraints: tuple[SideConstraint, ...] = ()
-    scenarios: FloatArray | None = None
-    tail_share: float = 1.0
 
     n_units: int = field(init=False, repr=False)
     n_options: int = field(init=False, repr=False)
@@ -297,29 +283,12 @@ class AllocationProblem:
         """Return the same units with a target to reach at minimal cost."""
         return self.replace(sense=Sense.MIN_COST, capacity_bytes=None, target=target)
 
-    def reweighted(self, weights: FloatArray) -> AllocationProblem:
-        """Return the problem for one weighted mean of its scenarios, as a sum over units.
-
-        Parameters
-        ----------
-        weights : ndarray of float64, (n_scenarios,)
-            Not negative, summing to 1.
-        """
-        scenarios = self._required_scenarios
-        values = np.zeros(scenarios.shape[1:])
-        scaled = np.empty_like(values)
-        for scenario in np.flatnonzero(weights).tolist():
-            values += np.multiply(scenarios[scenario], weights[scenario], out=scaled)
-        return self.replace(values=values, aggregate=Aggregate.SUM, scenarios=None, tail_share=1.0)
-
     def _check(self, changed: Set[str]) -> None:
         """Refuse impossible fields; arrays are checked only where one of them changed."""
         if not _OF_VALUES.isdisjoint(changed):
             self._check_arrays()
             if not changed.isdisjoint(("tokens", "costs", "bits", "option_counts")):
                 self._measure_options()
-            if self.scenarios is not None or self.aggregate is Aggregate.TAIL:
-                self._check_scenarios()
             for name in _ARRAYS:  # a solver must not change what its answer is checked against
                 if (array := getattr(self, name)) is not None:
                     array.flags.writeable = False
@@ -411,34 +380,6 @@ class AllocationProblem:
             min_cost_bytes=floors, max_cost_bytes=largest, step_bytes=step, lattice_bytes=grain
         )
 
-    def _check_scenarios(self) -> None:
-        scenarios = self.scenarios
-        if scenarios is None or self.aggregate is not Aggregate.TAIL:
-            raise InputError("problem: scenarios go with Aggregate.TAIL, and it with scenarios")
-        if not 0 < self.tail_share <= 1:
-            raise InputError(
-                f"problem: the tail share is {self.tail_share:g}, expected a number above 0 and "
-                "up to 1"
-            )
-        if scenarios.ndim != 3 or not scenarios.size or scenarios.shape[1:] != self.values.shape:
-            raise InputError(
-                f"problem: scenarios are shaped {scenarios.shape}, expected (scenarios >= 1, "
-                f"{self.n_units}, {self.n_options})"
-            )
-        if not _all_finite(scenarios):
-            raise InputError("problem: scenarios are not all finite numbers")
-        off = np.abs(scenarios.mean(axis=0) - self.values).max()
-        if off > MEAN_TOLERANCE * max(1.0, float(np.abs(self.values).max())):
-            raise InputError(
-                f"problem: values must be the mean of the scenarios and are off by up to {off:.3g}"
-            )
-
-    @property
-    def _required_scenarios(self) -> FloatArray:
-        if self.scenarios is None:
-            raise InputError("this problem has no scenarios, only their mean")
-        return self.scenarios
-
     @property
     def exists(self) -> BoolArray:
         """Mask of the options that a unit has, ``(n_units, n_options)``; the rest is padding."""
@@ -448,19 +389,11 @@ class AllocationProblem:
     @cached_property
     def max_value(self) -> float:
         """No choice has a larger value; where curves rise, keeping everything has this one."""
-        if self.aggregate is Aggregate.TAIL:  # the tail of each scenario's own best
-            bests = [self._best_of_rows(values) for values in self._required_scenarios]
-            return tail_value(np.array([math.fsum(best) for best in bests]), self.tail_share)
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
-        best = self._best_of_rows(self.values)
+        rows = zip(self.values, self.option_counts.tolist(), strict=True)
+        best = self.weights * np.array([row[:count].max() for row, count in rows])
         return float(best.min()) if self.aggregate is Aggregate.WORST else math.fsum(best)
-
-    def _best_of_rows(self, values: FloatArray) -> FloatArray:
-        """Return the largest weighted value of each unit."""
-        rows = zip(values, self.option_counts.tolist(), strict=True)
-        bests: FloatArray = np.array([row[:count].max() for row, count in rows])
-        return self.weights * bests
 
     @cached_property
     def is_concave(self) -> bool:
@@ -514,12 +447,7 @@ class AllocationProblem:
         return gains
 
     def objective_value(self, choice: IntArray) -> float:
-        """Return the value of a choice: its weighted values, summed without loss, or the worst.
-
-        With scenarios, the mean of the sums in the worst share of them.
-        """
-        if self.aggregate is Aggregate.TAIL:
-            return tail_value(self.scenario_values(choice), self.tail_share)
+        """Return the value of a choice: its weighted values, summed without loss, or the worst."""
         worth = self.weights * self.values[self.units, choice]
         return float(worth.min()) if self.aggregate is Aggregate.WORST else math.fsum(worth)
 
@@ -533,11 +461,6 @@ class AllocationProblem:
         """Return whether the first objective beats the second by more than a relative slack."""
         room = slack * max(1.0, abs(second))
         return first > second + room if self.sense is Sense.MAX_VALUE else first < second - room
-
-    def scenario_values(self, choice: IntArray) -> FloatArray:
-        """Return a choice's value in each scenario, ``(n_scenarios,)``, summed without loss."""
-        chosen = self._required_scenarios[:, self.units, choice]
-        return np.array([math.fsum(row) for row in self.weights * chosen])
 
     def chosen_tokens(self, choice: IntArray) -> IntArray:
         """Return the budget of each unit in tokens per KV head, ``(n_units,)``."""
@@ -604,58 +527,11 @@ class AllocationProblem:
             array = getattr(self, name)
             if array is not None:
                 hasher.update(f"{name}{array.shape}".encode())
-                for part in array if array.ndim == 3 else (_distinct_rows(array),):
-                    hasher.update(np.ascontiguousarray(part).data)
+                hasher.update(np.ascontiguousarray(_distinct_rows(array)).data)
         goal = (self.sense.value, self.aggregate.value, self.capacity_bytes, self.target)
-        where = (self.context_tokens, self.protected_tokens, self.constraints, self.tail_share)
+        where = (self.context_tokens, self.protected_tokens, self.constraints)
         hasher.update(repr((*goal, *where)).encode())
         return hasher.hexdigest()
-
-
-def tail_places(n_scenarios: int, tail_share: float) -> FloatArray:
-    """Return the weight of each place when scenarios are sorted from worst to best.
-
-    Parameters
-    ----------
-    n_scenarios : int
-    tail_share : float
-        Share of the scenarios that counts, above 0 and up to 1.
-
-    Returns
-    -------
-    ndarray of float64, (n_scenarios,)
-        Sums to 1.
-
-    Examples
-    --------
-    >>> tail_places(4, 0.5).tolist(), tail_places(4, 0.1).tolist()
-    ([0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0])
-    """
-    places = np.clip(tail_share * n_scenarios - np.arange(n_scenarios), 0.0, 1.0)
-    shares: FloatArray = places / places.sum()
-    return shares
-
-
-def tail_value(values: FloatArray, tail_share: float) -> float:
-    """Return the mean of the worst share of equally likely values, summed without loss.
-
-    Parameters
-    ----------
-    values : ndarray of float64, (n_scenarios,)
-    tail_share : float
-        Above 0 and up to 1.
-
-    References
-    ----------
-    Rockafellar and Uryasev: Optimization of conditional value-at-risk (2000).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> tail_value(np.array([0.9, 0.5, 0.7, 0.8]), 0.5)
-    0.6
-    """
-    return math.fsum(np.sort(values) * tail_places(values.size, tail_share))
 
 
 def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: IntArray) -> IntArray:

@@ -1,21 +1,10 @@
-"""Bounds computed without a solver: by duality, for the worst unit, and for a tail.
+"""Bounds computed without a solver: by duality, and for the worst unit.
 
 *Sums.* For a price of one byte, each unit's best option is found on its own; the sum is a bound on
 the whole for every price, and the best price gives the tightest one (Fisher, 1981; for separable
 concave problems of equal steps it is exact on the grain of the costs).
 
 *The worst unit.* Exact by bisection of the level, because each unit can be judged on its own.
-
-*The tail of several scenarios.* With equally likely scenarios s of values f_s, the mean of the
-worst share a of them is
-
-    CVaR_a = max_t  t - sum_s max(0, t - f_s) / (a S)  =  min_p  sum_s p_s f_s
-
-over the risk envelope ``p >= 0, sum p = 1, p_s <= 1 / (a S)`` (Rockafellar and Uryasev, 2000;
-Rockafellar, Uryasev and Zabarankin, 2006, for the envelope). a = 1 is the mean; a <= 1 / S is the
-worst scenario. For fixed p the value is a sum over units again, so its dual bound holds for the
-tail too, whatever p is; the best p and the best price of a byte minimise a convex function, whose
-cutting planes are the units' best responses (Kelley, 1960).
 """
 
 from __future__ import annotations
@@ -28,13 +17,11 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
-from kvalloc.errors import SolverError
 from kvalloc.problem.arrays import (
     BOUND,
     Aggregate,
     AllocationProblem,
     first_where,
-    tail_places,
 )
 
 PRICE_ROUNDS = 100
@@ -42,18 +29,6 @@ PRICE_ROUNDS = 100
 
 NOISE = 1e-13
 """What sums of a few thousand terms of size one may lose; less counts as nothing."""
-
-TAIL_ROUNDS = range(4, 61)
-"""Linear programs solved for the best weights; any weights give a bound, these a tight one."""
-
-TAIL_WORK = 2**28
-"""Values looked at for them, which sets the number of rounds: the bound is the same every time."""
-
-CLOSE = 1e-10
-"""Bounds this close, as a share of the range of the values (costs), are the same."""
-
-MAX_WEIGHT = 1e6
-"""Largest worth of a target, in ranges of the cost for a range of the values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +52,11 @@ class DualBound:
     choice: IntArray
 
 
-@dataclass(frozen=True, kw_only=True)
-class TailBound(DualBound):
-    """A bound on the mean of the worst scenarios, and the weights and price that prove it.
-
-    Attributes
-    ----------
-    weights : ndarray of float64, (n_scenarios,)
-        Weights of the scenarios within the risk envelope; those whose sum problem bounds this one.
-    """
-
-    weights: FloatArray
-
-
 def dual_bound(problem: AllocationProblem) -> DualBound:
     """Return a bound on the objective, computed without a solver.
 
     By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
-    optimum; for a tail of scenarios, by duality over their weights too.
+    optimum.
 
     Parameters
     ----------
@@ -112,9 +74,9 @@ def dual_bound(problem: AllocationProblem) -> DualBound:
         If no choice meets the capacity or the target.
     """
     if BOUND not in problem.__dict__:  # whoever solved it has asked for it, as a rule
-        bounds = {Aggregate.TAIL: _tail_bound, Aggregate.WORST: _worst_bound}
+        bound_of = _worst_bound if problem.aggregate is Aggregate.WORST else _sum_bound
         problem.check_feasible()
-        problem.__dict__[BOUND] = bounds.get(problem.aggregate, _sum_bound)(problem)
+        problem.__dict__[BOUND] = bound_of(problem)
     bound: DualBound = problem.__dict__[BOUND]
     return bound
 
@@ -353,158 +315,3 @@ def _worst_bound(problem: AllocationProblem) -> DualBound:
         level = low + 0.5 * (high - low)
         if not low < level < high:
             return DualBound(bound=problem.objective_value(best), multiplier=0.0, choice=best)
-
-
-def _tail_bound(problem: AllocationProblem) -> TailBound:
-    """Return the tightest Lagrangian bound on the mean of the worst scenarios.
-
-    Weights of the scenarios and the price of a byte are found together: a linear program over
-    them holds one row for each option that was some unit's best response so far, and its solution
-    asks for the next ones. What is returned is the dual bound of the problem for the best weights
-    found, so it holds however far the linear programs got.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-        With `Aggregate.TAIL`. Side constraints are left out: the bound holds with and without
-        them.
-
-    Returns
-    -------
-    TailBound
-        Its choice keeps the capacity; it meets the target where keeping everything does.
-
-    References
-    ----------
-    Kelley: The cutting-plane method for solving convex programs (1960).
-    """
-    floors = np.zeros(problem.n_units, dtype=np.int64)
-    if problem.target is not None and problem.meets_target(problem.objective_value(floors)):
-        count = problem.scenario_values(floors).size
-        even = np.full(count, 1.0 / count)
-        bound = float(problem.min_cost_bytes)
-        return TailBound(bound=bound, multiplier=0.0, choice=floors, weights=even)
-    weights = _best_weights(problem)
-    proven = dual_bound(problem.reweighted(weights))
-    choice = proven.choice
-    if not problem.meets_target(problem.objective_value(choice)):
-        choice = problem.last_options.copy()
-    return TailBound(
-        bound=proven.bound, multiplier=proven.multiplier, choice=choice, weights=weights
-    )
-
-
-class _Master:
-    """The linear program over scenario weights g, the price y of a byte, and the units' worths t.
-
-    Minimise ``sum_u t_u + y C - T sum_s g_s`` with ``t_u >= sum_s g_s v_s[u, k] - y c[u, k]`` for
-    the options k seen so far and g in the risk envelope. For most value, ``sum g = 1`` and T = 0;
-    for least cost, y = 1 and C = 0, and g is as large as the target is worth. Values and costs
-    are counted from each unit's first option, in shares of their ranges.
-    """
-
-    def __init__(self, problem: AllocationProblem, scenarios: FloatArray) -> None:
-        self.problem, self.scenarios = problem, scenarios
-        self.units = np.arange(problem.n_units)
-        first, last = scenarios[:, :, 0], scenarios[:, self.units, problem.last_options]
-        self.floors = np.array([math.fsum(row) for row in problem.weights * first])
-        rise = np.abs(problem.weights * (last - first)).sum(axis=1).max()
-        self.value_range = float(rise) or 1.0
-        self.cost_range = float(problem.max_cost_bytes - problem.min_cost_bytes) or 1.0
-        if problem.target is not None:
-            goal = (self.floors - problem.lowest_accepted_value) / self.value_range, 0.0
-        else:
-            room = (problem.spendable_bytes - problem.min_cost_bytes) / self.cost_range
-            goal = self.floors / self.value_range, room
-        self.goal = np.append(*goal)  # the objective of g and y
-        self.seen: set[tuple[int, int]] = set()
-        self.of_unit: list[IntArray] = []
-        self.rows: list[FloatArray] = []
-        self.add(problem.last_options)
-
-    def add(self, choice: IntArray) -> bool:
-        """Add rows for the options of a choice; return False if all are there already."""
-        fresh = [u for u, k in enumerate(choice.tolist()) if k > 0 and (u, k) not in self.seen]
-        self.seen.update((u, int(choice[u])) for u in fresh)
-        if fresh:
-            self.of_unit.append(np.asarray(fresh, dtype=np.int64))
-            self.rows.append(self._relative(choice)[fresh])
-        return bool(fresh)
-
-    def _relative(self, choice: IntArray) -> FloatArray:
-        """Return value by scenario and minus the cost of chosen options, ``(n_units, S + 1)``."""
-        problem, units = self.problem, self.units
-        values = self.scenarios[:, units, choice] - self.scenarios[:, :, 0]
-        costs = problem.costs[units, choice] - problem.costs[:, 0]
-        scaled = problem.weights * values / self.value_range
-        return np.vstack([scaled, -costs[None, :] / self.cost_range]).T
-
-    def worth(self, at: FloatArray, choice: IntArray) -> float:
-        """Return the function at g and y, given the best response to them."""
-        return float(self.goal @ at) + math.fsum(self._relative(choice) @ at)
-
-    def solve(self) -> tuple[FloatArray, float]:
-        """Return the best g and y for the present rows, and the value: a bound on the optimum."""
-        from scipy import sparse
-        from scipy.optimize import linprog
-
-        count, n_units = self.floors.size, self.problem.n_units
-        of_unit = np.concatenate(self.of_unit)
-        n_rows = of_unit.size
-        picks = sparse.csr_matrix(
-            (-np.ones(n_rows), (np.arange(n_rows), of_unit)), shape=(n_rows, n_units)
-        )
-        effective = max(1.0, self.problem.tail_share * count)
-        envelope = np.hstack([effective * np.eye(count) - 1.0, np.zeros((count, 1))])
-        rows = [[sparse.csr_matrix(np.vstack(self.rows)), picks], [envelope, None]]
-        total = np.concatenate([np.ones(count), np.zeros(1 + n_units)])[None, :]
-        least_cost = self.problem.target is not None
-        weight = (0.0, MAX_WEIGHT if least_cost else 1.0)
-        price = (1.0, 1.0) if least_cost else (0.0, None)
-        answer = linprog(
-            np.concatenate([self.goal, np.ones(n_units)]),
-            A_ub=sparse.bmat(rows, format="csr"),
-            b_ub=np.zeros(n_rows + count),
-            A_eq=None if least_cost else total,
-            b_eq=None if least_cost else np.ones(1),
-            bounds=[weight] * count + [price] + [(0.0, None)] * n_units,
-            method="highs",
-            options={"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9},
-        )
-        if answer.status != 0:
-            raise SolverError(f"the best scenario weights cannot be found: {answer.message}")
-        return np.maximum(answer.x[: count + 1], 0.0), float(answer.fun)
-
-
-def _best_weights(problem: AllocationProblem) -> FloatArray:
-    """Return the weights of the scenarios whose problem bounds the tail best."""
-    assert problem.scenarios is not None  # check_feasible has valued them
-    master = _Master(problem, problem.scenarios)
-    count = master.floors.size
-    if not master.rows:  # one option for each unit: the weights that its own tail has
-        weights = np.zeros(count)
-        weights[np.argsort(master.floors, kind="stable")] = tail_places(count, problem.tail_share)
-        return weights
-    even = np.full(count, 1.0 / count)
-    best, lowest = even, math.inf
-    rounds = min(TAIL_ROUNDS[-1], max(TAIL_ROUNDS[0], TAIL_WORK // problem.scenarios.size))
-    for _ in range(rounds):
-        at, reached = master.solve()
-        total = float(at[:count].sum())
-        weights, response = even, np.zeros(problem.n_units, dtype=np.int64)
-        if total > 0:  # without any weight on the target, the first options are best
-            weights = at[:count] / total
-            price = float(at[count]) / total * (master.value_range / master.cost_range)
-            response = best_response(problem.reweighted(weights), price)
-        worth = master.worth(at, response)
-        if worth < lowest:
-            best, lowest = weights, worth
-        if lowest - reached <= CLOSE or not master.add(response):
-            break
-    # A linear program's tolerance may leave the weights a little outside the envelope.
-    largest = 1.0 / max(1.0, problem.tail_share * count)
-    inside: FloatArray = np.minimum(best / best.sum(), largest)
-    missing, slack = 1.0 - float(inside.sum()), largest - inside
-    if missing > 0 and float(slack.sum()) > 0:
-        inside += slack * (missing / slack.sum())
-    return inside

@@ -154,7 +154,7 @@ class Solver(ABC):
     """Kinds of side constraints it respects."""
 
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM})
-    """Objectives it optimises: the sum over units, the worst unit, a tail of scenarios."""
+    """Objectives it optimises: the sum over units, the worst unit."""
 
     takes_bits: ClassVar[bool] = False
     """Whether it takes options that differ in bits too, so that tokens need not rise with cost."""
@@ -191,11 +191,6 @@ class Solver(ABC):
                 f"{option('bits')}"
             )
         if problem.aggregate not in self.aggregates:
-            if problem.aggregate is Aggregate.TAIL:
-                return (
-                    f"{self.name} knows one workload, not the worst share of several; use cvar or "
-                    "ilp"
-                )
             if problem.aggregate is Aggregate.WORST:
                 return f"{self.name} maximises a sum, not the worst unit; use max_min"
             return f"{self.name} does not maximise a plain sum over units; use greedy or ilp"

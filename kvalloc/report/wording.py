@@ -61,7 +61,6 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "limits": "; ".join(_limit_text(one, decided) for one in decided.limits),
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({decided.share:.1%})",
         "bits": bits_text(decided),
-        "cost": _cost_text(decided),
         "chosen": policies_text(decided),
     }
 
@@ -153,8 +152,7 @@ def request_text(decided: BudgetProfile) -> str:
     worst = " of the worst unit" if request.objective == "worst" else ""
     what = "predicted loss" if request.objective == "loss" else f"retention{worst}"
     what = f"weighted {what}" if request.weights else what
-    counted = {"bytes": "bytes of a cache at 16 bits", "decode-bytes": "bytes read per token"}
-    text = request.target.describe(what, counted.get(request.cost, request.cost))
+    text = request.target.describe(what)
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join(
         [f"{text}, {prompts}{decided.context_tokens:,} tokens", *_limit_texts(request)]
@@ -167,8 +165,6 @@ def value_heading(request: Request | None) -> str:
         return ""
     if request.objective == "worst":
         return "worst unit"
-    if request.workloads != "mean":
-        return "worst samples"
     return "weighted" if request.weights else ""
 
 
@@ -176,10 +172,6 @@ def _limit_texts(request: Request) -> list[str]:
     """Return the limits and other terms of a request, one text each."""
     caps = (cap.text.partition("=") for cap in request.cap)
     texts = [f"layers {which} within {limit}" for which, _, limit in caps]
-    if request.workloads == "worst":
-        texts.append("the worst sample counts")
-    elif request.workloads == "cvar":
-        texts.append(f"the worst {request.tail:.0%} of the samples count")
     if request.max_tokens is not None:
         texts.append(f"no budget above {request.max_tokens:,} tokens")
     if request.equal_heads:
@@ -292,9 +284,6 @@ def _price_text(decided: BudgetProfile) -> str:
     if price == 0 and decided.sense == "min_cost":
         return "nothing more to be had"
     source = f" ({decided.price_source})"
-    of = {"decode-bytes": " read per token", "communication": " communicated"}.get(
-        str(requested.get("cost")), ""
-    )
     is_loss = requested.get("objective") == "loss"
     what = "weighted " if requested.get("weights") else ""
     what += "loss" if is_loss else "retention"
@@ -302,9 +291,9 @@ def _price_text(decided: BudgetProfile) -> str:
     if decided.sense == "max_value":
         amount = small_amount(decided.retained_bytes)
         worth = f"{'save' if is_loss else 'buy'} {_worth_text(price, amount, decided)}"
-        return f"{size(amount)} more{of} {worth}{' of' if is_loss else ''} {what}{source}"
+        return f"{size(amount)} more {worth}{' of' if is_loss else ''} {what}{source}"
     step, wanted = (0.001, "0.001 nats less") if is_loss else (0.01, f"0.01 more {what}")
-    return f"{wanted} costs {size(step * 2**20 / price)}{of}{source}"
+    return f"{wanted} costs {size(step * 2**20 / price)}{source}"
 
 
 def small_amount(kept_bytes: int) -> int:
@@ -348,19 +337,6 @@ def policies_text(decided: BudgetProfile) -> str:
     heads = [(int((table == place).sum()), one) for place, one in enumerate(decided.policies)]
     listed = ", ".join(f"{one.title} in {count}" for count, one in heads if count)
     return f"{listed} of {table.size} KV heads"
-
-
-def _cost_text(decided: BudgetProfile) -> str:
-    """Return the bounded cost of the decided layers; empty if it is stored bytes."""
-    if decided.cost_bytes is None or not decided.full_cost_bytes:
-        return ""
-    share = decided.cost_bytes / decided.full_cost_bytes
-    by_reading = decided.requested.get("cost") == "decode-bytes"
-    name = "read" if by_reading else "communicated"
-    return (
-        f"{size(decided.cost_bytes)} of {size(decided.full_cost_bytes)} ({share:.1%}) {name} for "
-        "each generated token"
-    )
 
 
 def _measured_fields(decided: BudgetProfile) -> dict[str, str]:

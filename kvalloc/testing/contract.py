@@ -261,7 +261,7 @@ def _edges(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]
     yield "far more than everything fits", problem.with_capacity(2**62)
     yield "a target that the floors meet", problem.with_target(min(floor, problem.max_value))
     yield "a target that only the best meets", problem.with_target(problem.max_value)
-    names = ("tokens", "values", "costs", "bits", "scenarios")
+    names = ("tokens", "values", "costs", "bits")
     arrays = {name: getattr(problem, name) for name in names}
     first = {name: array[..., :1].copy() for name, array in arrays.items() if array is not None}
     single = problem.with_capacity(problem.min_cost_bytes).replace(

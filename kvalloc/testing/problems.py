@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ SIDES = {
 }
 """What else can be asked: name to description."""
 
-SCOPES = {"": Aggregate.SUM, "worst": Aggregate.WORST, "tail": Aggregate.TAIL}
+SCOPES = {"": Aggregate.SUM, "worst": Aggregate.WORST}
 """What stands before the curves: which aggregate the value is."""
 
 KINDS: tuple[str, ...] = (
@@ -48,15 +47,11 @@ KINDS: tuple[str, ...] = (
     *(f"worst:{curves}" for curves in ("concave", "non_concave", "unequal_costs")),
     *("worst:unequal_options", "worst:losses+nested_caps"),
     *(f"worst:concave+{side}" for side in ("same_budget", "max_distinct")),
-    *(f"tail:{curves}" for curves in ("concave", "tied", "weighted", "non_concave")),
-    *("tail:unequal_costs", "tail:unequal_options", "tail:losses+nested_caps"),
-    *("tail:concave+same_budget", "tail:losses+max_distinct"),
     *BIT_CURVES,
     *(f"bits+{side}" for side in ("nested_caps", "crossing_caps")),
     "worst:bits",
 )
-"""Kinds of tiny problems: curves, curves+side, worst:curves+side for the worst unit, or
-tail:curves+side for the worst share of two to four scenarios."""
+"""Kinds of tiny problems: curves, curves+side, or worst:curves+side for the worst unit."""
 
 
 def tiny_problem(
@@ -67,7 +62,7 @@ def tiny_problem(
     Parameters
     ----------
     kind : str
-        One of `KINDS`, or any ``[worst:|tail:]curves[+side]`` of `CURVES` and `SIDES`,
+        One of `KINDS`, or any ``[worst:]curves[+side]`` of `CURVES` and `SIDES`,
         or of `BIT_CURVES` and a side that compares no tokens.
     seed : int
         The same seed gives the same problem, on any machine.
@@ -79,7 +74,7 @@ def tiny_problem(
     Returns
     -------
     AllocationProblem
-        Its floors fit and its target can be reached, side constraints and scenarios aside; with
+        Its floors fit and its target can be reached, side constraints aside; with
         them it may have no solution at all.
 
     Raises
@@ -177,11 +172,7 @@ def _made(
     if curves == "weighted":
         weights = random.uniform(0.1, 1.0, n_units)
         weights[random.integers(n_units)] = 0.0
-    tail: dict[str, Any] = {}
-    if aggregate is Aggregate.TAIL:
-        values, tail = _scenarios(random, curves, values)
     problem = AllocationProblem(
-        **tail,
         tokens=tokens,
         bits=random.choice([16, 8, 4], tokens.shape) if curves in BIT_CURVES else None,
         values=values,
@@ -206,21 +197,10 @@ def _parse(kind: str) -> tuple[Aggregate, str, str]:
     known = curves in CURVES or curves in BIT_CURVES
     if scope not in SCOPES or not known or (side or "plain") not in SIDES:
         raise InputError(
-            f"there is no kind of problem {kind!r}; write [worst:|tail:]CURVES[+SIDE] with CURVES "
+            f"there is no kind of problem {kind!r}; write [worst:]CURVES[+SIDE] with CURVES "
             f"of {', '.join({**CURVES, **BIT_CURVES})} and SIDE of {', '.join(SIDES)}"
         )
     return SCOPES[scope], curves, side or "plain"
-
-
-def _scenarios(
-    random: np.random.Generator, curves: str, first: FloatArray
-) -> tuple[FloatArray, dict[str, Any]]:
-    """Return the mean values, and the scenarios with the share of them that counts."""
-    count = int(random.integers(2, 5))
-    others = [_options(random, curves, *first.shape)[1] for _ in range(count - 1)]
-    scenarios = np.stack([first, *others])
-    share = float(random.choice([0.1, 1.0 / count, 0.3, 0.5, 0.75, 1.0]))
-    return scenarios.mean(axis=0), {"scenarios": scenarios, "tail_share": share}
 
 
 def _options(
@@ -303,8 +283,7 @@ def _with_goal(
         return problem.with_capacity(problem.min_cost_bytes + int(share * room))
     floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
     best = problem.max_value
-    # Side constraints, or scenarios that are best at different choices, can put the best value
-    # out of reach: ask for less there.
-    if problem.constraints or problem.aggregate is Aggregate.TAIL:
+    # Side constraints can put the best value out of reach: ask for less there.
+    if problem.constraints:
         best = 0.7 * best + 0.3 * floor
     return problem.with_target(floor + share * (best - floor))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from cli_tools import refused, run
-from factories import make_bits, make_losses, make_scores, make_shape
+from factories import make_losses, make_scores, make_shape
 
 import kvalloc
 from kvalloc.allocation.request import TARGETS, RequestOptions
@@ -110,8 +110,7 @@ def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
         (make_losses, "--objective mean", "retention"),
         (make_losses, "--objective worst", "worst unit"),
         (make_losses, "--objective loss", "+1.00 KiB saves"),
-        (make_bits, "--cost decode-bytes", "retention"),
-        (make_scores, "--workloads worst --page 8", "worst samples"),
+        (make_scores, "--page 8", "retention"),
         (make_scores, "--weights FOLDER/w.json", "weighted"),
     ],
 )

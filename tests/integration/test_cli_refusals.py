@@ -72,7 +72,6 @@ REFUSED = {
         "s.safetensors --budget 40%": "-o OUT.json",
         "s.safetensors --budget 40% -o no/such/p.json": "cannot write",
         "s.safetensors --budget 40% -o s.safetensors": "overwrite",
-        "s.safetensors --memory 1MiB --fairness worst -o q": "add one",
         "s.safetensors s.safetensors --memory 1MiB -o out": "would write s.json; rename one",
         "s.safetensors a.safetensors --budget 20% -o out": "share a memory; give --memory 2GiB",
         "s.safetensors a.safetensors --memory 1MiB": "where the budget profiles go with -o FOLDER",

@@ -81,7 +81,6 @@ def test_a_certificate_on_a_solver_s_word_is_no_pass_for_a_script(tmp_path):
     assert run("verify", out, scores).code == 0
 
 
-READ = "for each generated token"
 DECIDED = [
     # scores, what is asked, words of solve, verify and inspect
     ("scores", "--budget 40% --cap 0=300B --cap 0-1=900B",
@@ -95,8 +94,6 @@ DECIDED = [
      ["most weighted retention"], [], []),
     ("bits", "--budget 20% --bits 16,8,4 --level head", ["bits, of the kept entries"], [],
      ["bits, of the kept entries"]),
-    ("long", "--budget 40% --cost decode-bytes", [READ], [], [READ]),
-    ("long", "--budget 40% --cost communication", [READ], [], [READ]),
     ("shared", "--budget 40% --share-groups 4",
      ["optimal for the grouping", "bound over all groupings"], [], ["keep the same entries"]),
 ]  # fmt: skip
@@ -108,7 +105,6 @@ def test_what_is_decided_is_written_verified_and_shown(
     tmp_path, made, asked, solved, verified, inspected
 ):
     make = {"scores": make_scores, "losses": make_losses, "bits": make_bits,
-            "long": lambda: make_scores(context_tokens=200),
             "shared": lambda: make_shared_scores(3, n_samples=3)}[made]  # fmt: skip
     scores, out, weights = (tmp_path / name for name in ("s.safetensors", "p.json", "w.json"))
     make().save(scores)
@@ -132,10 +128,6 @@ def test_what_is_decided_is_written_verified_and_shown(
         assert decided.budgets[0].tolist() == [5, 5]
     if "--bits" in asked:
         assert decided.bits is not None
-    if "--cost" in asked:
-        told = run("solve", scores, "--target-retention", "0.9", *given[2:], "--json").json
-        assert told["cost"] == given[-1]
-        assert told["cost_bytes"] == told["objective"]
 
 
 def test_loss_decides_where_nothing_was_said_and_it_was_measured(losses):
@@ -247,13 +239,13 @@ def test_several_score_profiles_share_a_memory(tmp_path):
     files = [tmp_path / f"{name}.safetensors" for name in "ab"]
     for seed, path in enumerate(files):
         make_scores(seed).save(path)
-    asked = ["solve", *files, "--memory", "6000B", "--fairness", "worst"]
+    asked = ["solve", *files, "--memory", "6000B"]
     ran = run(*asked, "-o", tmp_path / "out", "--json")
     assert (ran.code, ran.err) == (0, "")
     saved = [BudgetProfile.load(tmp_path / "out" / f"{name}.json") for name in "ab"]
     assert [one["budgets"] for one in ran.json["profiles"]] == [p.budgets.tolist() for p in saved]
     assert sum(one.requested["value"] for one in saved) <= 6000
-    assert ran.json["objective"] == min(one.retention for one in saved)
+    assert ran.json["objective"] == pytest.approx(sum(one.retention for one in saved))
     assert ran.json["bound"] == saved[1].requested["pool"]["bound"]
     assert run("verify", tmp_path / "out" / "a.json", files[0]).code == 0
     together = run("verify", tmp_path / "out", *files, "--json")

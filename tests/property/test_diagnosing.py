@@ -27,8 +27,6 @@ KINDS = (
     "unequal_costs+same_budget",
     "worst:concave+max_distinct",
     "worst:losses+nested_caps",
-    "tail:concave+max_distinct",
-    "tail:losses+nested_caps",
 )
 SEEDS = range(14)
 

@@ -15,7 +15,6 @@ from kvalloc.testing import brute_force, tiny_problems
 
 CONCAVE = ("concave", "paged", "tied", "weighted")
 HARD = ("non_concave", "losses", "unequal_costs", "unequal_options")
-TAILS = tuple(f"tail:{curves}" for curves in (*CONCAVE, *HARD))
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,6 @@ TAILS = tuple(f"tail:{curves}" for curves in (*CONCAVE, *HARD))
         (CONCAVE, 300, range(300, 301)),
         (HARD, 300, range(1, 300)),
         (tuple(f"worst:{curves}" for curves in (*CONCAVE, *HARD)), 300, range(300, 301)),
-        ((*TAILS, "tail:concave+nested_caps"), 160, range(21, 160)),
     ],
 )
 def test_no_choice_beats_the_bound(kinds: tuple[str, ...], count: int, exact: range) -> None:
@@ -40,15 +38,12 @@ def test_no_choice_beats_the_bound(kinds: tuple[str, ...], count: int, exact: ra
         assert dual.multiplier >= 0
         if problem.sense is Sense.MAX_VALUE:
             assert problem.cost(dual.choice) <= problem.capacity_bytes
-        if optimum is None:  # no choice is good enough in the worst scenarios
-            continue
+        assert optimum is not None, name
         sign = 1.0 if problem.sense is Sense.MAX_VALUE else -1.0
-        slack = (1e-9 if problem.aggregate is Aggregate.TAIL else 1e-12) * max(
-            1.0, abs(optimum.objective)
-        )
+        slack = 1e-12 * max(1.0, abs(optimum.objective))
         assert sign * (dual.bound - optimum.objective) >= -slack, name
         met += abs(dual.bound - optimum.objective) <= slack
-        if problem.sense is Sense.MIN_COST and problem.aggregate is not Aggregate.TAIL:
+        if problem.sense is Sense.MIN_COST:
             assert problem.meets_target(problem.objective_value(dual.choice)), name
         if problem.aggregate is Aggregate.WORST:
             assert problem.objective(dual.choice) == pytest.approx(optimum.objective, abs=1e-12)
@@ -80,7 +75,7 @@ def test_an_infeasible_problem_has_no_bound(goal: dict[str, float]) -> None:
         dual_bound(problem)
 
 
-@pytest.mark.parametrize("kind", ["losses", "worst:losses", "tail:losses"])
+@pytest.mark.parametrize("kind", ["losses", "worst:losses"])
 def test_another_capacity_has_another_bound(kind: str) -> None:
     """A problem remembers its bound, and what is made of it does not."""
     for _, problem in tiny_problems(4, kinds=[kind], seed=60, level="head"):

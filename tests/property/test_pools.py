@@ -55,15 +55,14 @@ def best_of_all(
     memory: int,
     weights: list[float],
     floors: list[float],
-    worst: bool,
 ) -> float | None:
     """The best value of all choices of all members together; None where none fits."""
-    spent, worth = np.array([sum(peaks)]), np.array([np.inf if worst else 0.0])
+    spent, worth = np.array([sum(peaks)]), np.array([0.0])
     for problem, weight, floor in zip(problems, weights, floors, strict=True):
         costs, values = every_choice(problem)
         costs, values = costs[values >= floor - 1e-12], weight * values[values >= floor - 1e-12]
         spent = (spent[:, None] + costs).ravel()
-        worth = (np.minimum if worst else np.add)(worth[:, None], values).ravel()
+        worth = (worth[:, None] + values).ravel()
         spent, worth = spent[spent <= memory], worth[spent <= memory]
         order = np.lexsort((-worth, spent))  # only what is worth more than all that takes less
         higher = np.maximum.accumulate(worth[order])
@@ -72,22 +71,16 @@ def best_of_all(
     return float(worth.max()) if worth.size else None
 
 
-@pytest.mark.parametrize("fairness", ["sum", "worst"])
 @pytest.mark.parametrize("floored", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"cap": ["0-1=280B"]}, {"page": 2}])
 def test_a_pool_is_what_every_choice_of_all_members_says(
-    fairness: str, floored: bool, limits: dict[str, Any]
+    floored: bool, limits: dict[str, Any]
 ) -> None:
-    if floored and fairness == "worst":
-        return
     met = 0
     for seed in range(6):
         random = np.random.default_rng(seed)
         members = members_of(random, 2 + seed % 2)
-        weights = (
-            [1.0] * len(members) if fairness == "worst" else random.uniform(0.2, 2, 3).tolist()
-        )
-        weights = weights[: len(members)]
+        weights = random.uniform(0.2, 2, 3).tolist()[: len(members)]
         asked = [dict(limits) for _ in members]
         whole = [Request.parse(memory="1MiB", **one) for one in asked]
         problems = [formulate(s, one) for s, one in zip(members, whole, strict=True)]
@@ -102,11 +95,9 @@ def test_a_pool_is_what_every_choice_of_all_members_says(
         if floored:
             floors[0], weights[0] = 0.6, 0.02  # nobody would give it so much otherwise
             asked[0]["target_retention"] = 0.6
-        best = best_of_all(problems, peaks, memory, weights, floors, fairness == "worst")
+        best = best_of_all(problems, peaks, memory, weights, floors)
         try:
-            pool = solve_pool(
-                list(zip(members, asked, weights, strict=True)), memory=memory, fairness=fairness
-            )
+            pool = solve_pool(list(zip(members, asked, weights, strict=True)), memory=memory)
         except InfeasibleError:
             assert best is None
             continue
@@ -190,8 +181,6 @@ A, LOSSES = make_scores(1), make_losses(1)
         ([(A, {"max_distinct": 2}, 1.0)], {}, "the members' values add up; leave it out"),
         ([(A, {"objective": "worst"}, 1.0)], {}, "asks for its worst unit"),
         ([(A, {"target_retention": 2}, 1.0)], {}, "a target retention of 2 is not a share"),
-        ([(A, {}, 1.0)], {"fairness": "equal"}, "the fairness is 'equal', expected 'sum' or"),
-        ([(A, {}, 2.0)], {"fairness": "worst"}, "leave weights and floors out"),
         ([(A, {}, 1.0), (LOSSES, {}, 1.0)], {}, "give each objective='mean'"),
         ([(A, {}, 1.0)], {"memory": "much"}, "much"),
         ([(A, {}, 1.0)], {"solver": "gredy"}, "no solver 'gredy'"),

@@ -77,7 +77,7 @@ def _without_options(text: str) -> str:
         (lambda: option("target_loss", 0.25), "target_loss=0.25", "--target-loss 0.25"),
         (lambda: option("resume", True), "resume=True", "--resume"),
         (lambda: option("text", keyword="texts"), "texts", "--text"),
-        (lambda: several(page=2, tail=0.5), "page=2, tail=0.5", "--page 2 --tail 0.5"),
+        (lambda: several(page=2, batch=5), "page=2, batch=5", "--page 2 --batch 5"),
         (lambda: command("profile", bits=(16, 8), loss_policies=None),
          "kvalloc.profile(bits=(16, 8), loss_policies)",
          "'kvalloc profile --bits 16,8 --loss-policies'"),

@@ -91,7 +91,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"budget_tokens": 0}, "keeps nothing"),
             ({"memory": "lots"}, "not a size"),
             ({"budget": 0.5, "equal_heads": True}, "level='head'"),
-            ({"memory": "1MiB", "cost": "decode-bytes"}, "memory is a size of stored bytes"),
             ({"memory": "1MiB", "share_groups": 4}, "with memory the groups are named"),
         )
     ),
@@ -108,20 +107,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
             ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
             ({"max_distinct": 0}, "max_distinct=1"),
-            ({"workloads": "best"}, "workloads is 'best'"),
-            ({"workloads": "cvar"}, "tail"),
-            ({"tail": 0.5}, "tail"),
-            ({"workloads": "cvar", "tail": 1.1}, "tail"),
-            ({"workloads": "worst", "objective": "worst"}, "worst"),
             ({"weights": [1.0, math.nan, 1.0]}, "the weight of layer 1 is nan"),
             ({"weights": [[1, 1], [1, math.inf], [1, 1]]}, "layer 1, head 1 is inf"),
             ({"weights": [0.0, 0.0, 0.0]}, "all weights are 0"),
             ({"weights": []}, r"shaped \(0,\)"),
             ({"weights": [[1.0], [1.0, 2.0], [3.0]]}, "no table of numbers"),
             ({"weights": [1, 2], "objective": "worst"}, "worst whatever it weighs"),
-            ({"cost": "watts"}, "expected 'bytes', 'decode-bytes' or 'communication'"),
-            ({"cost": "communication", "bits": (16, 8)}, "one width"),
-            ({"cost": "decode-bytes", "cap": "0-1=1MiB"}, "about stored bytes"),
         )
     ),
     *(
@@ -132,7 +123,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"min_tokens": 41}, "above the context of 40"),
             ({"average": "median"}, "expected 'curves' or 'allocations'"),
             ({"average": "allocations", "max_distinct": 2}, "average='curves'"),
-            ({"average": "allocations", "workloads": "worst"}, "averaged over samples"),
             ({"time_limit": 0.0}, "leaves no time"),
             ({"solver": "best"}, "there is no solver 'best'; choose from: adaptive_head, .*greedy"),
             ({"solver": "greedy:gamma=1"}, "has no option 'gamma'"),
@@ -146,10 +136,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"weights": [1.0, 1.0]}, "tests/tiny has 3 layers of 2 KV heads"),
             ({"weights": [[1.0, 1.0]] * 2}, "tests/tiny has 3 layers of 2 KV heads"),
             ({"cap": "0-4=1MiB"}, "names layer 3, and tests/tiny has layers 0-2"),
-            *(
-                ({"batch": 10**15, "cost": cost}, "more than can be counted")
-                for cost in ("bytes", "decode-bytes", "communication")
-            ),
+            ({"batch": 10**15}, "more than can be counted"),
         )
     ),
     *(

@@ -32,7 +32,6 @@ from kvalloc.report.wording import objective_text
 
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 BITS = {"bits": (16, 8, 4)}
-WORST: dict[str, Any] = {"workloads": "worst", "solver": "cvar"}
 GROUPS: dict[str, Any] = {"budget": "35%", "share_groups": "2-3,4-5"}
 
 ASKED: list[tuple[Any, dict[str, Any]]] = [
@@ -63,12 +62,6 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
         )
     ),
     (lambda: make_scores(3, shape=SLIDING), {"memory": 3000}),
-    *(
-        (lambda: make_scores(5, n_samples=3), {**goal, **asked, "level": level})
-        for goal in ({"budget": "35%"}, {"target_retention": 0.8})
-        for asked in (WORST, {"workloads": "cvar", "tail": 0.5, "solver": "cvar"})
-        for level in ("layer", "head")
-    ),
     (lambda: make_bits(3), {"budget": "25%", "level": "head", **BITS}),
     (make_bits, {"memory": 5000, "page": 8, "batch": 2, **BITS}),
     (make_bits, {"budget": "30%", "weights": [0.2, 1, 3], **BITS}),
@@ -89,7 +82,7 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
         for groups in ("2-3,4-5", 4, 6)
         for level in ("layer", "head")
     ),
-    (lambda: make_shared_scores(4, n_samples=3), {**GROUPS, **WORST}),
+    (lambda: make_shared_scores(4, n_samples=3), GROUPS),
     (lambda: make_shared_scores(2, n_samples=1), {**GROUPS, "level": "head"}),
 ]
 
@@ -169,12 +162,10 @@ FALSE: list[tuple[Any, dict[str, Any], Any, set[str]]] = [
     (make_scores, {**SHARE, "page": 8}, moved("budgets", -1), {"budgets are options"}),
     (make_scores, {**HEADS, "max_distinct": 9}, requesting(max_distinct=1), {"different budgets"}),
     (make_scores, {**HEADS, "max_distinct": 9}, requesting(cap=["0=200B"]), {"cap of layer 0"}),
-    (make_scores, {**SHARE, "cost": "decode-bytes"}, moved("cost_bytes", -1), {"cost"}),
     (make_losses, {"target_loss": 0.05}, moved("predicted_loss", -0.01), {"predicted loss"}),
     (make_choices, LOSSES, another_policy, {"policies", "predicted loss"}),
     (make_choices, LOSSES, lambda profile: {"retention": 0.5}, {"retention"}),
     (make_choices, LOSSES, foreign_policy, {"policies"}),
-    (make_scores, {**SHARE, **WORST}, moved("worst_sample_retention", 0.1), {"worst sample"}),
     (make_loss_bits, {**HEADS, **BITS}, other_widths, {"budgets are options", "predicted loss"}),
     (
         make_shared_scores,

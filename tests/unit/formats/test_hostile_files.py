@@ -72,8 +72,8 @@ PROFILE = solve(SCORES, budget="50%", solver="greedy")
 REQUESTS: tuple[dict[str, Any], ...] = (
     {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
     {"target_retention": 0.9, "level": "head", "equal_heads": True},
-    {"memory": "1500", "weights": [1, 2, 3], "workloads": "mean", "max_distinct": 2},
-    {"budget_tokens": 12, "workloads": "cvar", "tail": 0.5},
+    {"memory": "1500", "weights": [1, 2, 3], "max_distinct": 2},
+    {"budget_tokens": 12, "page": 4},
 )
 LINES = (
     b'{"prompt": "a b c", "answer": "d", "task": "t"}\n{"text": "e f"}\n',

@@ -208,3 +208,15 @@ def test_side_constraints_by_hand() -> None:
         SameBudget(groups=((0, 1), (1, 2)))
     with pytest.raises(InputError, match="ask for 1"):
         MaxDistinct(most=0)
+
+
+def test_a_variant_keeps_what_its_changes_leave_and_checks_the_rest() -> None:
+    problem = make_problem([[0.0, 2.0, 2.25]], capacity=2)
+    assert problem.best_so_far is problem.values
+    assert problem.with_capacity(1).__dict__["best_so_far"] is problem.values
+    falling = problem.replace(values=np.array([[0.0, 1.0, 0.5]]))
+    assert falling.best_so_far.tolist() == [[0.0, 1.0, 1.0]]
+    with pytest.raises(InputError, match="not all finite"):
+        problem.replace(values=np.full((1, 3), np.nan))
+    with pytest.raises(TypeError, match="no field capacity"):
+        problem.replace(capacity=3)

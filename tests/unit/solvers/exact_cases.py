@@ -11,7 +11,7 @@ import pytest
 
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solver, Termination
 from kvalloc.solvers._ilp_search import NOTHING, Search
 from kvalloc.solvers._prices import Prices
 from kvalloc.testing import brute_force
@@ -20,13 +20,10 @@ from kvalloc.testing.problems import CURVES, SIDES
 SLACK = 1e-10
 ALL_KINDS = tuple(
     f"{scope}{curves}" + ("" if side == "plain" else f"+{side}")
-    for scope in ("", "worst:", "tail:")
+    for scope in ("", "worst:")
     for side in SIDES
     for curves in CURVES
 )
-ONE_WORKLOAD = tuple(kind for kind in ALL_KINDS if not kind.startswith("tail:"))
-WORKLOADS = tuple(kind for kind in ALL_KINDS if kind.startswith("tail:"))
-TAILS = tuple(f"tail:{curves}" for curves in CURVES)
 
 
 def kinds(*sides: str, curves: Sequence[str] = tuple(CURVES), worst: bool = False) -> list[str]:
@@ -146,19 +143,6 @@ def medium_problem(
         protected_tokens=8,
         constraints=constraints,
         **goal,
-    )
-
-
-def workloads(
-    seed: int, *, count: int = 4, tail_share: float = 0.25, **given: Any
-) -> AllocationProblem:
-    """A medium problem of several workloads, each with curves of its own."""
-    single = [medium_problem(1000 * seed + n, **given) for n in range(count)]
-    scenarios = np.stack([problem.values for problem in single])
-    mean = scenarios.mean(axis=0)
-    aggregate = Aggregate.TAIL
-    return single[0].replace(
-        values=mean, aggregate=aggregate, scenarios=scenarios, tail_share=tail_share
     )
 
 

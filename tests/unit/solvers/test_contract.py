@@ -6,15 +6,12 @@ import importlib.metadata
 import numpy as np
 import pytest
 from exact_cases import (
-    ONE_WORKLOAD,
-    TAILS,
-    WORKLOADS,
+    ALL_KINDS,
     check_all,
     hand_problem,
     kinds,
     medium_problem,
     put_every_option_in_the_program,
-    workloads,
 )
 from factories import make_problem
 
@@ -28,7 +25,7 @@ from kvalloc.testing import SolverContract, tiny_problems
 OPTIONS = {"head_classes": {"recent_tokens": 1, "sink_tokens": 4}}
 EXACT = {"greedy", "dp", "flow", "ilp", "auto"}
 RULES = {"uniform", "pyramid", "adaptive_head", "proportional", "head_classes", "max_min"}
-MAY_GIVE_UP = RULES | {"cvar", "hull", "lagrangian"}
+MAY_GIVE_UP = RULES | {"hull", "lagrangian"}
 NOT_MONOTONE = MAY_GIVE_UP - {"uniform", "head_classes"}
 
 BUILT_IN = sorted(
@@ -82,10 +79,7 @@ def cases_of(count, which, seed):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("backend", "which", "count", "seed", "solved"),
-    [
-        *((backend, ONE_WORKLOAD, 112, 3000, 91) for backend in ("cp_sat", "highs")),
-        ("highs", TAILS, 48, 4000, 41),
-    ],
+    [(backend, ALL_KINDS, 112, 3000, 91) for backend in ("cp_sat", "highs")],
 )
 def test_every_back_end_with_and_without_reduction(
     backend, which, count, seed, solved, whole, monkeypatch
@@ -101,14 +95,12 @@ def test_every_back_end_with_and_without_reduction(
 @pytest.mark.parametrize(
     ("name", "which", "count", "seed", "optimal", "refused", "gave_up"),
     [  # how many must be proven optimal at least, how many refused and given up at most
-        ("dp", ONE_WORKLOAD, 2240, 20_000, 370, 1856, 0),
-        ("flow", ONE_WORKLOAD, 2240, 20_000, 240, 1980, 0),
-        ("lagrangian", ONE_WORKLOAD, 2240, 20_000, 590, 1472, 30),
-        ("hull", ONE_WORKLOAD, 2240, 20_000, 320, 1856, 0),
-        ("cvar", WORKLOADS, 1120, 40_000, 140, 928, 5),
+        ("dp", ALL_KINDS, 2240, 20_000, 370, 1856, 0),
+        ("flow", ALL_KINDS, 2240, 20_000, 240, 1980, 0),
+        ("lagrangian", ALL_KINDS, 2240, 20_000, 590, 1472, 30),
+        ("hull", ALL_KINDS, 2240, 20_000, 320, 1856, 0),
         # a program each time: half as many take as long as all of the others
-        ("ilp", ONE_WORKLOAD, 1120, 20_000, 1050, 0, 0),
-        ("ilp", WORKLOADS, 560, 40_000, 510, 0, 0),
+        ("ilp", ALL_KINDS, 1120, 20_000, 1050, 0, 0),
         ("greedy", CONCAVE, 320, 200, 160, 160, 0),
         ("flow", CONCAVE, 320, 900, 281, 19, 0),
         ("max_min", WORST, 140, 100, 130, 0, 0),
@@ -129,7 +121,7 @@ def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal, r
     assert ends["optimal"] >= optimal
     assert ends["refused"] <= refused
     assert ends["gave up"] <= gave_up
-    if which is ONE_WORKLOAD and exact:
+    if which is ALL_KINDS and exact:
         assert ends["infeasible"] > 5  # and each of those has no choice at all
 
 
@@ -197,7 +189,6 @@ CROSSING = (
 FEW = MaxDistinct(most=2)
 CAPPED = hand_problem(constraints=CROSSING[:1])
 WORST_UNIT = hand_problem(aggregate=Aggregate.WORST)
-SEVERAL = workloads(0)
 DENTED = make_problem([[0.0, 0.1, 0.9]], capacity=1)
 UNEVEN = make_problem([[0.0, 0.5], [0.0, 0.5]], costs=[[0, 1], [0, 2]], capacity=2)
 UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven(),))
@@ -222,15 +213,10 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
             "device 0 and layer 1 overlap; use lagrangian or ilp",
         ),
         ("max_min", hand_problem(constraints=(FEW,)), "does not handle max_distinct; use ilp"),
-        ("cvar", medium_problem(0), "does not maximise a plain sum over units; use greedy or ilp"),
         (
-            "cvar",
-            workloads(0, constraints=(FEW,)),
-            "does not handle max_distinct; use ilp",
-        ),
-        *(
-            (name, SEVERAL, "use cvar or ilp")
-            for name in ("greedy", "dp", "lagrangian", "hull", "flow", "max_min")
+            "max_min",
+            medium_problem(0),
+            "does not maximise a plain sum over units; use greedy or ilp",
         ),
         ("greedy", DENTED, "greedy needs concave curves, .* and these are not; use ilp"),
         *((name, UNEVEN, "use ilp") for name in ("greedy", "pyramid", "proportional")),
@@ -245,7 +231,6 @@ def test_what_it_refuses(name, problem, message):
 
 LONG = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
 LONG_FEW = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
-LONG_TAIL = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +238,6 @@ LONG_TAIL = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
     [
         ("dp", 1e-4, LONG),
         ("lagrangian", 1e-6, LONG),
-        ("cvar", 1e-6, LONG_TAIL),
         ("auto", 1e-6, LONG_FEW),
         ("uniform", 1e-9, LONG),
         ("uniform", 1e-9, LONG.with_target(0.5 * LONG.max_value)),

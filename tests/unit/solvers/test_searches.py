@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from exact_cases import (
     hand_problem,
     medium_problem,
-    workloads,
 )
 from factories import make_problem
 from scipy.optimize import linprog
 
-from kvalloc.allocation.infeasibility import diagnose
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import (
-    Aggregate,
     AllocationProblem,
     GroupCap,
     Sense,
@@ -28,11 +23,9 @@ from kvalloc.problem import (
     registry,
 )
 from kvalloc.solvers._simplex import flow_graph
-from kvalloc.solvers.cvar import CVaR
 from kvalloc.solvers.dp import DP
 from kvalloc.solvers.flow import Flow
 from kvalloc.solvers.hull import Hull
-from kvalloc.solvers.ilp import ILP
 from kvalloc.solvers.lagrangian import Lagrangian
 from kvalloc.testing import brute_force, tiny_problem, tiny_problems
 
@@ -56,7 +49,6 @@ AUTO = registry.get_solver("auto")
         ("unequal_costs", "dp"),
         ("losses+nested_caps", "ilp"),
         ("concave+max_distinct", "ilp"),
-        ("tail:concave", "ilp"),
     ],
 )
 def test_it_picks_the_cheapest_exact_solver(kind, picked):
@@ -158,39 +150,6 @@ def test_a_target_beyond_the_caps_names_them_and_what_can_be_met() -> None:
     nearest = float(raised.value.nearest or 0.0)
     assert 0.0 < nearest < 0.95
     assert solve_problem(problem.with_target(nearest), Lagrangian()).value >= nearest - 1e-12
-
-
-# The worst share of several workloads: near the optimum, honest about it, and exact with ilp
-
-
-@pytest.mark.parametrize("tail_share", [0.25, 0.4, 0.75])
-@pytest.mark.parametrize("concave", [True, False])
-def test_the_gap_is_small_where_there_are_many_options(tail_share: float, concave: bool) -> None:
-    for seed in range(3):
-        problem = workloads(seed, tail_share=tail_share, concave=concave, n_options=64)
-        answer = solve_problem(problem, CVaR())
-        assert answer.bound_source == "dual"
-        assert answer.gap < (1e-3 if concave else 5e-3)
-        cheap = solve_problem(problem.with_target(answer.value), CVaR())
-        # What the capacity bought costs no more than the capacity, up to a few steps; and a few
-        # steps less at most would do, too.
-        assert cheap.cost_bytes <= answer.cost_bytes + 4 * 4096
-        assert cheap.cost_bytes - cheap.bound <= (2 if concave else 10) * 4096
-
-
-def test_what_the_worst_workloads_can_reach_together() -> None:
-    # Each workload can have 1 alone; no choice gives both more than 0.45.
-    scenarios = np.array([[[0.0, 1.0, 0.45]], [[0.0, 0.1, 1.0]]])
-    problem = make_problem(
-        scenarios.mean(axis=0),
-        aggregate=Aggregate.TAIL,
-        scenarios=scenarios,
-        tail_share=0.5,
-        target=0.5,
-    )
-    with pytest.raises(InfeasibleError, match="cannot be met in the worst workloads; ask for less"):
-        solve_problem(problem, ILP())
-    assert diagnose(problem, deadline=time.monotonic() + 60) == (pytest.approx(0.45), True)
 
 
 # Nested caps on concave curves
