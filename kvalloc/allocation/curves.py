@@ -14,24 +14,23 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import CacheCosts
-from kvalloc.allocation.request import WEIGHT_SHAPES, Request
+from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, command, option
 from kvalloc.formats.policy import places_of
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.prompts.intervals import interval
-from kvalloc.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestCurves:
-    """A score profile as one request reads it: at its context and level, with its weights.
+    """A score profile as one request reads it: at its context and level.
 
     Attributes
     ----------
     scores : ScoreProfile
         Measured curves.
     request : Request
-        Its objective, level, weights, policies and groups of layers.
+        Its objective, level, policies and groups of layers.
     sample : int or None
         One sample, or the mean of all.
     columns : int or None
@@ -100,9 +99,6 @@ class RequestCurves:
         if request.objective == "loss":
             values = -self.losses(tokens, bits).min(axis=0)
             return values, np.ones(values.shape[0])
-        if request.weights is not None:
-            curves, weights = self._weighted()
-            return self._retained_at(curves, tokens), weights
         n_layers = len(scores.shape.full_layers)
         single = 0 if scores.n_samples == 1 else self.sample
         if request.level == "head" and single is not None:
@@ -120,20 +116,6 @@ class RequestCurves:
         if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
             return values / curves[:, -1:], np.ones(values.shape[0])
         return values, np.full(values.shape[0], 1.0 / n_layers)
-
-    def _weighted(self) -> tuple[FloatArray, FloatArray]:
-        """Return curves and weights of units, such that keeping everything is worth 1."""
-        scores, sample = self.scores, self.sample
-        weights = head_weights(scores.shape, self.request.weights or ())
-        curves = self._full_layers(scores.contributions(sample))
-        worth = weights * curves[..., -1]
-        if self.request.level == "head":
-            return curves.reshape(-1, curves.shape[2]), weights.ravel() / worth.sum()
-        # A layer's curve is the weighted sum of its heads'; of a layer without weight, the plain.
-        total = worth.sum(axis=1, keepdims=True)
-        shares = np.where(total > 0, weights, 1.0)
-        summed = (shares[..., None] * curves).sum(axis=1) / np.where(total > 0, total, 1.0)
-        return summed, total[:, 0] / total.sum()
 
     def _full_layers(self, curves: FloatArray) -> FloatArray:
         """Return the curves of the full-attention layers; a view if those are all."""
@@ -197,14 +179,6 @@ class RequestCurves:
         scores, layers = self.scores, list(self.scores.shape.full_layers)
         curves = loss_curves(scores, self.sample, bits=bits)
         curves = curves[list(self.offered_policies())][:, layers]
-        if self.request.weights is not None:
-            weights = head_weights(scores.shape, self.request.weights)
-            if curves.shape[2] == 1 and np.any(weights != weights[:, :1]):
-                raise InputError(
-                    "the loss curves of this score profile were measured on whole layers, so heads "
-                    "of a layer cannot weigh differently; give one weight a layer"
-                )
-            curves = curves * weights[:, : curves.shape[2], None]
         if self.request.level == "layer":
             curves = curves.sum(axis=2)
         elif curves.shape[2] == scores.shape.n_kv_heads:
@@ -370,43 +344,6 @@ class RequestCurves:
         each = [one.predicted_loss(budgets, bits, policies) for one in samples]
         ends = interval([np.array([loss for loss in each if loss is not None])], seed=0)
         return None if ends is None else (ends[0], ends[1])
-
-
-def head_weights(shape: ModelShape, weights: tuple[object, ...]) -> FloatArray:
-    """Return the weights of every KV head of the full-attention layers, with a mean of 1.
-
-    Parameters
-    ----------
-    shape : ModelShape
-    weights : tuple of float, or of tuples of float
-        Those of a request.
-
-    Returns
-    -------
-    ndarray of float64, (n_full_layers, n_kv_heads)
-
-    Raises
-    ------
-    InputError
-        If they do not fit the model, or none counts that has a budget.
-    """
-    array = np.asarray(weights, dtype=np.float64)
-    expected = (shape.n_layers, shape.n_kv_heads)
-    if array.shape not in (expected[:1], expected):
-        raise InputError(
-            f"weights are shaped {array.shape}, and {shape.model_id} has {shape.n_layers} layers "
-            f"of {shape.n_kv_heads} KV heads; give {WEIGHT_SHAPES}"
-        )
-    if array.ndim == 1:
-        array = np.repeat(array[:, None], shape.n_kv_heads, axis=1)
-    decided: FloatArray = array[list(shape.full_layers)]
-    mean = float(decided.mean())
-    if mean <= 0:
-        raise InputError(
-            "all weights of full-attention layers are 0, and only those get budgets; give at "
-            "least one above 0"
-        )
-    return decided / mean
 
 
 def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:

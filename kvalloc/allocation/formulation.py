@@ -165,8 +165,6 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
     ``page_tokens``). Its value is the retention it adds, its cost the bytes it stores. At layer
     level an option keeps that many entries in each KV head of the layer, each head its own best.
 
-    With weights the retention is the weighted mean, scaled so that keeping everything is 1.
-
     With several bit widths every budget is an option at each of them, worth less the loss that was
     measured at both together. Options that cost no less than another one for no more value are left
     out, unit by unit.

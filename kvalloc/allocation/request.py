@@ -6,7 +6,6 @@ with ``Unpack``, and the command line derives its flags from it. `Request` holds
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +25,8 @@ from typing import (
     get_type_hints,
 )
 
-import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import BIT_WIDTHS, bytes_in_share
 from kvalloc.errors import InfeasibleError, InputError, OptionNames, one_line, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
@@ -49,10 +46,6 @@ if TYPE_CHECKING:
 
 Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
-
-Weights = Sequence[float] | Sequence[Sequence[float]] | FloatArray
-
-WEIGHT_SHAPES = "one number a layer, or one a KV head as a list of lists"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,9 +438,6 @@ class RequestOptions(TypedDict, total=False):
     objective : {"mean", "worst", "loss"}
         Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
         loss; by default the loss where a size is asked for and loss curves were measured.
-    weights : sequence of float or of sequences of float, str or Path
-        How much each layer counts in the objective: one number a layer, or one list of numbers a
-        layer, one a KV head; or a JSON file of them. Only their ratios matter.
     loss_policies : str or sequence of str
         With `objective` loss or `target_loss`: the policies that each unit chooses from together
         with its budget; all whose losses the score profile holds by default.
@@ -470,7 +460,6 @@ class RequestOptions(TypedDict, total=False):
     cap: Annotated[Sequence[str] | str | None, Option("LAYERS=SIZE", "Limits")]
     equal_heads: Annotated[bool | None, Option("", "Limits")]
     objective: Annotated[Objective | None, Option("", "Objective")]
-    weights: Annotated[str | Path | Weights | None, Option("FILE.json", "Objective")]
     loss_policies: Annotated[str | Sequence[str] | None, Option("NAME,NAME", "Objective")]
 
 
@@ -531,7 +520,7 @@ class Request:
     target : Target
         What to reach.
     level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, \
-    equal_heads, weights, loss_policies
+    equal_heads, loss_policies
         See `RequestOptions`; None where it says that there is a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
@@ -558,7 +547,6 @@ class Request:
     cap: tuple[LayerCap, ...] = ()
     equal_heads: bool = False
     objective: Objective | None = None
-    weights: tuple[Any, ...] | None = None
     loss_policies: tuple[str, ...] | None = None
 
     @classmethod
@@ -628,7 +616,7 @@ class Request:
             for one in sorted(known & stored.keys()):
                 value = stored[one]
                 if one in _READ:
-                    if isinstance(value, str):  # the name of a file, to a caller
+                    if isinstance(value, str):  # a list in every file
                         raise TypeError(f"{one} is {one_line(value, 60)}, expected a list")
                     value = _READ[one](value)
                 strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
@@ -669,7 +657,7 @@ class Request:
     @property
     def is_plain_mean(self) -> bool:
         """Whether the value of the problem is the mean retention over layers."""
-        return self.objective in (None, "mean") and self.weights is None
+        return self.objective in (None, "mean")
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -699,62 +687,6 @@ class Request:
         for message, conflict in _CONFLICTS.items():
             if conflict(self):
                 raise InputError(message.format(r=self, option=OptionNames()))
-
-
-def read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
-    """Return weights as plain tuples, checked as far as that needs no model.
-
-    Parameters
-    ----------
-    given : sequence or ndarray of float, (n_layers,) or (n_layers, n_kv_heads), str or Path
-        Each at least 0, not all 0; or a JSON file of a list of them, or of lists.
-
-    Returns
-    -------
-    tuple of float, or tuple of tuple of float
-
-    Raises
-    ------
-    InputError
-        If there is no such file, or they are no such numbers.
-
-    Examples
-    --------
-    >>> read_weights([1, 0.5])
-    (1.0, 0.5)
-    """
-    where, weights = "", given
-    if isinstance(given, str | Path):
-        where = f"{given}: "
-        try:
-            weights = json.loads(Path(given).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"cannot read the weights in {given} ({error.strerror})") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{given} is no JSON ({error}); write weights as {WEIGHT_SHAPES}"
-            ) from error
-    try:
-        array = np.asarray(weights, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(
-            f"{where}weights are {str(weights)[:60]!r}, which are no table of numbers; give "
-            f"{WEIGHT_SHAPES}"
-        ) from None
-    if array.ndim not in (1, 2) or array.size == 0:
-        raise InputError(f"{where}weights are shaped {array.shape}; give {WEIGHT_SHAPES}")
-    wrong = np.argwhere(~np.isfinite(array) | (array < 0))
-    if wrong.size:
-        place = ", ".join(f"{of} {n}" for of, n in zip(("layer", "head"), wrong[0], strict=False))
-        raise InputError(
-            f"{where}the weight of {place} is {array[tuple(wrong[0])]:g}, expected a finite number "
-            "from 0 up"
-        )
-    if not np.any(array > 0):
-        raise InputError(
-            f"{where}all weights are 0, so nothing would count; give at least one above 0"
-        )
-    return tuple(tuple(row) if isinstance(row, list) else row for row in array.tolist())
 
 
 def _read_caps(given: str | Sequence[str]) -> tuple[LayerCap, ...]:
@@ -791,15 +723,11 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     ),
     "a target loss is about the loss summed over all units, not the worst one; leave the "
     "objective out": lambda r: r.target.kind == "loss" and r.objective == "worst",
-    "weights are for a sum over units; the worst unit is the worst whatever it weighs: leave the "
-    "weights out, or take the objective 'mean'": lambda r: r.weights and r.objective == "worst",
-    "a target loss is in nats per token, and a weighted sum of losses is not: leave the weights "
-    "out, or give a size and the objective 'loss'": lambda r: r.weights and r.target.kind == "loss",
     "a target retention does not go with the objective 'loss'; give {option[target_loss]}, or "
     "leave the objective out": lambda r: r.objective == "loss" and r.target.kind == "retention",
     "layers that share entries are decided by their mean retention at the model's own precision; "
-    "leave out the objective, weights and bits, or the groups": lambda r: (
-        r.share_groups is not None and (r.objective not in (None, "mean") or r.weights)
+    "leave out the objective and bits, or the groups": lambda r: (
+        r.share_groups is not None and not r.is_plain_mean
     ),
     "a largest budget of {r.max_tokens} tokens is below the smallest of {r.min_tokens}; raise "
     "{option[max_tokens]} or lower {option[min_tokens]}": lambda r: (
@@ -816,7 +744,6 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
 _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_bits,
     "cap": _read_caps,
-    "weights": read_weights,
     "loss_policies": _read_names,
     "share_groups": parse_groups,
 }

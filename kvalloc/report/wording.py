@@ -151,7 +151,6 @@ def request_text(decided: BudgetProfile) -> str:
         return f"as many entries as take {share}, prompts of {decided.context_tokens:,} tokens"
     worst = " of the worst unit" if request.objective == "worst" else ""
     what = "predicted loss" if request.objective == "loss" else f"retention{worst}"
-    what = f"weighted {what}" if request.weights else what
     text = request.target.describe(what)
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join(
@@ -161,11 +160,7 @@ def request_text(decided: BudgetProfile) -> str:
 
 def value_heading(request: Request | None) -> str:
     """Return the name of the optimised value; empty if it is the retention or the loss."""
-    if request is None:
-        return ""
-    if request.objective == "worst":
-        return "worst unit"
-    return "weighted" if request.weights else ""
+    return "worst unit" if request is not None and request.objective == "worst" else ""
 
 
 def _limit_texts(request: Request) -> list[str]:
@@ -285,8 +280,7 @@ def _price_text(decided: BudgetProfile) -> str:
         return "nothing more to be had"
     source = f" ({decided.price_source})"
     is_loss = requested.get("objective") == "loss"
-    what = "weighted " if requested.get("weights") else ""
-    what += "loss" if is_loss else "retention"
+    what = "loss" if is_loss else "retention"
     what += " of the worst unit" if requested.get("objective") == "worst" else ""
     if decided.sense == "max_value":
         amount = small_amount(decided.retained_bytes)

@@ -111,15 +111,12 @@ CASES: dict[str, dict[str, Any]] = {
     for level in (["head"] if solver.startswith("adaptive_head") else ["layer", "head"])
 }
 
-RETAINED = {"budget": "30%", "objective": "mean"}
-
 # of the profile with loss curves
 MEASURED_CASES: dict[str, dict[str, Any]] = {
     f"{name}, {level}": {**arguments, "level": level, "solver": "dp"}
     for name, arguments in (
         ("loss 0.1", {"target_loss": 0.1}),
         ("least loss in 30%", {"budget": "30%", "objective": "loss"}),
-        ("weights", {**RETAINED, "weights": (1.0, 0.0, 2.0, 0.5)}),
     )
     for level in ("layer", "head")
 }

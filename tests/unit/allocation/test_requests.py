@@ -85,7 +85,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"target_loss": math.nan}, "cannot be asked for"),
             ({"target_loss": -0.01}, "cannot be asked for"),
             ({"target_loss": 0.1, "objective": "worst"}, "summed over all units"),
-            ({"target_loss": 0.1, "weights": [1, 2]}, "nats per token"),
             ({"target_retention": 0.9, "objective": "loss"}, "give target_loss"),
             ({"budget": "200%"}, "not a share"),
             ({"budget_tokens": 0}, "keeps nothing"),
@@ -107,12 +106,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
             ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
             ({"max_distinct": 0}, "max_distinct=1"),
-            ({"weights": [1.0, math.nan, 1.0]}, "the weight of layer 1 is nan"),
-            ({"weights": [[1, 1], [1, math.inf], [1, 1]]}, "layer 1, head 1 is inf"),
-            ({"weights": [0.0, 0.0, 0.0]}, "all weights are 0"),
-            ({"weights": []}, r"shaped \(0,\)"),
-            ({"weights": [[1.0], [1.0, 2.0], [3.0]]}, "no table of numbers"),
-            ({"weights": [1, 2], "objective": "worst"}, "worst whatever it weighs"),
         )
     ),
     *(
@@ -133,8 +126,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"bits": (8,), "target_retention": 0.9}, "give target_loss, or leave them out"),
             ({"target_loss": 0.1}, "no loss curves.*ask for retention"),
             ({"objective": "loss", "solver": "dp"}, "no loss curves"),
-            ({"weights": [1.0, 1.0]}, "tests/tiny has 3 layers of 2 KV heads"),
-            ({"weights": [[1.0, 1.0]] * 2}, "tests/tiny has 3 layers of 2 KV heads"),
             ({"cap": "0-4=1MiB"}, "names layer 3, and tests/tiny has layers 0-2"),
             ({"batch": 10**15}, "more than can be counted"),
         )
@@ -143,11 +134,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         (partial(make_losses, **given), fields, words)
         for given, fields, words in (
             ({"per": "layer"}, {"target_loss": 0.1, "level": "head"}, "layers.*level='layer'"),
-            (
-                {"per": "layer"},
-                {"objective": "loss", "weights": [[1, 0], [1, 1], [1, 1]]},
-                "one weight a layer",
-            ),
             (
                 {"levels": [17, 30, 40]},
                 {"objective": "loss", "max_tokens": 16},

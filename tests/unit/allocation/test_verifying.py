@@ -46,8 +46,6 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
             {"budget": 0.5, "objective": "mean", "solver": "pyramid"},
             {"budget": 0.5, "solver": "ilp", "page": 4},
             {"budget": 0.5, "average": "allocations"},
-            {"budget": "40%", "solver": "greedy", "weights": [0.0, 1.0, 1.0]},
-            {"target_retention": 0.9, "level": "head", "weights": [[0, 1], [2, 1], [1, 1]]},
         )
     ),
     *(
@@ -64,11 +62,10 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
     (lambda: make_scores(3, shape=SLIDING), {"memory": 3000}),
     (lambda: make_bits(3), {"budget": "25%", "level": "head", **BITS}),
     (make_bits, {"memory": 5000, "page": 8, "batch": 2, **BITS}),
-    (make_bits, {"budget": "30%", "weights": [0.2, 1, 3], **BITS}),
     (lambda: make_losses(5), {"target_loss": 0.05, "level": "head", "solver": "dp"}),
     (
         lambda: make_losses(1, per="layer"),
-        {"budget": "50%", "objective": "loss", "weights": [1, 0, 2], "solver": "dp"},
+        {"budget": "50%", "objective": "loss", "solver": "dp"},
     ),
     (make_choices, {"budget": "40%", "level": "head", "objective": "loss"}),
     (make_choices, {"budget": "40%", "average": "allocations", "objective": "loss"}),

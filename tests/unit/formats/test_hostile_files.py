@@ -47,7 +47,6 @@ from surrogates import fit_surrogate
 from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.request import read_weights
 from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.files import checkpoint_folder
 from kvalloc.formats import record
@@ -72,7 +71,7 @@ PROFILE = solve(SCORES, budget="50%", solver="greedy")
 REQUESTS: tuple[dict[str, Any], ...] = (
     {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
     {"target_retention": 0.9, "level": "head", "equal_heads": True},
-    {"memory": "1500", "weights": [1, 2, 3], "max_distinct": 2},
+    {"memory": "1500", "max_distinct": 2},
     {"budget_tokens": 12, "page": 4},
 )
 LINES = (
@@ -239,7 +238,6 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "fitted file": ((FITTED.read_bytes(),), loaded(FittedModel)),
         "evaluation": (evaluation, loaded(Evaluation)),
         "prompts": (LINES, read_any_lines),
-        "weights": ((b"[1, 0.5, 2]", b"[[1, 2], [3, 4]]"), read_weights),
         "manifest": (files[:1], continued("manifest.json")),
         "piece": (files[1:], continued("piece.safetensors")),
         "commands": ((*scores, *budgets, *evaluation, surrogate, FITTED.read_bytes()), commanded),
@@ -426,7 +424,7 @@ def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
         {"value": "x"},
         {"value": 1e308, "bytes": 10**18},
         {"target": ["budget"]},
-        {"weights": "/etc/passwd"},
+        {"cap": "/etc/passwd"},
         {"bytes": "x", "value": -1},
     ],
     ids=str,
