@@ -59,8 +59,8 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.sensitivity import limits_of
-from kvalloc.allocation.verification import DUAL, CheckedSolution, price_of, solve_problem
+from kvalloc.allocation.sensitivity import limits_of, price_at
+from kvalloc.allocation.verification import DUAL, CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
@@ -204,7 +204,7 @@ def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
     start = time.perf_counter()
     solver, seconds = get_solver(name), SHORT_LIMIT_SECONDS
     answer = solve_problem(problem, solver, time_limit_seconds=seconds)
-    price_of(problem, solver, answer, time_limit_seconds=seconds)
+    price_at(problem, answer.choice, multiplier=answer.multiplier, prices=answer.prices)
     limits_of(problem, answer.choice, answer.dual_prices)
     return {
         "seconds": time.perf_counter() - start,

@@ -18,12 +18,11 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose, problem_of
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.allocation.sensitivity import limits_of
+from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import (
     DUAL,
     CheckedSolution,
     check_time_limit,
-    price_of,
     solve_problem,
 )
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, one_line, option
@@ -125,7 +124,7 @@ def decide(
     time_limit, average
         As in `solve`.
     priced : bool
-        Whether the shadow price is computed too, which may solve a second time.
+        Whether shadow prices and limits are stated, too.
 
     Returns
     -------
@@ -146,7 +145,8 @@ def decide(
         options["average"] = average
     prices: dict[str, Any] = {}
     if priced:
-        price = price_of(problem, solver, checked, time_limit_seconds=time_limit)
+        is_optimal = checked.termination is Termination.OPTIMAL
+        price = price_at(problem, checked.choice, is_optimal, checked.multiplier, checked.prices)
         prices["value_per_mib"], prices["price_source"] = price.value_per_mib, price.source
         prices["limits"] = limits_of(problem, checked.choice, checked.dual_prices)
     requested = {**request.record(), **posed.requested_groups}

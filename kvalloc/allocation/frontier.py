@@ -14,7 +14,8 @@ from kvalloc.allocation.decision import outcome
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
-from kvalloc.allocation.verification import CheckedSolution, price_at, solve_problem
+from kvalloc.allocation.sensitivity import price_at
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
@@ -239,6 +240,6 @@ def _point(problem: AllocationProblem, answer: CheckedSolution, whole_bytes: int
         value=answer.value,
         bound=answer.bound,
         bound_source=answer.bound_source,
-        value_per_mib=None if price is None else price.value_per_mib,
+        value_per_mib=price.value_per_mib,
         choice=answer.choice,
     )

@@ -1,10 +1,13 @@
-"""Which limits bind, what a byte of each is worth, and over which sizes its price holds."""
+"""Shadow prices: what the next byte buys, which limits bind, and over which sizes prices hold."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.allocation.verification import DUAL, next_gain
 from kvalloc.formats.budget_profile import Limit
 from kvalloc.problem import (
     Aggregate,
@@ -12,7 +15,12 @@ from kvalloc.problem import (
     GroupCap,
     MaxDistinct,
     best_response,
+    cheapest_reaching,
+    dual_bound,
 )
+
+WORST_STEP = 0.01
+"""Step of value that is priced where the step of a single option would be too uneven."""
 
 HOLDS_WITHIN = 1.1
 """A price holds at the sizes at which it is at most this factor higher or lower."""
@@ -20,6 +28,95 @@ HOLDS_WITHIN = 1.1
 
 MOST_OPTIONS = 2**24
 """With more options of curves that are not concave, the sizes at which prices hold take seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowPrice:
+    """What one more byte buys at a choice.
+
+    Attributes
+    ----------
+    value_per_byte : float or None
+        Value of one byte more, at least 0; its inverse is what one more of value costs. None if
+        it is unknown.
+    source : str
+        Where it comes from, or why it is unknown, in a few words.
+    """
+
+    value_per_byte: float | None
+    source: str
+
+    @property
+    def value_per_mib(self) -> float | None:
+        """Value of one MiB more."""
+        return None if self.value_per_byte is None else self.value_per_byte * 2**20
+
+
+UNPRICED = ShadowPrice(value_per_byte=None, source="not computed: the limits leave no formula")
+
+
+def price_at(
+    problem: AllocationProblem,
+    choice: IntArray,
+    is_optimal: bool = True,
+    multiplier: float | None = None,
+    prices: tuple[float, ...] = (),
+) -> ShadowPrice:
+    """Return the price of a byte at a choice.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Either sense.
+    choice : ndarray of int64, (n_units,)
+        What was decided; the price is that of going on from there.
+    is_optimal : bool
+        A rule's answer is not where the best one goes on from.
+    multiplier : float, optional
+        That of the dual bound, where it is known already.
+    prices : tuple of float
+        Those of the dual bound under caps, if they are known.
+
+    Returns
+    -------
+    ShadowPrice
+        For concave units, also under caps, the best gain of a next option that every cap leaves
+        room for. For other units the price of the capacity in the Lagrangian dual.
+        For the worst unit what `WORST_STEP` more of it takes. Unknown where side constraints leave
+        no such formula; of what is not optimal only the multiplier is known.
+
+    Examples
+    --------
+    >>> from kvalloc.testing import tiny_problem
+    >>> problem = tiny_problem("concave", seed=0)
+    >>> price_at(problem, problem.last_options).value_per_byte
+    0.0
+    """
+    if problem.aggregate is Aggregate.WORST and not problem.constraints and is_optimal:
+        return _worst_price(problem, choice)
+    if problem.aggregate is not Aggregate.SUM:
+        return UNPRICED
+    only_caps = set(map(type, problem.constraints)) <= {GroupCap}
+    if only_caps and problem.is_concave and is_optimal:
+        return ShadowPrice(value_per_byte=next_gain(problem, choice), source="the next entry")
+    if problem.constraints:
+        known = only_caps and prices
+        return ShadowPrice(value_per_byte=prices[0], source=DUAL) if known else UNPRICED
+    if multiplier is None:
+        multiplier = dual_bound(problem).multiplier
+    return ShadowPrice(value_per_byte=multiplier, source=DUAL)
+
+
+def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
+    value = problem.objective_value(choice)
+    source = f"{WORST_STEP:g} more"
+    higher = min(value + WORST_STEP, problem.max_value)
+    now, then = cheapest_reaching(problem, value), cheapest_reaching(problem, higher)
+    if now is None or then is None or higher <= value:
+        return ShadowPrice(value_per_byte=0.0, source=source)
+    gained, spent = problem.objective_value(then) - value, problem.cost(then) - problem.cost(now)
+    per_byte = max(0.0, gained) / spent if spent > 0 else 0.0
+    return ShadowPrice(value_per_byte=per_byte, source=source)
 
 
 def limits_of(

@@ -1,4 +1,4 @@
-"""Run a solver and verify its answer: claims are computed again, bytes are priced."""
+"""Run a solver and verify its answer: every claim is computed again."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
+from kvalloc.errors import InputError, KVAllocError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
 from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
-    GroupCap,
     Sense,
     Solution,
     Solver,
     Termination,
 )
-from kvalloc.problem.bounds import bound_at, cheapest_reaching, dual_bound
+from kvalloc.problem.bounds import bound_at, dual_bound
 from kvalloc.problem.registry import get_solver
 
 PROOF_TOLERANCE = 1e-10
@@ -37,15 +36,6 @@ DUAL = "dual"
 
 GRACE_SECONDS = 5.0
 """A solver of another package is given up after twice its time limit and this much more."""
-
-WORST_STEP = 0.01
-"""Step of value that is priced where the step of a single option would be too uneven."""
-
-MORE = 0.01
-"""Step of bytes that is priced by solving again, as a share of the capacity."""
-
-AGAIN_SECONDS = 1.0
-"""A problem that took longer is not solved again for its price."""
 
 T = TypeVar("T")
 
@@ -338,7 +328,7 @@ def prove(problem: AllocationProblem, choice: IntArray, prices: tuple[float, ...
     is_sum, objective = problem.aggregate is Aggregate.SUM, problem.objective(choice)
     tried: list[tuple[float, ...]] = []  # before the search for the best price
     if is_sum and problem.target is None and not problem.constraints and problem.is_concave:
-        tried.append((_next_gain(problem, choice),))
+        tried.append((next_gain(problem, choice),))
     if is_sum and prices and are_prices(problem, prices):
         tried.append(prices)
     priced = []
@@ -377,122 +367,8 @@ def are_prices(problem: AllocationProblem, prices: tuple[float, ...]) -> bool:
     return sound and len(prices) in (0, 1 + len(problem.caps))
 
 
-# Shadow prices: what the next byte buys
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShadowPrice:
-    """What one more byte buys at a choice.
-
-    Attributes
-    ----------
-    value_per_byte : float or None
-        Value of one byte more, at least 0; its inverse is what one more of value costs. None if
-        it was not computed.
-    source : str
-        Where it comes from, or why it was not computed, in a few words.
-    """
-
-    value_per_byte: float | None
-    source: str
-
-    @property
-    def value_per_mib(self) -> float | None:
-        """Value of one MiB more."""
-        return None if self.value_per_byte is None else self.value_per_byte * 2**20
-
-    @classmethod
-    def of(cls, gained: float, more_bytes: int, source: str) -> ShadowPrice:
-        """Return the price at which bytes gained value; 0 where either is none."""
-        per_byte = max(0.0, gained) / more_bytes if more_bytes > 0 else 0.0
-        return cls(value_per_byte=per_byte, source=source)
-
-
-def price_of(
-    problem: AllocationProblem,
-    solver: Solver,
-    answer: CheckedSolution,
-    *,
-    time_limit_seconds: float | None = None,
-) -> ShadowPrice:
-    """Return the price of a byte for an answer: by formula, else by solving again.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-    solver : Solver
-        Which solved it.
-    answer : CheckedSolution
-    time_limit_seconds : float, optional
-        For solving again.
-
-    Returns
-    -------
-    ShadowPrice
-        `price_at` the answer; unknown where that needs an optimal answer and this is none.
-    """
-    is_optimal = answer.termination is Termination.OPTIMAL
-    price = price_at(problem, answer.choice, is_optimal, answer.multiplier, answer.prices)
-    if price is not None:
-        return price
-    if is_optimal:
-        return _price_by_solving(problem, solver, answer, time_limit_seconds)
-    return _unpriced("not optimal, and the limits leave no formula")
-
-
-def price_at(
-    problem: AllocationProblem,
-    choice: IntArray,
-    is_optimal: bool = True,
-    multiplier: float | None = None,
-    prices: tuple[float, ...] = (),
-) -> ShadowPrice | None:
-    """Return the price of a byte at a choice, by a formula.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-        Either sense.
-    choice : ndarray of int64, (n_units,)
-        What was decided; the price is that of going on from there.
-    is_optimal : bool
-        A rule's answer is not where the best one goes on from.
-    multiplier : float, optional
-        That of the dual bound, where it is known already.
-    prices : tuple of float
-        Those of the dual bound under caps, if they are known.
-
-    Returns
-    -------
-    ShadowPrice or None
-        For concave units, also under caps, the best gain of a next option that every cap leaves
-        room for. For other units the price of the capacity in the Lagrangian dual.
-        For the worst unit what `WORST_STEP` more of it takes. None where side constraints leave
-        no such formula; of what is not optimal there is the multiplier or None.
-
-    Examples
-    --------
-    >>> from kvalloc.testing import tiny_problem
-    >>> problem = tiny_problem("concave", seed=0)
-    >>> price_at(problem, problem.last_options).value_per_byte
-    0.0
-    """
-    if problem.aggregate is Aggregate.WORST and not problem.constraints and is_optimal:
-        return _worst_price(problem, choice)
-    if problem.aggregate is not Aggregate.SUM:
-        return None
-    only_caps = set(map(type, problem.constraints)) <= {GroupCap}
-    if only_caps and problem.is_concave and is_optimal:
-        return ShadowPrice(value_per_byte=_next_gain(problem, choice), source="the next entry")
-    if problem.constraints:
-        known = only_caps and prices
-        return ShadowPrice(value_per_byte=prices[0], source=DUAL) if known else None
-    if multiplier is None:
-        multiplier = dual_bound(problem).multiplier
-    return ShadowPrice(value_per_byte=multiplier, source=DUAL)
-
-
-def _next_gain(problem: AllocationProblem, choice: IntArray) -> float:
+def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
+    """Return the largest gain of a byte among the next options that every cap leaves room for."""
     step = problem.step_bytes
     if step is None:
         return 0.0  # one option each
@@ -505,51 +381,3 @@ def _next_gain(problem: AllocationProblem, choice: IntArray) -> float:
         if stored + step > cap.capacity_bytes:
             gains[members] = 0.0
     return max(0.0, float(gains.max())) / step
-
-
-def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
-    value = problem.objective_value(choice)
-    source = f"{WORST_STEP:g} more"
-    higher = min(value + WORST_STEP, problem.max_value)
-    now, then = cheapest_reaching(problem, value), cheapest_reaching(problem, higher)
-    if now is None or then is None or higher <= value:
-        return ShadowPrice(value_per_byte=0.0, source=source)
-    gained = problem.objective_value(then) - value
-    return ShadowPrice.of(gained, problem.cost(then) - problem.cost(now), source)
-
-
-def _unpriced(reason: str) -> ShadowPrice:
-    return ShadowPrice(value_per_byte=None, source=f"not computed: {reason}")
-
-
-def _price_by_solving(
-    problem: AllocationProblem,
-    solver: Solver,
-    answer: CheckedSolution,
-    time_limit_seconds: float | None,
-) -> ShadowPrice:
-    """Return the price from `MORE` of the bytes, or `WORST_STEP` more value for a target.
-
-    It says so where that would take long, is not possible, or is not proven optimal.
-    """
-    if answer.seconds > AGAIN_SECONDS:
-        return _unpriced(f"solving again would take about {answer.seconds:.3g} s")
-    if problem.capacity_bytes is not None:
-        step = max(problem.lattice_bytes, int(MORE * problem.capacity_bytes))
-        changed, source = problem.with_capacity(problem.capacity_bytes + step), f"{step:,} bytes"
-    else:
-        assert problem.target is not None  # a problem has one of both
-        changed, source = problem.with_target(problem.target + WORST_STEP), f"{WORST_STEP:g}"
-    limit = 10 * AGAIN_SECONDS
-    if time_limit_seconds is not None:  # both within it
-        limit = max(time_limit_seconds - answer.seconds, 0.1 * time_limit_seconds)
-    try:
-        then = solve_problem(changed, solver, time_limit_seconds=limit)
-    except InfeasibleError:
-        return _unpriced(f"nothing is possible with {source} more")
-    except SolverError as error:
-        return _unpriced(str(error))
-    if then.termination is not Termination.OPTIMAL:
-        return _unpriced(f"solving again ended at {limit:.3g} s")
-    more_bytes = step if problem.target is None else then.cost_bytes - answer.cost_bytes
-    return ShadowPrice.of(then.value - answer.value, more_bytes, f"solved again with {source} more")

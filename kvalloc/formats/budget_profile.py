@@ -219,8 +219,8 @@ class BudgetProfile(JsonRecord):
     """Shadow price: what one more MiB would add to the value, at the margin; None if unknown."""
 
     price_source: str = ""
-    """Where that comes from: the next entry, the dual, or solving again with a little more; or why
-    it was not computed."""
+    """Where that comes from: the next entry, the dual, or a little more of the worst unit; or why
+    it is unknown."""
 
     limits: tuple[Limit, ...] = ()
     """Which limits bind, what each is worth, and where its price holds; empty if not computed."""

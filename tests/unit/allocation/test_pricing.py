@@ -13,13 +13,8 @@ from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.verification import (
-    AGAIN_SECONDS,
-    MORE,
-    price_at,
-    price_of,
-    solve_problem,
-)
+from kvalloc.allocation.sensitivity import price_at
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import AllocationProblem, GroupCap, Sense, dual_bound
 from kvalloc.problem.registry import get_solver
@@ -86,33 +81,16 @@ def test_the_worst_unit_is_priced_by_a_hundredth_more(seed: int) -> None:
     assert price.value_per_byte == pytest.approx(gained / (more.cost_bytes - answer.cost_bytes))
 
 
-@pytest.mark.parametrize("target", [{"budget": 0.5}, {"target_retention": 0.6}], ids=str)
-def test_without_a_formula_it_is_solved_again(target: dict[str, Any]) -> None:
-    request = Request.parse(**target, level="head", max_distinct=2)
-    problem = formulate(make_scores(1), request)
-    answer = dataclasses.replace(solve_problem(problem, AUTO), seconds=0.0)
-    price = price_of(problem, AUTO, answer, time_limit_seconds=600.0)
-    assert price.source.startswith("solved again with")
-    if problem.capacity_bytes is not None:
-        step = max(problem.lattice_bytes, int(MORE * problem.capacity_bytes))
-        gained = value_with(problem, problem.capacity_bytes + step) - answer.value
-        assert price.value_per_byte == pytest.approx(gained / step)
-    else:
-        assert price.value_per_byte > 0
-    late = dataclasses.replace(answer, seconds=2 * AGAIN_SECONDS)
-    unknown = price_of(problem, AUTO, late)
-    assert unknown.value_per_byte is None
-    assert unknown.source == "not computed: solving again would take about 2 s"
-
-
-def test_a_rule_is_priced_by_the_dual_or_not_at_all() -> None:
+def test_without_a_formula_there_is_no_price_of_a_rule_or_an_optimum() -> None:
     scores = make_scores(1)
     rule = solve(scores, budget=0.5, solver="pyramid")
     best = solve(scores, budget=0.5)
     assert rule.price_source == "dual"
     assert rule.value_per_mib == pytest.approx(best.value_per_mib, rel=0.2)
     found = solve(scores, budget=0.5, level="head", equal_heads=True, solver="max_min")
-    reason = "not computed: not optimal, and the limits leave no formula"
+    reason = "not computed: the limits leave no formula"
+    few = solve(scores, budget=0.5, level="head", max_distinct=2)
+    assert (few.termination, few.value_per_mib, few.price_source) == ("optimal", None, reason)
     assert (found.value_per_mib, found.price_source) == (None, reason)
     assert decision_fields(found)["price"] == reason
 
