@@ -205,7 +205,7 @@ def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
     solver, seconds = get_solver(name), SHORT_LIMIT_SECONDS
     answer = solve_problem(problem, solver, time_limit_seconds=seconds)
     price_at(problem, answer.choice, multiplier=answer.multiplier, prices=answer.prices)
-    limits_of(problem, answer.choice, answer.dual_prices)
+    limits_of(problem, answer.choice, answer.prices or (answer.multiplier,))
     return {
         "seconds": time.perf_counter() - start,
         "peak_bytes": memory_bytes("VmHWM"),

@@ -113,8 +113,6 @@ def _shift_to_total(
         middle = 0.5 * (below + above)
         if middle in (below, above):
             break
-        if float(np.clip(shares + middle, low, high).sum()) < total:
-            below = middle
-        else:
-            above = middle
+        less = float(np.clip(shares + middle, low, high).sum()) < total
+        below, above = (middle, above) if less else (below, middle)
     return np.clip(shares + above, low, high)

@@ -148,7 +148,9 @@ def decide(
         is_optimal = checked.termination is Termination.OPTIMAL
         price = price_at(problem, checked.choice, is_optimal, checked.multiplier, checked.prices)
         prices["value_per_mib"], prices["price_source"] = price.value_per_mib, price.source
-        prices["limits"] = limits_of(problem, checked.choice, checked.dual_prices)
+        prices["limits"] = limits_of(
+            problem, checked.choice, checked.prices or (checked.multiplier,)
+        )
     requested = {**request.record(), **posed.requested_groups}
     if (granted := request.target.granted(curves.costs)) is not None:
         requested["bytes"] = granted + curves.costs.sliding_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.allocation.verification import DUAL, next_gain
+from kvalloc.allocation.verification import DUAL
 from kvalloc.formats.budget_profile import Limit
 from kvalloc.problem import (
     Aggregate,
@@ -18,6 +18,7 @@ from kvalloc.problem import (
     cheapest_reaching,
     dual_bound,
 )
+from kvalloc.problem.bounds import next_gain
 
 WORST_STEP = 0.01
 """Step of value that is priced where the step of a single option would be too uneven."""

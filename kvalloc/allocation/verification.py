@@ -25,7 +25,7 @@ from kvalloc.problem import (
     Solver,
     Termination,
 )
-from kvalloc.problem.bounds import bound_at, dual_bound
+from kvalloc.problem.bounds import bound_at, dual_bound, next_gain
 from kvalloc.problem.registry import get_solver
 
 PROOF_TOLERANCE = 1e-10
@@ -55,8 +55,8 @@ class CheckedSolution(Solution):
         Cost of the choice.
     bound_source : str
         ``"dual"`` or the solver's name.
-    multiplier : float or None
-        Price of one byte in the dual bound, side constraints left out; None if not computed.
+    multiplier : float
+        Price of one byte in the dual bound, side constraints left out.
     seconds : float
         Wall time of the solver alone.
     """
@@ -64,13 +64,8 @@ class CheckedSolution(Solution):
     value: float
     cost_bytes: int
     bound_source: str
-    multiplier: float | None = None
+    multiplier: float
     seconds: float
-
-    @property
-    def dual_prices(self) -> tuple[float, ...]:
-        """Prices of the dual: of the capacity, and of the caps where they are known."""
-        return self.prices or (() if self.multiplier is None else (self.multiplier,))
 
     @property
     def gap(self) -> float | None:
@@ -365,19 +360,3 @@ def are_prices(problem: AllocationProblem, prices: tuple[float, ...]) -> bool:
     """Return whether these are prices of the capacity and of each cap, or none."""
     sound = all(0 <= one < math.inf for one in prices)
     return sound and len(prices) in (0, 1 + len(problem.caps))
-
-
-def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
-    """Return the largest gain of a byte among the next options that every cap leaves room for."""
-    step = problem.step_bytes
-    if step is None:
-        return 0.0  # one option each
-    units = np.arange(problem.n_units)
-    after = np.minimum(choice + 1, problem.last_options)
-    gains = problem.weights * (problem.values[units, after] - problem.values[units, choice])
-    for cap in problem.caps:
-        members = np.asarray(cap.units, dtype=np.int64)
-        stored = int(problem.costs[members, choice[members]].sum())
-        if stored + step > cap.capacity_bytes:
-            gains[members] = 0.0
-    return max(0.0, float(gains.max())) / step

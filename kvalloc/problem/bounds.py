@@ -195,6 +195,26 @@ def steps_above(
     )
 
 
+def next_gain(problem: AllocationProblem, choice: IntArray) -> float:
+    """Return the largest value of a byte among the next options that every cap leaves room for.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Concave, with one cost step.
+    choice : ndarray of int64, (n_units,)
+    """
+    step = problem.step_bytes
+    if step is None:
+        return 0.0  # one option each
+    gains = problem.gains(choice, np.minimum(choice + 1, problem.last_options))
+    for cap in problem.caps:
+        members = np.asarray(cap.units, dtype=np.int64)
+        if int(problem.costs[members, choice[members]].sum()) + step > cap.capacity_bytes:
+            gains[members] = 0.0
+    return max(0.0, float(gains.max())) / step
+
+
 def best_price(
     under: IntArray,
     over: IntArray,

@@ -129,7 +129,7 @@ def build(cls: type[T], options: Mapping[str, Any], *, what: str, **given: Any) 
     InputError
         If it has no such option, or none of that value.
     """
-    typed = typed_options(cls, options, what=what)
+    typed = typed_options(cls, options, what=what) if options else {}
     try:
         return cls(**given, **typed)
     except (TypeError, ValueError) as error:
