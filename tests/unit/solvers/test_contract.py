@@ -213,11 +213,6 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
             "device 0 and layer 1 overlap; use lagrangian or ilp",
         ),
         ("max_min", hand_problem(constraints=(FEW,)), "does not handle max_distinct; use ilp"),
-        (
-            "max_min",
-            medium_problem(0),
-            "does not maximise a plain sum over units; use greedy or ilp",
-        ),
         ("greedy", DENTED, "greedy needs concave curves, .* and these are not; use ilp"),
         *((name, UNEVEN, "use ilp") for name in ("greedy", "pyramid", "proportional")),
         *((name, UNKNOWN, "does not handle OnlyEven; write a solver") for name in ("auto", "ilp")),
@@ -227,6 +222,13 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
 def test_what_it_refuses(name, problem, message):
     with pytest.raises(SolverError, match=message):
         solve_problem(problem, registry.get_solver(name))
+
+
+def test_a_solver_of_the_worst_unit_alone_refuses_a_sum():
+    class OnlyWorst(type(registry.get_solver("max_min"))):
+        aggregates = frozenset({Aggregate.WORST})
+
+    assert OnlyWorst().can_solve(medium_problem(0)).endswith("; use greedy or ilp")
 
 
 LONG = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
