@@ -28,7 +28,7 @@ KINDS = (
     "worst:concave+max_distinct",
     "worst:losses+nested_caps",
 )
-SEEDS = range(14)
+SEEDS = range(16)
 
 
 def tightened(problem: AllocationProblem, seed: int) -> AllocationProblem:
