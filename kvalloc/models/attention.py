@@ -73,6 +73,8 @@ class AttentionStates:
     gaps : bool
         Whether entries between those of the queries' own tokens are gone, so that the last keys
         are not theirs; the mask tells which keys each query sees.
+    behind : bool
+        Whether all queries stand behind the newest token: without a mask, each sees every key.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
         Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
     later : mapping to Observed, or None
@@ -99,6 +101,7 @@ class AttentionStates:
     older: int = 0
     first_head: int = 0
     gaps: bool = False
+    behind: bool = False
     positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
     bias: Tensor | None = None

@@ -93,9 +93,10 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
         logits += states.bias[:, :, None, None, :n_seen]
     mask = _row_mask(states, first, end)
     if mask is None:
-        # only the rows' own square needs the causal mask: it is the end of every row
-        later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
-        logits[..., -rows:].masked_fill_(later, float("-inf"))
+        if not states.behind:
+            # only the rows' own square needs the causal mask: it is the end of every row
+            later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
+            logits[..., -rows:].masked_fill_(later, float("-inf"))
         return attention_softmax(logits, states.sink_logits)
     mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
@@ -155,7 +156,7 @@ def states_behind(
     Returns
     -------
     AttentionStates
-        Its mask hides padding alone: queries of padding see nothing.
+        Its mask, if any, hides padding alone: queries of padding see nothing.
     """
     import torch
 
@@ -163,10 +164,10 @@ def states_behind(
     first = max(n_new - rows, 0)
     queries = queries_behind(states, torch.arange(first, n_new), ahead, who=who, instead=instead)
     mask = _row_mask(states, first, n_new)
-    visible = ~protected_columns(states, sinks=0)[:, :, None]
     if mask is not None:
-        visible = visible & _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
-    return replace(states, queries=queries, mask=visible)
+        mask = _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
+        mask = mask & ~protected_columns(states, sinks=0)[:, :, None]
+    return replace(states, queries=queries, mask=mask, behind=True)
 
 
 def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:

@@ -153,21 +153,29 @@ class AttentionMatching(Score):
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :most]
-            change = None
+            added = bias[:, heads].gather(2, places)
+            if states.bias is not None:
+                logits += bias[:, heads, None, None]
+            weights = attention_softmax(logits, sinks)
+            as_stored = None
             if states.stored_keys is not None:
-                stored = gathered(states.stored_keys[:, heads], places)
-                rounded = attention_logits(own, stored, 0, n_queries).flatten(2, 3)
-                change = rounded - logits.flatten(2, 3).take_along_dim(places[:, :, None], dim=-1)
-            logits += bias[:, heads, None, None]
+                as_stored = attention_logits(
+                    own, gathered(states.stored_keys[:, heads], places), 0, n_queries
+                )
+                # the largest logit and its weight tell by what a row is divided
+                whole = logits.amax(dim=-1, keepdim=True) - weights.amax(dim=-1, keepdim=True).log()
+                if states.bias is not None:
+                    as_stored += added[:, :, None, None]
+                as_stored = as_stored.sub_(whole).exp_().flatten(2, 3)
             found = match_attention(
-                attention_softmax(logits, sinks).flatten(2, 3),
+                weights.flatten(2, 3),
                 states.values[:, heads],
                 places,
                 sizes=sizes[:, heads],
                 query_weights=counts[:, heads],
                 biases=self.biases,
-                bias=bias[:, heads].gather(2, places),
-                change=change,
+                bias=added,
+                as_stored=as_stored,
                 others=sinks is not None,
             )
             index = places[..., None].expand_as(found.values)
@@ -272,7 +280,7 @@ def match_attention(
     biases: bool = True,
     sizes: Tensor | None = None,
     bias: Tensor | None = None,
-    change: Tensor | None = None,
+    as_stored: Tensor | None = None,
     others: bool = False,
 ) -> Matched:
     """Fit values and logit biases of kept entries to the attention over all entries.
@@ -293,8 +301,9 @@ def match_attention(
         entries at the others are not kept, and come back as they were.
     bias : Tensor of float32, (..., n_kept), optional
         What the logits of the kept entries have added already, as `weights` knows.
-    change : Tensor of float32, (..., n_queries, n_kept), optional
-        What rounding the keys of the kept entries adds to their logits, as `weights` does not know.
+    as_stored : Tensor of float32, (..., n_queries, n_kept), optional
+        What the kept entries get of `weights` once their keys are rounded, before rows sum to 1;
+        their part of `weights` by default.
     others : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
         than 1.
@@ -316,9 +325,10 @@ def match_attention(
     sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
     there = torch.arange(n_kept, device=kept.device) < sizes[..., None]
     mass = weights.sum(dim=-1, keepdim=True)
-    own = weights.take_along_dim(kept[..., None, :], dim=-1) * there[..., None, :]
-    if change is not None:
-        own *= change.exp()
+    if as_stored is None:
+        index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
+        as_stored = weights.gather(-1, index)
+    own = as_stored.to(weights.dtype) * there[..., None, :]
     roots = query_weights.to(weights.dtype).sqrt()[..., None]
     counts = None
     if biases:
@@ -331,7 +341,8 @@ def match_attention(
     if others:
         total = total + (1 - mass).clamp(min=0)  # they stay
     shares = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
-    first = values.take_along_dim(kept[..., None], dim=-2).to(weights.dtype)
+    first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
+    first = first.to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - shares @ first
     added = ridge_step(roots * shares, roots * lacking, VALUE_RIDGE, sizes)
     return Matched(
