@@ -5,17 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_fields, print_result, print_table
 from kvalloc.errors import KVAllocError
 from kvalloc.problem.registry import json_value, load, names, plugin_options
-from kvalloc.report.terminal import number_text
-
-if TYPE_CHECKING:
-    from kvalloc.formats.budget_profile import BudgetProfile
-
 
 _PLUGINS = {
     "solvers": ("kvalloc.problem.solver:Solver", "solve ... --solver"),
@@ -30,9 +25,8 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
     """List the installed solvers, scorers or policies, or the budget profiles.
 
     Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
-    with kvalloc, with their share of the bytes of a cache at 16 bits, and the KL that was measured
-    with exactly these budgets, nats per token: the median of the tasks, and the worst task. Below
-    them stand what else ships, and what 'kvalloc fit' made here.
+    with kvalloc, with their share of the bytes of a cache at 16 bits. Below them stand what else
+    ships, and what 'kvalloc fit' made here.
 
     Parameters
     ----------
@@ -59,46 +53,17 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
 def _profiles() -> None:
     from kvalloc.formats import shipped_profiles as shipped
 
-    names = shipped.shipped_profiles()
-    rows = [_profile_row(name, shipped.load_profile(name)) for name in names]
-    print_result(rows, lambda: _show_profiles(rows))
+    rows = []
+    for name in shipped.shipped_profiles():
+        profile = shipped.load_profile(name)
+        facts = {"name": name, "model": profile.shape.model_id, "digest": profile.digest}
+        facts |= {"context_tokens": profile.context_tokens, "share_of_16_bits": profile.share}
+        rows.append(facts)
+    cells = [(row["name"], f"{row['share_of_16_bits']:.1%}", row["model"]) for row in rows]
+    print_result(rows, lambda: print_table(("profile", "share", "model"), cells))
     note(f"fitted files that ship: {', '.join(shipped.shipped_fitted())}", beside_json=False)
     for file in shipped.fitted_files():
         note(f"fitted here: {file}", beside_json=False)
-
-
-def _profile_row(name: str, profile: BudgetProfile) -> dict[str, Any]:
-    known: Any = sorted(
-        (float(row["kl"]), str(row.get("task", "")))
-        for row in profile.evaluation_rows
-        if isinstance(row.get("kl"), int | float)
-    )
-    losses = known or [(None, None)]
-    (median, _), (worst, task) = losses[len(losses) // 2], losses[-1]
-    return {
-        "name": name,
-        "model": profile.shape.model_id,
-        "context_tokens": profile.context_tokens,
-        "share_of_16_bits": profile.share,
-        "median_kl": median,
-        "worst_kl": worst,
-        "worst_task": task,
-        "digest": profile.digest,
-    }
-
-
-def _show_profiles(rows: Sequence[dict[str, Any]]) -> None:
-    cells = [
-        (
-            row["name"],
-            f"{row['share_of_16_bits']:.1%}",
-            number_text(row["median_kl"], ".4f", "-"),
-            f"{row['worst_task'] or ''} {number_text(row['worst_kl'], '.4f', '-')}".strip(),
-            row["model"].rsplit("/", 1)[-1],
-        )
-        for row in rows
-    ]
-    print_table(("profile", "share", "KL", "worst at", "model"), cells)
 
 
 def _show_plugins(group: str, base: type[Any], option: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, nearest
 from kvalloc.files import cache_folder, near_file
@@ -22,6 +22,8 @@ from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 PACKAGE = "kvalloc.profiles"
 SHIPPED: dict[type[Any], str] = {
@@ -106,7 +108,7 @@ def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
 
 def load_surrogate(source: str) -> FittedSurrogate:
     """Load the surrogate of a fitted file, or one alone, as `kvalloc.fit` has it while it works."""
-    fitted = _fitted_in(source, changed_ns(source), (FittedModel, FittedSurrogate))
+    fitted = _fitted_in(source, (FittedModel, FittedSurrogate))
     return fitted.surrogate if isinstance(fitted, FittedModel) else fitted
 
 
@@ -130,18 +132,37 @@ def load_fitted(source: str) -> FittedModel:
     ProfileFileError
         If the file is not a sound fitted file.
     """
-    fitted: FittedModel = _fitted_in(source, changed_ns(source), (FittedModel,))
+    fitted: FittedModel = _fitted_in(source, (FittedModel,))
     return fitted
 
 
-@lru_cache(maxsize=16)
-def _fitted_in(source: str, changed_ns: int, kinds: tuple[type[Any], ...]) -> Any:
+def while_unchanged(maxsize: int) -> Callable[[F], F]:
+    """Remember the latest results of a function of a file until that changes.
+
+    Parameters
+    ----------
+    maxsize : int
+        Number of results. The file is the function's first argument.
+    """
+
+    def decorate(function: F) -> F:
+        @lru_cache(maxsize=maxsize)
+        def remembered(changed_ns: int, *arguments: Any) -> Any:
+            return function(*arguments)
+
+        @wraps(function)
+        def current(source: str, *arguments: Any) -> Any:
+            changed_ns = os.stat(source).st_mtime_ns if os.path.exists(source) else 0
+            return remembered(changed_ns, source, *arguments)
+
+        return cast(F, current)
+
+    return decorate
+
+
+@while_unchanged(maxsize=16)
+def _fitted_in(source: str, kinds: tuple[type[Any], ...]) -> Any:
     return load_file(source, kinds)
-
-
-def changed_ns(source: str) -> int:
-    """Return when a file was last changed; 0 of what is none."""
-    return os.stat(source).st_mtime_ns if os.path.exists(source) else 0
 
 
 def load_file(source: str | Path, kinds: Sequence[type[Any]] = KINDS) -> Any:

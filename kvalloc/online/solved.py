@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.formats.shipped_profiles import changed_ns, load_fitted
+from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
 from kvalloc.scorers import get_scorer
 
@@ -55,6 +54,7 @@ def grid_length(tokens: int) -> int:
     return tokens // step * step
 
 
+@while_unchanged(maxsize=256)
 def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     """Return the budgets and widths of each head with the least sum of losses within a share.
 
@@ -74,94 +74,6 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     BudgetProfile or None
         None where the share, or the prompt, is less than the curves cover.
     """
-    return _solved(file, changed_ns(file), share, tokens)
-
-
-def share_for_loss(file: str, loss: float, tokens: int) -> float:
-    """Return the least share at which a whole cache is predicted to lose no more than this.
-
-    What is predicted is the sum of single losses, times what whole caches lost beside it at such a
-    share. It is searched once for a file, a loss and a length.
-
-    Parameters
-    ----------
-    file : str
-        A fitted file.
-    loss : float
-        Nats per token, above 0.
-    tokens : int
-        Length of the prompt.
-
-    Returns
-    -------
-    float
-        To a thousandth; 1 where no smaller one is predicted to lose so little.
-    """
-    return _share_for_loss(file, changed_ns(file), loss, tokens)
-
-
-@lru_cache(maxsize=256)
-def _share_for_loss(file: str, changed: int, loss: float, tokens: int) -> float:
-    low, high = 0, 1000  # of a thousand; bisected, since a larger share never loses more
-    while high - low > 1:
-        middle = (low + high) // 2
-        solved = _solved(file, changed, middle / 1000, tokens)
-        predicted = math.inf
-        if solved is not None and solved.predicted_loss is not None:
-            predicted = solved.predicted_loss * (solved.model_error or 1.0)
-        low, high = (middle, high) if predicted > loss else (low, middle)
-    return high / 1000
-
-
-def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the share of each row with the least sum of predicted losses in the bytes of all.
-
-    It is solved once for a file, a share and lengths.
-
-    Parameters
-    ----------
-    file : str
-        A fitted file.
-    share : float
-        Of the bytes of all rows together, at 16 bits.
-    lengths : tuple of int
-        Tokens of each row's prompt, none less than the curves cover.
-
-    Returns
-    -------
-    tuple of float
-        The same for rows of one length, which have one loss curve.
-    """
-    if len(set(lengths)) < 2:
-        return (share,) * len(lengths)
-    return _shares_of_rows(file, changed_ns(file), share, lengths)
-
-
-@lru_cache(maxsize=256)
-def _shares_of_rows(
-    file: str, changed_ns: int, share: float, lengths: tuple[int, ...]
-) -> tuple[float, ...]:
-    scores = load_fitted(file).scores
-    scores = scores.replace(scorer_parameters={**scores.scorer_parameters, "file": file})
-    costs = [
-        CacheCosts(shape=scores.shape, context_tokens=tokens, batch=1, page_tokens=1)
-        for tokens in lengths
-    ]
-    beside = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
-    request = {"level": "head", "objective": "loss", "bits": WIDTHS}
-    pool = solve_pool(
-        [(scores, {**request, "context": tokens}, 1.0) for tokens in lengths],
-        memory=sum(beside) + sum(bytes_in_share(share, one.full) for one in costs),
-        solver="lagrangian",
-    )
-    parts = zip(pool, beside, costs, strict=True)
-    shares = np.array([(own.requested["value"] - held) / one.full for own, held, one in parts])
-    same = np.equal.outer(lengths, lengths)  # rows of one length, such as beams, are kept alike
-    return tuple(np.minimum((same * shares).sum(axis=1) / same.sum(axis=1), 1.0).tolist())
-
-
-@lru_cache(maxsize=256)
-def _solved(file: str, changed_ns: int, share: float, tokens: int) -> BudgetProfile | None:
     fitted = load_fitted(file)
     if tokens <= fitted.scores.protected_tokens:
         return None
@@ -184,3 +96,76 @@ def _solved(file: str, changed_ns: int, share: float, tokens: int) -> BudgetProf
         parameters=matching_options(share),
     )
     return decided.with_policy(policy)
+
+
+@while_unchanged(maxsize=256)
+def share_for_loss(file: str, loss: float, tokens: int) -> float:
+    """Return the least share at which a whole cache is predicted to lose no more than this.
+
+    What is predicted is the sum of single losses, times what whole caches lost beside it at such a
+    share. It is searched once for a file, a loss and a length.
+
+    Parameters
+    ----------
+    file : str
+        A fitted file.
+    loss : float
+        Nats per token, above 0.
+    tokens : int
+        Length of the prompt.
+
+    Returns
+    -------
+    float
+        To a thousandth; 1 where no smaller one is predicted to lose so little.
+    """
+    low, high = 0, 1000  # of a thousand; bisected, since a larger share never loses more
+    while high - low > 1:
+        middle = (low + high) // 2
+        solved = solve_share(file, middle / 1000, tokens)
+        predicted = math.inf
+        if solved is not None and solved.predicted_loss is not None:
+            predicted = solved.predicted_loss * (solved.model_error or 1.0)
+        low, high = (middle, high) if predicted > loss else (low, middle)
+    return high / 1000
+
+
+@while_unchanged(maxsize=256)
+def shares_of_rows(file: str, share: float, lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the share of each row with the least sum of predicted losses in the bytes of all.
+
+    It is solved once for a file, a share and lengths.
+
+    Parameters
+    ----------
+    file : str
+        A fitted file.
+    share : float
+        Of the bytes of all rows together, at 16 bits.
+    lengths : tuple of int
+        Tokens of each row's prompt, none less than the curves cover.
+
+    Returns
+    -------
+    tuple of float
+        The same for rows of one length, which have one loss curve.
+    """
+    if len(set(lengths)) < 2:
+        return (share,) * len(lengths)
+    scores = load_fitted(file).scores
+    scores = scores.replace(scorer_parameters={**scores.scorer_parameters, "file": file})
+    costs = [
+        CacheCosts(shape=scores.shape, context_tokens=tokens, batch=1, page_tokens=1)
+        for tokens in lengths
+    ]
+    beside = [one.sliding_bytes + one.reading_bytes for one in costs]  # a pool holds the peaks
+    request = {"level": "head", "objective": "loss", "bits": WIDTHS}
+    pool = solve_pool(
+        [(scores, {**request, "context": tokens}, 1.0) for tokens in lengths],
+        memory=sum(beside) + sum(bytes_in_share(share, one.full) for one in costs),
+        solver="lagrangian",
+    )
+    parts = zip(pool, beside, costs, strict=True)
+    shares = np.array([(own.requested["value"] - held) / one.full for own, held, one in parts])
+    same = np.equal.outer(lengths, lengths)  # rows of one length, such as beams, are kept alike
+    return tuple(np.minimum((same * shares).sum(axis=1) / same.sum(axis=1), 1.0).tolist())
