@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvalloc.accounting import IntArray
+from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import pose, problem_of
@@ -107,15 +107,14 @@ def verify(
     request = Request.read(profile, name)
     curves = RequestCurves(scores=scores, request=request, biased=profile.policy.biased)
     problem = problem_of(curves)
-    tokens, here = _options_of(profile, problem)
-    is_option, choice = here.any(axis=1), choice_of(profile, problem)
+    choice, is_option = choice_of(profile, problem)
     objective, written = problem.objective(choice), _objective_text(request, problem)
     return [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
         _equal("score profile digest", profile.score_digest, scores.digest),
         Check(
             "budgets are options",
-            f"{tokens.size} budgets",
+            f"{is_option.size} budgets",
             "all are" if is_option.all() else f"{int((~is_option).sum())} are not",
             bool(is_option.all()),
         ),
@@ -213,29 +212,23 @@ def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile
     ]
 
 
-def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> IntArray:
+def choice_of(profile: BudgetProfile, problem: AllocationProblem) -> tuple[IntArray, BoolArray]:
     """Return the options that a profile's budgets are, or the nearest below where they are none.
 
     Returns
     -------
-    ndarray of int64, (n_units,)
+    choice : ndarray of int64, (n_units,)
+    is_option : ndarray of bool, (n_units,)
+        Whether the unit's budget is one of its options.
     """
-    tokens, here = _options_of(profile, problem)
-    choice = np.where(here.any(axis=1), np.argmax(here, axis=1), problem.options_within(tokens))
-    return choice.astype(np.int64)
-
-
-def _options_of(
-    profile: BudgetProfile, problem: AllocationProblem
-) -> tuple[IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
-    """Return each unit's budget, and which of its options that is."""
     heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
-    tokens: IntArray = profile.budgets[problem.layers, heads]
-    table = profile.widths
+    tokens = profile.budgets[problem.layers, heads]
     here = problem.tokens == tokens[:, None]
     if problem.bits is not None:
-        here = here & (problem.bits == table[problem.layers, heads][:, None])
-    return tokens, here
+        here = here & (problem.bits == profile.widths[problem.layers, heads][:, None])
+    is_option = here.any(axis=1)
+    choice = np.where(is_option, np.argmax(here, axis=1), problem.options_within(tokens))
+    return choice.astype(np.int64), is_option
 
 
 def _side_checks(

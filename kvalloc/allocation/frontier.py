@@ -15,7 +15,7 @@ from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.allocation.sensitivity import price_at
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
@@ -210,7 +210,7 @@ def trace_frontier(
     SolverError
         If the solver cannot solve this problem, fails or misreports.
     """
-    traced = []
+    traced, whole = list[FrontierPoint](), whole_bytes or problem.max_cost_bytes
     last_error: InfeasibleError | None = None
     point = problem
     for done, capacity in enumerate(capacities, start=1):
@@ -218,28 +218,26 @@ def trace_frontier(
         point = point.with_capacity(capacity)
         try:
             answer = solve_problem(point, solver, time_limit_seconds=time_limit_seconds)
-            traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
         except InfeasibleError as error:
             last_error = error  # too small for the side constraints; a larger one may do
+        else:
+            is_optimal = answer.termination is Termination.OPTIMAL
+            price = price_at(point, answer.choice, is_optimal, answer.multiplier, answer.prices)
+            assert answer.bound is not None  # a bound by duality at least
+            cost = min(answer.cost_bytes, whole)  # what keeps everything stores no positions
+            traced.append(
+                FrontierPoint(
+                    share=cost / whole,
+                    cost_bytes=cost,
+                    value=answer.value,
+                    bound=answer.bound,
+                    bound_source=answer.bound_source,
+                    value_per_mib=price.value_per_mib,
+                    choice=answer.choice,
+                )
+            )
         if progress is not None:
             progress(done, len(capacities))
     if not traced and last_error is not None:
         raise last_error
     return traced
-
-
-def _point(problem: AllocationProblem, answer: CheckedSolution, whole_bytes: int) -> FrontierPoint:
-    # what keeps everything stores no positions
-    cost = min(answer.cost_bytes, whole_bytes)
-    is_optimal = answer.termination is Termination.OPTIMAL
-    price = price_at(problem, answer.choice, is_optimal, answer.multiplier, answer.prices)
-    assert answer.bound is not None  # a bound by duality at least
-    return FrontierPoint(
-        share=cost / whole_bytes,
-        cost_bytes=cost,
-        value=answer.value,
-        bound=answer.bound,
-        bound_source=answer.bound_source,
-        value_per_mib=price.value_per_mib,
-        choice=answer.choice,
-    )

@@ -241,7 +241,7 @@ def verify_pool(
     fits = sum(parts) <= memory
     checks.append(Check("memory", f"{memory:,} bytes", f"{sum(parts):,} bytes", fits))
     choices = [
-        choice_of(loaded[at], one.posed.problem) for at, one in zip(order, members, strict=True)
+        choice_of(loaded[at], one.posed.problem)[0] for at, one in zip(order, members, strict=True)
     ]
     values = [
         one.posed.problem.objective_value(choice)
