@@ -53,13 +53,13 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
 def _profiles() -> None:
     from kvalloc.formats import shipped_profiles as shipped
 
-    rows = []
+    rows, cells = [], []
     for name in shipped.shipped_profiles():
         profile = shipped.load_profile(name)
-        facts = {"name": name, "model": profile.shape.model_id, "digest": profile.digest}
-        facts |= {"context_tokens": profile.context_tokens, "share_of_16_bits": profile.share}
-        rows.append(facts)
-    cells = [(row["name"], f"{row['share_of_16_bits']:.1%}", row["model"]) for row in rows]
+        stated = {"model": profile.shape.model_id, "digest": profile.digest}
+        sizes = {"context_tokens": profile.context_tokens, "share_of_16_bits": profile.share}
+        rows.append({"name": name, **stated, **sizes})
+        cells.append((name, f"{profile.share:.1%}", profile.shape.model_id))
     print_result(rows, lambda: print_table(("profile", "share", "model"), cells))
     note(f"fitted files that ship: {', '.join(shipped.shipped_fitted())}", beside_json=False)
     for file in shipped.fitted_files():
