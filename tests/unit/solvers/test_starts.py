@@ -1,10 +1,15 @@
 """Searches by many small programs become one program after a short while."""
 
+from __future__ import annotations
+
+import numpy as np
 import pytest
 
-from kvalloc.allocation.verification import solve_problem
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
     GroupCap,
     MaxDistinct,
     Sense,
@@ -18,7 +23,7 @@ from kvalloc.testing.problems import SIDES, larger_problem
 LIMITED = [side for side in SIDES if side != "plain"]
 
 
-def answer_of(name, problem, seconds):
+def answer_of(name: str, problem: AllocationProblem, seconds: float) -> CheckedSolution | None:
     solver = get_solver(name)
     if solver.can_solve(problem) is not True:
         return None
@@ -28,7 +33,9 @@ def answer_of(name, problem, seconds):
         return None
 
 
-def crossing(problem, shares, most):
+def crossing(
+    problem: AllocationProblem, shares: tuple[float, float], most: int
+) -> AllocationProblem:
     """The problem with two caps that share units, and few budgets."""
     n, caps = problem.n_units, []
     for name, units, share in (
@@ -44,17 +51,20 @@ def crossing(problem, shares, most):
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_sets_of_budgets_under_caps_are_proven(seed):
+def test_sets_of_budgets_under_caps_are_proven(seed: int) -> None:
     """Set after set took 20 s for nothing here; one program takes a moment."""
     base = larger_problem("losses", seed=seed, n_layers=1, n_heads=4, n_options=46)
     problem = crossing(base, (0.4, 0.45), most=3)
     answer = answer_of("ilp", problem, 60.0)
+    assert answer is not None
     assert answer.termination is Termination.OPTIMAL
 
 
 @pytest.mark.parametrize("back_end", ["highs", "cp_sat"])
 @pytest.mark.parametrize("kind", ["worst:concave", "worst:losses", "worst:unequal_costs"])
-def test_one_program_for_the_worst_unit_is_exact(kind, back_end, monkeypatch):
+def test_one_program_for_the_worst_unit_is_exact(
+    kind: str, back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_ilp_search, "SHORT_SECONDS", 0.0)
     kinds = [kind, *(f"{kind}+{side}" for side in LIMITED)]
     for case, problem in tiny_problems(2 * len(kinds), kinds=kinds, seed=40):
@@ -65,3 +75,32 @@ def test_one_program_for_the_worst_unit_is_exact(kind, back_end, monkeypatch):
         if best is not None and answer is not None:
             assert answer.objective == pytest.approx(best.objective, abs=1e-12), case
             assert answer.termination is Termination.OPTIMAL, case
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 0.5, 20.0])
+def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five layers of three heads, pages of 2: a level that bisection cannot decide ends nothing.
+
+    It stopped at .5455 with a bound of .9455, which equal budgets reach.
+    """
+    curves = np.array([[10, 20, 30, 52, 55], [15, 30, 52, 54, 55], [30, 52, 53, 54, 55]]) / 55
+    base = larger_problem("concave", n_layers=5, n_heads=3, n_options=5)
+    pages = np.broadcast_to(2 * np.arange(1, 6), (15, 5))
+    values = curves[base.units % 3]
+    weights = np.ones(15)
+    paged = base.replace(tokens=pages, values=values, weights=weights, aggregate=Aggregate.WORST)
+    problem = crossing(paged, (0.75, 0.75), most=2)
+    problem = problem.with_capacity(int(problem.costs[:, 3].sum()))
+    equal, answer = answer_of("uniform", problem, 5.0), answer_of("ilp", problem, seconds)
+    assert equal is not None
+    assert answer is not None
+    assert (equal.objective, answer.objective) == (52 / 55, 52 / 55)
+    undecided = _ilp_search.Outcome(picked=None, bound=0.0)
+    monkeypatch.setattr(_ilp_search.Search, "_cheapest_with", lambda self, allowed: undecided)
+    answer = answer_of("ilp", problem, seconds)
+    assert answer is not None
+    assert answer.objective == equal.objective
+    if seconds > 1:
+        assert (answer.bound, answer.termination) == (equal.objective, Termination.OPTIMAL)
