@@ -37,6 +37,7 @@ from quality.tables import (
     answer_table,
     at_share,
     current,
+    earlier_rounding,
     position_table,
     read_rows,
     shared_kl,
@@ -127,7 +128,8 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
         print(f"{DEFAULT} over the best peer: {whole}")
         print("  " + "; ".join(f"{cell} {found[cell]}" for cell in cells if cell in found))
         limit = WANTED.get(model, {}).get(share, TWO_THIRDS)
-        said = f"{share:.0%}, {DEFAULT}: {whole}, target {limit:.2f}, surely below 1"
+        old = f", {sum(map(earlier_rounding, some))} of {len(some)} rows of earlier rounding"
+        said = f"{share:.0%}, {DEFAULT}: {whole}{old}, target {limit:.2f}, surely below 1"
         targets.append((said, verdict(whole, limit)))
         better = where_peers_are_better(some, DEFAULT, cells)
         print(

@@ -24,7 +24,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.quantized import BACKENDS, quantized_cache
-from quality.tables import DEFAULT, HELD_OUT, POSITIONS, SEED, cell_file, read_rows
+from quality.tables import (
+    DEFAULT,
+    HELD_OUT,
+    POSITIONS,
+    ROUNDING,
+    SEED,
+    cell_file,
+    earlier_rounding,
+    read_rows,
+)
 
 import kvalloc
 from kvalloc.accounting.costs import stored_bytes
@@ -172,9 +181,10 @@ def measured(
     """What one prompt's cells lack, a row a method; the full cache's with the first."""
     case = prompts(loaded.tokenizer, cell, asked.context, asked.seed)[number]
     known = {"cell": cell, "number": number, "context": asked.context, "seed": asked.seed}
-    known["digest"] = digest_of_case(case)
+    known |= {"digest": digest_of_case(case), "rounding": ROUNDING}
     rows = read_rows(cell_file(loaded.model_id, cell))
-    done = {key_of(row) for row in rows if row["digest"] == known["digest"]}
+    valid = (row for row in rows if row["digest"] == known["digest"] and not earlier_rounding(row))
+    done = {key_of(row) for row in valid}
     missing = [one for one in methods if (one.name, one.share) not in done]
     if not missing:
         return

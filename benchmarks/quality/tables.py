@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections import defaultdict
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.prompts.cases import POSITIONS
 from kvalloc.prompts.intervals import resampled_means
 
@@ -25,6 +27,8 @@ SEED = 9
 DEFAULT = "default"
 LEAST_KL = 0.001
 """Nats below which two losses count as equal."""
+ROUNDING = hashlib.sha256(repr(WIDTHS).encode()).hexdigest()[:8]
+"""Digest of how kvalloc rounds; rows of methods that it rounds for hold while this is the same."""
 ANYWHERE = "at all positions"
 LEAST_PROMPTS = 3
 """Fewer say nothing of where a peer is better."""
@@ -72,6 +76,13 @@ def current(rows: Sequence[Row]) -> list[Row]:
     return [
         row for row in rows if prompts[row["cell"], row["seed"], row["number"]] == row["digest"]
     ]
+
+
+def earlier_rounding(row: Row) -> bool:
+    """Whether kvalloc rounded, and rounds otherwise since the row was measured."""
+    peer = row["method"] == "full" or "quanto" in row["method"] or "HQQ" in row["method"]
+    rounds = not peer and (row["method"] == DEFAULT or row["method"].endswith("bits"))
+    return rounds and row.get("rounding") != ROUNDING
 
 
 def at_share(rows: Sequence[Row], share: float) -> list[Row]:

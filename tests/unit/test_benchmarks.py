@@ -14,7 +14,9 @@ from bench_quality import CELLS as ALL_CELLS
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
 from quality.tables import (
+    ROUNDING,
     against_best,
+    earlier_rounding,
     mean_kl,
     shared_kl,
 )
@@ -74,6 +76,14 @@ def row(cell, number, method, kl, *, share=0.2, **other):
     known = {"cell": cell, "number": number, "seed": 9, "digest": f"{cell}{number}", "score": None}
     return {**known, "method": method, "share": share, "bytes": 0.2, "exact": 0, "kl": pieces,
             **other}  # fmt: skip
+
+
+def test_rows_that_kvalloc_rounded_hold_while_it_rounds_alike():
+    mine = [row("text", 0, method, 0.1) for method in ("default", "4 bits", "A at 4 bits")]
+    assert all(map(earlier_rounding, mine))
+    assert not any(earlier_rounding({**one, "rounding": ROUNDING}) for one in mine)
+    theirs = ("full", "A", "HQQ 4 bits", "A + quanto 4 bits")
+    assert not any(earlier_rounding(row("text", 0, method, 0.1)) for method in theirs)
 
 
 def rows():
