@@ -71,11 +71,9 @@ def _show(attempts: list[Attempt]) -> None:
         print(f"granted {size(granted)} of {size(first.full_bytes)}")
     print()
     columns = [wording.decision_cells(profile, one.seconds) for one, profile in decided]
-    if all(column["loss"] == "?" for column in columns):
-        for column in columns:
-            del column["loss"]
-    rows = [list(column.values()) for column in columns]
-    print_table(list(columns[0]), rows)
+    unknown = all(column["loss"] == "?" for column in columns)
+    headings = [name for name in columns[0] if not (unknown and name == "loss")]
+    print_table(headings, [[column[name] for name in headings] for column in columns])
     if refused := {one.solver: one.reason for one in attempts if one.profile is None}:
         print()
         indent = max(map(len, refused)) + 2

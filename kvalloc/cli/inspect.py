@@ -69,8 +69,7 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
     low, mean, high = wording.budget_spread(profile)
     if wants_json():
         spread = {"min_tokens": low, "mean_tokens": mean, "max_tokens": high}
-        known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
-        print_json({"file": file, **known, **profile.record(), **spread})
+        print_json({"file": file, **profile.record(), **spread})
         return
     if rows := profile.evaluation_rows:
         settings = (profile.evaluation or {}).get("settings")

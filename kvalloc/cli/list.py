@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -92,9 +91,8 @@ def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
     except KVAllocError as error:
         return row | {"error": " ".join(str(error).split())}
     texts = {text: str(getattr(cls, text, "")) for text in ("summary", "reference")}
-    options = {key: _default(option) for key, option in plugin_options(cls).items()}
+    options = {
+        key: "(required)" if option.default is option.empty else json_value(option.default)
+        for key, option in plugin_options(cls).items()
+    }
     return row | texts | {"options": options}
-
-
-def _default(option: inspect.Parameter) -> Any:
-    return "(required)" if option.default is option.empty else json_value(option.default)

@@ -208,7 +208,6 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
         Formulating, solving and checking.
     """
     return {
-        **dict.fromkeys(type(decided).model_fields),  # null, where the file leaves a field out
         **decided.record(),
         "policies": [policy.title for policy in decided.policies],
         "predicted_loss_note": None if decided.predicted_loss is None else wording.LOSS_NOTE,
