@@ -44,6 +44,12 @@ bits keys have one bit more than values: their rounding is what loses most (docs
 
 BIT_WIDTHS = tuple(WIDTHS)
 
+PLANES = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1)}
+"""Planes of a row of codes of so many bits: the lowest bits of all codes, then the others.
+
+A byte holds a plane's bits of 8 / width neighbours, so that all are read without a look at where
+a code begins. A plane ends on a whole byte."""
+
 KEY_BLOCK_TOKENS = 64
 """Tokens of one key channel that share a scale and a minimum."""
 
@@ -77,8 +83,8 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
       same: ``ceil(n / 64) * head_dim * 4`` bytes;
     - values are quantised per token in blocks of 64 channels: of each token and block a scale and
       a minimum, ``n * ceil(head_dim / 64) * 4`` bytes;
-    - the numbers themselves are packed row by row, a row of one token's key (value) vector ends on
-      a whole byte: ``ceil(head_dim * b / 8)`` bytes for K and for V, b as `WIDTHS` has it.
+    - the numbers themselves are packed row by row, a row of one token's key (value) vector in
+      `PLANES` that end on a whole byte: ``ceil(head_dim * w / 8)`` bytes for each w of the planes.
 
     Per channel for keys and per token for values is what KIVI found to hold at few bits.
 
@@ -246,7 +252,12 @@ def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     """Return the bytes of a token's packed key, and of its packed value with its scales."""
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
     keys, values, _ = WIDTHS[bits]
-    return -(-head_dim * keys // 8), -(-head_dim * values // 8) + scales
+    return code_bytes(keys, head_dim), code_bytes(values, head_dim) + scales
+
+
+def code_bytes(bits: int, head_dim: int) -> int:
+    """Return the bytes of a row of codes."""
+    return sum(-(-head_dim * width // 8) for width in PLANES.get(bits, (bits,)))
 
 
 def turns(bits: int, head_dim: int) -> bool:

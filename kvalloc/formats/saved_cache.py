@@ -99,7 +99,7 @@ class SavedCacheHeader(FileRecord):
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
     """What the file is."""
 
-    schema_version: Literal[6] = 6
+    schema_version: Literal[7] = 7
     """How the file is to be read."""
 
     model: str

@@ -15,7 +15,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["KeptEntries", "Spans", "Tiles", "halved", "on_device", "parted"]
+__all__ = ["KeptEntries", "KeptLayer", "Spans", "Work", "halved", "on_device", "parted"]
 
 
 def halved(*numbers: Tensor) -> list[Tensor]:
@@ -92,66 +92,29 @@ class Spans:
         return np.concatenate([[0], np.cumsum(self.blocks)]).astype(np.int64)
 
     @cached_property
-    def table(self) -> Tensor:
-        """Start, end and first key scale of each segment, int64, (n_segments, 3)."""
-        columns = np.stack([self.starts, self.ends, self.first_scales[:-1]], axis=1)
-        return on_device(columns.astype(np.int64), self.device)
-
-    @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """Segments, first and after the last, that are equally long."""
         first = [0, *(np.flatnonzero(np.diff(self.lengths)) + 1).tolist()]
         return list(zip(first, [*first[1:], len(self.lengths)], strict=True))
 
-    def tiles(self, length: int) -> Tiles:
-        """The same cut into tiles of so many entries, a multiple of `KEY_BLOCK_TOKENS`."""
-        if length not in self._tiles:
-            table, first = self.pieces(length)
-            self._tiles[length] = Tiles(
-                count=len(table),
-                table=on_device(table, self.device),
-                first=on_device(first, self.device),
-            )
-        return self._tiles[length]
-
-    def pieces(self, length: int) -> tuple[IntArray, IntArray]:
-        """Return pieces of at most so many entries, as `Tiles` has them, on the host."""
-        counts = -(-self.lengths // length)
-        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        segments = np.repeat(np.arange(len(counts)), counts)
-        before = (np.arange(len(segments)) - first[segments]) * length
-        starts = self.starts[segments] + before
-        ends = np.minimum(starts + length, self.ends[segments])
-        scales = self.first_scales[segments] + before // KEY_BLOCK_TOKENS
-        return np.stack([segments, starts, ends, scales], axis=1).astype(np.int64), first
+    def key_blocks(self) -> tuple[IntArray, IntArray]:
+        """Return the first entry of each block of keys and the one after its last, (n_blocks,)."""
+        own, before = _cut(self.lengths, KEY_BLOCK_TOKENS)
+        starts = self.starts[own] + before
+        return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[own])
 
     def block_places(self) -> Tensor:
         """Return the entries of each block of keys, (n_blocks, 64); a short one repeats its end."""
-        starts, ends = self.pieces(KEY_BLOCK_TOKENS)[0][:, 1:3, None].swapaxes(0, 1)
-        return on_device(np.minimum(starts + np.arange(KEY_BLOCK_TOKENS), ends - 1), self.device)
-
-    @cached_property
-    def _tiles(self) -> dict[int, Tiles]:
-        return {}
+        starts, ends = self.key_blocks()
+        places = np.minimum(starts[:, None] + np.arange(KEY_BLOCK_TOKENS), ends[:, None] - 1)
+        return on_device(places, self.device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Tiles:
-    """Kept entries in pieces of equal length, of which a program reads one each.
-
-    Attributes
-    ----------
-    count : int
-        How many there are.
-    table : Tensor of int64, (count, 4)
-        Segment, start, end and first key scale of each; those of one segment follow each other.
-    first : Tensor of int64, (n_segments + 1,)
-        Which tile is the first of each segment, and how many there are.
-    """
-
-    count: int
-    table: Tensor
-    first: Tensor
+def _cut(lengths: IntArray, length: int) -> tuple[IntArray, IntArray]:
+    """Return of pieces of at most so many entries the segment, and the entries before it there."""
+    counts = -(-lengths // length)
+    own = np.repeat(np.arange(len(counts)), counts)
+    return own, (np.arange(len(own)) - (np.cumsum(counts) - counts)[own]) * length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,3 +217,79 @@ class KeptEntries:
         every = list(heads) == list(range(self.lengths.shape[1]))
         found = self if every else self.segments(self.segment_numbers[:, list(heads)])
         return replace(found, heads=tuple(heads))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Work:
+    """Kept entries of a layer in tiles of equal length, of which a program reads one each.
+
+    Attributes
+    ----------
+    length, count : int
+        Entries of a tile, at most, and tiles.
+    tiles : Tensor of int64, (count, 5)
+        Segment, start, end, first key scale and part of each; those of one segment follow each
+        other.
+    segments : Tensor of int64, (n_segments, 3)
+        First tile, the one after the last, and the part of each segment.
+    """
+
+    length: int
+    count: int
+    tiles: Tensor
+    segments: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeptLayer:
+    """Kept entries of all KV heads of a layer.
+
+    Attributes
+    ----------
+    parts : tuple of KeptEntries
+        One for the heads of each width.
+    """
+
+    parts: tuple[KeptEntries, ...]
+
+    @cached_property
+    def spans(self) -> IntArray:
+        """Start, end, first key scale and part of each segment, (n_segments, 4)."""
+        n_heads = sum(part.lengths.shape[1] for part in self.parts)
+        found = np.empty((len(self.parts[0].lengths), n_heads, 4), dtype=np.int64)
+        for number, part in enumerate(self.parts):
+            own, heads = part.spans, list(part.heads or range(n_heads))
+            columns = np.stack([own.starts, own.ends, own.first_scales[:-1]], axis=1)
+            found[:, heads, :3] = columns.reshape(*part.lengths.shape, 3)
+            found[:, heads, 3] = number
+        return found.reshape(-1, 4)
+
+    def work(self, length: int) -> Work:
+        """Return the tiles of so many entries, made once for each eviction.
+
+        Parameters
+        ----------
+        length : int
+            A multiple of `KEY_BLOCK_TOKENS`, or what divides it.
+        """
+        if length not in self._work:
+            starts, ends, scales, parts = self.spans.T
+            own, before = _cut(ends - starts, length)
+            first = starts[own] + before
+            last = np.minimum(first + length, ends[own])
+            scale = scales[own] + before // KEY_BLOCK_TOKENS
+            tiles = np.stack([own, first, last, scale, parts[own]], axis=1)
+            bounds = np.searchsorted(own, np.arange(len(parts) + 1))
+            segments = np.stack([bounds[:-1], bounds[1:], parts], axis=1)
+            device = self.parts[0].keys.device
+            self._work[length] = Work(
+                length=length,
+                count=len(tiles),
+                tiles=on_device(tiles.astype(np.int64), device),
+                segments=on_device(segments.astype(np.int64), device),
+            )
+        return self._work[length]
+
+    @cached_property
+    def _work(self) -> dict[int, Work]:
+        return {}

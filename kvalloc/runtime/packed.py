@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,16 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS, turns
+from kvalloc.accounting.costs import (
+    KEY_BLOCK_TOKENS,
+    PLANES,
+    VALUE_BLOCK_CHANNELS,
+    WIDTHS,
+    code_bytes,
+    turns,
+)
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.kept import KeptEntries, Spans, halved, on_device, parted
+from kvalloc.runtime.kept import KeptEntries, KeptLayer, Spans, halved, on_device, parted
 from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
 
 __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
@@ -187,33 +194,46 @@ def _packed_values(values: Tensor, bits: int) -> Tensor:
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes (n, head_dim) as bytes, eight in ``bits`` bytes, the first channel in the lowest."""
-    if bits == 8:
-        return codes.contiguous()
-    if bits != 4:
-        return _regrouped(codes, bits, 8)[:, : -(-codes.shape[1] * bits // 8)]
-    padded = _padded(codes, 2)
-    return padded[:, 0::2] | (padded[:, 1::2] << 4)
+    """Return codes (n, head_dim) as bytes, in `PLANES`, the first channel in the lowest bits."""
+    low, *more = PLANES[bits]
+    if not more:
+        return _packed_plane(codes, low)
+    planes = codes.bitwise_and(2**low - 1), codes >> low
+    return torch.cat([_packed_plane(*one) for one in zip(planes, PLANES[bits], strict=True)], dim=1)
 
 
 def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Codes (n, head_dim) of `packed_codes`."""
-    if bits == 8:
+    """Return the codes (n, head_dim) of `packed_codes`."""
+    low, *more = PLANES[bits]
+    end = code_bytes(low, head_dim)
+    codes = _unpacked_plane(packed[:, :end], low, head_dim)
+    for width in more:
+        codes = codes | (_unpacked_plane(packed[:, end:], width, head_dim) << low)
+    return codes
+
+
+def _packed_plane(numbers: Tensor, width: int) -> Tensor:
+    """Return numbers (n, head_dim) of so many bits as bytes."""
+    if width == 8:
+        return numbers.contiguous()
+    own = _padded(numbers, 8 // width)
+    own = own.view(len(own), own.shape[1] * width // 8, 8 // width) << _places(width, own.device)
+    return own.sum(dim=-1, dtype=torch.uint8)
+
+
+def _unpacked_plane(packed: Tensor, width: int, head_dim: int) -> Tensor:
+    """Return the numbers (n, head_dim) of `_packed_plane`."""
+    if width == 8:
         return packed
-    if bits != 4:
-        return _regrouped(packed, 8, bits)[:, :head_dim]
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]
+    numbers = (packed[:, :, None] >> _places(width, packed.device)).bitwise_and_(2**width - 1)
+    return numbers.flatten(1)[:, :head_dim]
 
 
-def _regrouped(numbers: Tensor, bits: int, other: int) -> Tensor:
-    """Of numbers (n, m) of ``bits`` bits, each ``other`` as ``bits`` numbers of ``other`` bits."""
-    groups = _padded(numbers, other)
-    groups = groups.view(len(numbers), groups.shape[1] // other, other)
-    old, new = (
-        torch.arange(0, bits * other, step, device=numbers.device) for step in (bits, other)
-    )
-    words = (groups << old).sum(dim=-1, keepdim=True)
-    return torch.bitwise_and(words >> new, 2**other - 1).byte().flatten(1)
+@cache
+def _places(width: int, device: torch.device) -> Tensor:
+    """Return where numbers of so many bits begin in a byte, uint8, (8 / width,)."""
+    with torch.inference_mode(False):
+        return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
 
 
 def _padded(numbers: Tensor, multiple: int) -> Tensor:
@@ -224,8 +244,8 @@ def _padded(numbers: Tensor, multiple: int) -> Tensor:
 
 def _key_numbers(rows: Tensor, scales: Tensor, spans: Spans, bits: int) -> Tensor:
     """Return keys of segments, float32, (n, head_dim), with scales as `KeptEntries` has them."""
-    _, starts, ends, blocks = spans.pieces(KEY_BLOCK_TOKENS)[0].T
-    each = on_device(np.repeat(blocks, ends - starts), rows.device)
+    starts, ends = spans.key_blocks()
+    each = on_device(np.repeat(np.arange(len(starts)), ends - starts), rows.device)
     return key_numbers(rows, scales[each], bits)
 
 
@@ -250,7 +270,7 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     Those that are turned are still `kvalloc.runtime.quantization.rotated`.
     """
     width = WIDTHS[bits].values
-    n_bytes = -(-head_dim * width // 8)
+    n_bytes = code_bytes(width, head_dim)
     # A copy even of one row: float16 cannot begin at an odd byte.
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
     scales = scales.view(len(rows), scales.shape[1] // 2, 2)
@@ -298,6 +318,11 @@ class LayerEntries:
             for width in sorted(set(bits.tolist()), reverse=True)
         ]
         return cls(parts=tuple(parts), like=like)
+
+    @cached_property
+    def kept(self) -> KeptLayer:
+        """What attention reads."""
+        return KeptLayer(self.parts)
 
     @cached_property
     def _places(self) -> list[tuple[KeptEntries, int]]:

@@ -284,7 +284,7 @@ class Prompt:
         visible = step.following_visible(n_stored - n_kept, states.keys.device)
         if not n_kept or entries.parts[0].bias is not None:
             call = AttentionCall.of(states, visible, first=n_kept)
-            return attend(call, entries.parts), None
+            return attend(call, entries.kept), None
         if self.reader is not None and states.queries.shape[2] == 1 and visible is None:
             place = self.profile.shape.full_layers.index(states.layer)
             indices = self.reader.read(states, place=place, positions=entries.columns[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS, turns
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, PLANES, VALUE_BLOCK_CHANNELS, WIDTHS, turns
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.quantization import rotated
 
@@ -44,16 +44,21 @@ def coded(numbers: np.ndarray, block: int, bits: int) -> tuple[np.ndarray, np.nd
 
 
 def in_bytes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Each row of codes as whole bytes."""
+    """Each row of codes as whole bytes, plane by plane."""
     places = codes[..., None] >> np.arange(bits, dtype=np.uint8) & 1
-    return np.packbits(places.reshape(len(codes), codes.shape[1] * bits), axis=1, bitorder="little")
+    planes = np.split(places, np.cumsum(PLANES[bits])[:-1], axis=-1)
+    rows = [own.reshape(len(codes), own.shape[1] * own.shape[2]) for own in planes]
+    return np.concatenate([np.packbits(own, axis=1, bitorder="little") for own in rows], axis=1)
 
 
 def from_bytes(rows: np.ndarray, bits: int, size: int) -> np.ndarray:
     """The codes again, (n, size)."""
-    places = np.unpackbits(rows, axis=1, count=size * bits, bitorder="little")
-    weights = 1 << np.arange(bits, dtype=np.int64)
-    found: np.ndarray = places.reshape(len(rows), size, bits) @ weights
+    found, done, start = np.zeros((len(rows), size), np.int64), 0, 0
+    for width in PLANES[bits]:
+        end = start + -(-size * width // 8)
+        own = np.unpackbits(rows[:, start:end], axis=1, count=size * width, bitorder="little")
+        found += own.reshape(len(rows), size, width) @ (1 << np.arange(done, done + width))
+        done, start = done + width, end
     return found
 
 

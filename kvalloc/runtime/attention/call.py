@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.kept import KeptLayer
 
 __all__ = ["AttentionCall", "Backend"]
 
@@ -65,15 +65,15 @@ class AttentionCall:
             sink_logits=states.sink_logits,
         )
 
-    def of_heads(self, heads: range | Tensor, query_heads: range | Tensor) -> AttentionCall:
+    def of_heads(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
         """Return the same of some KV heads and the query heads that belong to them."""
         sinks = self.sink_logits
         return replace(
             self,
-            queries=_of(self.queries, 1, query_heads),
-            keys=_of(self.keys, 1, heads),
-            values=_of(self.values, 1, heads),
-            sink_logits=None if sinks is None else _of(sinks, 0, query_heads),
+            queries=self.queries.index_select(1, query_heads),
+            keys=self.keys.index_select(1, heads),
+            values=self.values.index_select(1, heads),
+            sink_logits=None if sinks is None else sinks[query_heads],
         )
 
     def with_dense_vectors(self) -> AttentionCall:
@@ -84,10 +84,11 @@ class AttentionCall:
         )
         return replace(self, queries=queries, keys=keys, values=values)
 
-    def kernel_refusal(self, kept: KeptEntries) -> str | None:
+    def kernel_refusal(self, kept: KeptLayer) -> str | None:
         """Return why no kernel reads this call's types, in words; None where each one does."""
         given = [self.queries, self.keys, self.values]
-        stored = [kept.keys, kept.values] if kept.bits == 16 else []
+        numbers = [part for part in kept.parts if part.bits == 16]
+        stored = [own for part in numbers for own in (part.keys, part.values)]
         if any(one.dtype != self.queries.dtype for one in given):
             # as under autocast where a model normalises queries and keys
             return "queries, keys and values have several types"
@@ -99,13 +100,6 @@ class AttentionCall:
         return None
 
 
-def _of(states: Tensor, axis: int, places: range | Tensor) -> Tensor:
-    """Return some places along an axis, as a view where they are a range."""
-    if isinstance(places, Tensor):
-        return states.index_select(axis, places)
-    return states.narrow(axis, places.start, len(places))
-
-
 class Backend(ABC):
     """One way to attend to kept entries."""
 
@@ -115,10 +109,10 @@ class Backend(ABC):
         """Return why it can serve nothing on this machine, in words; None where it can."""
         return None
 
-    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptLayer) -> str | None:
         """Return why it cannot serve this call, in words; None where it can."""
         return None
 
     @abstractmethod
-    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
         """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim)."""

@@ -35,23 +35,28 @@ typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias)
 /* Of codes it is how many bits they have. */
 enum kind { FLOAT16 = 16, BFLOAT16, FLOAT32 = 32 };
 
+/* Kept entries of one width. The same fields, in the same order, as `_Part` in cpu.py. */
+typedef struct {
+    const char *keys;             /* (n_entries, key_dim), or packed codes */
+    const char *values;           /* (n_entries, value_dim), or packed codes and their scales */
+    const uint16_t *key_scales;   /* float16, (n_key_blocks, 2, key_dim) */
+    const float *bias;            /* (n_entries,), or NULL */
+    int64_t key_kind, value_kind;
+    int64_t turned; /* 1: values are times Hadamard's matrix of value_dim, a power of two */
+} part;
+
 /* The same fields, in the same order, as `_Arguments` in cpu.py. */
 typedef struct {
     const float *queries;         /* (n_segments, n_rows, key_dim) */
-    const void *kept_keys;        /* (n_entries, key_dim), or packed codes */
-    const void *kept_values;      /* (n_entries, value_dim), or packed codes and their scales */
-    const uint16_t *key_scales;   /* float16, (n_key_blocks, 2, key_dim) */
-    const float *bias;            /* (n_entries,), or NULL */
-    const int64_t *spans;         /* (n_segments, 3): start, end, first key scale */
+    const part *parts;
+    const int64_t *spans;         /* (n_segments, 4): start, end, first key scale, part */
     const void *keys;             /* (n_segments, room, key_dim), n_following of the room */
     const void *values;           /* (n_segments, room, value_dim) */
     const uint8_t *visible;       /* (batch, n_following), or NULL */
     const float *sinks;           /* (n_kv_heads, group), or NULL */
     float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
     int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, room, key_dim, value_dim;
-    int64_t kept_key_kind, kept_value_kind, following_kind;
-    int64_t turned; /* 1: kept values are times Hadamard's matrix of value_dim, a power of two */
-    int64_t threads;
+    int64_t following_kind, threads;
     float scaling, softcap; /* softcap is 0 where there is none */
 } arguments;
 
@@ -75,6 +80,7 @@ typedef struct {
     const float *bias;
     int64_t count;
     int key_kind, value_kind;
+    int turned;
     int following; /* 1: of the tokens that followed, which new tokens need not all see */
 } span;
 
@@ -135,45 +141,62 @@ static inline float one_from_float16(const uint16_t *x) {
     return from_float16(many)[0];
 }
 
-/* Eight codes of `bits` bits; of more than four, the fifth begins in another number. */
-INLINE vec from_codes(const char *x, int bits) {
-    const unsigned one = bits, fifth = bits > 4 ? 32 - 4 * bits : 4 * bits;
-    const uvec places = {0,     one,         2 * one,         3 * one,
-                         fifth, fifth + one, fifth + 2 * one, fifth + 3 * one};
-    uint32_t first = 0, second;
-    memcpy(&first, x, bits < 4 ? bits : 4);
-    memcpy(&second, bits > 4 ? x + bits - 4 : (char *)&first, sizeof second);
-    uvec many = {first, first, first, first, second, second, second, second};
-    return __builtin_convertvector((ivec)((many >> places) & ((1 << bits) - 1)), vec);
-}
-
 static inline int bits_of(int kind) { return kind == BFLOAT16 ? 16 : kind; }
 
-/* Eight channels of a row from `first` on; fewer are left where `left` is below 8. */
-INLINE vec eight(const char *row, int kind, int64_t first, int64_t left) {
-    char own[32] = {0};
-    int bits = bits_of(kind); /* as many bytes have eight channels */
+/* Codes of 5 and 3 bits are in two planes: the lowest 4 or 2 bits of all, then the highest bits. */
+static inline int low_bits(int kind) { return kind == 5 ? 4 : kind == 3 ? 2 : bits_of(kind); }
+
+static inline int64_t low_bytes(int kind, int64_t dim) { return (low_bits(kind) * dim + 7) / 8; }
+
+static inline int64_t code_bytes(int kind, int64_t dim) {
+    return low_bytes(kind, dim) + (low_bits(kind) < bits_of(kind) ? (dim + 7) / 8 : 0);
+}
+
+static inline int64_t value_bytes(int kind, int64_t dim) {
+    int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
+    return code_bytes(kind, dim) + (kind < FLOAT16 ? 4 * scales : 0);
+}
+
+/* Eight codes: the low bits of all, and where `high` is not NULL one more bit of each. */
+INLINE vec from_codes(const char *low, int bits, const char *high) {
+    const unsigned one = bits, fifth = bits > 4 ? 0 : 4 * bits; /* in another word, above 4 */
+    const uvec places = {0,     one,         2 * one,         3 * one,
+                         fifth, fifth + one, fifth + 2 * one, fifth + 3 * one};
+    const uvec lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    uint32_t first = 0, second;
+    memcpy(&first, low, bits < 4 ? bits : 4);
+    memcpy(&second, bits > 4 ? low + 4 : (char *)&first, sizeof second);
+    uvec many = {first, first, first, first, second, second, second, second};
+    many = (many >> places) & ((1 << bits) - 1);
+    if (high) {
+        unsigned byte = (unsigned)*(const uint8_t *)high << bits;
+        uvec last = {byte, byte, byte, byte, byte, byte, byte, byte};
+        many |= (last >> lanes) & (1 << bits);
+    }
+    return __builtin_convertvector((ivec)many, vec);
+}
+
+/* Eight channels of a row of `dim` from `first` on; fewer are left at its end. */
+INLINE vec eight(const char *row, int kind, int64_t first, int64_t dim) {
+    char own[32] = {0}, last[1] = {0};
+    int bits = low_bits(kind); /* as many bytes have eight channels */
+    int64_t left = dim - first;
+    const char *high = bits < bits_of(kind) ? row + low_bytes(kind, dim) + first / LANES : 0;
     row += first / LANES * bits;
     if (left < LANES) {
         if (left > 0) memcpy(own, row, (bits * left + 7) / 8);
+        if (left <= 0 && high) high = last;
         row = own;
     }
     switch (kind) {
     case FLOAT32: return *(const vec *)row;
     case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
     case FLOAT16: return from_float16(*(const half_vec *)row);
-    default: return from_codes(row, kind);
+    default: return from_codes(row, bits, high);
     }
 }
 
 static inline int64_t width_of(int64_t dim) { return (dim + WIDTH - 1) / WIDTH * WIDTH; }
-
-static inline int64_t code_bytes(int kind, int64_t dim) { return (bits_of(kind) * dim + 7) / 8; }
-
-static inline int64_t value_bytes(int kind, int64_t dim) {
-    int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
-    return code_bytes(kind, dim) + (kind < FLOAT16 ? 4 * scales : 0);
-}
 
 /* Rows of `width` floats each, zeros behind `dim`. Codes of keys have `steps` and `leasts`, those of
    values, where there are none, scale and minimum of each 64 channels behind a row's codes. */
@@ -191,7 +214,7 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
             for (int64_t d = first; d < end; d += LANES) {
                 if (kind < FLOAT16 && steps)
                     step = *(const vec *)(steps + d), least = *(const vec *)(leasts + d);
-                vec x = eight(rows, kind, d, dim - d);
+                vec x = eight(rows, kind, d, dim);
                 if (kind < FLOAT16) x = x * step + least;
                 *(vec *)(out + d) = x;
             }
@@ -350,19 +373,19 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
 
 /* The two spans of a segment: what is kept, and the tokens that followed. */
 static void spans_of(const arguments *given, int64_t segment, span out[2]) {
-    const int64_t *own = given->spans + segment * 3;
+    const int64_t *own = given->spans + segment * 4;
+    const part *kept = given->parts + own[3];
     int64_t first = segment * given->room;
     out[0] = (span){
-        .keys = (const char *)given->kept_keys
-            + own[0] * code_bytes(given->kept_key_kind, given->key_dim),
-        .values = (const char *)given->kept_values
-            + own[0] * value_bytes(given->kept_value_kind, given->value_dim),
-        .bias = given->bias ? given->bias + own[0] : 0,
+        .keys = kept->keys + own[0] * code_bytes(kept->key_kind, given->key_dim),
+        .values = kept->values + own[0] * value_bytes(kept->value_kind, given->value_dim),
+        .bias = kept->bias ? kept->bias + own[0] : 0,
         .count = own[1] - own[0],
-        .key_kind = (int)given->kept_key_kind,
-        .value_kind = (int)given->kept_value_kind,
+        .key_kind = (int)kept->key_kind,
+        .value_kind = (int)kept->value_kind,
+        .turned = (int)kept->turned,
     };
-    if (given->key_scales) out[0].key_scales = given->key_scales + own[2] * 2 * given->key_dim;
+    if (kept->key_scales) out[0].key_scales = kept->key_scales + own[2] * 2 * given->key_dim;
     out[1] = (span){
         .keys = (const char *)given->keys
             + first * code_bytes(given->following_kind, given->key_dim),
@@ -376,7 +399,7 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
 }
 
 static int64_t entries_of(const arguments *given, int64_t segment) {
-    const int64_t *own = given->spans + segment * 3;
+    const int64_t *own = given->spans + segment * 4;
     return own[1] - own[0] + given->n_following;
 }
 
@@ -431,7 +454,7 @@ static void read_share(const arguments *given, int64_t thread, int64_t start, in
                 first = first < 0 ? 0 : first;
                 last = last < n ? last : n;
                 if (first < last) add_span(given, segment, spans + which, first, last, own, &to);
-                if (first < last && !which && given->turned)
+                if (first < last && spans[which].turned)
                     turn(to.summed, given->n_rows, given->value_dim, own->value_width);
                 place += n;
             }

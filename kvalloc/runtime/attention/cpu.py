@@ -17,13 +17,15 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvalloc.accounting.costs import WIDTHS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.kept import KeptEntries, KeptLayer
 
 __all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "unavailable"]
 
@@ -40,17 +42,42 @@ _KINDS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
 """As cpu.c calls them; codes by how many bits they have."""
 
 
+class _Part(ctypes.Structure):
+    """The same fields, in the same order, as ``part`` in cpu.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "bias")),
+        *((name, ctypes.c_int64) for name in ("key_kind", "value_kind", "turned")),
+    )
+
+    @classmethod
+    def of(cls, kept: KeptEntries, value_dim: int) -> _Part:
+        """Describe the entries of one width."""
+        width = WIDTHS[kept.bits]
+        return cls(
+            keys=kept.keys.data_ptr(),
+            values=kept.values.data_ptr(),
+            key_scales=_place(kept.key_scales),
+            bias=_place(kept.bias),
+            key_kind=_KINDS.get(kept.keys.dtype, width.keys),
+            value_kind=_KINDS.get(kept.values.dtype, width.values),
+            turned=turns(kept.bits, value_dim),
+        )
+
+
+_PARTS: WeakKeyDictionary[KeptLayer, Any] = WeakKeyDictionary()
+"""What was described once for each eviction."""
+
+
 class _Arguments(ctypes.Structure):
     """The same fields, in the same order, as ``arguments`` in cpu.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "kept_keys", "kept_values")),
-        *((name, ctypes.c_void_p) for name in ("key_scales", "bias", "spans")),
+        *((name, ctypes.c_void_p) for name in ("queries", "parts", "spans")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "visible", "sinks", "output")),
         *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
         *((name, ctypes.c_int64) for name in ("n_following", "room", "key_dim", "value_dim")),
-        *((name, ctypes.c_int64) for name in ("kept_key_kind", "kept_value_kind")),
-        *((name, ctypes.c_int64) for name in ("following_kind", "turned", "threads")),
+        *((name, ctypes.c_int64) for name in ("following_kind", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -64,7 +91,7 @@ class CpuBackend(Backend):
         """Return why there is no compiled code on this machine."""
         return unavailable()
 
-    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptLayer) -> str | None:
         """Refuse types it does not read, gradients, too long a question, no compiler."""
         if call.queries.device.type != "cpu":
             return "the entries are not on the CPU"
@@ -73,7 +100,7 @@ class CpuBackend(Backend):
             return f"it has room for {MOST_ROWS} query rows of a KV head"
         return call.kernel_refusal(kept) or unavailable()
 
-    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
         """Return the attention output.
 
         Raises
@@ -144,7 +171,7 @@ def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
     return all(hasattr(library, name) for name in symbols)
 
 
-def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Tensor:
+def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tensor:
     """Attend with a number of threads; see `CpuBackend.attend`."""
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
@@ -156,18 +183,17 @@ def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Te
     if len(rooms) > 1 or None in rooms:
         latest, rooms = (call.keys.contiguous(), call.values.contiguous()), {n_following}
     shown, sinks, kind = call.visible, call.sink_logits, _KINDS[call.queries.dtype]
-    width = WIDTHS[kept.bits]
+    if (parts := _PARTS.get(kept)) is None:
+        parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
+        _PARTS[kept] = parts
     if shown is not None:
         shown = shown.expand(batch, n_following).to(torch.uint8).contiguous()
     if sinks is not None:
         sinks = sinks.float().contiguous()
     given = _Arguments(
         queries=asked.data_ptr(),
-        kept_keys=kept.keys.data_ptr(),
-        kept_values=kept.values.data_ptr(),
-        key_scales=_place(kept.key_scales),
-        bias=_place(kept.bias),
-        spans=kept.spans.table.data_ptr(),
+        parts=ctypes.addressof(parts),
+        spans=kept.spans.ctypes.data,
         keys=latest[0].data_ptr(),
         values=latest[1].data_ptr(),
         visible=_place(shown),
@@ -181,10 +207,7 @@ def cpu_attention(call: AttentionCall, kept: KeptEntries, *, threads: int) -> Te
         room=rooms.pop(),
         key_dim=key_dim,
         value_dim=value_dim,
-        kept_key_kind=_KINDS.get(kept.keys.dtype, width.keys),
-        kept_value_kind=_KINDS.get(kept.values.dtype, width.values),
         following_kind=kind,
-        turned=turns(kept.bits, value_dim),
         threads=threads,
         scaling=call.scaling,
         softcap=call.softcap or 0.0,

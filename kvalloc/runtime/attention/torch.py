@@ -7,13 +7,14 @@ the other. Logits are at least float32, and so are the numbers that entries at f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.kept import KeptEntries, KeptLayer
 from kvalloc.runtime.packed import key_numbers, value_numbers
 from kvalloc.runtime.quantization import rotated
 
@@ -29,27 +30,50 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
         """Return the attention output; memory beside it is bounded by `SCRATCH_NUMBERS`."""
-        batch, n_query_heads, n_new, key_dim = call.queries.shape
-        n_segments = call.keys.shape[0] * call.keys.shape[1]
-        grouped = call.queries.reshape(n_segments, -1, n_new, key_dim)
-        value_dim = int(call.values.shape[-1])
-        output = grouped.new_empty(*grouped.shape[:3], value_dim)
-        turned = turns(kept.bits, value_dim)
-        # under autocast products would have another type
-        with torch.autocast(output.device.type, enabled=False):
-            for segments in _together(call, kept):
-                step = max(SCRATCH_NUMBERS // _logits_of_a_token(call, kept, segments), 1)
-                entries = _numbers(call, kept, segments)
-                for first in range(0, n_new, step):
-                    tokens = slice(first, min(first + step, n_new))
-                    rows = grouped[segments, :, tokens]
-                    output[segments, :, tokens] = _answers(
-                        call, rows, *entries, segments, tokens, turned=turned
-                    )
-        shaped = output.view(batch, n_query_heads, n_new, -1)
-        return shaped.transpose(1, 2).contiguous()
+        n_heads, device = int(call.keys.shape[1]), call.queries.device
+        group = call.queries.shape[1] // n_heads
+        output = call.queries.new_empty(*call.queries.shape[:3], call.values.shape[-1])
+        for part in kept.parts:
+            if len(kept.parts) == 1:
+                _attend(call, part, output)
+                continue
+            assert part.heads is not None, "parts of a layer say which heads they are"
+            heads, asking = _places(part.heads, group, device)
+            own = call.of_heads(heads, asking)
+            found = own.queries.new_empty(*own.queries.shape[:3], call.values.shape[-1])
+            _attend(own, part, found)
+            output[:, asking] = found
+        return output.transpose(1, 2).contiguous()
+
+
+@cache
+def _places(heads: tuple[int, ...], group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return KV heads and the query heads that belong to them, on the device."""
+    with torch.inference_mode(False):  # gradients may go through it later
+        own = torch.tensor(heads, device=device)
+        return own, (own[:, None] * group + torch.arange(group, device=device)).view(-1)
+
+
+def _attend(call: AttentionCall, kept: KeptEntries, output: Tensor) -> None:
+    """Write what one part answers, (batch, n_query_heads, n_new, value_dim)."""
+    n_new, key_dim = call.queries.shape[2:]
+    n_segments, value_dim = call.keys.shape[0] * call.keys.shape[1], int(call.values.shape[-1])
+    grouped = call.queries.reshape(n_segments, -1, n_new, key_dim)
+    output = output.view(n_segments, -1, n_new, value_dim)
+    turned = turns(kept.bits, value_dim)
+    # under autocast products would have another type
+    with torch.autocast(output.device.type, enabled=False):
+        for segments in _together(call, kept):
+            step = max(SCRATCH_NUMBERS // _logits_of_a_token(call, kept, segments), 1)
+            entries = _numbers(call, kept, segments)
+            for first in range(0, n_new, step):
+                tokens = slice(first, min(first + step, n_new))
+                rows = grouped[segments, :, tokens]
+                output[segments, :, tokens] = _answers(
+                    call, rows, *entries, segments, tokens, turned=turned
+                )
 
 
 def _work_type(call: AttentionCall) -> torch.dtype:
@@ -84,9 +108,10 @@ def _numbers(
     keys, values = kept.keys[own], kept.values[own]
     if kept.bits != 16:
         assert kept.key_scales is not None
-        first_scales = spans.table[segments, 2:]
-        blocks = torch.arange(len(keys) // count, device=keys.device) // KEY_BLOCK_TOKENS
-        scales = kept.key_scales[(first_scales + blocks).flatten()]
+        blocks = slice(*spans.first_scales[[segments.start, segments.stop]])
+        scales = kept.key_scales[blocks].view(count, -1, 1, 2, call.keys.shape[-1])
+        scales = scales.expand(-1, -1, KEY_BLOCK_TOKENS, -1, -1).flatten(1, 2)
+        scales = scales[:, : len(keys) // count].flatten(0, 1)
         keys = key_numbers(keys, scales, kept.bits)
         values = value_numbers(values, kept.bits, int(call.values.shape[-1]))
     bias = None if kept.bias is None else kept.bias[own].view(count, 1, -1)

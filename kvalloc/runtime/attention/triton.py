@@ -20,20 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS, turns
+from kvalloc.accounting.costs import (
+    KEY_BLOCK_TOKENS,
+    SCALE_BYTES,
+    VALUE_BLOCK_CHANNELS,
+    WIDTHS,
+    code_bytes,
+    turns,
+)
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.kept import KeptEntries, KeptLayer
 
 __all__ = ["TritonBackend", "triton_attention"]
-
-COLUMNS = KEY_BLOCK_TOKENS
-"""Entries that a program reads together: they have one key scale."""
 
 _ROWS = (16, 64)
 """Query rows of a program: at least, because of the tensor cores, and at most."""
 
-_TILE_BLOCKS = 4
-"""Blocks of `COLUMNS` entries that are worth a program."""
+_SHORTEST_TILE = 16
+"""Entries that are worth a program: as few as tensor cores multiply."""
+
+_WARP_NUMBERS = 512
+"""Numbers of the keys read together that are worth a warp: below it reads byte by byte."""
 
 
 class TritonBackend(Backend):
@@ -47,21 +54,19 @@ class TritonBackend(Backend):
             return "there is no CUDA device"
         return None if _installed() else "Triton is not installed"
 
-    def refusal(self, call: AttentionCall, kept: KeptEntries) -> str | None:
+    def refusal(self, call: AttentionCall, kept: KeptLayer) -> str | None:
         """Refuse entries elsewhere, types it does not read, gradients, codes of an odd width."""
         if not call.queries.is_cuda:
             return "the entries are not on CUDA"
         if not _installed():
             return "Triton is not installed"
-        dims = call.queries.shape[-1], call.values.shape[-1]
-        widths = WIDTHS[kept.bits][:2]
-        if kept.bits != 16 and any(n * bits % 16 for n, bits in zip(dims, widths, strict=True)):
-            return (
-                f"a head of {dims[0]} and {dims[1]} numbers at {kept.bits} bits ends in half a word"
-            )
+        dim = int(call.values.shape[-1])
+        for bits in (part.bits for part in kept.parts):
+            if bits != 16 and code_bytes(WIDTHS[bits].values, dim) % SCALE_BYTES:
+                return f"values of {dim} numbers at {bits} bits end in half a word"
         return call.kernel_refusal(kept)
 
-    def attend(self, call: AttentionCall, kept: KeptEntries) -> Tensor:
+    def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
         """Return the attention output."""
         # Triton launches on the current device, which need not be this layer's
         with torch.cuda.device_of(call.queries):  # type: ignore[no-untyped-call]
@@ -79,61 +84,81 @@ def _wanted_programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def triton_attention(call: AttentionCall, kept: KeptEntries, *, programs: int) -> Tensor:
+def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> Tensor:
     """Attend with about so many programs, more where segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
-    sizes = _sizes(head_dim, value_dim, n_rows, kept.bits, call.queries.dtype)
-    row_blocks = -(-n_rows // sizes.rows)
+    widths = tuple(part.bits for part in kept.parts)
+    rows = min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1])
+    row_blocks = -(-n_rows // rows)
     programs = max(programs // row_blocks, 1)
-    tiles = kept.spans.tiles(_tile_length(int(kept.spans.lengths.sum()), programs))
-    tile = _tile_length(n_segments * n_following, programs)
+    work = kept.work(_tile_length(sum(len(part.keys) for part in kept.parts), programs))
+    columns = min(work.length, KEY_BLOCK_TOKENS)
+    sizes = _sizes(head_dim, value_dim, rows, widths, columns, call.queries.dtype)
+    tile = max(_tile_length(n_segments * n_following, programs), columns)
     following_tiles = -(-n_following // tile)
-    n_parts = tiles.count + n_segments * following_tiles
+    n_parts = work.count + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     visible = None if call.visible is None else call.visible.expand(batch, n_following)
-    sinks, scales = call.sink_logits, None
-    if kept.bits != 16:
-        scales = kept.key_scales, kept.values.view(torch.float16)
+    sinks = call.sink_logits
     counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
         "read_tile",
         (n_parts, row_blocks),
         (call.queries, *call.queries.stride()[:3]),
-        (tiles.table, kept.keys, kept.values, scales, kept.bias),
+        (work.tiles, *(_stored(part) for part in kept.parts)),
         (
             (call.keys, *call.keys.stride()[:3]),
             (call.values, *call.values.stride()[:3]),
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
         ),
         partial,
-        *(tiles.count, following_tiles, tile, n_following, counts),
+        *(work.count, following_tiles, tile, n_following, counts),
         (call.scaling, call.softcap),
         SIZES=sizes,
+        num_warps=max(1, min(4, columns * sizes.head_block // _WARP_NUMBERS)),
     )
     _launch(
         "add_tiles",
         (n_segments, row_blocks),
-        *(partial, tiles.first, None if sinks is None else (sinks, sinks.stride(0)), output),
-        *(tiles.count, following_tiles, counts),
+        *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
+        *(work.count, following_tiles, counts),
         SIZES=sizes,
     )
     return output
 
 
+def _stored(kept: KeptEntries) -> tuple[Any, ...]:
+    """Return keys, values, bias and, at fewer bits, key scales and the values as float16."""
+    scales = None if kept.bits == 16 else (kept.key_scales, kept.values.view(torch.float16))
+    return kept.keys, kept.values, kept.bias, scales
+
+
 def _tile_length(n_entries: int, programs: int) -> int:
-    """Return the entries of a tile, so that about so many programs share all of them."""
-    each = -(-n_entries // programs)
-    return max(-(-each // COLUMNS), _TILE_BLOCKS) * COLUMNS
+    """Return the entries of a tile, so that about so many programs share all of them.
+
+    Those that a program reads together share a key scale, so a tile is a part of a block or blocks.
+    """
+    each = max(-(-n_entries // programs), _SHORTEST_TILE)
+    if each > KEY_BLOCK_TOKENS:
+        return -(-each // KEY_BLOCK_TOKENS) * KEY_BLOCK_TOKENS
+    return _power_of_two(each)
 
 
 @cache
-def _sizes(head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.dtype) -> Any:
+def _sizes(
+    head_dim: int,
+    value_dim: int,
+    rows: int,
+    widths: tuple[int, ...],
+    columns: int,
+    dtype: torch.dtype,
+) -> Any:
     """Return what is compiled into a kernel."""
-    from kvalloc.runtime.attention.triton_kernels import Sizes
+    from kvalloc.runtime.attention.triton_kernels import Codes, Sizes
 
     value_block = max(_power_of_two(value_dim), 16)
     return Sizes(
@@ -141,12 +166,21 @@ def _sizes(head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.d
         value_dim=value_dim,
         head_block=max(_power_of_two(head_dim), 16),
         value_block=value_block,
-        rows=min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1]),
-        columns=COLUMNS,
+        rows=rows,
+        columns=columns,
+        key_block=KEY_BLOCK_TOKENS,
         channels=min(VALUE_BLOCK_CHANNELS, value_block),
-        key_bits=WIDTHS[bits].keys,
-        value_bits=WIDTHS[bits].values,
-        turned=turns(bits, value_dim),
+        codes=tuple(
+            Codes(
+                key_bits=WIDTHS[bits].keys,
+                value_bits=WIDTHS[bits].values,
+                key_bytes=code_bytes(WIDTHS[bits].keys, head_dim),
+                value_bytes=code_bytes(WIDTHS[bits].values, value_dim),
+                turned=turns(bits, value_dim),
+            )
+            for bits in widths
+        ),
+        turned=any(turns(bits, value_dim) for bits in widths),
         precision="ieee" if dtype == torch.float32 else "tf32",
     )
 

@@ -24,6 +24,26 @@ __all__ = ["Sizes", "add_tiles", "read_tile"]
 _LENGTHS = ("n_tiles", "following_tiles", "tile", "n_following")
 
 
+class Codes(NamedTuple):
+    """How one part of the kept entries is stored.
+
+    Attributes
+    ----------
+    key_bits, value_bits : int
+        Of each number.
+    key_bytes, value_bytes : int
+        Of the numbers of an entry.
+    turned : bool
+        Whether values are times Hadamard's matrix.
+    """
+
+    key_bits: int
+    value_bits: int
+    key_bytes: int
+    value_bytes: int
+    turned: bool
+
+
 class Sizes(NamedTuple):
     """What is compiled into a kernel: sizes of a model's heads, none of them a length.
 
@@ -35,14 +55,14 @@ class Sizes(NamedTuple):
         The same, filled up to a power of two.
     rows : int
         Query rows of a program.
-    columns : int
-        Entries that are read together.
+    columns, key_block : int
+        Entries that are read together, and that share a key scale.
     channels : int
         Channels of a value that share a scale.
-    key_bits, value_bits : int
-        Of what is kept.
+    codes : tuple of Codes
+        Of each part of what is kept.
     turned : bool
-        Whether kept values are times Hadamard's matrix.
+        Whether values of any part are.
     precision : str
         Of products, as Triton calls it.
     """
@@ -53,9 +73,9 @@ class Sizes(NamedTuple):
     value_block: int
     rows: int
     columns: int
+    key_block: int
     channels: int
-    key_bits: int
-    value_bits: int
+    codes: tuple[Codes, ...]
     turned: bool
     precision: str
 
@@ -77,12 +97,13 @@ def read_tile(  # type: ignore[no-untyped-def]
     """Write the softmax of one block of query rows over one tile, kept or following.
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of the
-    ``n_tiles`` of tiles (segment, start, end, first key scale), then ``following_tiles`` of
-    each segment, ``tile`` entries each. ``asked`` and ``followed`` are tensors with the steps
-    between their rows, heads and tokens.
+    ``n_tiles`` of tiles (segment, start, end, first key scale, part), then ``following_tiles`` of
+    each segment, ``tile`` entries each. ``kept`` are the tiles and, of each part, keys, values,
+    biases and scales; ``asked`` and ``followed`` are tensors with the steps between their rows,
+    heads and tokens.
     """
     queries, query_row, query_head, query_token = asked
-    tiles, kept_keys, kept_values, scales, bias = kept
+    tiles = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
     n_rows, n_new, n_kv_heads, group = counts
@@ -90,7 +111,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     is_kept = part < n_tiles
-    own = tiles + part * 4
+    own = tiles + part * 5
     start = tl.load(own + 1, mask=is_kept, other=0)
     end = tl.load(own + 2, mask=is_kept, other=0)
     later = part - n_tiles  # negative for what is kept
@@ -108,9 +129,15 @@ def read_tile(  # type: ignore[no-untyped-def]
     total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
     summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
     first_scale = tl.load(own + 3, mask=is_kept, other=0)
-    entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim
-    softmax, span = (most, total, summed), (start, end, first_scale)
-    softmax = _add_entries(query, entries, span, scales, bias, None, None, softmax, factors, SIZES)
+    width, softmax = tl.load(own + 4, mask=is_kept, other=-1), (most, total, summed)
+    for number in tl.static_range(len(SIZES.codes)):
+        kept_keys, kept_values, bias, scales = kept[number + 1]
+        entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim
+        span = start, tl.where(width == number, end, start), first_scale
+        softmax = _add_entries(
+            query, entries, span, scales, bias, None, None, softmax, factors, SIZES,
+            SIZES.codes[number],
+        )  # fmt: skip
     start = tl.where(is_kept, 0, (later % divisor) * tile)
     end = tl.where(is_kept, 0, tl.minimum(start + tile, n_following))
     keys += batch_row * key_row + head * key_head
@@ -118,7 +145,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     entries, span = (keys, key_token, values, value_token), (start, end, 0)
     place = batch_row, n_following - n_new + row % n_new
     most, total, summed = _add_entries(
-        query, entries, span, None, None, place, followed[2], softmax, factors, SIZES
+        query, entries, span, None, None, place, followed[2], softmax, factors, SIZES, None
     )
     out = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
     tl.store(
@@ -132,10 +159,12 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_LENGTHS[:2])  # type: ignore[untyped-decorator, unused-ignore]
 def add_tiles(  # type: ignore[no-untyped-def]
-    partial, first_tiles, sinks, output, n_tiles, following_tiles, counts, SIZES: tl.constexpr
+    partial, segments, sinks, output, n_tiles, following_tiles, counts, SIZES: tl.constexpr
 ):
     """Write one segment's answer from the softmaxes of its tiles, where the model wants it.
 
+    ``segments`` are first tile, the one after the last, and part of each. Where the part's values
+    are turned, so is their sum, and nothing else is.
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
     step between two of them.
     """
@@ -152,12 +181,17 @@ def add_tiles(  # type: ignore[no-untyped-def]
     if sinks is not None:
         most = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
-    first, last = tl.load(first_tiles + segment), tl.load(first_tiles + segment + 1)
+    first, last = tl.load(segments + segment * 3), tl.load(segments + segment * 3 + 1)
     softmax = _add_parts(partial, first, last, n_rows, row, (most, total, summed), SIZES)
     most, total, summed = softmax
+    width = tl.load(segments + segment * 3 + 2)
     if SIZES.turned:
-        summed = _turned(summed, SIZES.rows * SIZES.value_block, SIZES.value_dim)
-        summed = tl.reshape(summed, (SIZES.rows, SIZES.value_block))
+        is_turned = width < 0
+        for number in tl.static_range(len(SIZES.codes)):
+            is_turned = is_turned | ((width == number) & SIZES.codes[number].turned)
+        turned = _turned(summed, SIZES.rows * SIZES.value_block, SIZES.value_dim)
+        turned = tl.reshape(turned, (SIZES.rows, SIZES.value_block))
+        summed = tl.where(is_turned, turned, summed)
     first = n_tiles + segment * following_tiles
     last, softmax = first + following_tiles, (most, total, summed)
     most, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
@@ -208,24 +242,23 @@ def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _add_entries(  # type: ignore[no-untyped-def]
-    queries, entries, span, scales, bias, asking, visible, softmax, factors, SIZES: tl.constexpr
-):
+    queries, entries, span, scales, bias, asking, visible, softmax, factors,
+    SIZES: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
     """Add the entries of a span (start, end, first key scale) to a softmax.
 
-    At fewer bits ``scales`` are those of keys, of which `columns` tokens share one, and the values
-    themselves as float16: behind their codes are their scales, of which `channels` share one. The
-    numbers are those of `kvalloc.runtime.quantization.from_codes`, in the queries' type. Of tokens
-    that followed, those that ask see no later ones (``asking``: batch row, places) and no padding.
+    At fewer bits ``scales`` are those of keys, of which `key_block` tokens share one, and the
+    values themselves as float16: behind their codes are their scales, of which `channels` share
+    one. The numbers are those of `kvalloc.runtime.quantization.from_codes`, in the queries' type.
+    Of tokens that followed, those that ask see no later ones (``asking``: batch row, places) and
+    no padding.
     """
     keys, key_token, values, value_token = entries
     start, end, first_scale = span
     most, total, summed = softmax
     scaling, softcap = factors
-    KEY_BYTES: tl.constexpr = SIZES.head_dim * SIZES.key_bits // 8
-    VALUE_BYTES: tl.constexpr = SIZES.value_dim * SIZES.value_bits // 8
     BLOCKS: tl.constexpr = SIZES.value_block // SIZES.channels
     N_SCALES: tl.constexpr = (SIZES.value_dim + SIZES.channels - 1) // SIZES.channels * 2
-    ROW_BYTES: tl.constexpr = VALUE_BYTES + 2 * N_SCALES
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     for first in range(start, end, SIZES.columns):
         column = first + tl.arange(0, SIZES.columns)
@@ -237,14 +270,15 @@ def _add_entries(  # type: ignore[no-untyped-def]
                 other=0.0,
             ).to(queries.dtype)
         else:
-            block = first_scale + (first - start) // SIZES.columns
+            block = first_scale + (first - start) // SIZES.key_block
             own = scales[0] + block * 2 * SIZES.head_dim + dims
             step = tl.load(own, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
             least = tl.load(own + SIZES.head_dim, mask=dims < SIZES.head_dim, other=0.0)
             least = least.to(tl.float32)
             codes = _codes(
-                keys, column, inside, KEY_BYTES, KEY_BYTES, SIZES.head_block, SIZES.key_bits
-            )
+                keys, column, inside, CODES.key_bytes, SIZES.head_dim, SIZES.head_block,
+                CODES.key_bits,
+            )  # fmt: skip
             key = tl.trans((codes * step[None, :] + least[None, :]).to(queries.dtype))
         logits = tl.dot(queries, key, input_precision=SIZES.precision) * scaling
         if softcap is not None:
@@ -273,14 +307,16 @@ def _add_entries(  # type: ignore[no-untyped-def]
             ).to(queries.dtype)
         else:  # of each token, behind its codes: scale and minimum of each block of channels
             blocks = tl.arange(0, BLOCKS)
-            pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + VALUE_BYTES // 2
+            ROW_BYTES: tl.constexpr = CODES.value_bytes + 2 * N_SCALES
+            pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + CODES.value_bytes // 2
             pair += 2 * blocks[None, :]
             there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
             step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
             least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
             codes = _codes(
-                values, column, inside, ROW_BYTES, VALUE_BYTES, SIZES.value_block, SIZES.value_bits
-            )
+                values, column, inside, ROW_BYTES, SIZES.value_dim, SIZES.value_block,
+                CODES.value_bits,
+            )  # fmt: skip
             codes = tl.reshape(codes, (SIZES.columns, BLOCKS, SIZES.channels))
             wide = codes * step[:, :, None] + least[:, :, None]
             value = tl.reshape(wide, (SIZES.columns, SIZES.value_block)).to(queries.dtype)
@@ -292,40 +328,37 @@ def _add_entries(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _codes(  # type: ignore[no-untyped-def]
-    rows,
-    column,
-    inside,
-    ROW_BYTES: tl.constexpr,
-    N_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows, column, inside, ROW_BYTES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     BITS: tl.constexpr,
-):
-    """Return the codes of some rows, float32, (COLUMNS, BLOCK), the first in the lowest bits.
-
-    Those of 5 or 3 bits may begin in one byte and end in the next.
-    """
-    if BITS == 8 or BITS == 4:
-        packed = _bytes(rows, column, inside, tl.arange(0, BLOCK * BITS // 8), ROW_BYTES, N_BYTES)
-        if BITS == 4:
-            packed = tl.interleave(packed & 15, packed >> 4)
-    else:
-        place = tl.arange(0, BLOCK) * BITS
-        low = _bytes(rows, column, inside, place // 8, ROW_BYTES, N_BYTES).to(tl.int32)
-        high = _bytes(rows, column, inside, place // 8 + 1, ROW_BYTES, N_BYTES).to(tl.int32)
-        packed = ((low | (high << 8)) >> (place % 8)[None, :]) & ((1 << BITS) - 1)
-    return packed.to(tl.float32)
+):  # fmt: skip
+    """Return the codes of some rows, float32, (COLUMNS, BLOCK), of 5 and 3 bits from two planes."""
+    LOW: tl.constexpr = BITS - (BITS == 5 or BITS == 3)
+    codes = _plane(rows, column, inside, ROW_BYTES, DIM, BLOCK, LOW)
+    if LOW < BITS:
+        rows += (DIM * LOW + 7) // 8
+        codes |= _plane(rows, column, inside, ROW_BYTES, DIM, BLOCK, 1) << LOW
+    return codes.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _bytes(  # type: ignore[no-untyped-def]
-    rows, column, inside, byte, ROW_BYTES: tl.constexpr, N_BYTES: tl.constexpr
-):
-    """Return these bytes of some rows, 0 behind a row's ``N_BYTES``."""
-    return tl.load(
+def _plane(  # type: ignore[no-untyped-def]
+    rows, column, inside, ROW_BYTES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of BITS bits of some rows, uint8, the first of a byte the lowest."""
+    byte = tl.arange(0, BLOCK * BITS // 8)
+    found = tl.load(
         rows + column[:, None] * ROW_BYTES + byte[None, :],
-        mask=inside[:, None] & (byte[None, :] < N_BYTES),
+        mask=inside[:, None] & (byte[None, :] < (DIM * BITS + 7) // 8),
         other=0,
     )
+    if BITS < 8:
+        found = tl.interleave(found & 15, found >> 4)
+    if BITS < 4:
+        found = tl.interleave(found & 3, found >> 2)
+    if BITS < 2:
+        found = tl.interleave(found & 1, found >> 1)
+    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
