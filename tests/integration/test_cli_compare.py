@@ -76,7 +76,7 @@ def test_solvers_get_options_of_their_own_in_a_comparison(scores):
 
 
 def test_a_broken_solver_is_one_line_and_the_others_go_on(files, monkeypatch):
-    """What solvers can claim is in tests/unit/allocation/test_lying_solvers.py."""
+    """What solvers can claim is in tests/unit/allocation/test_forgeries.py."""
 
     def fail(*arguments, **options):
         raise IndexError("first line\nsecond line")

@@ -1,7 +1,5 @@
 """Budgets at another length: nothing lost, nothing made up, nobody starved."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from factories import make_budget_profile, make_shape
@@ -10,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile
 
 PROTECTED = 5
 CONTEXT = 40
@@ -23,14 +20,14 @@ profiles = st.builds(
 )
 
 
-def share_of(profile: BudgetProfile, context: int) -> np.ndarray:
+def share_of(profile, context):
     ratio = (context - PROTECTED) / (CONTEXT - PROTECTED)
     return PROTECTED + (profile.budgets - PROTECTED) * ratio
 
 
 @settings(max_examples=300)
 @given(profile=profiles, context=st.one_of(st.integers(1, 300), st.integers(1, 131_072)))
-def test_within_limits_and_never_above_the_share(profile: BudgetProfile, context: int) -> None:
+def test_within_limits_and_never_above_the_share(profile, context):
     budgets, page, whole = (
         profile.budgets_for(context),
         profile.page_tokens,
@@ -58,7 +55,7 @@ def test_within_limits_and_never_above_the_share(profile: BudgetProfile, context
 
 @settings(max_examples=30)
 @given(profile=profiles)
-def test_a_longer_prompt_keeps_no_less(profile: BudgetProfile) -> None:
+def test_a_longer_prompt_keeps_no_less(profile):
     lengths = [*range(1, 60), 200, 201, 100_000]
     totals, page = [], profile.page_tokens
     previous = np.zeros_like(profile.budgets)
@@ -75,14 +72,14 @@ def test_a_longer_prompt_keeps_no_less(profile: BudgetProfile) -> None:
     assert totals == sorted(totals)
 
 
-def test_the_fixed_rule_keeps_the_number() -> None:
+def test_the_fixed_rule_keeps_the_number():
     profile = make_budget_profile([[20, 33], [5, 40]], length_rule="fixed")
     assert profile.budgets_for(1000).tolist() == profile.budgets.tolist()
     assert profile.budgets_for(25).tolist() == [[20, 25], [5, 25]]
     assert profile.budgets_for(3).tolist() == [[3, 3], [3, 3]]
 
 
-def test_sliding_layers_follow_their_window() -> None:
+def test_sliding_layers_follow_their_window():
     shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=10)
     profile = make_budget_profile([[20, 20], [9, 9], [30, 30]], shape=shape)
     for context in (1, 8, 9, 10, 40, 500):
@@ -92,6 +89,6 @@ def test_sliding_layers_follow_their_window() -> None:
     assert profile.shape.full_bytes(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
 
 
-def test_no_context_has_no_budgets() -> None:
+def test_no_context_has_no_budgets():
     with pytest.raises(InputError, match="ask for >= 1"):
         make_budget_profile([[20, 20]]).budgets_for(0)

@@ -1,13 +1,9 @@
 """What stands in the way of tiny problems that have no solution, against every choice there is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +12,7 @@ from kvalloc.allocation.infeasibility import (
     diagnose,
     relax,
 )
-from kvalloc.problem import AllocationProblem, GroupCap, Sense, SideConstraint
+from kvalloc.problem import GroupCap, Sense
 from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.testing import brute_force, tiny_problem
 
@@ -31,11 +27,11 @@ KINDS = (
 SEEDS = range(16)
 
 
-def tightened(problem: AllocationProblem, seed: int) -> AllocationProblem:
+def tightened(problem, seed):
     """The same problem with less of what it needs, so that many have no solution."""
     random = np.random.default_rng(seed)
 
-    def tighter(one: SideConstraint) -> SideConstraint:
+    def tighter(one):
         if isinstance(one, GroupCap):
             floors = int(problem.costs[list(one.units), 0].sum())
             share = float(random.choice([0.1, 0.6, 0.9]))
@@ -56,7 +52,7 @@ def tightened(problem: AllocationProblem, seed: int) -> AllocationProblem:
     return changed.with_target(problem.target + 0.6 * (problem.max_value - problem.target))
 
 
-def infeasible_problems() -> Iterator[tuple[str, AllocationProblem]]:
+def infeasible_problems():
     for kind in KINDS:
         for seed in SEEDS:
             for sense in Sense:
@@ -66,13 +62,13 @@ def infeasible_problems() -> Iterator[tuple[str, AllocationProblem]]:
                     yield f"{kind} {seed} {sense.value}", problem
 
 
-def with_goal(problem: AllocationProblem, goal: float) -> AllocationProblem:
+def with_goal(problem, goal):
     if problem.sense is Sense.MIN_COST:
         return problem.with_target(goal)
     return problem.with_capacity(int(goal))
 
 
-def check_nearest(name: str, problem: AllocationProblem, nearest: float | None) -> None:
+def check_nearest(name, problem, nearest):
     minimises = problem.sense is Sense.MIN_COST
     if nearest is None:
         everything = (
@@ -87,15 +83,15 @@ def check_nearest(name: str, problem: AllocationProblem, nearest: float | None) 
     assert brute_force(with_goal(problem, beyond)) is None, f"{name}: {nearest} is not best"
 
 
-def one_tighter(problem: AllocationProblem, one: SideConstraint) -> SideConstraint | None:
+def one_tighter(problem, one):
     if isinstance(one, GroupCap):
         return dataclasses.replace(one, capacity_bytes=one.capacity_bytes - 1)
     assert isinstance(one, MaxDistinct)
     return MaxDistinct(most=one.most - 1) if one.most > 1 else None
 
 
-def check_relaxations(name: str, problem: AllocationProblem) -> Counter[str]:
-    seen: Counter[str] = Counter()
+def check_relaxations(name, problem):
+    seen = Counter()
     for index, constraint in enumerate(problem.constraints):
         before, after = problem.constraints[:index], problem.constraints[index + 1 :]
         left_out = dataclasses.replace(problem, constraints=before + after)
@@ -111,7 +107,7 @@ def check_relaxations(name: str, problem: AllocationProblem) -> Counter[str]:
             assert isinstance(constraint, SameBudget), f"{name}: {constraint} only goes"
             continue
 
-        def under(changed: SideConstraint) -> AllocationProblem:
+        def under(changed):
             return dataclasses.replace(problem, constraints=(*before, changed, *after))  # noqa: B023
 
         assert brute_force(under(relaxed)) is not None, f"{name}: {relaxed}"
@@ -121,13 +117,13 @@ def check_relaxations(name: str, problem: AllocationProblem) -> Counter[str]:
     return seen
 
 
-def nearest_to(problem: AllocationProblem, seconds: float = 10.0) -> Any:
+def nearest_to(problem, seconds=10.0):
     return diagnose(problem, deadline=time.monotonic() + seconds)
 
 
-def test_the_nearest_goal_and_every_relaxation_are_the_best_ones() -> None:
+def test_the_nearest_goal_and_every_relaxation_are_the_best_ones():
     checked = 0
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for name, problem in infeasible_problems():
         found = nearest_to(problem)
         assert found is not None, f"{name}: brute force finds no choice"
@@ -142,7 +138,7 @@ def test_the_nearest_goal_and_every_relaxation_are_the_best_ones() -> None:
         assert seen[kind] > 2, (kind, seen)  # else this test tests nothing about it
 
 
-def test_nothing_is_claimed_without_time() -> None:
+def test_nothing_is_claimed_without_time():
     problem = tiny_problem("concave", seed=0).with_target(math.pi)
     assert attempt(lambda: problem, time.monotonic()) is None
     assert attempt(lambda: problem, time.monotonic() + 9.0) is False

@@ -1,9 +1,6 @@
 """Pools of several members against every choice of all of them."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +13,11 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.pool import verify_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import AllocationProblem
 
 SLACK = 1e-9
 
 
-def members_of(random: np.random.Generator, count: int, **shape: Any) -> list[ScoreProfile]:
+def members_of(random, count, **shape):
     """Score profiles of different models and lengths, two or three layers each."""
     return [
         make_scores(
@@ -37,11 +31,11 @@ def members_of(random: np.random.Generator, count: int, **shape: Any) -> list[Sc
     ]
 
 
-def costs_of(scores: ScoreProfile, request: Request) -> Any:
+def costs_of(scores, request):
     return RequestCurves(scores=scores, request=request).costs
 
 
-def every_choice(problem: AllocationProblem) -> tuple[Any, Any]:
+def every_choice(problem):
     """Cost and value of every choice that keeps the side constraints."""
     options = itertools.product(*map(range, problem.option_counts.tolist()))
     kept = [c for c in map(np.array, options) if problem.side_fault(c) is None]
@@ -49,13 +43,7 @@ def every_choice(problem: AllocationProblem) -> tuple[Any, Any]:
     return costs, np.array([problem.objective_value(choice) for choice in kept])
 
 
-def best_of_all(
-    problems: list[AllocationProblem],
-    peaks: list[int],
-    memory: int,
-    weights: list[float],
-    floors: list[float],
-) -> float | None:
+def best_of_all(problems, peaks, memory, weights, floors):
     """The best value of all choices of all members together; None where none fits."""
     spent, worth = np.array([sum(peaks)]), np.array([0.0])
     for problem, weight, floor in zip(problems, weights, floors, strict=True):
@@ -73,9 +61,7 @@ def best_of_all(
 
 @pytest.mark.parametrize("floored", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"cap": ["0-1=280B"]}, {"page": 2}])
-def test_a_pool_is_what_every_choice_of_all_members_says(
-    floored: bool, limits: dict[str, Any]
-) -> None:
+def test_a_pool_is_what_every_choice_of_all_members_says(floored, limits):
     met = 0
     for seed in range(6):
         random = np.random.default_rng(seed)
@@ -138,7 +124,7 @@ def test_a_pool_is_what_every_choice_of_all_members_says(
     assert met >= 3
 
 
-def stating(pool: list[BudgetProfile], **lies: Any) -> list[BudgetProfile]:
+def stating(pool, **lies):
     """The same budgets, with other statements about the pool."""
     return [
         one.replace(requested={**one.requested, "pool": {**one.requested["pool"], **lies}})
@@ -146,7 +132,7 @@ def stating(pool: list[BudgetProfile], **lies: Any) -> list[BudgetProfile]:
     ]
 
 
-def test_what_is_not_one_pool_is_refused() -> None:
+def test_what_is_not_one_pool_is_refused():
     pool = solve_pool([(A, {}, 1.0), (make_scores(2), {}, 2.0)], memory="8000B")
     scores = [A, make_scores(2)]
     assert all(check.passed for check in verify_pool(pool, scores))
@@ -187,7 +173,7 @@ A, LOSSES = make_scores(1), make_losses(1)
         ([("none.safetensors", {}, 1.0)], {}, "none.safetensors"),
     ],
 )
-def test_a_pool_that_cannot_be_is_refused(members: Any, more: dict[str, Any], words: str) -> None:
+def test_a_pool_that_cannot_be_is_refused(members, more, words):
     with pytest.raises(InputError, match=words.replace("(", r"\(").replace(")", r"\)")):
         solve_pool(members, **{"memory": "1MiB", **more})
 
@@ -200,9 +186,7 @@ def test_a_pool_that_cannot_be_is_refused(members: Any, more: dict[str, Any], wo
         ("5200B", 0.99, "the floors of 2 members take"),
     ],
 )
-def test_a_memory_that_is_too_small_names_one_that_does(
-    memory: Any, floor: float, words: str
-) -> None:
+def test_a_memory_that_is_too_small_names_one_that_does(memory, floor, words):
     members = [(A, {"target_retention": floor}, 1.0), (make_scores(2), {}, 1.0)]
     with pytest.raises(InfeasibleError, match=words) as raised:
         solve_pool(members, memory=memory)
@@ -212,6 +196,6 @@ def test_a_memory_that_is_too_small_names_one_that_does(
                    memory=raised.value.nearest)  # fmt: skip
 
 
-def test_a_floor_above_what_a_member_can_reach_names_the_member() -> None:
+def test_a_floor_above_what_a_member_can_reach_names_the_member():
     with pytest.raises(InfeasibleError, match=r"the floor of member 1 of the pool: .* at most"):
         solve_pool([(A, {"target_retention": 0.99, "max_tokens": 10}, 1.0)], memory="1MiB")

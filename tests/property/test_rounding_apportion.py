@@ -1,9 +1,5 @@
 """The one rounding rule: exact, within limits, near what was wanted, and stable."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -18,7 +14,7 @@ rows = st.lists(st.tuples(st.floats(-10, 60), limits), min_size=1, max_size=12)
 
 @settings(max_examples=300)
 @given(rows=rows, share=st.floats(0, 1))
-def test_exact_and_within_limits(rows: list[tuple[float, tuple[int, int]]], share: float) -> None:
+def test_exact_and_within_limits(rows, share):
     wanted = np.array([number for number, _ in rows])
     low = np.array([limit[0] for _, limit in rows])
     high = np.array([limit[1] for _, limit in rows])
@@ -32,7 +28,7 @@ def test_exact_and_within_limits(rows: list[tuple[float, tuple[int, int]]], shar
 
 @settings(max_examples=200)
 @given(wanted=st.lists(st.floats(0, 1000), min_size=1, max_size=20), up=st.booleans())
-def test_less_than_one_away_when_the_total_fits(wanted: list[float], up: bool) -> None:
+def test_less_than_one_away_when_the_total_fits(wanted, up):
     """Without active limits and with a total that fits, rounding moves nobody by a whole entry."""
     shares = np.array(wanted)
     total = int(np.ceil(shares.sum()) if up else np.floor(shares.sum()))
@@ -54,7 +50,7 @@ def test_less_than_one_away_when_the_total_fits(wanted: list[float], up: bool) -
         ([], 0, {}, []),
     ],
 )
-def test_by_hand(wanted: list[float], total: int, limits: Any, result: list[int]) -> None:
+def test_by_hand(wanted, total, limits, result):
     assert apportion(wanted, total, **limits).tolist() == result
 
 
@@ -69,8 +65,6 @@ def test_by_hand(wanted: list[float], total: int, limits: Any, result: list[int]
         ([], 1, 0, 5),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
-    wanted: list[float], total: int, low: int, high: int
-) -> None:
+def test_what_cannot_be_shared_is_refused(wanted, total, low, high):
     with pytest.raises(InputError, match="cannot share out"):
         apportion(wanted, total, minimum=low, maximum=high)

@@ -1,9 +1,5 @@
 """Whatever the budgets and the lengths, the reduced cache answers as the oracle does."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +15,7 @@ from kvalloc.runtime.policies import policy_names  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def models() -> Any:
+def models():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {
@@ -32,9 +28,7 @@ def models() -> Any:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_budgets_and_any_lengths(
-    models: dict[tuple[str, str], Any], data: st.DataObject
-) -> None:
+def test_any_budgets_and_any_lengths(models, data):
     family, attention = data.draw(st.sampled_from(sorted(models)))
     model = models[family, attention]
     context = data.draw(st.integers(1, 40), label="context")
@@ -68,9 +62,7 @@ def test_any_budgets_and_any_lengths(
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_budget_of_all_tokens_seen_is_met_at_every_interval(
-    models: dict[tuple[str, str], Any], data: st.DataObject
-) -> None:
+def test_the_budget_of_all_tokens_seen_is_met_at_every_interval(models, data):
     """With any policy and scorer, whatever follows; between two evictions all of that stays."""
     model = models[data.draw(st.sampled_from(sorted(models)))]
     policy = data.draw(st.sampled_from(policy_names()), label="policy")

@@ -1,7 +1,5 @@
 """Retention curves: interpolation, contributions, and how they become problems."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from factories import curves_of, make_scores, make_shape, random_scores
@@ -16,7 +14,7 @@ from kvalloc.formats.score_profile import interpolate_curves
 
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10_000), n_at=st.integers(1, 50))
-def test_interpolation_keeps_rising_concave_curves_so(seed: int, n_at: int) -> None:
+def test_interpolation_keeps_rising_concave_curves_so(seed, n_at):
     rng = np.random.default_rng(seed)
     curves = curves_of(random_scores(rng, (3, 2, 60)))
     ranks = np.unique(np.concatenate([[0, 60], rng.integers(0, 61, 12)]))
@@ -31,7 +29,7 @@ def test_interpolation_keeps_rising_concave_curves_so(seed: int, n_at: int) -> N
     assert np.all(found.reshape(-1, n_at) <= np.array(above) + 1e-12)  # chords of concave curves
 
 
-def test_head_and_layer_views_are_one_yardstick() -> None:
+def test_head_and_layer_views_are_one_yardstick():
     """The same budget for all heads of a layer is worth the same at either level."""
     for seed in range(20):
         shape = make_shape(n_layers=3, n_kv_heads=1 + seed % 4)
@@ -49,7 +47,7 @@ def test_head_and_layer_views_are_one_yardstick() -> None:
 
 
 @pytest.mark.parametrize("share", [0.16, 0.3, 0.7, 1.0])
-def test_heads_on_their_own_are_never_worse(share: float) -> None:
+def test_heads_on_their_own_are_never_worse(share):
     for seed in range(10):
         scores = make_scores(seed)
         layer = solve(scores, budget=share)
@@ -60,7 +58,7 @@ def test_heads_on_their_own_are_never_worse(share: float) -> None:
     assert cheaper <= solve(scores, target_retention=0.9).retained_bytes
 
 
-def test_contributions_at_everything_add_up_to_one() -> None:
+def test_contributions_at_everything_add_up_to_one():
     for seed in range(10):
         scores = make_scores(seed, n_samples=3)
         assert scores.contributions().sum(axis=1)[:, -1] == pytest.approx(1.0)

@@ -1,10 +1,7 @@
 """What a user is told where a request cannot be met, beyond what the command line tests show."""
 
-from __future__ import annotations
-
 import ast
 import re
-from typing import Any
 
 import pytest
 from factories import make_bits, make_scores, make_shape
@@ -22,18 +19,18 @@ ENTRY = make_shape().bytes_per_entry
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 
 
-def cannot_reach(problem: Any) -> Any:
+def cannot_reach(problem):
     """A rule that does not get there."""
     raise InfeasibleError("this rule reaches 0.5 at most; use greedy", nearest=0.5)
 
 
-def test_a_rule_that_cannot_where_others_can_keeps_its_word() -> None:
+def test_a_rule_that_cannot_where_others_can_keeps_its_word():
     with pytest.raises(InfeasibleError, match="^this rule reaches 0.5 at most") as caught:
         solve(make_scores(0), target_retention=0.9, solver=Scripted(cannot_reach))
     assert caught.value.nearest == 0.5
 
 
-def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
+def test_sliding_layers_are_part_of_the_cap_that_is_offered():
     shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=9)
     scores = make_scores(1, shape=shape)
     request = Request.parse(budget=0.9, cap=("0-1=400B",))
@@ -43,13 +40,13 @@ def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
     solve(scores, budget=0.9, cap=f"0-1={sliding + floors}B")
 
 
-def test_what_was_not_searched_to_the_end_says_so() -> None:
+def test_what_was_not_searched_to_the_end_says_so():
     request = Request.parse(target_retention=0.9, cap=("0=300B",))
     error = InfeasibleError("a word of the solver")
     assert advise(make_scores(0), request, error, time_limit_seconds=0.0) is error
 
 
-TIGHT: list[tuple[dict[str, Any], str]] = [
+TIGHT = [
     ({"budget": 0.02, "cap": "0=150B"}, "budget=0.02 is not possible with cap='0=150B', and nei"),
     ({"budget": 0.02, "cap": "0=500B"}, "the least is budget='"),
     ({"budget_tokens": 10, "page": 32, "context": 12}, "ask for at least budget_tokens=12$"),
@@ -59,12 +56,12 @@ TIGHT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "words"), TIGHT)
-def test_below_the_floors_too_only_what_is_possible_is_offered(asked: Any, words: str) -> None:
+def test_below_the_floors_too_only_what_is_possible_is_offered(asked, words):
     with pytest.raises(InfeasibleError, match=words):
         solve(make_scores(0), **asked)
 
 
-GOALS: list[dict[str, Any]] = [
+GOALS = [
     *({"budget": share} for share in (0.02, 0.1, 0.2)),
     *({"budget_tokens": tokens} for tokens in (1, 5, 6, 10)),
     *({"memory": size} for size in (500, 1500, 2500)),
@@ -89,7 +86,7 @@ CAPS = (None, "0=150B", "0-1=500B", ["0-1=900B", "0=300B"], ["0-1=400B", "1-2=40
         }
     ),
 )
-def test_what_is_offered_can_be_had(make: Any, goal: Any, limits: Any) -> None:
+def test_what_is_offered_can_be_had(make, goal, limits):
     scores = make()
     try:
         solve(scores, **goal, **limits)

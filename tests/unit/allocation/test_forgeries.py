@@ -1,22 +1,21 @@
-"""Forged certificates and lying solvers, made by rule: none of them passes as proven."""
+"""A plug-in is not trusted: forged certificates, lying solvers, and what is proven again."""
 
-from __future__ import annotations
-
+import dataclasses
 import itertools
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 from factories import make_bits, make_choices, make_losses, make_problem, make_scores
 from forgeries import Liar, forged_profiles, lies, optimal_by
+from scripted_solver import OPTIMAL, Scripted, says
 
 import kvalloc
 from kvalloc.allocation.audit import verify
+from kvalloc.allocation.decision import solve
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.verification import prove, solve_problem
-from kvalloc.errors import KVAllocError, SolverError
-from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
 from kvalloc.problem import (
     GroupCap,
     MaxDistinct,
@@ -27,12 +26,14 @@ from kvalloc.problem.registry import get_solver
 from kvalloc.report.wording import decision_fields, proof_text
 from kvalloc.testing import brute_force, tiny_problem
 
+# Forged certificates and lying solvers, made by rule: none of them passes as proven
 
-def accepted(profile: BudgetProfile, scores: Any) -> bool:
+
+def accepted(profile, scores):
     return all(check.passed and check.proven for check in verify(profile, scores))
 
 
-def test_no_forged_certificate_is_accepted() -> None:
+def test_no_forged_certificate_is_accepted():
     """Poor decisions (equal budgets) with and without limits, stated to be better ones."""
     forged = refuted = 0
     for name, profile, scores in forged_profiles():
@@ -44,9 +45,9 @@ def test_no_forged_certificate_is_accepted() -> None:
     assert refuted >= 0.75 * forged
 
 
-def test_no_liar_is_believed() -> None:
+def test_no_liar_is_believed():
     """What is not the best, stated to be it, is refused or stands on the liar's word alone."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for name, problem, liar in lies():
         seen["lies"] += 1
         try:
@@ -74,14 +75,14 @@ VALUES = [[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]]
     [GroupCap(name="device 0", units=(0, 1), capacity_bytes=9), MaxDistinct(most=2)],
     ids=["cap", "distinct"],
 )
-def test_a_limit_that_does_not_bind_hides_no_lie(side: Any) -> None:
+def test_a_limit_that_does_not_bind_hides_no_lie(side):
     problem = make_problem(VALUES, capacity=2, constraints=(side,))
     with pytest.raises(SolverError, match=r"bound of 0, but a choice of 0\.[57]5? exists"):
         solve_problem(problem, Liar([0, 0]))
 
 
 @pytest.mark.parametrize("prices", [(1.0,), (1.0, -1.0), (1.0, float("nan")), (1.0, float("inf"))])
-def test_prices_that_are_none_are_refused(prices: tuple[float, ...]) -> None:
+def test_prices_that_are_none_are_refused(prices):
     cap = GroupCap(name="device 0", units=(0,), capacity_bytes=1)
     problem = make_problem(VALUES, capacity=2, constraints=(cap,))
     with pytest.raises(SolverError, match="reports prices of"):
@@ -89,7 +90,7 @@ def test_prices_that_are_none_are_refused(prices: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize("curves", ["concave", "losses", "unequal_costs", "bits"])
-def test_any_prices_of_caps_give_a_bound(curves: str) -> None:
+def test_any_prices_of_caps_give_a_bound(curves):
     random = np.random.default_rng(1)
     for seed in range(12):
         for side, sense in itertools.product(("nested_caps", "crossing_caps"), Sense):
@@ -102,7 +103,7 @@ def test_any_prices_of_caps_give_a_bound(curves: str) -> None:
                 assert not problem.is_better(best.objective, bound, 1e-11)
 
 
-def test_bounds_under_nested_caps_are_proven_again_from_stored_prices() -> None:
+def test_bounds_under_nested_caps_are_proven_again_from_stored_prices():
     proven = 0
     for seed in range(20):
         for sense in Sense:
@@ -129,7 +130,7 @@ def test_bounds_under_nested_caps_are_proven_again_from_stored_prices() -> None:
 ASK_LOSS = {"budget": "40%", "level": "head", "objective": "loss"}
 
 
-def test_optimal_by_word_reads_so_until_another_back_end_agrees() -> None:
+def test_optimal_by_word_reads_so_until_another_back_end_agrees():
     scores = make_choices(0)
     profile = kvalloc.solve(scores, solver="dp", **ASK_LOSS)
     assert (profile.termination, profile.optimal_by_word) == ("optimal", "dp")
@@ -148,7 +149,7 @@ def test_optimal_by_word_reads_so_until_another_back_end_agrees() -> None:
     assert again["solved again"].found.endswith("by ilp:backend=highs, optimal")
 
 
-def test_solving_again_refutes_what_nothing_else_does() -> None:
+def test_solving_again_refutes_what_nothing_else_does():
     """A choice next to the best one, stated to be the best by a solver."""
     scores = make_losses(1)
     asked = {**ASK_LOSS, "cap": ("0=700B", "0-1=1100B")}
@@ -163,7 +164,7 @@ def test_solving_again_refutes_what_nothing_else_does() -> None:
 
 
 @pytest.mark.parametrize("used", ["highs", "cp_sat"])
-def test_another_back_end_solves_again(used: str) -> None:
+def test_another_back_end_solves_again(used):
     scores = make_bits(3)
     asked = {"budget": "25%", "level": "head", "bits": (16, 8, 4)}
     profile = kvalloc.solve(scores, solver=f"ilp:backend={used}", **asked)
@@ -175,10 +176,138 @@ def test_another_back_end_solves_again(used: str) -> None:
 
 @pytest.mark.parametrize("cap", [(), ("0=500B", "0-1=900B")])
 @pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_retention": 0.6}])
-def test_greedy_and_flow_are_proven_again_by_network_simplex(target: Any, cap: Any) -> None:
+def test_greedy_and_flow_are_proven_again_by_network_simplex(target, cap):
     scores = make_scores(2)
     profile = kvalloc.solve(scores, **target, level="head", cap=cap)
     assert profile.decided_by == ("flow" if cap else "greedy")
     [again] = [c for c in verify(profile, scores, resolve=True) if c.name == "solved again"]
     assert (again.passed, again.proven) == (True, True)
     assert again.found.endswith("by flow:method=network_simplex, optimal")
+
+
+# A plug-in is not trusted: everything it says is computed again
+
+
+PROBLEM = make_problem(VALUES, capacity=2)  # the optimum is (2, 0) or (1, 1), worth 0.75
+TARGET = make_problem(VALUES, target=0.6)  # the optimum costs 2
+
+
+def raises(problem):
+    raise ZeroDivisionError("first line\nsecond line")
+
+
+def changes_the_values(problem):
+    problem.values[:] = 100.0
+    return says(np.array([0, 0]))(problem)
+
+
+def changes_a_field(problem):
+    problem.capacity_bytes = 10**9  # type: ignore[misc]
+    return says(np.array([2, 2]))(problem)
+
+
+GOOD = np.array([1, 1])
+
+LIES = {
+    "wrong objective": (PROBLEM, says(GOOD, objective=0.8), "an objective of 0.8; it is 0.75"),
+    "objective NaN": (PROBLEM, says(GOOD, objective=float("nan")), "an objective of nan"),
+    "objective text": (PROBLEM, says(GOOD, objective="0.75"), "no sound Solution"),
+    "value given as cost": (TARGET, says(GOOD, objective=0.75), "objective of 0.75; it is 2"),
+    "over capacity": (PROBLEM, says(np.array([2, 1])), "spends 3 bytes of a capacity of 2"),
+    "below target": (TARGET, says(np.array([1, 0])), "reaches 0.5, below the target of 0.6"),
+    "too short": (PROBLEM, says(np.array([1]), objective=0.5), r"shaped \(1,\), expected"),
+    "not whole": (PROBLEM, says(np.array([1.0, 1.0]), objective=0.75), "choice of float64"),
+    "negative": (PROBLEM, says(np.array([-1, 0])), "chose option -1 of unit 0, which has 3"),
+    "beyond the end": (PROBLEM, says(np.array([0, 3]), objective=0.0), "option 3 of unit 1"),
+    "bound beaten": (PROBLEM, says(GOOD, bound=0.7), "0.7, which its own choice of 0.75 beats"),
+    "cost bound beaten": (TARGET, says(GOOD, bound=3.0), "3, which its own choice of 2 beats"),
+    "bound NaN": (PROBLEM, says(GOOD, bound=float("nan")), "bound of nan"),
+    "loose bound": (PROBLEM, says(GOOD, bound=0.9, termination=OPTIMAL), "to be optimal"),
+    "loose cost bound": (TARGET, says(GOOD, bound=1.0, termination=OPTIMAL), "to be optimal"),
+    "false bound": (
+        PROBLEM,
+        says(np.array([0, 0]), bound=0.0, termination=OPTIMAL),
+        r"bound of 0, but a choice of 0\.\d+ exists",
+    ),
+    "false cost bound": (
+        TARGET,
+        says(np.array([2, 2]), bound=4.0, termination=OPTIMAL),
+        "bound of 4, but a choice of [23] exists",
+    ),
+    "no bound": (PROBLEM, says(GOOD, termination=OPTIMAL), "optimal without a bound"),
+    "nothing": (PROBLEM, lambda problem: None, "no sound Solution"),
+    "a bare choice": (PROBLEM, lambda problem: GOOD, "no sound Solution"),
+    "raises": (PROBLEM, raises, "scripted failed: ZeroDivisionError: first line second line"),
+    "changes the values": (PROBLEM, changes_the_values, "scripted failed: ValueError"),
+    "changes the capacity": (PROBLEM, changes_a_field, "scripted failed: FrozenInstanceError"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_in_one_line(lie):
+    problem, answer, words = LIES[lie]
+    with pytest.raises(SolverError, match=words) as caught:
+        solve_problem(problem, Scripted(answer))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_the_same_answers_told_truly_are_accepted():
+    best = solve_problem(PROBLEM, Scripted(says(GOOD, bound=0.75, termination=OPTIMAL)))
+    assert (best.objective, best.bound, best.gap, best.cost_bytes) == (0.75, 0.75, 0.0, 2)
+    poor = solve_problem(PROBLEM, Scripted(says(np.array([0, 0]))))
+    assert (poor.objective, poor.bound, poor.bound_source) == (0.0, 0.75, "dual")
+    assert poor.gap == 1.0
+    loose = solve_problem(PROBLEM, Scripted(says(GOOD, bound=5.0)))
+    assert (loose.bound, loose.bound_source) == (0.75, "dual")
+    smaller = says(GOOD.astype(np.int32), bound=0.75, termination=OPTIMAL)
+    assert solve_problem(PROBLEM, Scripted(smaller)).objective == 0.75
+
+
+@pytest.mark.parametrize(
+    ("able", "words"),
+    [
+        (False, "scripted cannot solve this problem"),
+        ("", "scripted cannot solve this problem"),
+        (None, "scripted cannot solve this problem"),
+        ("too hard; use ilp", "^too hard; use ilp$"),
+        (RuntimeError("boo"), "scripted failed: RuntimeError: boo"),
+    ],
+)
+def test_a_refusal_is_passed_on(able, words):
+    with pytest.raises(SolverError, match=words):
+        solve_problem(PROBLEM, Scripted(says(GOOD), able=able))
+
+
+def test_a_solver_is_not_asked_what_cannot_be():
+    never = Scripted(raises)
+    with pytest.raises(InfeasibleError, match="ask for at most that") as caught:
+        solve_problem(make_problem(VALUES, target=1.2), never)
+    assert caught.value.nearest == 1.125
+    with pytest.raises(InfeasibleError, match="below the floors") as caught:
+        solve_problem(make_problem(VALUES, capacity=3, protected_tokens=2), never)
+    assert caught.value.nearest == 4
+
+
+def test_interrupting_is_not_failing():
+    def interrupted(problem):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        solve_problem(PROBLEM, Scripted(interrupted))
+
+
+def test_a_constraint_that_a_solver_breaks_or_does_not_know():
+    cap = GroupCap(name="device 0", units=(0,), capacity_bytes=1)
+    capped = dataclasses.replace(PROBLEM, constraints=(cap,))
+    with pytest.raises(SolverError, match="breaks a constraint: device 0 takes 2 bytes of 1"):
+        solve_problem(capped, Scripted(says(np.array([2, 0]))))
+    with pytest.raises(SolverError, match="greedy does not handle cap"):
+        solve_problem(capped, get_solver("greedy"))
+
+
+def test_solve_checks_a_solver_object_too():
+    scores = make_scores()
+    floors = Scripted(lambda problem: says(np.zeros(3, dtype=np.int64), objective=9.0)(problem))
+    with pytest.raises(SolverError, match="reports an objective of 9"):
+        solve(scores, budget=0.5, solver=floors)

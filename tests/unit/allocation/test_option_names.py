@@ -1,13 +1,10 @@
 """Messages name options as whoever reads them writes them: keywords in Python, flags typed."""
 
-from __future__ import annotations
-
 import ast
 import re
 import threading
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_tools import run
@@ -24,7 +21,7 @@ COMMAND = re.compile(r"(kvalloc|pip|ray) [^';)]*")
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     make_scores(0).save(tmp_path / "s.safetensors")
     return tmp_path / "s.safetensors"
 
@@ -44,7 +41,7 @@ def file(tmp_path: Path) -> Path:
         {"budget": "40%", "min_tokens": 20, "max_tokens": 10},
     ],
 )
-def test_one_message_speaks_to_both(file: Path, asked: dict[str, Any]) -> None:
+def test_one_message_speaks_to_both(file, asked):
     with pytest.raises(KVAllocError) as caught:
         kvalloc.solve(ScoreProfile.load(file), **asked)
     said = str(caught.value)
@@ -59,12 +56,12 @@ def test_one_message_speaks_to_both(file: Path, asked: dict[str, Any]) -> None:
     assert _without_options(line) == _without_options(said)
 
 
-def _words(name: str, value: object) -> list[str]:
+def _words(name, value):
     flag = f"--{name.replace('_', '-')}"
     return [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
 
 
-def _without_options(text: str) -> str:
+def _without_options(text):
     """Flags as keywords, and no punctuation between names and values."""
     text = re.sub(r"'kvalloc (\w+) (.*?)'", r"kvalloc.\1(\2)", text)
     text = FLAG.sub(lambda flag: flag[0][2:], text).replace("=True", "")
@@ -85,15 +82,15 @@ def _without_options(text: str) -> str:
          "cache.save()", "--save-cache"),
     ],
 )  # fmt: skip
-def test_options_are_written_in_both_ways(write: Any, python: str, typed: str) -> None:
+def test_options_are_written_in_both_ways(write, python, typed):
     assert write() == python
     with naming_flags():
         assert write() == typed
     assert write() == python
 
 
-def test_a_command_in_one_thread_leaves_the_messages_of_another() -> None:
-    found: list[str] = []
+def test_a_command_in_one_thread_leaves_the_messages_of_another():
+    found = []
     with naming_flags():
         inside, other = (
             copy_context(),
@@ -109,9 +106,9 @@ def test_a_command_in_one_thread_leaves_the_messages_of_another() -> None:
     assert option("page") == "page"
 
 
-def _texts(tree: ast.Module) -> list[str]:
+def _texts(tree):
     """All strings of a module but its docstrings; the pieces of an f-string joined."""
-    skipped: set[int] = set()
+    skipped = set()
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -126,7 +123,7 @@ def _texts(tree: ast.Module) -> list[str]:
     ]
 
 
-def test_no_message_outside_the_command_line_spells_a_flag() -> None:
+def test_no_message_outside_the_command_line_spells_a_flag():
     # of the rest, the demo's report is what `kvalloc demo` prints
     apart = ("cli", "report")
     named = {}

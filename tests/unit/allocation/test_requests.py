@@ -1,11 +1,8 @@
 """What a user may ask for, and what a request becomes."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +25,9 @@ from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.sharing_groups import parse_groups
 from kvalloc.problem import Aggregate, Sense
-from kvalloc.shape import ModelShape
 from kvalloc.units import parse_bytes, parse_indices, parse_share
 
-READ: list[tuple[Any, dict[Any, Any]]] = [
+READ = [
     (parse_share, {"20%": 0.2, " 20 % ": 0.2, "100%": 1, "0.2": 0.2, 0.5: 0.5, 1: 1, "1e-3": 1e-3}),
     (parse_bytes, {"512MiB": 512 * 2**20, "1.5GB": 1.5e9, "1.5 gib": 1.5 * 2**30, " 7 ": 7}),
     (parse_bytes, {4096: 4096, "3b": 3, "1kB": 1000, "2TiB": 2 * 2**40, ".5KiB": 512}),
@@ -40,7 +36,7 @@ READ: list[tuple[Any, dict[Any, Any]]] = [
     (parse_groups, {"14": 14, 14: 14, "2-3": ((2, 3),), " 2-3 , 4-7 ": ((2, 3), (4, 5, 6, 7))}),
     (parse_groups, {((2, 3), (4, 5)): ((2, 3), (4, 5)), (): (), "2": 2}),
 ]
-NOT_READ: list[tuple[Any, str, tuple[Any, ...]]] = [
+NOT_READ = [
     (parse_share, "write 20% or 0.2", ("0", "0%", "-1%", "101%", "20", 1.0001, "", "%")),
     (parse_share, "write 20% or 0.2", ("a fifth", "nan", "inf", "nan%", "1,5%")),
     (parse_bytes, "write 512MiB", ("0", "-5", "0.2", "MiB", "", "ten", "5XB", "1e3", "1.5.5MB")),
@@ -56,14 +52,14 @@ NOT_READ: list[tuple[Any, str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("read", "given", "found"), [(read, *one) for read, row in READ for one in row.items()]
 )
-def test_what_people_write(read: Any, given: Any, found: Any) -> None:
+def test_what_people_write(read, given, found):
     assert read(given) == (pytest.approx(found) if isinstance(found, int | float) else found)
 
 
 @pytest.mark.parametrize(
     ("read", "words", "given"), [(read, words, one) for read, words, row in NOT_READ for one in row]
 )
-def test_what_cannot_be_read(read: Any, words: str, given: Any) -> None:
+def test_what_cannot_be_read(read, words, given):
     with pytest.raises(InputError, match=words):
         read(given)
 
@@ -73,7 +69,7 @@ NOT_AT_BITS = (
     "bits=.16, 8, 5, 4, 3"
 )
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+REFUSED = [
     *(  # by the request itself, whatever is to be solved
         (None, fields, words)
         for fields, words in (
@@ -182,12 +178,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def _named(value: Any) -> str:
+def _named(value):
     return str(getattr(getattr(value, "func", value), "__name__", value))
 
 
 @pytest.mark.parametrize(("make", "asked", "words"), REFUSED, ids=_named)
-def test_what_cannot_be_asked(make: Any, asked: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_asked(make, asked, words):
     """By the request itself, or (where there is something to make) by ``solve``."""
     with pytest.raises(InputError, match=words) as caught:
         if make is None:
@@ -199,11 +195,11 @@ def test_what_cannot_be_asked(make: Any, asked: dict[str, Any], words: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def shape_for(asked: dict[str, Any]) -> ModelShape:
+def shape_for(asked):
     return make_shape(n_layers=6 if "share_groups" in asked else 3, max_context_tokens=100)
 
 
-def test_the_problem_of_a_hand_computed_profile() -> None:
+def test_the_problem_of_a_hand_computed_profile():
     """Two layers, two heads, six evictable entries: every number by hand."""
     shape = make_shape(n_layers=2, n_kv_heads=2, head_dim=4, dtype_bytes=2)  # 16 bytes an entry
     curve = np.array([0.0, 0.5, 0.75, 0.875, 1.0, 1.0, 1.0])
@@ -238,7 +234,7 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
     assert heads.heads.tolist() == [0, 1, 0, 1]
 
 
-def test_pages_are_whole_but_for_the_last_of_the_context() -> None:
+def test_pages_are_whole_but_for_the_last_of_the_context():
     scores = make_scores(context_tokens=40)  # sinks 2, window 3
     problem = formulate(scores, Request.parse(budget=0.5, page=16))
     assert problem.tokens[0].tolist() == [16, 32, 40]
@@ -251,7 +247,7 @@ def test_pages_are_whole_but_for_the_last_of_the_context() -> None:
     assert whole.tokens[0].tolist() == [40]
 
 
-def test_another_context_stretches_the_curve() -> None:
+def test_another_context_stretches_the_curve():
     scores = make_scores(context_tokens=40)
     for context in (20, 40, 75, 400):
         problem = formulate(scores, Request.parse(target_retention=0.5, context=context))
@@ -266,7 +262,7 @@ def test_another_context_stretches_the_curve() -> None:
     assert longer.values[:, ::2] == pytest.approx(same.values)
 
 
-def test_the_worst_unit_is_judged_by_its_own_curve() -> None:
+def test_the_worst_unit_is_judged_by_its_own_curve():
     scores = make_scores(3)
     problem = formulate(scores, Request.parse(budget=0.5, level="head", objective="worst"))
     assert problem.aggregate is Aggregate.WORST
@@ -279,7 +275,7 @@ SLIDING = make_shape(
 )
 
 
-def test_sliding_layers_are_paid_for_but_not_decided() -> None:
+def test_sliding_layers_are_paid_for_but_not_decided():
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
     for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
         costs = make_curves(scores, budget=0.5, context=context, batch=batch).costs
@@ -304,7 +300,7 @@ def test_sliding_layers_are_paid_for_but_not_decided() -> None:
         (make_shared_scores, {"share_groups": "2-3,4-5", "batch": 2}),
     ],
 )
-def test_memory_is_a_peak_and_too_little_names_what_would_do(make: Any, asked: Any) -> None:
+def test_memory_is_a_peak_and_too_little_names_what_would_do(make, asked):
     """Sliding layers, positions, pages and what is held in full while a prompt is read count."""
     scores = make()
     with pytest.raises(InfeasibleError, match="in full while the prompt is read") as caught:
@@ -329,9 +325,7 @@ def test_memory_is_a_peak_and_too_little_names_what_would_do(make: Any, asked: A
         ({"budget_tokens": 15, "page": 16}, 16),
     ],
 )
-def test_less_than_the_floors_is_infeasible_and_names_what_is_not(
-    arguments: dict[str, Any], nearest: float
-) -> None:
+def test_less_than_the_floors_is_infeasible_and_names_what_is_not(arguments, nearest):
     scores = make_scores()
     with pytest.raises(InfeasibleError) as caught:
         solve(scores, **arguments)
@@ -340,12 +334,12 @@ def test_less_than_the_floors_is_infeasible_and_names_what_is_not(
     solve(scores, **{**arguments, target: nearest})  # what it names can be had
 
 
-def test_everything_is_kept_at_100_percent_with_pages_that_do_not_divide_the_context() -> None:
+def test_everything_is_kept_at_100_percent_with_pages_that_do_not_divide_the_context():
     profile = solve(make_scores(), budget="100%", page=16)
     assert profile.budgets.min() == profile.context_tokens
 
 
-def test_prompts_that_are_read_together_share_the_memory() -> None:
+def test_prompts_that_are_read_together_share_the_memory():
     one, three = (solve(make_scores(), memory=4000 * rows, batch=rows) for rows in (1, 3))
     assert one.budgets.tolist() == three.budgets.tolist()
     assert three.retained_bytes == 3 * one.retained_bytes
@@ -360,11 +354,11 @@ def test_prompts_that_are_read_together_share_the_memory() -> None:
         ({"memory": 4000}, "fixed"),
     ],
 )
-def test_relative_targets_scale_and_absolute_ones_do_not(target: dict[str, Any], rule: str) -> None:
+def test_relative_targets_scale_and_absolute_ones_do_not(target, rule):
     assert solve(make_scores(), **target).length_rule == rule
 
 
-def test_one_sample_of_heads_is_not_copied() -> None:
+def test_one_sample_of_heads_is_not_copied():
     """The curves of a long context are gigabytes: the problem looks at the measured ones."""
     scores = make_scores(n_samples=1)
     for request in (
@@ -375,7 +369,7 @@ def test_one_sample_of_heads_is_not_copied() -> None:
         assert np.shares_memory(formulate(scores, request).values, scores.curves)
 
 
-def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem() -> None:
+def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem():
     shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=8)
     one = make_scores(shape=shape, n_samples=1)
     three = make_scores(

@@ -1,10 +1,6 @@
 """`kvalloc verify` believes nothing: true profiles pass, and every kind of lie is found."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +28,9 @@ from kvalloc.report.wording import objective_text
 
 SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
 BITS = {"bits": (16, 8, 4)}
-GROUPS: dict[str, Any] = {"budget": "35%", "share_groups": "2-3,4-5"}
+GROUPS = {"budget": "35%", "share_groups": "2-3,4-5"}
 
-ASKED: list[tuple[Any, dict[str, Any]]] = [
+ASKED = [
     *(
         (make_scores, asked)
         for asked in (
@@ -87,7 +83,7 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("make", "asked"), ASKED, ids=lambda value: getattr(value, "__name__", str(value))[:60]
 )
-def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_path: Path) -> None:
+def test_what_solve_writes_is_true_and_comes_back(make, asked, tmp_path):
     scores = make()
     profile = kvalloc.solve(scores, **asked)
     assert untrue(profile, scores) == set()
@@ -107,42 +103,42 @@ def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_pat
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "p.json").read_bytes()
 
 
-def more(profile: BudgetProfile) -> dict[str, Any]:
+def more(profile):
     return {"budgets": np.minimum(profile.budgets + 5, profile.context_tokens)}
 
 
-def fewer(profile: BudgetProfile) -> dict[str, Any]:
+def fewer(profile):
     return {"budgets": np.maximum(profile.budgets - 3, profile.policy.protected_tokens)}
 
 
-def another_policy(profile: BudgetProfile) -> dict[str, Any]:
+def another_policy(profile):
     table = profile.unit_policies.copy()  # type: ignore[union-attr]
     table[0, 0] = (table[0, 0] + 1) % len(profile.policies)
     return {"unit_policies": table}
 
 
-def foreign_policy(profile: BudgetProfile) -> dict[str, Any]:
+def foreign_policy(profile):
     first, *others = profile.other_policies
     return {"other_policies": (first.replace(scorer_parameters={"window": 1}), *others)}
 
 
-def other_widths(profile: BudgetProfile) -> dict[str, Any]:
+def other_widths(profile):
     return {"bits": np.where(profile.bits == 4, 8, 4)}
 
 
-def requesting(**asked: Any) -> Any:
+def requesting(**asked):
     return lambda profile: {"requested": {**profile.requested, **asked}}
 
 
-def moved(name: str, by: float) -> Any:
+def moved(name, by):
     return lambda profile: {name: getattr(profile, name) + by}
 
 
-SHARE: dict[str, Any] = {"budget": "40%"}
-HEADS: dict[str, Any] = {**SHARE, "level": "head"}
-LOSSES: dict[str, Any] = {**HEADS, "objective": "loss"}
+SHARE = {"budget": "40%"}
+HEADS = {**SHARE, "level": "head"}
+LOSSES = {**HEADS, "objective": "loss"}
 
-FALSE: list[tuple[Any, dict[str, Any], Any, set[str]]] = [
+FALSE = [
     *(
         (make_scores, SHARE, change, names)
         for change, names in (
@@ -180,7 +176,7 @@ FALSE: list[tuple[Any, dict[str, Any], Any, set[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "asked", "change", "names"), FALSE)
-def test_a_false_statement_is_found(make: Any, asked: Any, change: Any, names: set[str]) -> None:
+def test_a_false_statement_is_found(make, asked, change, names):
     scores = make(3)
     profile = kvalloc.solve(scores, **asked)
     assert untrue(profile, scores) == set()
@@ -196,7 +192,7 @@ def test_a_false_statement_is_found(make: Any, asked: Any, change: Any, names: s
         ({"budget": "30%", "objective": "mean"}, ""),
     ],
 )
-def test_numbers_have_the_sign_and_unit_that_solve_prints(asked: Any, unit: str) -> None:
+def test_numbers_have_the_sign_and_unit_that_solve_prints(asked, unit):
     scores = make_choices(3)
     profile = kvalloc.solve(scores, solver="dp", **asked)
     checks = {check.name: check for check in verify(profile, scores)}
@@ -210,11 +206,11 @@ def test_numbers_have_the_sign_and_unit_that_solve_prints(asked: Any, unit: str)
         assert checks["target met"].stated == "0.1 nats per token"
 
 
-def number_of(text: str) -> float:
+def number_of(text):
     return float(text.partition(" ")[0].replace(",", ""))
 
 
-def test_biases_count_where_the_policy_has_them() -> None:
+def test_biases_count_where_the_policy_has_them():
     """A profile whose problem left them out takes more than was requested, and is found out."""
     scores, biased = make_bits(3), make_bits(3).policy.replace(name="attention_matching")
     posed = pose(scores, Request.parse(**HEADS, **BITS), biased=True)
@@ -226,7 +222,7 @@ def test_biases_count_where_the_policy_has_them() -> None:
     assert left_out.retained_bytes > left_out.requested["bytes"]
 
 
-def test_a_profile_without_its_request_cannot_be_verified() -> None:
+def test_a_profile_without_its_request_cannot_be_verified():
     profile = kvalloc.solve(make_scores(0), budget="40%").replace(requested={})
     with pytest.raises(InputError, match="does not say what was requested"):
         verify(profile, make_scores(0))

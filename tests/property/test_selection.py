@@ -1,26 +1,68 @@
-"""How many entries stay of what competes, whatever is there."""
-
-from __future__ import annotations
+"""Which entries stay, whatever the scores are, and how many of what competes."""
 
 from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-pytest.importorskip("torch")
-
 from factories import make_shape
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
 from kvalloc.runtime.following import Followed, Settling
+from kvalloc.runtime.selection import select_entries
+
+# What holds for the selection of entries whatever the scores
+
+
+torch = pytest.importorskip("torch")
+
+
+@st.composite
+def cases(draw):
+    tokens = draw(st.integers(1, 40))
+    sinks = draw(st.integers(0, tokens))
+    window = draw(st.integers(0, tokens - sinks))
+    budget = draw(st.integers(sinks + window, tokens))
+    # Few distinct values, so that ties are the rule.
+    few = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0e38])
+    anything = st.floats(0, 2.0**99, width=32)
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), tokens)
+    scores = draw(hnp.arrays(np.float32, shape, elements=draw(st.sampled_from([few, anything]))))
+    return scores, budget, sinks, window
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_selection(case):
+    scores, budget, sinks, window = case
+    batch, heads, tokens = scores.shape
+    kept = select_entries(torch.from_numpy(scores), budget, sinks=sinks, window=window).numpy()
+    assert kept.shape == (batch, heads, budget)
+    again = select_entries(torch.from_numpy(scores), budget, sinks=sinks, window=window).numpy()
+    assert np.array_equal(kept, again)
+    must = {*range(sinks), *range(tokens - window, tokens)}
+    for row in range(batch):
+        for head in range(heads):
+            mine = kept[row, head]
+            assert np.all(np.diff(mine) > 0)
+            assert must <= set(mine.tolist())
+            # The plainest statement of the rule: sort by score, then by position.
+            free = [t for t in range(tokens) if t not in must]
+            free.sort(key=lambda t: (-scores[row, head, t], t))
+            best = free[: budget - sinks - window]
+            assert set(mine.tolist()) == must | set(best)
+
+
+# How many entries stay of what competes, whatever is there
+
 
 SINKS, HEADS = 2, 2
 
 
 @st.composite
-def layers(draw: st.DrawFn, window: int) -> dict[int, Followed]:
+def layers(draw, window):
     """Layers of some rows; what was kept is within the budgets of the tokens before."""
     rows = draw(st.integers(1, 3))
     new = np.array(draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows)))
@@ -38,7 +80,7 @@ def layers(draw: st.DrawFn, window: int) -> dict[int, Followed]:
 
 
 @given(data=st.data())
-def test_targets_are_within_the_room_and_the_newest_window_stays(data: st.DataObject) -> None:
+def test_targets_are_within_the_room_and_the_newest_window_stays(data):
     window = data.draw(st.integers(1, 6), label="window")
     followed = data.draw(layers(window), label="layers")
     rows = len(followed[0].new)
@@ -46,7 +88,7 @@ def test_targets_are_within_the_room_and_the_newest_window_stays(data: st.DataOb
     flags = st.lists(st.booleans(), min_size=rows, max_size=rows)
     everything = np.array(data.draw(flags, label="all compete"))
 
-    def settled(layers: dict[int, Followed], all_compete: object) -> Settling:
+    def settled(layers, all_compete):
         return Settling.of(
             layers,
             shared=shared,
@@ -95,14 +137,12 @@ def test_targets_are_within_the_room_and_the_newest_window_stays(data: st.DataOb
     least=st.integers(0, 20),
     biased=st.booleans(),
 )
-def test_budgets_within_bytes_are_the_largest_of_one_factor(
-    budgets: list[int], bits: list[int], most: int, least: int, biased: bool
-) -> None:
+def test_budgets_within_bytes_are_the_largest_of_one_factor(budgets, bits, most, least, biased):
     shape = make_shape(n_layers=2, n_kv_heads=2)
     table, widths = np.array(budgets).reshape(2, 2), np.array(bits)[:, None]
     found = within_bytes(table, most, widths, shape, least=least, biased=biased)
 
-    def taken(numbers: np.ndarray) -> int:
+    def taken(numbers):
         return int(head_bytes(numbers, widths, shape, biased=biased).sum())
 
     floor, whole = np.minimum(table, least), max(*budgets, 1)
