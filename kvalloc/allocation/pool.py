@@ -5,16 +5,22 @@ weighted sum of the members' values. A floor of a member is a limit on its value
 the member's weight, and any prices mu >= 0 prove
 
     max sum_i w_i V_i  <=  max sum_i (w_i + mu_i) V_i - sum_i mu_i f_i    with  V_i >= f_i
+
+Where the worst member counts, any weights p >= 0 that add up to 1 prove
+
+    max min_i V_i  <=  max sum_i p_i V_i
+
+and the largest floor that all can have at once is found by halving.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -41,6 +47,8 @@ from kvalloc.problem.arrays import VALUE_TOLERANCE
 from kvalloc.problem.registry import get_solver
 from kvalloc.units import parse_bytes
 
+Fairness = Literal["sum", "worst"]
+
 
 class Bound(NamedTuple):
     """A bound on what keeps all floors, and what proves it.
@@ -51,7 +59,8 @@ class Bound(NamedTuple):
     source : str
         ``"dual"``, or the solver on whose word it stands.
     scales : tuple of float
-        By how much the members' weights are raised for their floors, see the module.
+        By how much the members' weights are raised for their floors; where the worst counts, the
+        weights p themselves: see the module.
     prices : tuple of float
         Of the memory and of each cap, where they prove more than kvalloc's own; may be empty.
     detail : str
@@ -68,14 +77,20 @@ class Bound(NamedTuple):
 HALVINGS, SWEEPS, MAX_POWER = 14, 2, 30.0
 """Weights tried for each floor, how often, and the power of two up to which; any give a bound."""
 
+WEIGHINGS, FLOOR_HALVINGS = 16, 40
+"""Where the worst member counts: weights tried for a bound, and halvings of the common floor."""
+
 
 class Pool(list[BudgetProfile]):
     """The budget profiles of the members, in their order.
 
     Attributes
     ----------
+    fairness : {"sum", "worst"}
+        What counts.
     objective, bound : float
-        The weighted sum of the members' values; and what no other split of the memory can beat.
+        The weighted sum of the members' values, or the worst one's; and what no other split of
+        the memory can beat.
     bound_source : str
         ``"dual"``, or the solver on whose word the bound stands.
     scales, prices : tuple of float
@@ -84,9 +99,11 @@ class Pool(list[BudgetProfile]):
         The line of the solver of all members together.
     """
 
-    def __init__(self, profiles: Iterable[BudgetProfile], objective: float, bound: Bound) -> None:
+    def __init__(
+        self, profiles: Iterable[BudgetProfile], fairness: Fairness, objective: float, bound: Bound
+    ) -> None:
         super().__init__(profiles)
-        self.objective = objective
+        self.fairness, self.objective = fairness, objective
         self.bound, self.bound_source = max(bound.value, objective), bound.source
         self.scales, self.prices, self.detail = bound.scales, bound.prices, bound.detail
 
@@ -100,6 +117,7 @@ def solve_pool(
     members: Sequence[tuple[ScoreProfile | str | Path, Mapping[str, Any], float]],
     *,
     memory: str | int,
+    fairness: Fairness = "sum",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Pool:
@@ -113,6 +131,8 @@ def solve_pool(
         member gets.
     memory : str or int
         What all caches may take together, such as ``"2GiB"``: the sum of their peaks.
+    fairness : {"sum", "worst"}
+        Whether the weighted sum of the members' values counts, or the worst member's.
     solver : str or Solver
         As in `kvalloc.solve`.
     time_limit : float, optional
@@ -126,7 +146,7 @@ def solve_pool(
     Raises
     ------
     InputError
-        If there is no member, or a request or a weight does not go with a pool.
+        If there is no member, or a request, a weight or the fairness does not go with a pool.
     InfeasibleError
         If the memory is too small for all members, or for their floors.
     SolverError
@@ -137,6 +157,8 @@ def solve_pool(
     >>> pool = solve_pool([(a, {}, 1.0), (b, {}, 2.0)], memory="2GiB")  # doctest: +SKIP
     >>> pool[0].save("a.json")  # doctest: +SKIP
     """
+    if fairness not in get_args(Fairness):
+        raise InputError(f"the fairness is {fairness!r}, expected 'sum' or 'worst'")
     if not members:
         raise InputError("the pool has no members; give at least one (scores, request, weight)")
     given: Sequence[Any] = members  # a user may give anything
@@ -156,15 +178,19 @@ def solve_pool(
             "some members are decided by loss and others by retention, which do not add up; give "
             f"each {option('objective', 'mean')}"
         )
-    joint = _joint(read, memory_bytes)
-    choice, bound = _best(joint, read, chosen, deadline_after(time_limit))
+    if fairness == "worst" and any(one.weight != 1 or one.floor is not None for one in read):
+        raise InputError(
+            "the worst member is the worst whatever it weighs; leave weights and floors out"
+        )
+    joint, search = _joint(read, memory_bytes), _best if fairness == "sum" else _fairest
+    choice, bound = search(joint, read, chosen, deadline_after(time_limit))
     ends = np.cumsum([one.posed.problem.n_units for one in read])[:-1]
     parts = zip(read, np.split(choice, ends), strict=True)
     profiles = [
         one.profile(one.posed.problem.cost(part), chosen, time_limit) for one, part in parts
     ]
-    values = (one.weight * profile.objective for one, profile in zip(read, profiles, strict=True))
-    pool = Pool(profiles, math.fsum(values), bound)
+    values = [one.weight * profile.objective for one, profile in zip(read, profiles, strict=True)]
+    pool = Pool(profiles, fairness, _together(values, fairness), bound)
     stated = {"memory": memory_bytes, "members": len(read), **vars(pool)}
     stated |= {"weights": [one.weight for one in read], "floors": [one.floor for one in read]}
     pool[:] = [
@@ -220,16 +246,13 @@ def verify_pool(
             _Member.again(loaded[at], load_scores(scores[at]), memory, *each)
             for at, *each in zip(order, weights, floors, strict=True)
         ]
-        objective, bound = float(stated["objective"]), float(stated["bound"])
+        fairness, objective, bound = (stated[key] for key in ("fairness", "objective", "bound"))
+        objective, bound = float(objective), float(bound)
         source, detail = str(stated["bound_source"]), str(stated["detail"])
         if places != [*range(1, len(pools) + 1)] or len(scales) != len(members):
             raise ValueError(f"members {places}")
-        # Anything else proves nothing.
-        if any(
-            scale < 1 or (scale > 1 and one.floor is None)
-            for one, scale in zip(members, scales, strict=True)
-        ):
-            raise ValueError(f"weights raised by {scales}")
+        if fairness not in get_args(Fairness) or not _can_prove(scales, members, fairness):
+            raise ValueError(f"weights {scales} for the {fairness}")
     except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
         raise InputError(
             f"these {len(loaded)} profiles are not one pool: {one_line(error, 80)}; give the "
@@ -251,7 +274,8 @@ def verify_pool(
         if one.floor is not None:
             kept = value >= one.floor - VALUE_TOLERANCE
             checks.append(Check(f"floor of {one.name}", repr(one.floor), repr(value), kept))
-    reached = math.fsum(one.weight * value for one, value in zip(members, values, strict=True))
+    weighed = [one.weight * value for one, value in zip(members, values, strict=True)]
+    reached = _together(weighed, fairness)
     slack = VALUE_TOLERANCE * max(1.0, abs(reached))
     close = abs(reached - objective) <= slack
     checks.append(Check("objective", repr(objective), repr(reached), close))
@@ -269,6 +293,19 @@ def verify_pool(
         return [*checks, check]
     again = solved_again(joint, bound + paid, detail, lambda value: repr(value - paid), time_limit)
     return [*checks, *with_second(check, again)]
+
+
+def _together(values: Sequence[float], fairness: Fairness) -> float:
+    """Return what the values of all members make."""
+    return min(values) if fairness == "worst" else math.fsum(values)
+
+
+def _can_prove(scales: Sequence[float], members: Sequence[_Member], fairness: Fairness) -> bool:
+    """Return whether a bound with these weights is one: see the module."""
+    if fairness == "worst":
+        return min(scales) >= 0 and math.isclose(math.fsum(scales), 1.0)
+    pairs = zip(scales, members, strict=True)
+    return all(scale == 1 or (scale > 1 and one.floor is not None) for scale, one in pairs)
 
 
 def _scaled(
@@ -445,36 +482,24 @@ def _best(
     joint: AllocationProblem, members: Sequence[_Member], solver: Solver, deadline: float
 ) -> tuple[IntArray, Bound]:
     """Return the best choice that keeps all floors, and a bound on what keeps them."""
-    sizes = [one.posed.problem.n_units for one in members]
     floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
-
-    def solved(problem: AllocationProblem) -> CheckedSolution:
-        left = max(deadline - time.monotonic(), 0.1)
-        return solve_problem(problem, solver, time_limit_seconds=left)
-
-    def weighted(scales: FloatArray) -> tuple[IntArray, Bound]:
-        answer = solved(_scaled(joint, members, scales))
-        assert answer.bound is not None  # a bound by duality at least
-        value, used = answer.bound - _paid(members, scales.tolist()), tuple(scales.tolist())
-        return answer.choice, Bound(value, answer.bound_source, used, answer.prices, answer.detail)
+    search = _Search(joint, members, solver, deadline)
 
     def keeps(choice: IntArray, at: int) -> bool:
-        part = np.split(choice, np.cumsum(sizes)[:-1])[at]
-        value = members[at].posed.problem.objective_value(part)
-        return value >= floors[at] - VALUE_TOLERANCE
+        return bool(search.values(choice)[at] >= floors[at] - VALUE_TOLERANCE)
 
     scales = np.ones(len(members))
-    choice, bound = weighted(scales)
+    choice, bound = search.weighted(scales)
     if all(keeps(choice, at) for at in floors):
         return choice, bound
-    least = _cheapest_floors(joint, members, solved)
-    choices = [least, solved(_above(joint, least)).choice + least]
+    least = search.cheapest(floors)
+    choices = [least, search.solved(_above(joint, least)).choice + least]
     for at in [*floors] * SWEEPS:
         low, high = 0.0, MAX_POWER
         for _ in range(HALVINGS):
             middle = 0.5 * (low + high)
             scales[at] = 2.0**middle
-            choice, proven = weighted(scales)
+            choice, proven = search.weighted(scales)
             choices.append(choice)
             bound = min(bound, proven)
             low, high = (low, middle) if keeps(choice, at) else (middle, high)
@@ -485,32 +510,118 @@ def _best(
     return max(able, key=joint.objective_value), bound
 
 
-def _cheapest_floors(
-    joint: AllocationProblem,
-    members: Sequence[_Member],
-    solved: Callable[[AllocationProblem], CheckedSolution],
-) -> IntArray:
-    """Return the cheapest choice that keeps all floors; the smallest budgets of other members."""
-    parts = []
-    for one in members:
-        problem = one.posed.problem
+def _fairest(
+    joint: AllocationProblem, members: Sequence[_Member], solver: Solver, deadline: float
+) -> tuple[IntArray, Bound]:
+    """Return the choice whose worst member keeps the most, and a bound on what it can keep."""
+    search = _Search(joint, members, solver, deadline)
+    weights = np.full(len(members), 1.0 / len(members))
+    choice, bound = search.weighted(weights)
+    choices = [choice]
+    for _ in range(WEIGHINGS):  # cutting planes (Kelley, 1960)
+        weights, least = _least_weights(np.array([search.values(one) for one in choices]))
+        if bound.value <= least + VALUE_TOLERANCE or time.monotonic() > deadline:
+            break
+        choice, proven = search.weighted(weights)
+        choices.append(choice)
+        bound = min(bound, proven)
+    best = max(choices, key=lambda one: search.values(one).min())
+    low, high = search.values(best).min(), bound.value
+    for _ in range(FLOOR_HALVINGS):
+        if high - low <= VALUE_TOLERANCE or time.monotonic() > deadline:
+            break
+        middle = 0.5 * (low + high)
         try:
-            answer = None if one.floor is None else solved(problem.with_target(one.floor))
-        except InfeasibleError as error:
-            text = f"the floor of {one.name}: {error}"
-            raise InfeasibleError(text, nearest=error.nearest) from None
-        parts.append(0 * problem.last_options if answer is None else answer.choice)
-    least, capacity = np.concatenate(parts), joint.capacity_bytes or 0
-    missing = joint.cost(least) - capacity
-    if missing > 0 or (fault := joint.side_fault(least)):
-        memory = capacity + sum(one.beside_bytes for one in members)
-        more = f"{memory + missing:,} bytes together" if missing > 0 else f"too much: {fault}"
-        raise InfeasibleError(
-            f"the floors of {len(members)} members take {more}, beyond "
-            f"{Target.of({'memory': memory})}; ask for at least that, or lower them",
-            nearest=memory + missing if missing > 0 else None,
-        )
-    return least
+            best = search.cheapest(dict.fromkeys(range(len(members)), middle))
+            low = search.values(best).min()
+        except InfeasibleError:
+            high = middle
+    more = search.solved(_above(joint, best)).choice + best  # what is left goes to all
+    return (more if search.values(more).min() >= low else best), bound
+
+
+def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
+    """Return weights of members that make the best of some choices least, and its value.
+
+    Parameters
+    ----------
+    values : ndarray of float64, (n_choices, n_members)
+        What each choice gives each member.
+
+    Returns
+    -------
+    weights : ndarray of float64, (n_members,)
+        At least 0; they add up to 1.
+    value : float
+    """
+    from scipy.optimize import linprog
+
+    count = values.shape[1]
+    found = linprog(
+        np.append(np.zeros(count), 1.0),
+        A_ub=np.column_stack([values, -np.ones(len(values))]),
+        b_ub=np.zeros(len(values)),
+        A_eq=np.append(np.ones(count), 0.0)[None],
+        b_eq=[1.0],
+        bounds=[(0, None)] * count + [(None, None)],
+    )
+    weights = np.maximum(found.x[:-1], 0.0)
+    return weights / weights.sum(), float(found.x[-1])
+
+
+class _Search:
+    """What is tried to split a memory: each choice is one of the problem of all members."""
+
+    def __init__(
+        self,
+        joint: AllocationProblem,
+        members: Sequence[_Member],
+        solver: Solver,
+        deadline: float,
+    ) -> None:
+        self.joint, self.members, self.solver, self.deadline = joint, members, solver, deadline
+        self.ends = np.cumsum([one.posed.problem.n_units for one in members])[:-1]
+
+    def solved(self, problem: AllocationProblem) -> CheckedSolution:
+        """Return an answer in the time that is left."""
+        left = max(self.deadline - time.monotonic(), 0.1)
+        return solve_problem(problem, self.solver, time_limit_seconds=left)
+
+    def weighted(self, scales: FloatArray) -> tuple[IntArray, Bound]:
+        """Return the best choice with scaled weights of the members, and the bound it proves."""
+        answer = self.solved(_scaled(self.joint, self.members, scales))
+        assert answer.bound is not None  # a bound by duality at least
+        value = answer.bound - _paid(self.members, scales.tolist())
+        used = tuple(scales.tolist())
+        return answer.choice, Bound(value, answer.bound_source, used, answer.prices, answer.detail)
+
+    def values(self, choice: IntArray) -> FloatArray:
+        """Return what a choice gives each member, (n_members,)."""
+        parts = zip(self.members, np.split(choice, self.ends), strict=True)
+        return np.array([one.posed.problem.objective_value(part) for one, part in parts])
+
+    def cheapest(self, floors: Mapping[int, float]) -> IntArray:
+        """Return the cheapest choice that keeps floors; the smallest budgets of other members."""
+        parts = []
+        for at, one in enumerate(self.members):
+            problem = one.posed.problem
+            try:
+                answer = None if at not in floors else self.solved(problem.with_target(floors[at]))
+            except InfeasibleError as error:
+                text = f"the floor of {one.name}: {error}"
+                raise InfeasibleError(text, nearest=error.nearest) from None
+            parts.append(0 * problem.last_options if answer is None else answer.choice)
+        least, capacity = np.concatenate(parts), self.joint.capacity_bytes or 0
+        missing = self.joint.cost(least) - capacity
+        if missing > 0 or (fault := self.joint.side_fault(least)):
+            memory = capacity + sum(one.beside_bytes for one in self.members)
+            more = f"{memory + missing:,} bytes together" if missing > 0 else f"too much: {fault}"
+            raise InfeasibleError(
+                f"the floors of {len(self.members)} members take {more}, beyond "
+                f"{Target.of({'memory': memory})}; ask for at least that, or lower them",
+                nearest=memory + missing if missing > 0 else None,
+            )
+        return least
 
 
 def _above(joint: AllocationProblem, least: IntArray) -> AllocationProblem:

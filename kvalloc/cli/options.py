@@ -124,7 +124,7 @@ RARE = frozenset(
     {
         *("min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
         *("cap", "equal_heads", "loss_policies", "measure_prompts", "average"),
-        *("shard", "share_length"),
+        *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
         *("decode_every", "seed", "recompute"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import ModelFlags, from_typed, takes
@@ -47,6 +47,7 @@ def solve(
     solver: str = "auto",
     average: str = "curves",
     time_limit: float | None = None,
+    fairness: Literal["sum", "worst"] = "sum",
     output: Annotated[Path | None, Option("OUT.json")] = None,
     **options: Any,
 ) -> None:
@@ -60,6 +61,8 @@ def solve(
     ----------
     scores : list of str
         Score profiles that 'kvalloc profile' wrote, or shipped ones' names.
+    fairness : {"sum", "worst"}
+        Of several that share a memory, whether their sum counts, or the worst.
     output : Path
         The budget profile to write, or the folder of several; may be left out with --json.
 
@@ -68,7 +71,7 @@ def solve(
     kvalloc solve s.safetensors --target-retention 0.9 -o p.json
     kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
     kvalloc solve s.safetensors --budget 20% --solver pyramid:beta=10 --json
-    kvalloc solve a.safetensors b.safetensors --memory 2GiB -o folder
+    kvalloc solve a.safetensors b.safetensors --memory 2GiB --fairness worst -o folder
     kvalloc solve s.safetensors --target-loss 0.02 --level head --measure demo -o p.json
     """
     from kvalloc.allocation.decision import solve as decide
@@ -77,8 +80,10 @@ def solve(
     from kvalloc.problem.registry import get_solver
 
     if scores[1:]:
-        how: dict[str, Any] = {"solver": solver, "time_limit": time_limit}
+        how: dict[str, Any] = {"solver": solver, "time_limit": time_limit, "fairness": fairness}
         return _solve_pool(scores, how, average, output, options)
+    if fairness != "sum":
+        raise InputError(f"{option('fairness', fairness)} is for several score profiles; add one")
     request = Request.parse(**from_typed(RequestOptions, options))  # before anything is read
     beside = options.keys() - RequestOptions.__annotations__
     if beside and "measure" not in beside:
@@ -150,7 +155,7 @@ def _solve_pool(
     def shown() -> None:
         rows = [[name, *column.values()] for name, column in zip(names, columns, strict=True)]
         print_table(["profile", *columns[0]], rows)
-        reached = f"sum {pool.objective:.6g}, gap {gap_text(pool.gap)}"
+        reached = f"{pool.fairness} {pool.objective:.6g}, gap {gap_text(pool.gap)}"
         source = "" if pool.bound_source == "dual" else f" ({pool.bound_source}'s word)"
         print(f"{reached}: no split of the memory reaches more than {pool.bound:.6g}{source}")
 

@@ -43,14 +43,15 @@ def every_choice(problem):
     return costs, np.array([problem.objective_value(choice) for choice in kept])
 
 
-def best_of_all(problems, peaks, memory, weights, floors):
+def best_of_all(problems, peaks, memory, weights, floors, fairness):
     """The best value of all choices of all members together; None where none fits."""
-    spent, worth = np.array([sum(peaks)]), np.array([0.0])
+    together, start = (np.minimum, np.inf) if fairness == "worst" else (np.add, 0.0)
+    spent, worth = np.array([sum(peaks)]), np.array([start])
     for problem, weight, floor in zip(problems, weights, floors, strict=True):
         costs, values = every_choice(problem)
         costs, values = costs[values >= floor - 1e-12], weight * values[values >= floor - 1e-12]
         spent = (spent[:, None] + costs).ravel()
-        worth = (worth[:, None] + values).ravel()
+        worth = together(worth[:, None], values).ravel()
         spent, worth = spent[spent <= memory], worth[spent <= memory]
         order = np.lexsort((-worth, spent))  # only what is worth more than all that takes less
         higher = np.maximum.accumulate(worth[order])
@@ -59,14 +60,15 @@ def best_of_all(problems, peaks, memory, weights, floors):
     return float(worth.max()) if worth.size else None
 
 
-@pytest.mark.parametrize("floored", [False, True])
+@pytest.mark.parametrize(("fairness", "floored"), [("sum", False), ("sum", True), ("worst", False)])
 @pytest.mark.parametrize("limits", [{}, {"cap": ["0-1=280B"]}, {"page": 2}])
-def test_a_pool_is_what_every_choice_of_all_members_says(floored, limits):
+def test_a_pool_is_what_every_choice_of_all_members_says(fairness, floored, limits):
     met = 0
     for seed in range(6):
         random = np.random.default_rng(seed)
         members = members_of(random, 2 + seed % 2)
-        weights = random.uniform(0.2, 2, 3).tolist()[: len(members)]
+        drawn = np.ones(3) if fairness == "worst" else random.uniform(0.2, 2, 3)
+        weights = drawn.tolist()[: len(members)]
         asked = [dict(limits) for _ in members]
         whole = [Request.parse(memory="1MiB", **one) for one in asked]
         problems = [formulate(s, one) for s, one in zip(members, whole, strict=True)]
@@ -81,9 +83,10 @@ def test_a_pool_is_what_every_choice_of_all_members_says(floored, limits):
         if floored:
             floors[0], weights[0] = 0.6, 0.02  # nobody would give it so much otherwise
             asked[0]["target_retention"] = 0.6
-        best = best_of_all(problems, peaks, memory, weights, floors)
+        best = best_of_all(problems, peaks, memory, weights, floors, fairness)
         try:
-            pool = solve_pool(list(zip(members, asked, weights, strict=True)), memory=memory)
+            parts = list(zip(members, asked, weights, strict=True))
+            pool = solve_pool(parts, memory=memory, fairness=fairness)
         except InfeasibleError:
             assert best is None
             continue
@@ -105,11 +108,9 @@ def test_a_pool_is_what_every_choice_of_all_members_says(floored, limits):
         assert (bound.name, again.passed) == ("bound", True)
         assert bound.proven or again.found.startswith("no other back end")
         if again.proven and pool.bound > best - SLACK:
-            lie = {
-                "bound": pool.bound - 0.01,
-                "bound_source": "ilp",
-                "scales": [1.0] * len(members),
-            }
+            lie = {"bound": pool.bound - 0.01, "bound_source": "ilp"}
+            if fairness == "sum":
+                lie["scales"] = [1.0] * len(members)
             forged = stating(pool, **lie)
             refuted = verify_pool(forged, members, resolve=True)
             assert not refuted[-1].passed
@@ -167,6 +168,8 @@ A, LOSSES = make_scores(1), make_losses(1)
         ([(A, {"max_distinct": 2}, 1.0)], {}, "the members' values add up; leave it out"),
         ([(A, {"objective": "worst"}, 1.0)], {}, "asks for its worst unit"),
         ([(A, {"target_retention": 2}, 1.0)], {}, "a target retention of 2 is not a share"),
+        ([(A, {}, 1.0)], {"fairness": "equal"}, "the fairness is 'equal', expected 'sum' or"),
+        ([(A, {}, 2.0)], {"fairness": "worst"}, "leave weights and floors out"),
         ([(A, {}, 1.0), (LOSSES, {}, 1.0)], {}, "give each objective='mean'"),
         ([(A, {}, 1.0)], {"memory": "much"}, "much"),
         ([(A, {}, 1.0)], {"solver": "gredy"}, "no solver 'gredy'"),
