@@ -127,7 +127,7 @@ def broken_model():
         ({"loss": "exact"}, "loss method is 'exact'"),
         ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
         ({"loss_policies": ("tova",)}, "add loss='measured' or loss='fast'"),
-        ({"sinks": -1}, "sinks is -1"),
+        ({"sinks": -1}, "sinks is -1, expected a number of tokens"),
         ({"share_length": 0}, "the share length is 0"),
         ({"share_length": 2}, "no layers of this model can share"),
         ({"share_length": 2, "model": tiny_model("gemma3")}, "no layers of this model can share"),
