@@ -34,6 +34,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"eos_token_id": 1, "bos_token_id": 1}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 16}),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
 }
 """Configuration, class and settings of each family; of gemma3 every other layer slides."""
 

@@ -157,18 +157,24 @@ def expected_of(model, ids, kept, *, biases=True, rows=ROWS, bits=16):
         own = states[layer]
         n_tokens = ids.shape[1]
         queries = own.queries[0].double().numpy()
-        last = queries[:, n_tokens - rows : n_tokens]
-        ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - rows, n_tokens)]
-        moved = turned(last, ahead, own.frequencies.double().numpy())
-        references = np.concatenate([moved, queries[:, n_tokens : n_tokens + AWAITED]], axis=1)
+        references = queries[:, n_tokens - rows : n_tokens + AWAITED].copy()
+        if rows:
+            ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - rows, n_tokens)]
+            rates = own.frequencies.double().numpy()
+            references[:, :rows] = turned(references[:, :rows], ahead, rates)
         counts = np.array([0.0, 2.0] * (rows // 2) + [FOLLOWING_WEIGHT] * AWAITED)
         group = len(queries) // places.shape[1]
         found[layer] = []
         for head in range(places.shape[1]):
             keys = own.keys[0, head, :n_tokens].double().numpy()
             logits = references[head * group : (head + 1) * group] @ keys.T * own.scaling
+            if own.sink_logits is not None:
+                sinks = own.sink_logits.detach()[head * group : (head + 1) * group].double()
+                beside = np.broadcast_to(sinks.numpy()[:, None, None], (*logits.shape[:2], 1))
+                logits = np.concatenate([logits, beside], axis=-1)
             weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-            weights = (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, n_tokens)
+            weights = weights[..., :n_tokens] / weights.sum(axis=-1, keepdims=True)
+            weights = weights.reshape(-1, n_tokens)
             mine = [int(one) for one in places[0, head] if one >= 0]
             values = own.values[0, head, :n_tokens].double().numpy()
             exact = own.keys[0, head, mine].double().numpy()
@@ -198,11 +204,12 @@ def stored_of(cache, layer, head, row=0):
         ("llama", "layer", True, ROWS),
         ("llama", "head", False, ROWS),
         ("gemma3", "layer", True, 2),
+        ("gpt-oss", "head", True, 0),  # it has sinks, and does not rotate halves
     ],
 )
 @pytest.mark.usefixtures("unrounded")
 def test_the_cache_stores_what_plain_forwards_say(family, level, biases, rows):
-    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
+    model, ids = tiny.tiny_model(family, "eager"), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     profile = matching(
         tiny.by_head(profile) if level == "head" else profile, biases=biases, rows=rows
