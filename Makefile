@@ -151,7 +151,7 @@ HAS_GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_avail
 check-gpu: $(READY) ## everything that needs a GPU: tests, and the runtime at 8B's shape
 	@if $(HAS_GPU); then \
 		$(MAKE) --no-print-directory kernel test-gpu; \
-		$(BIN)/python benchmarks/record.py "runtime cache --device cuda --shape 8b --context 32768"; \
+		$(BIN)/python benchmarks/record.py "runtime gpu"; \
 	else echo "check-gpu: torch finds no CUDA device here, so nothing was run"; fi
 
 $(OLDEST)/.installed: $(READY) Makefile

@@ -1,15 +1,14 @@
 """A reduced cache against a plain one: prefill with eviction, decoding, batch that fits, bytes.
 
     python benchmarks/bench_runtime.py cache [--quick] [--json]
-    python benchmarks/bench_runtime.py cache --device cuda --shape 8b --context 32768
     python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
-    python benchmarks/bench_runtime.py late | launches | prompts | half | plan | lossless | blend
+    python benchmarks/bench_runtime.py late | gpu | launches | prompts | half | plan | blend
+    python benchmarks/bench_runtime.py lossless
 
-Other parts are in files of their own: what the default's ways cost (`runtime_late`), launches on a
-CUDA device (`runtime_launches`), entries at 16 bits beside float32 (`runtime_half`), what
-`kvalloc plan` predicts (`runtime_plan`), answers without loss (`runtime_lossless`), and documents
-that were read one by one (`runtime_blend`). Of
-``cache``:
+Other parts are in files of their own: what the default's ways cost (`runtime_late`), a CUDA device
+(`runtime_gpu`), launches on one that is not there (`runtime_launches`), entries at 16 bits beside
+float32 (`runtime_half`), what `kvalloc plan` predicts (`runtime_plan`), answers without loss
+(`runtime_lossless`), and documents that were read one by one (`runtime_blend`). Of ``cache``:
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
@@ -25,8 +24,6 @@ which every cache goes on by ``--new-tokens`` in each row.
   as are kept by layer, which reads the same bytes. On the CPU in float32 all of it twice, both
   times from the end of the prompt: with the model's products as torch makes them, and by oneDNN
   (`packed_products`), for all caches alike, because some processors take most of a step for them.
-- bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
-  the measured bandwidth.
 - batch, a part of decode: rows that fit into the bytes of K and V that a plain cache of ``--batch``
   rows takes, both with the prompt and 63 decoded tokens in each row , however many the
   rounds decode. The reduced cache is brought to that many rows, its storage is measured, and
@@ -49,7 +46,7 @@ import copy
 import importlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -61,7 +58,6 @@ from _common import InTurns, Row, guarded, in_turns, parser_of, print_rows, rati
 from packed_products import packed_products
 from runtime_rows import (
     Decoding,
-    bandwidth_row,
     bits_rows,
     fits_rows,
     kernel_rows,
@@ -83,7 +79,9 @@ FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 SINKS, WINDOW = 4, 8
 PARTS = {"cache": "", "late": "runtime_late", "prompts": "runtime_prompts"}
-PARTS |= {name: f"runtime_{name}" for name in ("launches", "half", "plan", "lossless", "blend")}
+PARTS |= {
+    name: f"runtime_{name}" for name in ("gpu", "launches", "half", "plan", "lossless", "blend")
+}
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -125,7 +123,7 @@ def main() -> int:
     return print_rows(rows, arguments, "kvalloc", "torch", "transformers", "kvpress")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(**defaults: object) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shape", choices=list(SHAPES), help="instead: random weights")
@@ -144,6 +142,7 @@ def parse_arguments() -> argparse.Namespace:
         "--only", nargs="+", choices=["prefill", "decode", "kernel", "bits", "peers"]
     )
     parser.add_argument("--peer", nargs="+", default=list(runtime_peers.PEERS))
+    parser.set_defaults(**defaults)
     if parser.parse_args().quick:
         parser.set_defaults(**QUICK)  # what is asked for by name stays
     found = parser.parse_args()
@@ -256,7 +255,10 @@ def all_rows(
 
 
 def prefill_rows(
-    model: Any, make: Mapping[str, Callable[[], Any]], arguments: argparse.Namespace
+    model: Any,
+    make: Mapping[str, Callable[[], Any]],
+    arguments: argparse.Namespace,
+    levels: Iterable[str] = DECODE_TARGETS,
 ) -> list[dict[str, Any]]:
     ids = arguments.ids[:, : arguments.prefill_tokens]
     found = in_turns(
@@ -271,7 +273,7 @@ def prefill_rows(
             "at_most": PREFILL_TARGET,
             "note": f"plain {plain:.2f} s",
         }
-        for level in DECODE_TARGETS
+        for level in levels
     ]
 
 
@@ -291,35 +293,26 @@ def decode_rows(
         "dense": shortened(model, caches["plain"], kept),
         "alone": shortened(model, caches["plain"], np.minimum(kept, FEW_TOKENS)),
     }
-    timed, retained = decoded_in_turns(decoding, caches | bounds)
+    timed = decoded_in_turns(decoding, caches | bounds)
     yield from decode_ratios(timed, str(decoding), rows * new, stored)
-    if decoding.ids.is_cuda:
-        for level in DECODE_TARGETS:
-            yield bandwidth_row(model, retained[level], level, timed[level][0], new)
-    elif dtype == "float32":
+    if dtype == "float32" and not decoding.ids.is_cuda:
         with packed_products(model, rows):
-            timed, _ = decoded_in_turns(decoding, caches | bounds)
+            timed = decoded_in_turns(decoding, caches | bounds)
         yield from decode_ratios(timed, f"{decoding}, products by oneDNN", rows * new, stored)
     yield from fits_rows(caches, model=model, rows=rows, target=BATCH_TARGET)
 
 
-def decoded_in_turns(
-    decoding: Decoding, caches: Mapping[str, Any]
-) -> tuple[InTurns, dict[str, int]]:
-    """Decode with rows of copies of these caches; seconds, and bytes that reduced ones read.
+def decoded_in_turns(decoding: Decoding, caches: Mapping[str, Any]) -> InTurns:
+    """Decode with rows of copies of these caches.
 
     Copies, so that whatever is measured next begins at the end of the prompt as well.
     """
     several = {name: copy.deepcopy(cache) for name, cache in caches.items()}
     for cache in several.values():
         cache.batch_repeat_interleave(decoding.rows)
-    before = {level: several[level].retained_bytes for level in DECODE_TARGETS}
-    timed = decoding.in_turns(
+    return decoding.in_turns(
         {name: partial(decoding.run, cache) for name, cache in several.items()}
     )
-    return timed, {
-        level: (was + several[level].retained_bytes) // 2 for level, was in before.items()
-    }
 
 
 def decode_ratios(
