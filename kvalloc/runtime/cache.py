@@ -443,13 +443,12 @@ class BudgetCache(Cache, hooks.HookedCache):
         refusals.refuse(given_to_other=self.decoder() is not decoder and names)
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
-        masks = refusals.check_forward(decoder, arguments, self.batch)
+        rows = self.batch if self._order is None else len(self._order)
+        masks = refusals.check_forward(decoder, arguments, rows)
         seen, limit = self.get_seq_length(), context_limit(decoder)
-        batch, new = refusals.new_tokens_shape(arguments)
-        rows = batch if self._order is None else len(self._order)
+        _, new = refusals.new_tokens_shape(arguments)
         beyond = seen and new > 1 and limit is not None and seen + new > limit
         refusals.refuse(
-            other_batch=batch != rows and (rows, batch),
             turn_of_nothing=not new and (seen, seen),
             turn_beyond=beyond and (seen, new, limit),
         )

@@ -17,7 +17,6 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import text_config, uncompiled
 from kvalloc.runtime import refusals
-from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
@@ -149,4 +148,4 @@ def build_cache(
         policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
     plan = Plan.of(profile, model, options, decide=decide)
-    return BudgetCache([Prompt(plan, layers, Arrival(profile, prompt_tokens))])
+    return BudgetCache([Prompt(plan, layers, prompt_tokens)])

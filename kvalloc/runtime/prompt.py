@@ -69,11 +69,13 @@ class Prompt:
     plan : Plan
     layers : list
         The cache's own, a `BudgetLayer` for each layer that can be reduced.
-    arrival : Arrival
-        Of a cache that has seen nothing.
+    announced : int or None
+        Columns of the prompt, if they were announced.
 
     Attributes
     ----------
+    arrival : Arrival
+        What has come.
     profile : BudgetProfile
         Whose budgets hold: decided ones, where all rows have the same.
     decision_seconds : float or None
@@ -91,8 +93,9 @@ class Prompt:
         Columns behind which drafts may stand; None without any.
     """
 
-    def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
-        self.plan, self.arrival, self.layers = plan, arrival, layers
+    def __init__(self, plan: Plan, layers: list[Any], announced: int | None) -> None:
+        self.plan, self.layers = plan, layers
+        self.arrival = Arrival(plan.profile, announced)
         policy = plan.profile.policy
         self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
         self.forget()
@@ -569,7 +572,8 @@ class Prompt:
         if self.whole is None:  # nothing more goes, but what is stored is rounded now
             full = self.profile.shape.full_layers
             rounded = {i: self.layers[i].stored_counts() for i in full if self.plan.rounds(i)}
-            eviction = self.eviction(self.plan.policy, prompt_tokens=self.n_seen)
+            seen = self.n_seen
+            eviction = self.eviction(self.plan.policy, prompt_tokens=seen, new_from=seen)
             with self.half_way():
                 self.evict_layers(eviction, rounded)
         self._complete()
