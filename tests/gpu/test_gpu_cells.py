@@ -4,16 +4,11 @@ Flash attention is the real one where transformers finds it, and takes half prec
 the cells are answered by torch's operations on the device, as where there is no Triton.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from cell_choice import covering_cells
 from kernel_choice import kernel_choice
 from other_attention import attention_on_cpu
-from runtime_cells import FACTORS, Cell, answers_as_the_oracle
+from runtime_cells import FACTORS, answers_as_the_oracle
 from transformers.utils import is_flash_attn_2_available
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +16,7 @@ pytestmark = pytest.mark.gpu
 ATTENTION, DTYPE, KERNEL = (list(FACTORS).index(n) for n in ("attention", "dtype", "kernel"))
 
 
-def on_the_device(cell: Cell) -> Cell:
+def on_the_device(cell):
     """The same with the flash attention that the stand-in stands for."""
     if cell[ATTENTION] != "padding_only":
         return cell
@@ -31,7 +26,7 @@ def on_the_device(cell: Cell) -> Cell:
     return tuple(settings)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         cells = covering_cells()
         if metafunc.config.getoption("--gpu-device") != "cpu":
@@ -40,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def attention(cell: Cell, device: str) -> Iterator[str]:
+def attention(cell, device):
     name = cell[ATTENTION]
     if name == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("needs the package flash-attn")
@@ -51,6 +46,6 @@ def attention(cell: Cell, device: str) -> Iterator[str]:
         yield name
 
 
-def test_the_cache_answers_as_the_oracle(cell: Cell, attention: str, tmp_path: Path) -> None:
+def test_the_cache_answers_as_the_oracle(cell, attention, tmp_path):
     with kernel_choice(cell[KERNEL]):
         answers_as_the_oracle(cell, tmp_path)

@@ -1,9 +1,5 @@
 """How a token is decoded on a GPU: the kernels, and that nothing that is kept is copied."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import runtime_oracle as tiny
 from runtime_cells import DTYPES, model_of
@@ -23,9 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_equal_budgets_are_read_in_place(
-    device: str, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_budgets_are_read_in_place(device, family, dtype, monkeypatch):
     """In half precision, too, what is kept stays where it is, and the kernel reads it there."""
     own, tolerance = model_of(family, "sdpa", dtype, "alone")
     cache = kvalloc.make_cache(own, tiny.make_profile(own, TOKENS, 0.4))
@@ -34,10 +28,10 @@ def test_equal_budgets_are_read_in_place(
     shadow.logits(ids)
     shadow.follow(cache)
     layer = cache.layers[cache.profile.shape.full_layers[0]]
-    read: list[int] = []
+    read = []
     attention = triton.triton_attention
 
-    def noted(call: Any, kept: Any, **options: Any) -> Any:
+    def noted(call, kept, **options):
         read.append(kept.keys.data_ptr())
         return attention(call, kept, **options)
 

@@ -1,11 +1,5 @@
 """Caches in files, and those that move between the CPU and a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -21,9 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("to_device", [True, False])
-def test_a_cache_that_was_read_elsewhere(
-    on_cpu: Callable[..., Any], tmp_path: Path, to_device: bool, family: str, level: str, bits: str
-) -> None:
+def test_a_cache_that_was_read_elsewhere(on_cpu, tmp_path, to_device, family, level, bits):
     """The same bytes and entries on the other device, and the oracle's answers there."""
     here, there = on_cpu(family), tiny.tiny_model(family)
     reads, asks = (

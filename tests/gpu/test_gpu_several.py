@@ -1,10 +1,5 @@
 """Layers on several devices, and weights that come to the GPU when their turn is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from test_several_devices import answers_alike, dispatched
@@ -14,9 +9,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_layers_on_two_devices(
-    on_cpu: Callable[..., Any], device: str, family: str, level: str
-) -> None:
+def test_layers_on_two_devices(on_cpu, device, family, level):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     whole = on_cpu(family).to(device)
@@ -26,9 +19,9 @@ def test_layers_on_two_devices(
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_weights_in_main_memory(on_cpu: Callable[..., Any], device: str, level: str) -> None:
+def test_weights_in_main_memory(on_cpu, device, level):
     """Every other layer's weights are on the CPU, and each computes on the device."""
-    whole: Any = on_cpu("gemma3").to(device)
+    whole = on_cpu("gemma3").to(device)
     spread = dispatched(on_cpu("gemma3"), [device, "cpu"], main_device=device)
     cache = answers_alike(spread, whole, level, tolerance=1e-4)
     assert {layer.keys.device.type for layer in cache.layers} == {torch.device(device).type}

@@ -1,17 +1,13 @@
 """Hostile files of every kind: each is refused in one clear line or read; see `hostile_files`."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hostile_files
 import numpy as np
@@ -29,8 +25,6 @@ from factories import (
 )
 from hostile_files import (
     STRINGS,
-    Kind,
-    Read,
     changed_bytes,
     changed_value,
     each_field,
@@ -41,7 +35,6 @@ from hostile_files import (
     with_stated,
     with_value,
 )
-from pydantic import ValidationError
 from safetensors.numpy import save_file
 from surrogates import fit_surrogate
 from tiny_models import WordTokenizer, tiny_model, words
@@ -68,7 +61,7 @@ pytestmark = pytest.mark.fuzz
 
 SCORES = make_scores(context_tokens=24, sinks=2, window=3)
 PROFILE = solve(SCORES, budget="50%", solver="greedy")
-REQUESTS: tuple[dict[str, Any], ...] = (
+REQUESTS = (
     {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
     {"target_retention": 0.9, "level": "head", "equal_heads": True},
     {"memory": "1500", "max_distinct": 2},
@@ -87,10 +80,10 @@ COSTS = {"commands": 4}
 EXPORTS = tuple(name for name, one in TARGETS.items() if type(one).read is not ExportTarget.read)
 
 
-def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Read:
+def loaded(kind, *, then=bool):
     """Return a reader of a record that saves it again, loads that, and uses it."""
 
-    def read(path: Path) -> object:
+    def read(path):
         found, again = kind.load(path), path.with_name("again")
         found.save(again)
         assert kind.load(again) == found
@@ -102,10 +95,10 @@ def loaded(kind: type[Any], *, then: Callable[[Any], object] = bool) -> Read:
     return read
 
 
-def merged(other: bytes, put: Callable[..., object], kind: type[Any]) -> Read:
+def merged(other, put, kind):
     """Return a reader of a part, which is put together with another one."""
 
-    def read(path: Path) -> object:
+    def read(path):
         path.with_name("other").write_bytes(other)
         put([path, path.with_name("other")], path.with_name("merged"))
         return kind.load(path.with_name("merged"))
@@ -113,13 +106,13 @@ def merged(other: bytes, put: Callable[..., object], kind: type[Any]) -> Read:
     return read
 
 
-def use_budgets(profile: BudgetProfile) -> None:
+def use_budgets(profile):
     for tokens in (1, profile.context_tokens, 2 * profile.context_tokens + 1):
         profile.budgets_for(tokens)
         profile.retained_bytes_at(tokens)
 
 
-def read_any_lines(path: Path) -> object:
+def read_any_lines(path):
     """Read prompts for profiling, for an evaluation, and as running text."""
     refusals = []
     for read in (read_prompts, read_records, lambda one: read_texts([one])):
@@ -132,7 +125,7 @@ def read_any_lines(path: Path) -> object:
     return None
 
 
-def checkpoint(output: Path, name: str, content: bytes | None) -> Path:
+def checkpoint(output, name, content):
     """Write the folder of a killed job beside an output; return its manifest or piece."""
     with Checkpoint(output, JOB, resume=False) as kept:
         kept.save("piece", {"losses": LOSSES})
@@ -142,10 +135,10 @@ def checkpoint(output: Path, name: str, content: bytes | None) -> Path:
     return file
 
 
-def continued(name: str) -> Read:
+def continued(name):
     """Return a reader of a killed job's folder, one file of which is the changed one."""
 
-    def read(path: Path) -> object:
+    def read(path):
         output = path.with_name("of.safetensors")
         checkpoint(output, name, path.read_bytes())
         try:
@@ -182,7 +175,7 @@ COMMANDS = {
 }
 
 
-def commanded(path: Path) -> object:
+def commanded(path):
     """Run one of the commands that read such a file, by what it says it is."""
     SCORES.save(path.with_name("scores"))
     PROFILE.save(path.with_name("budgets"))
@@ -199,10 +192,10 @@ def commanded(path: Path) -> object:
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+def kinds(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sound")
 
-    def made(*records: Any) -> tuple[bytes, ...]:
+    def made(*records):
         files = [folder / str(number) for number in range(len(records))]
         for file, one in zip(files, records, strict=True):
             one.save(file)
@@ -230,7 +223,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         for name in ("manifest.json", "piece.safetensors")
     ]
     use_scores = partial(solve, budget="50%", solver="greedy")
-    whole: dict[str, Kind] = {
+    whole = {
         "score profile": (scores, loaded(ScoreProfile, then=use_scores)),
         "part of a measurement": (parts[:1], merged(parts[1], merge, ScoreProfile)),
         "budget profile": (budgets, loaded(BudgetProfile, then=use_budgets)),
@@ -251,10 +244,10 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     return whole
 
 
-def imported(name: str, samples: list[bytes], place: int) -> Read:
+def imported(name, samples, place):
     """Return a reader of budgets in another engine's file, or in one of the files of a folder."""
 
-    def read(path: Path) -> object:
+    def read(path):
         if len(samples) == 1:
             return TARGETS[name].read(path, PROFILE)
         folder = path.with_name("folder")
@@ -267,15 +260,10 @@ def imported(name: str, samples: list[bytes], place: int) -> Read:
     return read
 
 
-def test_files_made_by_chance_are_refused_or_read(
-    kinds: dict[str, Kind],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_files_made_by_chance_are_refused_or_read(kinds, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     count, seed = map(request.config.getoption, ("--hostile-files", "--hostile-seed"))
-    found: Counter[str] = Counter()
+    found = Counter()
     for name, kind in kinds.items():
         found += outcomes(
             name, kind, tmp_path / "hostile", max(10, count // COSTS.get(name, 1)), seed
@@ -290,9 +278,7 @@ FREE |= {"settings"}
 
 
 @pytest.mark.parametrize("name", ["budget profile", "evaluation", "score profile", "surrogate"])
-def test_every_field_that_is_dropped_or_of_another_type_is_named(
-    kinds: dict[str, Kind], tmp_path: Path, name: str
-) -> None:
+def test_every_field_that_is_dropped_or_of_another_type_is_named(kinds, tmp_path, name):
     ((sound, *_), read), path = kinds[name], tmp_path / "p"
     stated = stated_by(sound)
     for place, new in each_field(stated):
@@ -311,9 +297,7 @@ def test_every_field_that_is_dropped_or_of_another_type_is_named(
 
 
 @pytest.mark.parametrize("name", ["budget profile", "evaluation", "score profile", "surrogate"])
-def test_what_is_read_under_the_old_digest_is_equal(
-    kinds: dict[str, Kind], tmp_path: Path, name: str, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_read_under_the_old_digest_is_equal(kinds, tmp_path, name, request):
     """White space and the order of keys may differ."""
     ((sound, *_), read), path = kinds[name], tmp_path / "p"
     rng, stated = random.Random(0), stated_by(sound)
@@ -324,8 +308,8 @@ def test_what_is_read_under_the_old_digest_is_equal(
             assert read(path).digest == stated["digest"]
 
 
-def test_the_guard_notices_what_must_not_be(tmp_path: Path) -> None:
-    acts: dict[str, Callable[[], Any]] = {
+def test_the_guard_notices_what_must_not_be(tmp_path):
+    acts = {
         "opened": lambda: open("/etc/passwd").close(),
         "os.system": lambda: os.system("true"),
         "wrote": lambda: (tmp_path.parent / "outside").write_text(""),
@@ -341,7 +325,7 @@ def test_the_guard_notices_what_must_not_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [load_profile, load_scores, load_file, read_prompts])
-def test_names_that_no_file_can_have(load: Callable[[Any], object]) -> None:
+def test_names_that_no_file_can_have(load):
     for name in ("x" * 5000 + "/p.json", *(one for one in STRINGS if not os.path.exists(one))):
         with pytest.raises(KVAllocError):
             load(name)
@@ -349,7 +333,7 @@ def test_names_that_no_file_can_have(load: Callable[[Any], object]) -> None:
             load_profile(Path(name))
 
 
-def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "p.json")
     assert kind_of(tmp_path / "p.json") == ""
     for load in (BudgetProfile.load, ScoreProfile.load):
@@ -357,7 +341,7 @@ def test_a_pipe_is_no_profile_and_is_not_waited_for(tmp_path: Path) -> None:
             load(tmp_path / "p.json")
 
 
-def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_would_take_all_memory(tmp_path, monkeypatch):
     make_scores().save(tmp_path / "s.safetensors")
     whole = (tmp_path / "s.safetensors").read_bytes()
     size = int.from_bytes(whole[:8], "little")
@@ -392,13 +376,11 @@ def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.Mo
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_the_first_wrong_item_of_many_ends_the_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
-) -> None:
+def test_the_first_wrong_item_of_many_ends_the_reading(tmp_path, monkeypatch, field, value):
     faults, path = [1], tmp_path / "p.json"
     path.write_text(json.dumps({**make_budget_profile([[10, 17]]).record(), field: value}))
 
-    def counted(error: ValidationError) -> Any:
+    def counted(error):
         faults.append(error.error_count())
         return first_fault(error)
 
@@ -408,7 +390,7 @@ def test_the_first_wrong_item_of_many_ends_the_reading(
     assert max(faults) == 1
 
 
-def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_in_a_header(tmp_path):
     path = tmp_path / "s.safetensors"
     save_file({"curves": np.zeros(1)}, path, metadata={"kvalloc": "@@@@@@"})
     path.write_bytes(path.read_bytes().replace(b"@@@@@@", b"\\ud800"))
@@ -429,9 +411,7 @@ def test_half_a_surrogate_pair_in_a_header(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(
-    tmp_path: Path, requested: dict[str, Any]
-) -> None:
+def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(tmp_path, requested):
     decided = solve(make_scores(), budget="50%", solver="greedy")
     changed = decided.replace(requested={**decided.requested, **requested})
     sound, path, scores = (tmp_path / name for name in ("sound.json", "p.json", "s.safetensors"))
@@ -449,8 +429,8 @@ def test_what_was_asked_for_is_shown_or_verified_only_where_it_can_be_read(
     assert line.startswith(f"error: {path} states a request that is not what 'kvalloc solve'")
 
 
-def test_a_table_that_pyarrow_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+def test_a_table_that_pyarrow_cannot_read(tmp_path, monkeypatch):
+    def refuse(path):
         raise NotImplementedError("Integers with more than 64 bits not implemented")
 
     monkeypatch.setattr(pytest.importorskip("pyarrow.parquet"), "read_table", refuse)

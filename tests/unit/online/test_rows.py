@@ -1,12 +1,7 @@
 """Rows of one batch: each gets what it would get alone, whatever the others are."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -36,15 +31,15 @@ ATOL = 1e-4
 
 
 @pytest.fixture
-def model(tiny: ModuleType) -> Any:
+def model(tiny):
     return tiny.tiny_model(head_dim=16, max_position_embeddings=512).double()
 
 
-def rows_of(tiny: ModuleType, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+def rows_of(tiny, lengths):
     return [tiny.prompt(tokens, seed=seed) for seed, tokens in enumerate(lengths)]
 
 
-def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, Any]) -> Any:
+def cache_for(model, columns, lengths, options):
     """What `kvalloc.apply` makes for a batch."""
     if not Default.applies(**{**options, "decode_every": None}):
         return PromptTarget.parse(**options).cache(model)
@@ -59,14 +54,12 @@ def cache_for(model: Any, columns: int, lengths: list[int], options: dict[str, A
         return default.cache(model, PromptSize(tokens=columns, lengths=tuple(lengths)))
 
 
-def of_the_prompt_alone(model: Any, profile: Any, options: CacheOptions, **more: Any) -> Any:
+def of_the_prompt_alone(model, profile, options, **more):
     """A cache whose memory bounds its prompt: what follows is bounded by that of all rows."""
     return build_cache(model, profile, replace(options, memory=None), **more)
 
 
-def answer(
-    model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor
-) -> torch.Tensor:
+def answer(model, cache, ids, mask, places):
     """Logits of a prompt's last column of each row and of NEW tokens that follow it, each its own.
 
     Returns (rows, 1 + NEW, n_words).
@@ -81,9 +74,7 @@ def answer(
     return torch.stack(logits, dim=1)
 
 
-def assert_rows_as_alone(
-    model: Any, rows: list[torch.Tensor], side: str = "left", **options: Any
-) -> Any:
+def assert_rows_as_alone(model, rows, side="left", **options):
     """In a batch and alone the same budgets, the same entries, and nearly the same logits."""
     ids, mask, places = padded_rows(rows, side)
     lengths = [int(own.shape[1]) for own in rows]
@@ -120,9 +111,7 @@ def assert_rows_as_alone(
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_in_a_batch_is_as_alone(
-    tiny: ModuleType, model: Any, options: dict[str, Any], groups: int, side: str
-) -> None:
+def test_a_row_in_a_batch_is_as_alone(tiny, model, options, groups, side):
     rows = rows_of(tiny, (MIDDLE, LONG, SHORT, MIDDLE - 40, SHORT + 1))
     cache = assert_rows_as_alone(model, rows, side, **options)
     assert len(cache.groups) == groups
@@ -132,18 +121,14 @@ def test_a_row_in_a_batch_is_as_alone(
     ("kind", "attention"),
     [("gemma3", "sdpa"), ("gemma3", "flex_attention"), ("llama", STAND_IN)],
 )
-def test_every_kind_of_attention_serves_rows_of_different_ways(
-    tiny: ModuleType, kind: str, attention: str
-) -> None:
+def test_every_kind_of_attention_serves_rows_of_different_ways(tiny, kind, attention):
     model = tiny.tiny_model(kind, attention, head_dim=16, max_position_embeddings=512).double()
     with attention_on_cpu(attention):
         cache = assert_rows_as_alone(model, rows_of(tiny, (LONG, SHORT, MIDDLE)), budget="50%")
     assert len(cache.groups) > 1
 
 
-def test_rows_of_several_lengths_are_solved_each_for_its_own(
-    tiny: ModuleType, fitted_file: Path
-) -> None:
+def test_rows_of_several_lengths_are_solved_each_for_its_own(tiny, fitted_file):
     model = tiny.tiny_model(head_dim=16).double()
     rows = rows_of(tiny, (50, MIDDLE, SHORT, MIDDLE - 3))
     cache = assert_rows_as_alone(model, rows, budget="20%", fitted=str(fitted_file))
@@ -152,15 +137,13 @@ def test_rows_of_several_lengths_are_solved_each_for_its_own(
     assert details[2].startswith("row 2: by default, nothing measured: keeps the prompt whole")
 
 
-def test_rows_share_the_bytes_of_all_by_their_losses(
-    tiny: ModuleType, model: Any, fitted_file: Path
-) -> None:
+def test_rows_share_the_bytes_of_all_by_their_losses(tiny, model, fitted_file):
     """Decided together: in no more bytes they lose less; alone a row has the budget."""
     options, shape = CacheOptions(fitted=fitted_file), shape_of(model)
     default = Default(share=0.3, options=options)
     across = replace(default, options=replace(options, across="rows"))
 
-    def read(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    def read(lengths):
         ids, mask, places = padded_rows(rows_of(tiny, lengths), "left")
         size = PromptSize(tokens=max(lengths), lengths=lengths)
         caches = default.cache(model, size), across.cache(model, size)
@@ -181,7 +164,7 @@ def test_rows_share_the_bytes_of_all_by_their_losses(
             assert np.array_equal(one.budgets, other.budgets)
 
 
-def test_rows_share_nothing_without_a_fitted_file(model: Any, fitted_file: Path) -> None:
+def test_rows_share_nothing_without_a_fitted_file(model, fitted_file):
     with pytest.raises(InputError, match="across='rows' shares bytes .* tiny was not measured"):
         kvalloc.apply(model, budget="20%", across="rows")
     with pytest.raises(InputError, match="across shares a budget .* goes with budget='20%'"):
@@ -189,7 +172,7 @@ def test_rows_share_nothing_without_a_fitted_file(model: Any, fitted_file: Path)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_chunks_are_what_one_piece_is(tiny: ModuleType, model: Any, side: str) -> None:
+def test_chunks_are_what_one_piece_is(tiny, model, side):
     lengths = (MIDDLE, LONG, SHORT)
     ids, mask, places = padded_rows(rows_of(tiny, lengths), side)
     size = PromptSize(tokens=LONG, lengths=lengths)
@@ -209,9 +192,7 @@ def test_chunks_are_what_one_piece_is(tiny: ModuleType, model: Any, side: str) -
         assert all(torch.equal(chunked.kept_indices(i), whole.kept_indices(i)) for i in range(4))
 
 
-def test_a_cache_of_rows_of_different_ways_is_a_cache_like_others(
-    tiny: ModuleType, model: Any
-) -> None:
+def test_a_cache_of_rows_of_different_ways_is_a_cache_like_others(tiny, model):
     lengths = (MIDDLE, SHORT, LONG, SHORT)
     ids, mask, places = padded_rows(rows_of(tiny, lengths), "left")
     size = PromptSize(tokens=LONG, lengths=lengths)
@@ -228,7 +209,7 @@ def test_a_cache_of_rows_of_different_ways_is_a_cache_like_others(
     assert cache.state is State.EVICTED
     assert cache.retained_bytes < 0.25 * cache.full_bytes
 
-    def more(own: Any, tokens: int = 1, rows: Any = (0, 1, 2, 3)) -> torch.Tensor:
+    def more(own, tokens=1, rows=(0, 1, 2, 3)):
         rows, seen = list(rows), own.get_seq_length()
         shown = torch.nn.functional.pad(mask[rows], (0, seen + tokens - LONG), value=1)
         place = (shown.cumsum(dim=1) - 1)[:, -tokens:]
@@ -257,9 +238,7 @@ def test_a_cache_of_rows_of_different_ways_is_a_cache_like_others(
 
 
 @pytest.mark.parametrize(("beams", "chunk"), [(1, None), (3, None), (2, 64)])
-def test_generate_finds_padding_by_its_token(
-    tiny: ModuleType, model: Any, beams: int, chunk: int | None
-) -> None:
+def test_generate_finds_padding_by_its_token(tiny, model, beams, chunk):
     model.generation_config.prefill_chunk_size = chunk
     rows = rows_of(tiny, (MIDDLE, SHORT))
     ids, mask, _ = padded_rows(rows, "left")  # padded with the token 0

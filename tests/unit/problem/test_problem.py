@@ -1,20 +1,17 @@
 """The problem's own arithmetic, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 from factories import concave_values, make_problem
 
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import AllocationProblem, GroupCap, Sense, dual_bound
+from kvalloc.problem import GroupCap, Sense, dual_bound
 from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.shape import ModelShape
 
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "model_id": "org/model",
     "n_layers": 4,
     "n_query_heads": 8,
@@ -37,12 +34,12 @@ SHAPE: dict[str, Any] = {
         ({"layer_types": ("sliding",) + ("full",) * 3}, "need a sliding_window"),
     ],
 )
-def test_shapes_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+def test_shapes_that_cannot_be(changes, words):
     with pytest.raises(InputError, match=words):
         ModelShape(**{**SHAPE, **changes})
 
 
-def test_bytes_of_a_shape_by_hand() -> None:
+def test_bytes_of_a_shape_by_hand():
     shape = ModelShape(
         **{**SHAPE, "layer_types": ("full", "sliding", "full", "sliding"), "sliding_window": 10}
     )
@@ -57,7 +54,7 @@ def test_bytes_of_a_shape_by_hand() -> None:
 GOOD = make_problem([[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]], capacity=2)
 
 
-def remade(**changes: Any) -> AllocationProblem:
+def remade(**changes):
     return dataclasses.replace(GOOD, **changes)
 
 
@@ -84,19 +81,19 @@ def remade(**changes: Any) -> AllocationProblem:
         ({"layers": np.array([0])}, "layers must have one number"),
     ],
 )
-def test_problems_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+def test_problems_that_cannot_be(changes, words):
     with pytest.raises(InputError, match=words):
         remade(**changes)
 
 
-def test_what_a_solver_sees_cannot_be_changed() -> None:
+def test_what_a_solver_sees_cannot_be_changed():
     for name in ("tokens", "values", "costs", "option_counts", "weights", "layers", "heads"):
         assert not getattr(GOOD, name).flags.writeable
     with pytest.raises(dataclasses.FrozenInstanceError):
         GOOD.capacity_bytes = 9  # type: ignore[misc]
 
 
-def test_steps_and_grain() -> None:
+def test_steps_and_grain():
     assert make_problem([[0, 1, 2]], capacity=9, step=5).step_bytes == 5
     uneven = make_problem(np.zeros((2, 3)), costs=[[0, 4, 10], [2, 4, 6]], capacity=20)
     assert uneven.step_bytes is None
@@ -115,7 +112,7 @@ def test_steps_and_grain() -> None:
 
 
 @pytest.mark.parametrize("n_options", [2, 3, 50, 200, 3000])
-def test_concave_curves_are_recognised_with_their_rounding(n_options: int) -> None:
+def test_concave_curves_are_recognised_with_their_rounding(n_options):
     rng = np.random.default_rng(n_options)
     for kind in range(6):
         values = concave_values(rng, 3, n_options, kind=kind)
@@ -126,20 +123,20 @@ def test_concave_curves_are_recognised_with_their_rounding(n_options: int) -> No
 
 
 @pytest.mark.parametrize(("bend", "n_options"), [(1e-3, 3), (1e-9, 500), (0.9e-12, 100_000)])
-def test_tiny_bends_in_one_direction_are_not_rounding(bend: float, n_options: int) -> None:
+def test_tiny_bends_in_one_direction_are_not_rounding(bend, n_options):
     """A curve of many tiny rises is convex as a whole, and greedy would be wrong about it."""
     gains = np.arange(n_options - 1) * bend
     values = np.concatenate([[0.0], np.cumsum(gains)])
     assert not make_problem(np.stack([values, values]), capacity=n_options).is_concave
 
 
-def test_falling_and_slowly_falling_curves_are_not_concave_rising_ones() -> None:
+def test_falling_and_slowly_falling_curves_are_not_concave_rising_ones():
     assert not make_problem([[0.0, 1.0, 0.9]], capacity=2).is_concave
     sinking = np.linspace(0, -5e-13 * 100_000, 100_000)
     assert not make_problem(sinking[None], capacity=2).is_concave
 
 
-def test_with_capacity_and_with_target_share_the_arrays() -> None:
+def test_with_capacity_and_with_target_share_the_arrays():
     assert dual_bound(GOOD.with_target(0.6)).bound == 2
     other = GOOD.with_target(0.6).with_capacity(1)
     assert (other.capacity_bytes, other.target, other.sense) == (1, None, Sense.MAX_VALUE)
@@ -149,7 +146,7 @@ def test_with_capacity_and_with_target_share_the_arrays() -> None:
         GOOD.with_target(float("inf"))
 
 
-def test_digests_tell_problems_apart() -> None:
+def test_digests_tell_problems_apart():
     seen = {
         problem.digest()
         for problem in (
@@ -170,7 +167,7 @@ def test_digests_tell_problems_apart() -> None:
 @pytest.mark.parametrize(
     ("capacity", "protected", "feasible"), [(3, 2, False), (4, 2, True), (0, 0, True)]
 )
-def test_capacity_at_the_floors(capacity: int, protected: int, feasible: bool) -> None:
+def test_capacity_at_the_floors(capacity, protected, feasible):
     problem = make_problem([[0, 1], [0, 1]], capacity=capacity, protected_tokens=protected)
     if feasible:
         problem.check_feasible()
@@ -180,13 +177,13 @@ def test_capacity_at_the_floors(capacity: int, protected: int, feasible: bool) -
         assert caught.value.nearest == problem.min_cost_bytes
 
 
-def test_the_largest_value_of_curves_that_fall_again() -> None:
+def test_the_largest_value_of_curves_that_fall_again():
     problem = make_problem([[0.0, 3.0, 1.0], [2.0, 1.0, 9.0]], counts=[3, 2], target=4.9)
     assert problem.max_value == 5.0
     problem.check_feasible()
 
 
-def test_side_constraints_by_hand() -> None:
+def test_side_constraints_by_hand():
     problem = make_problem(
         np.zeros((4, 3)), capacity=99, step=10, layers=[0, 0, 1, 1], heads=[0, 1, 0, 1]
     )
@@ -210,7 +207,7 @@ def test_side_constraints_by_hand() -> None:
         MaxDistinct(most=0)
 
 
-def test_a_variant_keeps_what_its_changes_leave_and_checks_the_rest() -> None:
+def test_a_variant_keeps_what_its_changes_leave_and_checks_the_rest():
     problem = make_problem([[0.0, 2.0, 2.25]], capacity=2)
     assert problem.best_so_far is problem.values
     assert problem.with_capacity(1).__dict__["best_so_far"] is problem.values

@@ -1,7 +1,5 @@
 """Every way to attend to kept entries, against the definition in float64."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform
@@ -12,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import attention_cases
 import numpy as np
@@ -43,7 +40,6 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
-from kvalloc.runtime.kept import KeptLayer
 
 needs_kernel = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
@@ -53,7 +49,7 @@ LENGTHS = st.sampled_from([0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 700, 3000])
 
 
 @st.composite
-def cases(draw: Any, turned: bool) -> tuple[AttentionCall, Any, bool]:
+def cases(draw, turned):
     """A call, entries of each row and head, and whether they are biased."""
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     each = st.just(draw(LENGTHS)) if draw(st.booleans()) else LENGTHS
@@ -78,14 +74,7 @@ def cases(draw: Any, turned: bool) -> tuple[AttentionCall, Any, bool]:
     return call, counts, draw(st.booleans())
 
 
-def answer(
-    backend: str,
-    call: AttentionCall,
-    kept: KeptLayer,
-    *,
-    threads: int = 2,
-    scratch: int = 1 << 20,
-) -> torch.Tensor:
+def answer(backend, call, kept, *, threads=2, scratch=1 << 20):
     kernel = partial(cpu_attention, threads=threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_torch, "SCRATCH_NUMBERS", scratch)
@@ -100,8 +89,8 @@ def answer(
     scratch=st.sampled_from([1, 1 << 12, 1 << 14, 1 << 20]), exact=st.booleans(),
 )  # fmt: skip
 def test_any_call_over_any_entries_is_answered_by_the_definition(
-    backend: str, widths: list[int], data: Any, threads: int, scratch: int, exact: bool
-) -> None:
+    backend, widths, data, threads, scratch, exact
+):
     call, counts, biased = data.draw(cases(turned=3 in widths))
     bits = (3 * widths)[: counts.shape[1]]
     dims = int(call.keys.shape[-1]), int(call.values.shape[-1])
@@ -116,7 +105,7 @@ def test_any_call_over_any_entries_is_answered_by_the_definition(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_triton_kernel(device: str) -> None:
+def test_the_triton_kernel(device):
     """In a process of its own: Triton reads TRITON_INTERPRET when the kernel is defined."""
     changes = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     paths = [str(Path(attention_cases.__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -132,9 +121,7 @@ def test_the_triton_kernel(device: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_path):
     """The interpreter takes what the compiler refuses, such as None where it wants a tensor.
 
     In one launch for all widths tensor cores multiply in half precision, and nothing is read byte
@@ -148,7 +135,7 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(
 
     compiled, tool = [], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-    def compile_only(kernel: str, grid: Any, *arguments: Any, **constants: Any) -> None:
+    def compile_only(kernel, grid, *arguments, **constants):
         found = getattr(triton_kernels, kernel).warmup(*arguments, grid=grid, **constants)
         binary = tmp_path / f"{kernel}.cubin"
         binary.write_bytes(found.asm["cubin"])
@@ -157,7 +144,7 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(
         assert not re.search(r"ld\.global\S*\.[bsu]8", found.asm["ptx"])
         compiled.append((kernel, "mma.sync.aligned.m16n8k16.row.col.f32.bf16" in found.asm["ptx"]))
 
-    device: Any = SimpleNamespace(
+    device = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -173,23 +160,23 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(
     assert compiled == [("read_tile", True), ("add_tiles", False)]
 
 
-def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch):
     monkeypatch.setattr(by_triton, "_installed", lambda: True)
-    call: Any = SimpleNamespace(
+    call = SimpleNamespace(
         queries=SimpleNamespace(is_cuda=True, shape=(9,)), values=SimpleNamespace(shape=(9,))
     )
     for bits, said in (
         (5, "values of 9 numbers at 5 bits end in half a word"),
         (8, "values of 9 numbers at 8 bits end in half a word"),
     ):
-        kept: Any = SimpleNamespace(parts=[SimpleNamespace(bits=bits)])
+        kept = SimpleNamespace(parts=[SimpleNamespace(bits=bits)])
         assert said in str(TritonBackend().refusal(call, kept))
 
 
 # Memory of torch's operations
 
 
-def test_the_scratch_is_bounded() -> None:
+def test_the_scratch_is_bounded():
     counts = np.array([[200, 300]])
     stored = stored_of(counts, (8, 8), torch.float32, biased=False)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
@@ -202,7 +189,7 @@ def test_the_scratch_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-def test_the_scratch_over_other_types_is_bounded(bits: int) -> None:
+def test_the_scratch_over_other_types_is_bounded(bits):
     """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
     stored = stored_of(counts, (16, 16), torch.float16, biased=False)
@@ -217,7 +204,7 @@ def test_the_scratch_over_other_types_is_bounded(bits: int) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_number_of_half_precision_is_read_exactly(dtype: torch.dtype) -> None:
+def test_every_number_of_half_precision_is_read_exactly(dtype):
     """A token that sees itself alone answers with its own value, infinity and all."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     values = every[~every.isnan()]
@@ -228,7 +215,7 @@ def test_every_number_of_half_precision_is_read_exactly(dtype: torch.dtype) -> N
 
 @needs_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="read by an instruction of x86-64")
-def test_small_numbers_of_half_precision_also_where_subnormal_ones_are_flushed() -> None:
+def test_small_numbers_of_half_precision_also_where_subnormal_ones_are_flushed():
     """Scales of codes are often that small; as float32 they are not subnormal."""
     values = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16).view(1, 1, 1, -1)
     assert torch.set_flush_denormal(True)
@@ -239,7 +226,7 @@ def test_small_numbers_of_half_precision_also_where_subnormal_ones_are_flushed()
     assert torch.equal(found, values)
 
 
-def own_value(values: torch.Tensor) -> torch.Tensor:
+def own_value(values):
     queries = torch.ones(len(values), 1, 1, 8, dtype=values.dtype)
     nothing = even_of(queries[:, :, :0], values[:, :, :0])
     call = AttentionCall(queries=queries, keys=queries, values=values, scaling=1.0)
@@ -248,7 +235,7 @@ def own_value(values: torch.Tensor) -> torch.Tensor:
 
 @needs_kernel
 @pytest.mark.parametrize("offset", [0.0, 300.0, -300.0])
-def test_logits_far_from_zero_and_weights_of_nothing(offset: float) -> None:
+def test_logits_far_from_zero_and_weights_of_nothing(offset):
     """The largest logit is taken off first; what is too small to count is 0, not a number."""
     keys = torch.tensor([offset, offset + 1, offset - 200.0, offset + 1]).view(1, 1, 4, 1)
     values = torch.tensor([1.0, 2.0, 1e30, 4.0]).view(1, 1, 4, 1)
@@ -262,7 +249,7 @@ def test_logits_far_from_zero_and_weights_of_nothing(offset: float) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("counts", [[[0, 300, 0]], [[300, 0, 700]], [[0, 0, 0]]])
-def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[list[int]]) -> None:
+def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts):
     """No caller asks so, since a token sees itself: without one softmax is that of nothing."""
     table = np.array(counts)
     call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
@@ -279,10 +266,10 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[
 
 
 @needs_kernel
-def test_what_it_does_not_answer() -> None:
+def test_what_it_does_not_answer():
     queries, keys = torch.randn(1, 6, 1, 8), torch.randn(1, 2, 3, 8)
 
-    def backend(queries: Any, *given: Any) -> str:
+    def backend(queries, *given):
         call = AttentionCall(queries=queries, keys=given[0], values=given[1], scaling=1.0)
         return chosen(call, even_of(*given[-2:])).name
 
@@ -301,7 +288,7 @@ def test_what_it_does_not_answer() -> None:
             assert backend(*given) == "CPU kernel"
 
 
-def test_why_a_backend_is_not_used_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_why_a_backend_is_not_used_is_logged_once(caplog):
     states = torch.randn(1, 2, 3, 8, dtype=torch.float64)
     call = AttentionCall(queries=states, keys=states, values=states, scaling=1.0)
     backends._log_once.cache_clear()
@@ -316,7 +303,7 @@ def test_why_a_backend_is_not_used_is_logged_once(caplog: pytest.LogCaptureFixtu
 
 @needs_kernel
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
-def test_the_default_type_is_not_its_own(default: torch.dtype) -> None:
+def test_the_default_type_is_not_its_own(default):
     """What it writes into has the size that it writes, whatever new tensors are by default."""
     torch.manual_seed(0)
     call = call_of(np.zeros((2, 2)), (16, 16), torch.float32)
@@ -331,7 +318,7 @@ def test_the_default_type_is_not_its_own(default: torch.dtype) -> None:
     assert torch.equal(found, expected)
 
 
-def test_gradients_of_values_alone() -> None:
+def test_gradients_of_values_alone():
     """As where only the values' projection is trained: queries need no gradient there."""
     torch.manual_seed(0)
     call = call_of(np.zeros((1, 2)), (8, 8), torch.float32, before=0)
@@ -343,13 +330,13 @@ def test_gradients_of_values_alone() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("by_head", [False, True])
-def test_autocast_mixes_types(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_mixes_types(by_head, monkeypatch):
     """Positions turn queries and keys in float32, but values stay as they were projected."""
     model = tiny.tiny_model("qwen3")
     profile = tiny.make_profile(model, 60, 0.4)
     profile = tiny.by_head(profile) if by_head else profile
 
-    def answers() -> torch.Tensor:
+    def answers():
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             cache = kvalloc.make_cache(model, profile)
             model(tiny.prompt(60, 2), past_key_values=cache)

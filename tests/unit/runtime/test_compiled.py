@@ -1,13 +1,9 @@
 """Decoding in one graph of `torch.compile`, whatever a cache keeps, and uncompiled all else."""
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,14 +20,14 @@ WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
 
 
 @pytest.fixture(autouse=True)
-def no_graphs() -> Iterator[None]:
+def no_graphs():
     torch.compiler.reset()
     with torch.no_grad():
         yield
     torch.compiler.reset()
 
 
-def profile_for(model: Any, tokens: int, widths: list[int] | None = None, **options: Any) -> Any:
+def profile_for(model, tokens, widths=None, **options):
     """By head, at widths that follow each other over heads and layers."""
     profile = tiny.by_head(tiny.make_profile(model, tokens, 0.5, **options), 6)
     if widths is None:
@@ -40,9 +36,7 @@ def profile_for(model: Any, tokens: int, widths: list[int] | None = None, **opti
     return profile.replace(bits=every + np.zeros_like(profile.budgets))
 
 
-def decoded(
-    forward: Callable[..., Any], cache: Any, logits: torch.Tensor, tokens: int, **inputs: Any
-) -> torch.Tensor:
+def decoded(forward, cache, logits, tokens, **inputs):
     """Logits of tokens that are decoded one after the other, (batch, tokens, vocabulary)."""
     found = []
     for _ in range(tokens):
@@ -57,16 +51,7 @@ def decoded(
     return torch.cat(found, dim=1)
 
 
-def both(
-    model: Any,
-    compiled: Any,
-    make: Callable[[], Any],
-    ids: torch.Tensor,
-    tokens: int,
-    *,
-    exact: bool = True,
-    **inputs: Any,
-) -> Any:
+def both(model, compiled, make, ids, tokens, *, exact=True, **inputs):
     """Decode after a prompt with the model and compiled, to the same bit; returns the cache."""
     logits, caches = [], []
     for forward in (model, compiled):
@@ -85,7 +70,7 @@ def both(
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_one_graph_serves_all_prompts(either_way: None, widths: str) -> None:
+def test_one_graph_serves_all_prompts(either_way, widths):
     """Of other ragged lengths, with evictions between the tokens, and where no cache is left."""
     model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
@@ -117,7 +102,7 @@ def test_one_graph_serves_all_prompts(either_way: None, widths: str) -> None:
         ("gemma3", "sdpa", False),
     ],
 )
-def test_padding_sliding_layers_and_families(family: str, attention: str, padded: bool) -> None:
+def test_padding_sliding_layers_and_families(family, attention, padded):
     model, graphs = tiny.tiny_model(family, attention), CompileCounter()
     compiled, ids = torch.compile(model, fullgraph=True, backend=graphs), tiny.prompt(60, batch=3)
     inputs = {}
@@ -133,7 +118,7 @@ def test_padding_sliding_layers_and_families(family: str, attention: str, padded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(dtype):
     model = tiny.tiny_model(dtype=dtype)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     profile = profile_for(model, 60)
@@ -141,7 +126,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("policy", ["mpcache", "merge", "attention_matching", "tova", "h2o"])
-def test_every_policy_is_served(model: Any, policy: str) -> None:
+def test_every_policy_is_served(model, policy):
     """Also one that reads by the query, or awaits tokens and evicts between two of them."""
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     make = partial(kvalloc.make_cache, model, tiny.make_profile(model, 60, 0.5), policy=policy)
@@ -149,7 +134,7 @@ def test_every_policy_is_served(model: Any, policy: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["model", "decoder", "inside"])
-def test_what_is_no_single_token_runs_uncompiled(model: Any, wrap: str) -> None:
+def test_what_is_no_single_token_runs_uncompiled(model, wrap):
     """Prompts, chunks, turns and forwards with gradients, whatever is compiled."""
     profile, ids = profile_for(model, 60), tiny.prompt(60)
     plain = kvalloc.make_cache(model, profile)
@@ -175,7 +160,7 @@ def test_what_is_no_single_token_runs_uncompiled(model: Any, wrap: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_fullgraph_says_what_a_graph_holds(model: Any) -> None:
+def test_fullgraph_says_what_a_graph_holds(model):
     cache = kvalloc.make_cache(model, profile_for(model, 60))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="one token that follows a complete"):
@@ -186,9 +171,7 @@ def test_fullgraph_says_what_a_graph_holds(model: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_compiled_token_that_fails_can_be_repeated(
-    model: Any, monkeypatch: Any, error: type[BaseException]
-) -> None:
+def test_a_compiled_token_that_fails_can_be_repeated(model, monkeypatch, error):
     profile, ids = profile_for(model, 60), tiny.prompt(60)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     caches = [kvalloc.make_cache(model, profile) for _ in range(2)]
@@ -197,7 +180,7 @@ def test_a_compiled_token_that_fails_can_be_repeated(
     first = decoded(compiled, caches[1], logits[1], 2)
     update = type(caches[1].layers[2]).update
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
+    def fail(*args, **kwargs):
         raise error("amid a token")
 
     monkeypatch.setattr(type(caches[1].layers[2]), "update", fail)
@@ -207,7 +190,7 @@ def test_a_compiled_token_that_fails_can_be_repeated(
     assert torch.equal(torch.cat([first, decoded(compiled, caches[1], first, 3)], dim=1), expected)
 
 
-def test_what_is_wrong_is_said_as_uncompiled(model: Any) -> None:
+def test_what_is_wrong_is_said_as_uncompiled(model):
     """By the operation, in our own words; a mask that hides the token is followed, too."""
     cache = kvalloc.make_cache(model, profile_for(model, 60))
     model(tiny.prompt(60, batch=2), past_key_values=cache)
@@ -228,7 +211,7 @@ def test_what_is_wrong_is_said_as_uncompiled(model: Any) -> None:
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_generate_of_a_compiled_model(model: Any, applied: bool) -> None:
+def test_generate_of_a_compiled_model(model, applied):
     """The prompt and a later turn are read outside of the graph, all tokens decoded in it."""
     ids, turn, profile = tiny.prompt(60), tiny.prompt(9, seed=5), profile_for(model, 60)
     own = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
@@ -251,7 +234,7 @@ def test_generate_of_a_compiled_model(model: Any, applied: bool) -> None:
     assert 1 <= graphs.frame_count <= 4
 
 
-def test_rows_of_different_ways_in_one_graph(model: Any) -> None:
+def test_rows_of_different_ways_in_one_graph(model):
     """Each group of rows in a cache of its own, behind the same operations."""
     mask = (torch.arange(60) >= torch.tensor([[0], [7], [50]])).long()
     ids, graphs = tiny.prompt(60, batch=3), CompileCounter()
@@ -274,7 +257,7 @@ def test_rows_of_different_ways_in_one_graph(model: Any) -> None:
     assert graphs.frame_count
 
 
-def test_compile_config_is_served_uncompiled(model: Any) -> None:
+def test_compile_config_is_served_uncompiled(model):
     """transformers compiles for caches of a fixed size alone, and says that it does not here."""
     cache = kvalloc.make_cache(model, profile_for(model, 60))
     config = CompileConfig(backend="eager")
@@ -285,7 +268,7 @@ def test_compile_config_is_served_uncompiled(model: Any) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_model_that_breaks_the_graph_decodes_all_the_same(model: Any, whole: bool) -> None:
+def test_a_model_that_breaks_the_graph_decodes_all_the_same(model, whole):
     profile, ids = profile_for(model, 60), tiny.prompt(60)
     caches = [kvalloc.make_cache(model, profile) for _ in range(2)]
     logits = [model(ids, past_key_values=cache).logits for cache in caches]

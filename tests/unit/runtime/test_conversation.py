@@ -1,10 +1,6 @@
 """A conversation: turns that hand one reduced cache on, and what may come between two of them."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import runtime_oracle as tiny
@@ -18,14 +14,12 @@ from kvalloc.runtime import conversation
 TURN, SHARE = 60, "20%"
 
 
-def said(text: torch.Tensor, turn: int) -> torch.Tensor:
+def said(text, turn):
     """The text so far, and what is said in a turn."""
     return torch.cat([text, tiny.prompt(TURN, seed=turn)], dim=1)
 
 
-def talk(
-    model: Any, turns: range, text: torch.Tensor, cache: Any = None
-) -> tuple[torch.Tensor, Any]:
+def talk(model, turns, text, cache=None):
     """Answer turns; return the whole text and the cache of all but its last token."""
     with kvalloc.apply(model, budget=SHARE) as applied:
         for turn in turns:
@@ -35,9 +29,7 @@ def talk(
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(
-    model: Any, tmp_path: Path, turns: int
-) -> None:
+def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(model, tmp_path, turns):
     text, cache = talk(model, range(turns), tiny.prompt(0))
     cache.save(tmp_path / "c.safetensors")
     loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
@@ -51,7 +43,7 @@ def test_saved_and_loaded_in_the_middle_it_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
-def test_the_share_holds_at_the_end_of_every_turn(model: Any, share: float) -> None:
+def test_the_share_holds_at_the_end_of_every_turn(model, share):
     text, cache, sizes = tiny.prompt(0), None, (60, 7, 150, 1, 40)
     with kvalloc.apply(model, budget=share):
         for seed, size in enumerate(sizes):
@@ -66,13 +58,13 @@ def test_the_share_holds_at_the_end_of_every_turn(model: Any, share: float) -> N
 
 
 @pytest.mark.parametrize("asked", [{}, {"budget": "60%"}, {"budget": "60%", "rows": 3}])
-def test_memory_is_never_exceeded(model: Any, tmp_path: Path, asked: dict[str, Any]) -> None:
+def test_memory_is_never_exceeded(model, tmp_path, asked):
     """Read from the storages after every layer of every forward; a turn may be larger than it."""
     rows = asked.pop("rows", 1)
     limit, text, cache, largest = rows * 120 * 1024, tiny.prompt(0, rows), None, 0
     sizes = (60, 60, 200, 5, 60, 60, 60, 60)
 
-    def read(*_: Any) -> None:
+    def read(*_):
         nonlocal largest
         largest = max(largest, applied.last_cache.retained_bytes)
 
@@ -93,7 +85,7 @@ def test_memory_is_never_exceeded(model: Any, tmp_path: Path, asked: dict[str, A
         hook.remove()
 
 
-def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model: Any) -> None:
+def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model):
     """The logits of all of its tokens come back, each as if its piece had come alone."""
     first, turn = tiny.prompt(60), tiny.prompt(300, seed=3)
     with kvalloc.apply(model, budget="60%", memory=120 * 1024) as applied, torch.no_grad():

@@ -1,9 +1,6 @@
 """Tokens that are decoded where as many entries are kept everywhere: the latest stand apart."""
 
-from __future__ import annotations
-
 import importlib.util
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,16 +21,16 @@ TOKENS = 60
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return tiny.tiny_model("phi3")  # keys and values are cut from one larger tensor
 
 
 @pytest.fixture
-def profile(model: Any) -> Any:
+def profile(model):
     return tiny.make_profile(model, TOKENS, 0.4)
 
 
-def runs_of(tensors: list[torch.Tensor]) -> list[int]:
+def runs_of(tensors):
     """How many have the same storage, for each storage."""
     places = [tensor.data_ptr() for tensor in tensors]
     return [places.count(place) for place in dict.fromkeys(places)]
@@ -41,9 +38,7 @@ def runs_of(tensors: list[torch.Tensor]) -> list[int]:
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("options", [{}, AT_ONCE])
-def test_what_is_kept_stays_where_it_is_while_decoding(
-    model: Any, profile: Any, options: dict[str, Any]
-) -> None:
+def test_what_is_kept_stays_where_it_is_while_decoding(model, profile, options):
     """What followed has up to an eighth of room to spare, which is counted; with biases as well."""
     cache, shadow = make_cache(model, profile, **options), tiny.Shadow(model)
     ids, layer, places, copies, room = tiny.prompt(TOKENS, 2), cache.layers[0], [], 0, 0
@@ -68,15 +63,13 @@ def test_what_is_kept_stays_where_it_is_while_decoding(
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_what_follows_where_its_storage_must_not_change(
-    model: Any, profile: Any, level: str
-) -> None:
+def test_what_follows_where_its_storage_must_not_change(model, profile, level):
     """Torch forbids to write to tensors of inference mode outside it."""
     own = tiny.by_head(profile) if level == "head" else profile
     ids = tiny.prompt(TOKENS, 2)
     tokens = [tiny.prompt(1, 2, seed=step) for step in range(20)]
 
-    def logits(*modes: Any) -> torch.Tensor:
+    def logits(*modes):
         cache, found = make_cache(model, own), []
         with torch.inference_mode():
             model(ids, past_key_values=cache)
@@ -90,7 +83,7 @@ def test_what_follows_where_its_storage_must_not_change(
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_gradients_through_decoded_tokens(model: Any, profile: Any, level: str) -> None:
+def test_gradients_through_decoded_tokens(model, profile, level):
     """A later token's loss reaches an earlier one, whose storage is not written to since."""
     cache = make_cache(model, tiny.by_head(profile) if level == "head" else profile)
     with torch.no_grad():
@@ -117,22 +110,20 @@ def test_gradients_through_decoded_tokens(model: Any, profile: Any, level: str) 
         ("head", (16, 4), 0),
     ],
 )
-def test_a_decoded_token_asks_nothing_of_the_device(
-    level: str, bits: tuple[int, ...] | None, padding: int
-) -> None:
+def test_a_decoded_token_asks_nothing_of_the_device(level, bits, padding):
     """No value goes between host and device, and all widths take two launches of Triton's."""
 
-    def make_model() -> Any:
+    def make_model():
         return tiny.tiny_model("llama")
 
-    def new_cache(model: Any) -> Any:
+    def new_cache(model):
         profile = tiny.make_profile(model, TOKENS, 0.4)
         profile = tiny.by_head(profile) if level == "head" else profile
         if bits is not None:
             profile = profile.replace(bits=np.tile(bits, (tiny.N_LAYERS, 1)))
         return make_cache(model, profile)
 
-    def fill(model: Any) -> Any:
+    def fill(model):
         cache, mask = new_cache(model), torch.ones(2, TOKENS, dtype=torch.long)
         mask[1, :padding] = 0
         model(tiny.prompt(TOKENS, 2), attention_mask=mask, past_key_values=cache)
@@ -144,7 +135,7 @@ def test_a_decoded_token_asks_nothing_of_the_device(
     assert found["cat"] == 2 * tiny.N_LAYERS + 1  # the model's own, where it turns positions
 
 
-def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
+def test_the_device_that_is_not_there_says_what_is_asked_of_it():
     launches = Launches()
     numbers = torch.ones(3, device="meta")
     with launches:
@@ -175,14 +166,8 @@ def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
 )
 @pytest.mark.parametrize(("n_layers", "rows", "level"), [(2, 1, "layer"), (4, 3, "head")])
 def test_an_eviction_asks_the_device_once(
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    following: int,
-    evictions: int,
-    n_layers: int,
-    rows: int,
-    level: str,
-) -> None:
+    monkeypatch, options, following, evictions, n_layers, rows, level
+):
     """Whether scores are finite and budgets met, of all layers, rows and heads at once.
 
     Where entries are handed out by each prompt's scores, how many go to each head is read as well,
@@ -200,7 +185,7 @@ def test_an_eviction_asks_the_device_once(
     profile = profile.replace(by_prompt=options.pop("by_prompt", False) and level == "head")
     handed = []
 
-    def handed_out(scores: Any, total: int, *, protected: int) -> Any:
+    def handed_out(scores, total, *, protected):
         handed.append(total)
         return profile.budgets_for(TOKENS)
 

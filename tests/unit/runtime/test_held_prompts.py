@@ -1,11 +1,7 @@
 """Prompts that are held whole until scorers have seen what comes after them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +13,7 @@ from scorer_oracle import full_attention
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy
@@ -25,7 +21,7 @@ from kvalloc.scorers import get_scorer
 
 CONTEXT = 90
 NAMES = ("lookahead", "reconstruction", "nearby")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "lookahead": {"tokens": 5, "pool": 3},
     "reconstruction": {"chunk": 37},
     "nearby": {"chunk": 37, "nearby": 6},
@@ -34,21 +30,21 @@ SCORERS = {"nearby": "reconstruction"}
 Array = npt.NDArray[np.float64]
 
 
-def profile_of(model: Any, name: str, level: str = "head", **more: Any) -> Any:
+def profile_of(model, name, level="head", **more):
     parameters, scorer = {**OPTIONS[name], **more}, SCORERS.get(name, name)
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=parameters)
     return tiny.by_head(profile, spread=9) if level == "head" else profile
 
 
-def seen(model: Any, ids: torch.Tensor, hidden: Sequence[int] = ()) -> dict[int, AttentionStates]:
+def seen(model, ids, hidden=()):
     """What every layer sees of all these tokens in one forward without any cache.
 
     Tokens after the prompt do not see the hidden ones in full-attention layers.
     """
-    found: dict[int, AttentionStates] = {}
+    found = {}
     full = shape_of(model).full_layers
 
-    def look(states: AttentionStates, compute: Any) -> Any:
+    def look(states, compute):
         found[states.layer] = states
         mask = states.mask
         if hidden and states.layer in full:
@@ -63,7 +59,7 @@ def seen(model: Any, ids: torch.Tensor, hidden: Sequence[int] = ()) -> dict[int,
     return found
 
 
-def pooled(votes: Array, sinks: int, window: int, pool: int, reduce: str) -> Array:
+def pooled(votes, sinks, window, pool, reduce):
     """(n_query_heads, n_tokens) to (n_kv_heads, n_tokens), by loops."""
     heads, n_tokens = votes.shape
     last = n_tokens - window
@@ -79,7 +75,7 @@ def pooled(votes: Array, sinks: int, window: int, pool: int, reduce: str) -> Arr
     return out
 
 
-def lookahead_scores(model: Any, ids: torch.Tensor, layer: int) -> Array:
+def lookahead_scores(model, ids, layer):
     """The answer by `generate`, everything in one forward, the whole attention matrix."""
     out = model.generate(ids, max_new_tokens=5, do_sample=False)
     states = seen(model, out)[layer]
@@ -90,9 +86,7 @@ def lookahead_scores(model: Any, ids: torch.Tensor, layer: int) -> Array:
     return pooled(votes, tiny.SINKS, tiny.WINDOW, 3, "mean")
 
 
-def reconstruction_scores(
-    model: Any, ids: torch.Tensor, layer: int, nearby: int = CONTEXT
-) -> Array:
+def reconstruction_scores(model, ids, layer, nearby=CONTEXT):
     """Piece by piece in one forward each; the softmax over piece, sinks and later tokens."""
     heads = model.config.num_attention_heads
     votes = np.zeros((heads, CONTEXT))
@@ -117,7 +111,7 @@ def reconstruction_scores(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_scores_are_those_of_plain_forwards(name: str, family: str) -> None:
+def test_the_scores_are_those_of_plain_forwards(name, family):
     model = tiny.tiny_model(family, "eager")
     ids = tiny.prompt(CONTEXT)
     profile = profile_of(model, name)
@@ -137,7 +131,7 @@ def test_the_scores_are_those_of_plain_forwards(name: str, family: str) -> None:
             assert sorted(wanted) == head_entries(cache, layer, head)
 
 
-def test_nothing_of_a_repetition_stays() -> None:
+def test_nothing_of_a_repetition_stays():
     """Bytes, columns, sliding layers and the prompt's own logits are as without one."""
     for family in ("llama", "gemma3"):
         model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT, 2)
@@ -157,9 +151,7 @@ def test_nothing_of_a_repetition_stays() -> None:
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_heads_mix_such_scorers_with_others_and_share_passes(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_mix_such_scorers_with_others_and_share_passes(level, monkeypatch):
     """H2O needs all of the prompt's queries, which are held, too."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     names = ("lookahead", "h2o", "reconstruction", "lookahead", "tova")
@@ -188,9 +180,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(name, monkeypatch):
     monkeypatch.setattr("kvalloc.runtime.whole.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
@@ -200,12 +190,12 @@ def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
         assert not cache.awaited_tokens
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_what_cannot_be_right_is_refused():
     with pytest.raises(InputError, match="votes is 0"):
         get_scorer("lookahead", tokens=0, votes=0)
 
 
-def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once(model: Any) -> None:
+def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once(model):
     """Heads that keep different numbers: said before a chunk runs, not when `prefill` ends."""
     profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="lookahead"), spread=9)
     cache = make_cache(model, profile, policy="mpcache")

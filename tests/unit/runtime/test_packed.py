@@ -1,9 +1,5 @@
 """Entries at every number of bits: what is stored, to the byte, and what comes back."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import packing_loop
 import pytest
@@ -27,7 +23,7 @@ from kvalloc.runtime.quantization import rotated
 BATCH, HEADS = 2, 3
 
 
-def stored_in(entries: LayerEntries) -> int:
+def stored_in(entries):
     """Bytes of the storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in entries.tensors())
 
@@ -45,8 +41,8 @@ counts_strategy = st.lists(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
-    counts: Any, bits: list[int], head_dim: int, dtype: torch.dtype
-) -> None:
+    counts, bits, head_dim, dtype
+):
     if head_dim & (head_dim - 1):
         bits = [max(width, 4) for width in bits]
     table, widths = np.array(counts, dtype=np.int64), np.array(bits)
@@ -66,7 +62,7 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
             assert own.positions.tolist() == list(range(table[row, head]))
 
 
-def test_three_bits_are_for_powers_of_two() -> None:
+def test_three_bits_are_for_powers_of_two():
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
 
@@ -82,14 +78,8 @@ def test_three_bits_are_for_powers_of_two() -> None:
     seed=st.integers(0, 99),
 )
 def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_stores(
-    counts: Any,
-    bits: list[int],
-    dtype: torch.dtype,
-    biased: bool,
-    n_new: int,
-    order: list[int],
-    seed: int,
-) -> None:
+    counts, bits, dtype, biased, n_new, order, seed
+):
     """Bit for bit, of each head what it keeps of the new ones; all rows, heads and widths."""
     torch.manual_seed(seed)
     table, widths = np.array(counts, dtype=np.int64), np.array(bits)
@@ -144,9 +134,7 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 60), (5, 75), (4, 65), (3, 90)])
 @pytest.mark.parametrize("size", [1, 8])
-def test_what_followed_is_packed_in_few_launches_and_no_wait(
-    bits: int, most: int, size: int
-) -> None:
+def test_what_followed_is_packed_in_few_launches_and_no_wait(bits, most, size):
     """However many rows and heads there are; a wait for the fake device raises.
 
     Views launch nothing. At 5 and 3 bits codes are regrouped, below 8 bits values are turned. What

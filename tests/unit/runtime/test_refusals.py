@@ -1,16 +1,12 @@
 """What cannot work is refused before anything runs, in a line that says what to do."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,16 +42,14 @@ WIDE = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4)
 
 
 @pytest.fixture
-def bloom() -> Any:
+def bloom():
     """A model outside the attention interface."""
     return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
 
 
 @pytest.mark.parametrize("how", ["cache", "stored", "target"])
-def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
-    bloom: Any, how: str
-) -> None:
-    ran: list[int] = []
+def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(bloom, how):
+    ran = []
     bloom.register_forward_pre_hook(lambda *_: ran.append(1))
     profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
     options = {"target_retention": 0.9} if how == "target" else {}
@@ -70,9 +64,7 @@ def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
 
 @pytest.mark.parametrize("how", ["keyword", "config", "the model's config"])
 @pytest.mark.parametrize("mask", [None, torch.arange(CONTEXT)[None] > 3])
-def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen(
-    model: Any, mask: Any, how: str
-) -> None:
+def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen(model, mask, how):
     """They are turns; where the cache knows the prompt's length, chunks of it are one prompt."""
     profile, seen = tiny.make_profile(model, CONTEXT, 0.3), []
     ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "do_sample": False}
@@ -83,7 +75,7 @@ def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen
     elif how == "the model's config":
         model.generation_config.prefill_chunk_size = chunks.pop("prefill_chunk_size")
 
-    def granted(columns: int) -> Any:
+    def granted(columns):
         hidden = 0 if mask is None else int((~mask).sum())
         least = profile.policy.protected_tokens
         return np.maximum(profile.budgets_for(columns - hidden), least)
@@ -111,11 +103,11 @@ def test_chunks_that_are_not_announced_stay_within_the_budget_of_all_tokens_seen
 # The table, row by row
 
 
-def profile_of(model: Any, budgets: Any = 0.3, **options: Any) -> Any:
+def profile_of(model, budgets=0.3, **options):
     return tiny.make_profile(model, CONTEXT, budgets, **options)
 
 
-def read(model: Any, rows: int = 1, **changes: Any) -> Any:
+def read(model, rows=1, **changes):
     """A cache that has read a prompt."""
     scorer = changes.pop("scorer", "xkv")
     cache = make_cache(model, profile_of(model, scorer=scorer), **changes)
@@ -124,7 +116,7 @@ def read(model: Any, rows: int = 1, **changes: Any) -> Any:
     return cache
 
 
-def forward(model: Any, cache: Any = None, **arguments: Any) -> None:
+def forward(model, cache=None, **arguments):
     """A forward of which nothing is stored where it is refused."""
     cache = made(model) if cache is None else cache
     arguments = {"input_ids": tiny.prompt(CONTEXT)} | arguments
@@ -137,17 +129,17 @@ def forward(model: Any, cache: Any = None, **arguments: Any) -> None:
         raise
 
 
-def masked(model: Any, mask: torch.Tensor) -> None:
+def masked(model, mask):
     forward(model, read(model), input_ids=tiny.prompt(2), attention_mask=mask)
 
 
-def one_hidden(model: Any) -> None:
+def one_hidden(model):
     mask = torch.ones(1, CONTEXT + 2)
     mask[0, 5] = 0
     masked(model, mask)
 
 
-def made_for(model: Any, budgets: Any = 0.3, **shape: Any) -> None:
+def made_for(model, budgets=0.3, **shape):
     """A cache by the profile of a model of another shape."""
     profile = profile_of(model, budgets)
     other = dataclasses.replace(profile.shape, **shape)
@@ -156,22 +148,22 @@ def made_for(model: Any, budgets: Any = 0.3, **shape: Any) -> None:
     make_cache(model, profile, allow_other_model="model_id" not in shape)
 
 
-def full_layers_for_sliding(model: Any) -> None:
+def full_layers_for_sliding(model):
     model = tiny.tiny_model("gemma3")
     shape = tiny.shape_of(model, layer_types=("full",) * 4, sliding_window=None)
     make_cache(model, profile_of(model, shape=shape))
 
 
-def unfit(model: Any, budgets: Any = 0.3, **parameters: int) -> None:
+def unfit(model, budgets=0.3, **parameters):
     make_cache(model, profile_of(model, budgets, parameters=parameters))
 
 
-def with_compiled_layer(model: Any) -> None:
+def with_compiled_layer(model):
     model.model.layers[1].compile(backend="eager")
     make_cache(model, profile_of(model))
 
 
-def beside(model: Any, other: Any, scorer: str = "xkv", **options: Any) -> None:
+def beside(model, other, scorer="xkv", **options):
     """Every second head has another policy."""
     profile = profile_of(model, scorer=scorer, level="head")
     table = by_head(model)["unit_policies"]
@@ -180,13 +172,13 @@ def beside(model: Any, other: Any, scorer: str = "xkv", **options: Any) -> None:
     make_cache(model, profile.replace(unit_policies=table, other_policies=others), **options)
 
 
-def at_peak(model: Any, **changes: Any) -> Any:
+def at_peak(model, **changes):
     """A profile that was decided for a memory."""
     asked = {"target": "memory", "value": 10**6}
     return profile_of(model).replace(requested=asked, **changes)
 
 
-def cropped_into_prompt(model: Any) -> None:
+def cropped_into_prompt(model):
     cache = made(model, profile_of(model, [CONTEXT, 20, 20, 20]))
     for tokens in (CONTEXT, 2):
         forward(model, cache, input_ids=tiny.prompt(tokens))
@@ -197,27 +189,27 @@ def cropped_into_prompt(model: Any) -> None:
         assert (cache.kept_tokens == stored).all()
 
 
-def beyond_announced(model: Any) -> None:
+def beyond_announced(model):
     cache = made(model, prompt_tokens=CONTEXT)
     forward(model, cache, input_ids=tiny.prompt(40))
     forward(model, cache, input_ids=tiny.prompt(21))
 
 
-def shared(model: Any, **changes: Any) -> Any:
+def shared(model, **changes):
     profile = profile_of(model, [30, 30, 20, 20], scorer="lookahead")
     return profile.replace(share_groups=((2, 3),), **changes)
 
 
-def by_head(model: Any, scorer: str = "h2o") -> dict[str, Any]:
+def by_head(model, scorer="h2o"):
     other = profile_of(model, scorer=scorer).policy.replace(label="other")
     table = np.arange(model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
     return {"unit_policies": table, "other_policies": (other,)}
 
 
-def generated(model: Any, *, lossless: bool = False, **options: Any) -> None:
+def generated(model, *, lossless=False, **options):
     """Refused before anything runs."""
     ids = [] if "inputs_embeds" in options else [tiny.prompt(CONTEXT)]
-    ran: list[int] = []
+    ran = []
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
         with kvalloc.apply(model, profile_of(model), lossless=lossless):
@@ -226,7 +218,7 @@ def generated(model: Any, *, lossless: bool = False, **options: Any) -> None:
         assert not ran
 
 
-def unverified(model: Any) -> Any:
+def unverified(model):
     """A cache that has read more than the full one beside it."""
     verify_with(cache := made(model), model)
     [*answer(model, cache, tiny.prompt(CONTEXT), max_new_tokens=1, keep=True)]
@@ -234,21 +226,21 @@ def unverified(model: Any) -> Any:
     return cache
 
 
-def configured(model: Any, **settings: Any) -> None:
+def configured(model, **settings):
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     kvalloc.apply(model, profile := profile_of(model))
     make_cache(model, profile)
 
 
-def of_the_oldest(model: Any) -> None:
+def of_the_oldest(model):
     cache = made(tiny.tiny_model("gemma3"))
     for layer in cache.layers:
         vars(layer).pop("record_past", None)
     cache.activate_past_recording(CONTEXT)
 
 
-def trained(model: Any) -> None:
+def trained(model):
     """In evaluation the same cache is filled."""
     model.gradient_checkpointing_enable()
     cache = made(model)
@@ -259,59 +251,59 @@ def trained(model: Any) -> None:
         assert cache.reduced
 
 
-def unranked(model: Any) -> None:
+def unranked(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
         make_cache(model, shared(model))
 
 
-def own_attention(model: Any) -> None:
+def own_attention(model):
     """An implementation of the user's own, whose masks could be of any kind."""
     AttentionInterface.register("mine", sdpa_attention_forward)
     model.set_attn_implementation("mine")
     forward(model)
 
 
-def made(model: Any, profile: Any = None, **options: Any) -> Any:
+def made(model, profile=None, **options):
     profile = profile_of(model) if profile is None else profile
     return make_cache(model, profile, **options)
 
 
-def four_bits(model: Any) -> Any:
+def four_bits(model):
     profile = profile_of(model)
     profile = profile.replace(bits=np.full_like(profile.budgets, 4))
     return made(model, profile, policy="mpcache")
 
 
-def crop_a_part(model: Any) -> None:
+def crop_a_part(model):
     cache = made(model, prompt_tokens=CONTEXT)
     forward(model, cache, input_ids=tiny.prompt(20))
     cache.crop(-1)
 
 
-def uneven(model: Any) -> None:
+def uneven(model):
     profile = tiny.by_head(profile_of(model))
     forward(model, make_cache(model, profile, policy="mpcache"))
 
 
-def too_few(model: Any) -> None:
+def too_few(model):
     kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
     refusals.check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
 
 
-def of_heads(model: Any) -> Any:
+def of_heads(model):
     profile = profile_of(model, level="head")
     return profile.replace(**by_head(model))
 
 
-def adding_up(model: Any) -> None:
+def adding_up(model):
     """In one piece it works."""
     forward(model, made(model, of_heads(model)))
     cache = made(model, of_heads(model), prompt_tokens=CONTEXT)
     forward(model, cache, input_ids=tiny.prompt(20))
 
 
-def chunk_of_undecided(model: Any) -> None:
+def chunk_of_undecided(model):
     cache = build_cache(
         model,
         profile_of(model),
@@ -322,26 +314,26 @@ def chunk_of_undecided(model: Any) -> None:
     forward(model, cache, input_ids=tiny.prompt(20))
 
 
-def without_its_model(model: Any) -> None:
+def without_its_model(model):
     cache = read(model)
     cache.decoder = lambda: None
     cache.save("c.kv")
 
 
-def loaded_for(model: Any, change: Callable[[Any], Any]) -> None:
+def loaded_for(model, change):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "c.kv"
         read(model).save(path)
         kvalloc.load_cache(path, change(copy.deepcopy(model)))
 
 
-def retrained(model: Any) -> Any:
+def retrained(model):
     with torch.no_grad():
         next(model.parameters()).add_(1)
     return model
 
 
-def given_to_other(model: Any) -> None:
+def given_to_other(model):
     """Which has the hooks because of a cache of its own."""
     other = tiny.tiny_model("llama")
     own = made(other)
@@ -349,7 +341,7 @@ def given_to_other(model: Any) -> None:
     del own
 
 
-def other_tokens(model: Any) -> None:
+def other_tokens(model):
     """What `generate` is given begins with other tokens than it read before."""
     ids = tiny.prompt(CONTEXT)
     with kvalloc.apply(model, profile_of(model)) as applied:
@@ -359,7 +351,7 @@ def other_tokens(model: Any) -> None:
         model.generate(more, past_key_values=applied.last_cache, max_new_tokens=1)
 
 
-def asked(model: Any, ids: Any, rows: int = 1, **options: Any) -> None:
+def asked(model, ids, rows=1, **options):
     """Refused before anything runs."""
     cache, ran = read(model, rows), list[int]()
     model.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -369,7 +361,7 @@ def asked(model: Any, ids: Any, rows: int = 1, **options: Any) -> None:
         assert not ran
 
 
-CASES: dict[str, tuple[Callable[..., object], str]] = {
+CASES = {
     "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
     "shared_by_policies": (
         lambda model: make_cache(model, shared(model, **by_head(model), level="head")),
@@ -499,7 +491,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
 }
 
 
-MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
+MORE = [
     ("other_cache", partial(generated, cache_implementation="static"), "static"),
     ("offloaded", partial(generated, cache_implementation="offloaded"), "offloaded"),
     ("unused", partial(generated, use_cache=False), "use_cache=False"),
@@ -538,9 +530,7 @@ MORE: list[tuple[str | type[KVAllocError], Callable[..., object], str]] = [
 @pytest.mark.parametrize(
     ("row", "do", "match"), [*((name, *case) for name, case in CASES.items()), *MORE]
 )
-def test_what_cannot_work_is_refused_in_one_line(
-    model: Any, row: str | type[KVAllocError], do: Any, match: str
-) -> None:
+def test_what_cannot_work_is_refused_in_one_line(model, row, do, match):
     table = refusals.REFUSALS
     error = next(kind for kind in table if row in (kind, *table[kind]))
     with pytest.raises(error, match=match) as caught:
@@ -551,5 +541,5 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert str(caught.value).startswith(first)
 
 
-def test_every_row_of_the_table_has_a_case() -> None:
+def test_every_row_of_the_table_has_a_case():
     assert set(CASES) == {name for rows in refusals.REFUSALS.values() for name in rows}

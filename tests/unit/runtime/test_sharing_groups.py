@@ -1,9 +1,5 @@
 """Layers of a sharing group keep the same entries, chosen once by their joint scores."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import runtime_oracle as tiny
@@ -20,11 +16,11 @@ CONTEXT, LAYERS = 120, 7
 GROUPS = ((2, 3), (4, 5, 6))
 
 
-def shared_model(family: str = "llama", **changes: Any) -> Any:
+def shared_model(family="llama", **changes):
     return tiny.tiny_model(family, num_hidden_layers=LAYERS, **changes)
 
 
-def shared_profile(model: Any, level: str = "head", share: float = 0.4) -> Any:
+def shared_profile(model, level="head", share=0.4):
     profile = tiny.make_profile(model, CONTEXT, share)
     profile = tiny.by_head(profile, spread=20) if level == "head" else profile
     budgets = profile.budgets.copy()
@@ -33,7 +29,7 @@ def shared_profile(model: Any, level: str = "head", share: float = 0.4) -> Any:
     return profile.replace(budgets=budgets, share_groups=GROUPS)
 
 
-def agree(cache: Any) -> None:
+def agree(cache):
     """All layers of a group keep the same entries, and the groups differ."""
     for group in GROUPS:
         for layer in group[1:]:
@@ -42,14 +38,14 @@ def agree(cache: Any) -> None:
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
-def layer_scores(model: Any, ids: torch.Tensor, scorer: Any, sinks: int) -> list[np.ndarray]:
+def layer_scores(model, ids, scorer, sinks):
     """Scores of every layer for a whole prompt, float64 (batch, n_kv_heads, n_tokens)."""
     seen = states_seen(model, ids).values()
     return [scorer.score(states, sinks=sinks).double().numpy() for states in seen]
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_a_group_keeps_the_best_by_its_joint_scores(level: str) -> None:
+def test_a_group_keeps_the_best_by_its_joint_scores(level):
     """Each layer's scores over their sum over all heads, added up; written down once more."""
     model = shared_model()
     profile = shared_profile(model, level)
@@ -80,7 +76,7 @@ def test_a_group_keeps_the_best_by_its_joint_scores(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
+def test_the_cache_keeps_what_the_solver_predicts(level):
     """Score mass kept on the measured text itself, summed from the cache's own indices."""
     model = tiny_models.tiny_model(num_hidden_layers=LAYERS)
     tokenizer, text = tiny_models.WordTokenizer(), tiny_models.words(CONTEXT)
@@ -109,7 +105,7 @@ def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["score", "attention_matching"])
-def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(policy: str) -> None:
+def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(policy):
     """Nothing is evicted, and still a layer waits for the last one of its group."""
     model = shared_model()
     profile = shared_profile(model, "layer", share=1.0)

@@ -1,7 +1,5 @@
 """The integer program under every side constraint, both senses, the sum and the worst unit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
@@ -16,7 +14,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint, Termination
+from kvalloc.problem import Aggregate, GroupCap, Termination
 from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, encode, stdout_kept_clean
@@ -25,7 +23,7 @@ from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
 
 
-def test_the_bound_over_sets_of_budgets_is_that_of_all_sets() -> None:
+def test_the_bound_over_sets_of_budgets_is_that_of_all_sets():
     """The dynamic program over levels against every set there is, on curves of any shape."""
     for seed in range(20):
         problem = medium_problem(seed, n_layers=2, n_options=7, concave=seed % 2 == 0)
@@ -54,7 +52,7 @@ APART = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
 SHIFTED = np.array([[1, 2, 3], [2, 3, 4], [1, 2, 3]])
 
 
-def shared(*units: int) -> tuple[SideConstraint, ...]:
+def shared(*units):
     return (SameBudget(groups=(units,)),)
 
 
@@ -79,15 +77,13 @@ def shared(*units: int) -> tuple[SideConstraint, ...]:
         ),
     ],
 )
-def test_the_error_names_what_is_too_much_together(
-    problem: AllocationProblem, said: str, nearest: bool
-) -> None:
+def test_the_error_names_what_is_too_much_together(problem, said, nearest):
     with pytest.raises(InfeasibleError, match=said) as raised:
         solve_problem(problem, ILP())
     assert (raised.value.nearest is not None) == nearest
 
 
-def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:
+def test_no_time_for_a_first_choice_is_an_error_not_a_lie():
     problem = medium_problem(1, target=True, constraints=(MaxDistinct(most=3),))
     answer = answer_or_error(ILP(), problem, time_limit_seconds=1e-6)
     if isinstance(answer, SolverError):
@@ -97,7 +93,7 @@ def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:
         assert answer.objective >= answer.bound
 
 
-def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time() -> None:
+def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time():
     problem = medium_problem(1, n_layers=80, n_heads=8, n_options=64)
     answer = solve_problem(problem, ILP(gap=1e-5))
     assert answer.termination in (Termination.GAP_LIMIT, Termination.OPTIMAL)
@@ -107,7 +103,7 @@ def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time() -> Non
     assert answer.objective <= exact.objective <= (answer.bound or 0.0) + 1e-12
 
 
-def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_library_prints_does_not_reach_stdout(capfd):
     with stdout_kept_clean():
         os.write(1, b"HighsMipSolverData::...")
     print("after")
@@ -117,7 +113,7 @@ def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
+def test_a_back_end_that_had_no_time_proves_no_bound(backend):
     """CP-SAT says 0 where it has none: what was known was then called optimal."""
     problem = medium_problem(1, n_layers=30, n_options=24, constraints=(MaxDistinct(most=3),))
     choices = Choices.of(problem)

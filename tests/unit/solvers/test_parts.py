@@ -1,9 +1,5 @@
 """Problems of too many options: solved by parts, with what that can cost inside the bound."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -27,7 +23,7 @@ from kvalloc.testing.problems import larger_problem
 N = 4096
 
 
-def large(sense: Sense = Sense.MAX_VALUE, *sides: Any) -> AllocationProblem:
+def large(sense=Sense.MAX_VALUE, *sides):
     """64 units of 4,096 smooth concave options, of which a fifth fits."""
     random, n = np.random.default_rng(0), 64
     bends = random.uniform(0.02, 0.5, (n, 1))
@@ -50,14 +46,14 @@ def large(sense: Sense = Sense.MAX_VALUE, *sides: Any) -> AllocationProblem:
     return problem if sense is Sense.MAX_VALUE else problem.with_target(0.6)
 
 
-def cap(units: range, share: float) -> GroupCap:
+def cap(units, share):
     size = int(share * len(units) * N * 512)
     return GroupCap(name=f"units {units}", units=tuple(units), capacity_bytes=size)
 
 
 @pytest.mark.parametrize("sense", Sense)
 @pytest.mark.parametrize("name", ["lagrangian", "hull", "ilp"])
-def test_parts_end_at_the_optimum_of_smooth_curves(name: str, sense: Sense) -> None:
+def test_parts_end_at_the_optimum_of_smooth_curves(name, sense):
     problem = large(sense)
     answer, best = (solve_problem(problem, get_solver(one)) for one in (name, "greedy"))
     assert answer.detail.endswith("of 262,144, some at a time")
@@ -81,9 +77,7 @@ HEADS = SameBudget(groups=tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(16
     ],
     ids=["crossing", "nested", "equal heads", "ilp crossing", "ilp few"],
 )
-def test_limits_hold_and_the_gap_is_that_of_the_whole_problem(
-    name: str, sides: Any, gap: float
-) -> None:
+def test_limits_hold_and_the_gap_is_that_of_the_whole_problem(name, sides, gap):
     problem = large(Sense.MAX_VALUE, *sides)
     limit = 0.7 if name == "ilp" else None
     answer = solve_problem(problem, get_solver(name), time_limit_seconds=limit)
@@ -98,9 +92,7 @@ def test_limits_hold_and_the_gap_is_that_of_the_whole_problem(
 
 @pytest.mark.parametrize("kind", ["concave", "losses", "unequal_costs", "unequal_options"])
 @pytest.mark.parametrize("name", ["lagrangian", "hull", "ilp"])
-def test_the_bound_of_parts_is_never_beaten(
-    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_of_parts_is_never_beaten(kind, name, monkeypatch):
     """Of five options at a time, against the optimum over all of them."""
     sides = ("", "+nested_caps", "+crossing_caps", "+same_budget", "+max_distinct")
     wide = [
@@ -122,7 +114,7 @@ def test_the_bound_of_parts_is_never_beaten(
     assert solved >= 8
 
 
-def test_parts_are_no_worse_than_equal_budgets_and_know_what_is_impossible() -> None:
+def test_parts_are_no_worse_than_equal_budgets_and_know_what_is_impossible():
     worst = large(Sense.MAX_VALUE, MaxDistinct(most=4)).replace(aggregate=Aggregate.WORST)
     answer, equal = (
         solve_problem(worst, get_solver(one), time_limit_seconds=1.0) for one in ("ilp", "uniform")
@@ -135,7 +127,7 @@ def test_parts_are_no_worse_than_equal_budgets_and_know_what_is_impossible() -> 
         assert 0 < (error.value.nearest or 0.0) < 0.6
 
 
-def test_parts_of_the_worst_unit_keep_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_worst_unit_keep_their_bound(monkeypatch):
     """The worst unit's level is known without a search, so without limits it stays exact."""
     sides = ("", "+nested_caps", "+crossing_caps", "+same_budget")
     kinds = [f"worst:{curves}{side}" for side in sides for curves in ("concave", "losses")]
@@ -155,15 +147,15 @@ def test_parts_of_the_worst_unit_keep_their_bound(monkeypatch: pytest.MonkeyPatc
     assert solved >= 5
 
 
-def test_a_bound_needs_no_table_of_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_needs_no_table_of_all_options(monkeypatch):
     """Of curves with dents, one unit's net values are formed at a time, at few prices."""
     problem = large()
     dented = problem.replace(values=problem.values - 1e-9 * (np.arange(N) % 2))
     assert not dented.is_concave
-    sizes: list[int] = []
+    sizes = []
     argmax = np.argmax
 
-    def counted(array: Any, *args: Any, **options: Any) -> Any:
+    def counted(array, *args, **options):
         sizes.append(np.size(array))
         return argmax(array, *args, **options)
 

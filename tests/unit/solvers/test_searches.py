@@ -1,7 +1,5 @@
 """Searches and bounds of single solvers, beyond what brute force says of all (test_contract.py)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from exact_cases import (
@@ -14,7 +12,6 @@ from scipy.optimize import linprog
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import (
-    AllocationProblem,
     GroupCap,
     Sense,
     Termination,
@@ -71,7 +68,7 @@ def test_it_goes_on_where_one_gives_up(monkeypatch):
 # Dynamic programming over pages
 
 
-def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:
+def test_a_table_beyond_memory_is_refused_before_anything_is_done():
     problem = medium_problem(0)
     able = DP(memory_bytes=1000).can_solve(problem)
     assert isinstance(able, str)
@@ -89,7 +86,7 @@ def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:
 # Convex hull and marginal greedy
 
 
-def test_what_is_not_needed_for_a_target_goes_back() -> None:
+def test_what_is_not_needed_for_a_target_goes_back():
     """The last segment needed is large, and makes an earlier one of another unit superfluous."""
     problem = hand_problem(
         values=np.array([[0.0, 1.0, 1.0], [0.0, 9.0, 9.0], [0.0, 0.1, 0.2]]),
@@ -101,7 +98,7 @@ def test_what_is_not_needed_for_a_target_goes_back() -> None:
     assert Hull().solve(problem).choice.tolist() == [0, 1, 0]
 
 
-def relaxation(problem: AllocationProblem) -> float:
+def relaxation(problem):
     """The linear relaxation, solved by a library."""
     n, k = problem.values.shape
     worth, costs = problem.values.ravel(), problem.costs.ravel().astype(float)
@@ -115,7 +112,7 @@ def relaxation(problem: AllocationProblem) -> float:
 
 
 @pytest.mark.parametrize("target", [False, True])
-def test_the_bound_is_the_linear_relaxation(target: bool) -> None:
+def test_the_bound_is_the_linear_relaxation(target):
     for seed in range(10):
         problem = medium_problem(seed, n_layers=3, target=target, share=0.2 + 0.05 * seed)
         solution = Hull().solve(problem)
@@ -131,7 +128,7 @@ def test_the_bound_is_the_linear_relaxation(target: bool) -> None:
 
 @pytest.mark.parametrize("concave", [False, True])
 @pytest.mark.parametrize("target", [False, True])
-def test_the_gap_is_tiny_on_many_units(concave: bool, target: bool) -> None:
+def test_the_gap_is_tiny_on_many_units(concave, target):
     problem = medium_problem(
         0, n_layers=80, n_heads=8, n_options=64, concave=concave, target=target
     )
@@ -142,7 +139,7 @@ def test_the_gap_is_tiny_on_many_units(concave: bool, target: bool) -> None:
     assert answer.bound == pytest.approx(dual_bound(problem).bound, rel=1e-9)
 
 
-def test_a_target_beyond_the_caps_names_them_and_what_can_be_met() -> None:
+def test_a_target_beyond_the_caps_names_them_and_what_can_be_met():
     cap = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
     problem = medium_problem(1, target=True, share=0.05, constraints=(cap,))
     with pytest.raises(InfeasibleError, match=r"device 7.*can; raise the caps") as raised:
@@ -155,12 +152,12 @@ def test_a_target_beyond_the_caps_names_them_and_what_can_be_met() -> None:
 # Nested caps on concave curves
 
 
-def tree_problem(seed: int, *, tight: float = 0.5, target: bool = False) -> AllocationProblem:
+def tree_problem(seed, *, tight=0.5, target=False):
     """A model of 6 layers of 3 heads on 2 devices: a cap for each layer and each device."""
     random = np.random.default_rng(seed)
     base = medium_problem(seed, concave=True)
 
-    def cap(name: str, units: range, share: float) -> GroupCap:
+    def cap(name, units, share):
         most = int(base.costs[list(units), -1].sum())
         return GroupCap(name=name, units=tuple(units), capacity_bytes=int(most * share))
 
@@ -170,13 +167,13 @@ def tree_problem(seed: int, *, tight: float = 0.5, target: bool = False) -> Allo
     return medium_problem(seed, concave=True, constraints=caps, share=0.4, target=target)
 
 
-def test_the_line_says_which_cap_lies_in_which() -> None:
+def test_the_line_says_which_cap_lies_in_which():
     detail = Flow().solve(tree_problem(4)).detail
     assert detail.startswith("8 caps; layer 0 in device 0; layer 1 in device 0; ")
     assert detail.count(" in ") == 5  # not all six
 
 
-def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
+def test_a_target_beyond_the_caps_says_what_can_be_met():
     problem = tree_problem(4, tight=0.3, target=True)
     most = solve_problem(problem.with_capacity(problem.max_cost_bytes), Flow()).value
     with pytest.raises(InfeasibleError, match="within the caps") as raised:
@@ -186,7 +183,7 @@ def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
 
 
 @pytest.mark.parametrize("sense", Sense)
-def test_network_simplex_proves_the_thresholds_a_second_time(sense: Sense) -> None:
+def test_network_simplex_proves_the_thresholds_a_second_time(sense):
     """All of few options at once, and parts of many; its residual distances prove it as prices."""
     kinds = [f"{c}{side}" for c in ("concave", "tied", "weighted") for side in ("", "+nested_caps")]
     simplex = Flow(method="network_simplex")
@@ -211,7 +208,7 @@ def test_network_simplex_proves_the_thresholds_a_second_time(sense: Sense) -> No
         assert "network simplex on" in second.detail
 
 
-def test_caps_that_are_no_tree_are_no_flow() -> None:
+def test_caps_that_are_no_tree_are_no_flow():
     caps = (
         GroupCap(name="a", units=(0, 1), capacity_bytes=9),
         GroupCap(name="b", units=(1, 2), capacity_bytes=9),

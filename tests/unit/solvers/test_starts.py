@@ -1,15 +1,12 @@
 """Searches by many small programs become one program after a short while."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
     Aggregate,
-    AllocationProblem,
     GroupCap,
     MaxDistinct,
     Sense,
@@ -23,7 +20,7 @@ from kvalloc.testing.problems import SIDES, larger_problem
 LIMITED = [side for side in SIDES if side != "plain"]
 
 
-def answer_of(name: str, problem: AllocationProblem, seconds: float) -> CheckedSolution | None:
+def answer_of(name, problem, seconds):
     solver = get_solver(name)
     if solver.can_solve(problem) is not True:
         return None
@@ -33,9 +30,7 @@ def answer_of(name: str, problem: AllocationProblem, seconds: float) -> CheckedS
         return None
 
 
-def crossing(
-    problem: AllocationProblem, shares: tuple[float, float], most: int
-) -> AllocationProblem:
+def crossing(problem, shares, most):
     """The problem with two caps that share units, and few budgets."""
     n, caps = problem.n_units, []
     for name, units, share in (
@@ -51,7 +46,7 @@ def crossing(
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_sets_of_budgets_under_caps_are_proven(seed: int) -> None:
+def test_sets_of_budgets_under_caps_are_proven(seed):
     """Set after set took 20 s for nothing here; one program takes a moment."""
     base = larger_problem("losses", seed=seed, n_layers=1, n_heads=4, n_options=46)
     problem = crossing(base, (0.4, 0.45), most=3)
@@ -62,9 +57,7 @@ def test_sets_of_budgets_under_caps_are_proven(seed: int) -> None:
 
 @pytest.mark.parametrize("back_end", ["highs", "cp_sat"])
 @pytest.mark.parametrize("kind", ["worst:concave", "worst:losses", "worst:unequal_costs"])
-def test_one_program_for_the_worst_unit_is_exact(
-    kind: str, back_end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_program_for_the_worst_unit_is_exact(kind, back_end, monkeypatch):
     monkeypatch.setattr(_ilp_search, "SHORT_SECONDS", 0.0)
     kinds = [kind, *(f"{kind}+{side}" for side in LIMITED)]
     for case, problem in tiny_problems(2 * len(kinds), kinds=kinds, seed=40):
@@ -78,9 +71,7 @@ def test_one_program_for_the_worst_unit_is_exact(
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 0.5, 20.0])
-def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worst_unit_under_crossing_caps_is_no_worse_than_equal(seconds, monkeypatch):
     """Five layers of three heads, pages of 2: a level that bisection cannot decide ends nothing.
 
     It stopped at .5455 with a bound of .9455, which equal budgets reach.
