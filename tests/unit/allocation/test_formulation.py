@@ -282,11 +282,11 @@ def _room(share, entries, shape):
 
 
 def _by_hand(tokens, bits, head_dim):
-    """Bytes counted number by number."""
+    """Bytes counted number by number; codes of 5 and 3 bits lie in a plane of 4 or 2 and one of 1."""
     if bits == 16:
         return tokens * 2 * head_dim * 2
-    keys, values = {5: (5, 4), 3: (4, 3)}.get(bits, (bits, bits))
-    row = (head_dim * keys + 7) // 8 + (head_dim * values + 7) // 8
+    planes = {5: (4, 1, 4), 3: (4, 2, 1)}.get(bits, (bits, bits))  # of a key and a value
+    row = sum((head_dim * plane + 7) // 8 for plane in planes)
     key_blocks = sum(1 for start in range(0, tokens, 64) for _ in range(head_dim))
     value_blocks = sum(1 for _ in range(tokens) for start in range(0, head_dim, 64))
     return tokens * row + 4 * key_blocks + 4 * value_blocks
