@@ -282,7 +282,7 @@ def _room(share, entries, shape):
 
 
 def _by_hand(tokens, bits, head_dim):
-    """Bytes counted number by number; codes of 5 and 3 bits lie in a plane of 4 or 2 and one of 1."""
+    """Bytes counted number by number: codes of 5 bits are planes of 4 and 1, of 3 of 2 and 1."""
     if bits == 16:
         return tokens * 2 * head_dim * 2
     planes = {5: (4, 1, 4), 3: (4, 2, 1)}.get(bits, (bits, bits))  # of a key and a value
