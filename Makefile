@@ -235,8 +235,8 @@ bench: $(READY) ## run every benchmark; what each prints, and the tables of benc
 bench-solvers: $(READY) ## the same, solvers only
 	$(BIN)/python benchmarks/record.py solvers
 
-bench-exact: $(READY) ## the same, certificates only: forgeries, false claims, limits of time, lines
-	$(BIN)/python benchmarks/record.py "solvers certificates"
+bench-limits: $(READY) ## the same, time over the solvers' limit only
+	$(BIN)/python benchmarks/record.py "solvers limits"
 
 bench-profile: $(READY) ## the same, profiling only
 	$(BIN)/python benchmarks/record.py "measuring profile"
@@ -245,10 +245,10 @@ bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, 
 	$(BIN)/python benchmarks/record.py runtime
 
 # The second model is one that is harder to reduce. Both are unpacked where it lies.
-bench-chat: $(QWEN_FILE) $(PEERS_READY) ## the same, conversations only: turns, long answers, memory
+bench-chat: $(QWEN_FILE) $(PEERS_READY) ## the same, conversations only: turns, long answers
 	export KVALLOC_CACHE=$(abspath $(QWEN))/unpacked; \
 	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('demo')"; \
-	$(BIN)/python benchmarks/record.py "chat turns --model demo $(QWEN_FILE)" "chat long" "chat memory"
+	$(BIN)/python benchmarks/record.py "chat turns --model demo $(QWEN_FILE)" "chat long"
 
 bench-loss: $(READY) ## the same, measuring losses only
 	$(BIN)/python benchmarks/record.py "measuring loss"

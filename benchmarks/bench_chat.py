@@ -1,7 +1,7 @@
-"""Conversations within a budget: turns, long answers, and memory that is never exceeded.
+"""Conversations within a budget: turns and long answers.
 
     python benchmarks/bench_chat.py turns [--model demo MODEL ...] [--quick]
-    python benchmarks/bench_chat.py long | memory [--model MODEL] [--quick]
+    python benchmarks/bench_chat.py long [--model MODEL] [--quick]
 
 All texts are held out from calibration: the speeches that ship, and Python's `argparse.py`. Answers
 are the text's own next tokens, so that KL(full cache || reduced cache) of the next token is defined
@@ -18,11 +18,8 @@ at each of them; nats a token, all in one process.
   one, and better for SnapKV, which then finds the positions of all queries. Shares are means of
   what is stored whenever the presses have evicted. It runs in the environment that ``make peers``
   makes, where it starts itself again.
-- memory: thirty turns of 100 tokens, each with an answer of 8, within ``memory=``; the most bytes
-  that the layers' tensors take after any layer of any forward.
-
-Beside a ratio stand the smallest and the largest of a text (of a turn, for memory). A KL is met
-only where the share was kept as well.
+Beside a ratio stand the smallest and the largest of a text. A KL is met only where the share was
+kept as well.
 """
 
 from __future__ import annotations
@@ -46,22 +43,19 @@ import kvalloc
 from kvalloc.accounting.stored import storages
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.shape import HALF_BYTES
-from kvalloc.units import parse_bytes
 
-PARTS = ("turns", "long", "memory")
+PARTS = ("turns", "long")
 SIZES = {
     ("turns", False): (5, 8, 0),
     ("turns", True): (2, 4, 0),
     ("long", False): (2, 0, 4000),
     ("long", True): (1, 0, 1000),
-    ("memory", False): (1, 30, 0),
-    ("memory", True): (1, 10, 0),
 }
 """Texts, turns and tokens of a long answer, of each part and with ``--quick``."""
 TEXTS = ("ford_1976", "hayes_1878", "hoover_1930", "truman_1950", "argparse.py")
 SHARE, LARGEST = 0.2, 0.22
 """What is to be kept, and the largest share that counts as kept."""
-TURN, ANSWER = {"turns": 250, "memory": 100}, {"turns": 24, "memory": 8}
+TURN, ANSWER = 250, 24
 PROMPT, STARTS, EVERY = 100, (0, 500, 1000, 2000), 125
 """Of long answers: tokens in front, where ranges begin, tokens between a press's evictions."""
 PRESSES: dict[str, dict[str, int]] = {"TOVA": {}, "SnapKV": {"window_size": 16}}
@@ -75,7 +69,6 @@ def main() -> int:
     parser.add_argument("--turns", type=int)
     parser.add_argument("--tokens", type=int, help="of a long answer")
     parser.add_argument("--block", type=int, default=16, help="tokens of a forward of kvalloc's")
-    parser.add_argument("--memory", default="8MiB")
     arguments = parser.parse_args()
     if len(arguments.parts) != 1 or arguments.parts[0] not in PARTS:
         parser.error(f"name one part: {', '.join(PARTS)}")
@@ -85,7 +78,7 @@ def main() -> int:
     sizes = zip(("texts", "turns", "tokens"), SIZES[part, arguments.quick], strict=True)
     for name, size in sizes:
         setattr(arguments, name, getattr(arguments, name) or size)
-    section = {"turns": turn_rows, "long": long_rows, "memory": memory_rows}[part]
+    section = {"turns": turn_rows, "long": long_rows}[part]
     rows = (
         row
         for name in arguments.model
@@ -175,7 +168,7 @@ class Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def conversation(
-    model: Any, ids: Tensor, part: str, applied: Any, *, goes_on: bool = True
+    model: Any, ids: Tensor, applied: Any, *, goes_on: bool
 ) -> Iterator[tuple[Any, Forced, int]]:
     """Read a text in turns and write each one's answer.
 
@@ -192,35 +185,35 @@ def conversation(
         lambda module, inputs, output: embedded.append(inputs[0].shape[1])
     )
     try:
-        for end in ends_of(part, ids.shape[1]):
-            forced = Forced(ids[0, end : end + ANSWER[part]], applied)
+        for end in ends_of(ids.shape[1]):
+            forced = Forced(ids[0, end : end + ANSWER], applied)
             embedded.clear()
             cache = model.generate(
                 ids[:, :end],
                 attention_mask=torch.ones_like(ids[:, :end]),
                 past_key_values=cache if goes_on else None,
-                max_new_tokens=ANSWER[part],
+                max_new_tokens=ANSWER,
                 do_sample=False,
                 logits_processor=[forced],
                 return_dict_in_generate=True,
             ).past_key_values
-            yield cache, forced, sum(embedded) - ANSWER[part] + 1
+            yield cache, forced, sum(embedded) - ANSWER + 1
     finally:
         hook.remove()
 
 
-def ends_of(part: str, tokens: int) -> range:
+def ends_of(tokens: int) -> range:
     """Return where the turns of a text end, their answers left out."""
-    return range(TURN[part], tokens, TURN[part] + ANSWER[part])
+    return range(TURN, tokens, TURN + ANSWER)
 
 
 @torch.inference_mode()
 def expected_of(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
     """Return logarithms of the full cache's probabilities for the answer of each turn."""
-    ends = ends_of("turns", ids.shape[1])
-    places = torch.cat([torch.arange(end - 1, end - 1 + ANSWER["turns"]) for end in ends])
+    ends = ends_of(ids.shape[1])
+    places = torch.cat([torch.arange(end - 1, end - 1 + ANSWER) for end in ends])
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=places).logits[0]
-    return logits.float().log_softmax(-1).split(ANSWER["turns"])
+    return logits.float().log_softmax(-1).split(ANSWER)
 
 
 @torch.inference_mode()
@@ -228,9 +221,9 @@ def turns_of(
     model: Any, ids: Tensor, expected: Sequence[Tensor], *, goes_on: bool
 ) -> list[dict[str, float]]:
     """Return what each turn of a text gave: its loss, shares of the bytes, tokens read."""
-    turns, ends = list[dict[str, float]](), ends_of("turns", ids.shape[1])
+    turns, ends = list[dict[str, float]](), ends_of(ids.shape[1])
     with kvalloc.apply(model, budget=f"{SHARE:.0%}") as applied:
-        each = conversation(model, ids, "turns", applied, goes_on=goes_on)
+        each = conversation(model, ids, applied, goes_on=goes_on)
         for number, (cache, forced, read) in enumerate(each):
             turns.append(
                 {
@@ -247,7 +240,7 @@ def turns_of(
 
 def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield lines for each text, then what the turns keep, lose and read."""
-    step = TURN["turns"] + ANSWER["turns"]
+    step = TURN + ANSWER
     figures: dict[bool, list[Tensor]] = {True: [], False: []}
     for text, ids in held_out(loaded, arguments.turns * step, arguments.texts):
         expected = expected_of(loaded.model, ids)
@@ -284,8 +277,8 @@ def turn_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
     later, again = handed[:, 1:, 4], fresh[:, 1:, 4]
     yield ratio_row(
         f"{name}, tokens read by a later turn over its own",
-        float(later.max() / (TURN["turns"] + 1)),
-        later.amax(1) / (TURN["turns"] + 1),
+        float(later.max() / (TURN + 1)),
+        later.amax(1) / (TURN + 1),
         2.0,
         f"{later.mean():.0f} tokens, and {again.mean():.0f} where all is read again",
     )
@@ -383,38 +376,6 @@ def long_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Ro
             ", ".join(map("{} {:.4f} at {:.1%}".format, names, means, kept)),
         )
         yield row | {"met": row_met(row) and kept[0] <= LARGEST}
-
-
-# Memory
-
-
-@torch.inference_mode()
-def memory_rows(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield the most bytes that a conversation's cache takes, read after every layer."""
-    model, limit, peaks = loaded.model, parse_bytes(arguments.memory), [0]
-    step = TURN["memory"] + ANSWER["memory"]
-    ((_, ids),) = held_out(loaded, arguments.turns * step, 1)
-    with kvalloc.apply(model, memory=arguments.memory) as applied:
-
-        def read(module: nn.Module, inputs: Any, output: Any) -> None:
-            peaks[-1] = max(peaks[-1], layer_bytes(applied.last_cache))
-
-        hooks = [layer.register_forward_hook(read) for layer in model.get_decoder().layers]
-        for cache, _, _ in conversation(model, ids, "memory", applied):
-            seen = cache.get_seq_length()
-            peaks.append(0)
-        for hook in hooks:
-            hook.remove()
-    ratios = torch.tensor(peaks[:-1]) / limit
-    over = (ratios > 1).nonzero()
-    yield ratio_row(
-        f"{loaded.model_id}, memory={arguments.memory}, most bytes of {len(ratios)} turns over it",
-        float(ratios.max()),
-        ratios,
-        1.0,
-        f"{f'not kept from turn {int(over[0]) + 1}' if len(over) else 'kept in all turns'}; "
-        f"{max(peaks):,} bytes, full cache at 16 bits {full_bytes(model, seen):,}",
-    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""The solvers: time against one np.partition and SciPy's milp, memory, proofs, and auto's choice.
+"""The solvers: time against one np.partition and SciPy's milp, memory, limits, and auto's choice.
 
-    python benchmarks/bench_solvers.py [certificates partition exact scale auto] [--quick] [--json]
+    python benchmarks/bench_solvers.py [limits exact scale auto] [--quick] [--json]
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles.
 
-- certificates: forged certificates and lying solvers of `tests/support/forgeries.py` that pass as
-  proven; answers worse than brute force, or bounds that it beats, on tiny problems of every kind;
-  time over the limit on 126 x 8 x 131,072; lines of code of the solvers.
-- partition: greedy on 80 layers x 8 heads x 32,768 ranks, from the bare arrays on (the problem is
-  built and checked, its concavity is established, greedy solves it), against one `np.partition` of
-  the same numbers; and ilp on 30 x 3 x 1,001 options, as they are and with dents.
+- limits: time over the limit and peak of memory on 126 x 8 x 131,072. Wrong claims are left to
+  the tests of forgeries and of brute force.
 - exact: lagrangian and dp against ilp on non-concave curves, 80 layers x 8 heads x 64 pages; ilp
   against `scipy.optimize.milp` on the same model to the same gap, without and with a cap for each
-  layer and each head's place.
-- scale: greedy and a frontier of 100 budgets on a gigabyte of curves, 126 x 8 x 131,072; and the
-  peak memory of a fresh process over the bytes of the curves.
+  layer and each head's place; and ilp against the clock on 30 x 3 x 1,001 options, as they are and
+  with dents.
+- scale: greedy and a frontier of 100 budgets on a gigabyte of curves, 126 x 8 x 131,072, from the
+  bare arrays on (the problem is built and checked, its concavity is established, greedy solves it),
+  against one `np.partition` of the same numbers; and the peak memory of a fresh process over the
+  bytes of the curves.
 - auto: its objective against the best of all other solvers on problems of every kind of
   `kvalloc.testing.KINDS` and on curves of the demo's model, and what its choice takes: what it
   needs to find the solver, beyond what that solver needs to say itself that it can. Judged are all
@@ -25,17 +24,12 @@ with their quartiles.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,13 +48,12 @@ from _common import (
 )
 
 from kvalloc.accounting import FloatArray
-from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of, price_at
-from kvalloc.allocation.verification import DUAL, CheckedSolution, solve_problem
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
@@ -68,9 +61,7 @@ from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, Solve
 from kvalloc.problem.constraints import MaxDistinct, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
-from kvalloc.testing import KINDS, brute_force, larger_problem, tiny_problems
-
-ROOT = Path(__file__).resolve().parent.parent
+from kvalloc.testing import KINDS, larger_problem
 
 SHARE, RETENTION, POINTS = 0.2, 0.9, 100
 PARTITION_TARGET, FRONTIER_TARGET, MEMORY_TARGET = 2.0, 10.0, 1.5
@@ -103,7 +94,6 @@ MEMORY_CASES = {
 
 def main() -> int:
     parser = parser_of(__doc__, PARTS)
-    parser.add_argument("--scores", help="a score profile; the demo model is measured without")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit-of", choices=LIMITED_CASES, help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=MEMORY_CASES, help=argparse.SUPPRESS)
@@ -119,43 +109,7 @@ def main() -> int:
     return print_rows(rows, asked, "numpy", "scipy", "ortools", "kvalloc")
 
 
-def certificates(asked: argparse.Namespace) -> Iterator[Row]:
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from forgeries import forged_profiles, lies
-
-    made = passed = 0
-    for _, profile, scores in forged_profiles():
-        made += 1
-        passed += all(check.passed and check.proven for check in verify(profile, scores))
-    for _, problem, liar in lies():
-        made += 1
-        answer = solved(problem, liar)
-        passed += isinstance(answer, CheckedSolution) and answer.bound_source == DUAL
-    yield count_of("accepted as proven", passed, f"of {made} forged profiles and lying solvers")
-    count, misses, at_limit = (2 if asked.quick else 4) * len(KINDS), 0, 0
-    asked_all, short = 0, 0
-    for _, problem in tiny_problems(count, kinds=KINDS, seed=9000):
-        best = brute_force(problem)
-        for solver in ours().values():
-            if solver.can_solve(problem) is not True:
-                continue
-            answer = solved(problem, solver)
-            asked_all += 1
-            if not isinstance(answer, CheckedSolution):
-                refused = best is not None and type(answer) is InfeasibleError
-                alone = refused and str(answer).startswith(f"{solver.name} reaches")
-                misses += refused and not alone
-                short += alone
-                continue
-            at_limit += answer.termination is Termination.TIME_LIMIT
-            misses += best is None or problem.is_better(best.objective, answer.bound, 1e-9)
-            claims = answer.termination is Termination.OPTIMAL
-            misses += claims and problem.is_better(best.objective, answer.objective, 1e-9)
-    words = f"{count} problems of all kinds, all solvers beside brute force"
-    yield count_of("false optima, bounds or infeasibilities", misses, words)
-    yield count_of(f"at their limit of {LIMIT_SECONDS:g} s", at_limit, words)
-    words = f"of {asked_all} answers: 'uniform reaches .5 at most; use auto', a choice exists"
-    yield {"name": "rules that fall short of a target and say so", "figure": short, "note": words}
+def limits(asked: argparse.Namespace) -> Iterator[Row]:
     for case in LIMITED_CASES:
         found = in_fresh_process(__file__, "--limit-of", case, *["--quick"][: asked.quick])
         peak = found["peak_bytes"] / 2**30
@@ -166,23 +120,6 @@ def certificates(asked: argparse.Namespace) -> Iterator[Row]:
             "met": found["seconds"] <= OVER_TARGET * SHORT_LIMIT_SECONDS and peak <= 2.0,
             "note": f"{peak:.2f} GiB at the peak, wanted <= 2; {found['answer']}",
         }
-    lines = sum(code_lines(path) for path in (ROOT / "solvers").glob("*.py"))
-    yield count_of("lines of code of solvers/", lines, "no blanks, comments, docstrings", 2500)
-
-
-def count_of(name: str, figure: int, note: str, at_most: int = 0) -> Row:
-    return {"name": name, "figure": figure, "at_most": at_most, "note": note}
-
-
-def code_lines(path: Path) -> int:
-    """Lines that are neither blank, nor comments, nor docstrings."""
-    text = path.read_text(encoding="utf-8")
-    said: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            said.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate((line.strip() for line in text.splitlines()), start=1)
-    return sum(1 for number, line in lines if line and line[0] != "#" and number not in said)
 
 
 def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
@@ -213,23 +150,15 @@ def measure_limit(case: str, size: tuple[int, int, int]) -> Row:
     }
 
 
-def partition(asked: argparse.Namespace) -> Iterator[Row]:
-    layers, heads, ranks = (8, 8, 4096) if asked.quick else (80, 8, 32_768)
-    values = curves(layers * heads, np.arange(ranks))
-    found = greedy_in_turns(values, layers, heads, asked.repeats)
-    for sense in Sense:
-        yield greedy_row(found, sense, f"{layers} x {heads} x {ranks:,}")
-    for dented in (False, True):
-        for sense in Sense:
-            yield ilp_row(sense, dented=dented)
-
-
 def exact(asked: argparse.Namespace) -> Iterator[Row]:
     layers, heads, pages = (8, 8, 16) if asked.quick else (80, 8, 64)
     plain = jagged_problem(layers, heads, pages)
     yield from against_ilp(plain, asked.repeats)
     yield against_library("ilp / scipy milp", plain, asked.repeats)
     yield against_library(f"ilp / scipy milp, {layers + heads} caps", with_caps(plain), 1)
+    for dented in (False, True):
+        for sense in Sense:
+            yield ilp_row(sense, dented=dented)
 
 
 def scale(asked: argparse.Namespace) -> Iterator[Row]:
@@ -246,7 +175,7 @@ def scale(asked: argparse.Namespace) -> Iterator[Row]:
         }
     values = curves(layers * heads, np.arange(ranks))
     size = f"{layers} x {heads} x {ranks:,}"
-    timed = greedy_in_turns(values, layers, heads, asked.repeats, frontier=True)
+    timed = greedy_in_turns(values, layers, heads, asked.repeats)
     for sense in Sense:
         yield greedy_row(timed, sense, size)
     yield {
@@ -266,7 +195,7 @@ def auto(asked: argparse.Namespace) -> Iterator[Row]:
         for sense in Sense
     )
     rows: list[Row] = []
-    for problems in (real_problems(asked.scores), made_up):
+    for problems in (real_problems(), made_up):
         for name, problem in problems:
             rows.append(choice_row(name, problem, asked.repeats))
             yield rows[-1]
@@ -274,8 +203,7 @@ def auto(asked: argparse.Namespace) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
-    "certificates": certificates,
-    "partition": partition,
+    "limits": limits,
     "exact": exact,
     "scale": scale,
     "auto": auto,
@@ -389,9 +317,9 @@ def with_caps(problem: AllocationProblem) -> AllocationProblem:
     return dataclasses.replace(problem, constraints=tuple(caps))
 
 
-def real_problems(path: str | None) -> Iterator[tuple[str, AllocationProblem]]:
+def real_problems() -> Iterator[tuple[str, AllocationProblem]]:
     """Curves of the demo's model with what else engines ask for."""
-    scores = real_scores(path)
+    scores = real_scores()
     goals: dict[str, dict[str, Any]] = {"20%": {"budget": 0.2}}
     goals["retention 0.9"] = {"target_retention": RETENTION}
     for word, goal in goals.items():
@@ -408,16 +336,13 @@ def real_problems(path: str | None) -> Iterator[tuple[str, AllocationProblem]]:
             yield f"real heads, pages, {side}, {word}", limited
 
 
-def real_scores(path: str | None) -> ScoreProfile:
-    """A score profile from a file, or of the demo's model on the texts that ship."""
-    if path is not None:
-        return ScoreProfile.load(path)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "demo.safetensors"
-        run = "from kvalloc.cli.main import main; raise SystemExit(main())"
-        sizes = ["--samples", "4", "--context", "1024", "--quiet", "-o", str(file)]
-        subprocess.run([sys.executable, "-c", run, "profile", "demo", *sizes], check=True)
-        return ScoreProfile.load(file)
+def real_scores() -> ScoreProfile:
+    """A score profile of the demo's model on the texts that ship."""
+    from kvalloc.measure import default_texts, profile  # torch: only here, since memory is measured
+    from kvalloc.models.loading import load_model
+
+    loaded = load_model("demo")
+    return profile(loaded.model, loaded.tokenizer, default_texts(), samples=4, context=1024)
 
 
 def dented(problem: AllocationProblem, noise: float) -> AllocationProblem:
@@ -473,9 +398,7 @@ def score_profile(
 # Measurements
 
 
-def greedy_in_turns(
-    values: FloatArray, layers: int, heads: int, repeats: int, *, frontier: bool = False
-) -> InTurns:
+def greedy_in_turns(values: FloatArray, layers: int, heads: int, repeats: int) -> InTurns:
     """Greedy from the bare arrays on, a frontier of it, and one np.partition."""
     greedy, kept = get_solver("greedy"), int(SHARE * values.size)
 
@@ -495,7 +418,8 @@ def greedy_in_turns(
         sense.value: lambda sense=sense: solved(sense) for sense in Sense
     }
     calls["partition"] = lambda: np.partition(values, values.size - kept, axis=None)
-    return in_turns(calls | ({"frontier": traced} if frontier else {}), repeats=repeats)
+    calls["frontier"] = traced
+    return in_turns(calls, repeats=repeats)
 
 
 def greedy_row(found: InTurns, sense: Sense, size: str) -> Row:

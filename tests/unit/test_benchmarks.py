@@ -1,14 +1,10 @@
 """What benchmarks count, and the page and tables that are made of what they print."""
 
-from argparse import Namespace
 from dataclasses import fields
-from types import SimpleNamespace
 
 import bench_runtime
 import pytest
-import runtime_half
 import runtime_oracle as tiny
-import torch
 from _common import row_met
 from bench_quality import CELLS as ALL_CELLS
 from quality.cells import CELLS as KINDS
@@ -203,14 +199,3 @@ def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(model, prof
         assert row_met({**row, "at_least": row["figure"]})
         assert not row_met({**row, "at_least": row["figure"] + 0.1})
         assert not row_met({**row, "at_least": 0, "at_most": row["figure"] - 0.1})
-
-
-def test_what_16_bits_lose_is_more_than_nothing(model, profile, tmp_path):
-    """The same cache without its rounding is what it is compared with."""
-    profile.save(tmp_path / "p.json")
-    sizes = Namespace(profile=str(tmp_path / "p.json"), samples=2, tokens=CONTEXT)
-    ids = torch.cat([tiny.prompt(CONTEXT + runtime_half.NEW, seed=seed) for seed in (1, 2)], dim=1)
-    loaded = SimpleNamespace(model=model, tokenizer=lambda *_, **__: {"input_ids": ids})
-    mean, worst = runtime_half.rows_of(loaded, sizes)
-    assert 0 < mean["low"] <= mean["figure"] <= mean["high"] <= worst["figure"] < 1e-5
-    assert "stored in 0." in mean["note"]

@@ -1,0 +1,363 @@
+"""What measuring costs: profiles in time and memory, losses, long contexts, workers of a cluster.
+
+    python benchmarks/bench_measuring.py profile [--model demo] [--lengths 1024 2048 4096]
+    OMP_NUM_THREADS=1 python benchmarks/bench_measuring.py loss [--samples 2] [--context 1024]
+    python benchmarks/bench_measuring.py long-prefill [--context 32768] [--layers 3] [--chunk N]
+    python benchmarks/bench_measuring.py ray [--samples 8] [--context 1024] [--repeats 5]
+
+- profile: profiling against the plain forward of the same prompts. Time: both run in one process,
+  in turns (A B, B A, A B, ...), on the same token ids; the figure is the median of the ratios of
+  each round. The plain forward is the decoder without head and without cache (sdpa); profiling is
+  the whole call of `kvalloc.profile`, tokenising included. Memory: each side in a fresh process.
+  The weights are touched and a short prompt is run, then the kernel's high-water mark of the
+  resident set (VmHWM) is reset and read again after the call. The figure is the peak above the
+  resident set just before. glibc is told to give freed tensors back at once
+  (MALLOC_MMAP_THRESHOLD_), on both sides: otherwise the figure shows which holes the heap had, and
+  one and the same call varies by a factor of two. Linux only.
+- loss: on a few prompts, in one process: the plain profile (retention curves alone), the same with
+  ``loss="fast"``, and a measured figure (one forward for one unit and level) in layers spread over
+  the depth, `BATCH` together. The targets are the profile with ``loss="fast"`` within 5 times the
+  plain one, and all figures (KV heads x levels x 32 prompts) within 60 minutes on 2 cores. The
+  second is arithmetic from what was timed:
+
+      seconds = prompts * (prefill + units * (levels - 1) * mean over layers of seconds a figure)
+
+  The last level keeps everything and is not run. All of it is processor time of one thread, which
+  a shared machine changes little, divided by the cores: figures of different prompts are
+  independent.
+- long-prefill: memory of profiling a long context in chunks, of a model of SmolLM2-135M's shape.
+  Each dtype runs in a process of its own, on one random sample; its peak of resident memory is
+  taken from after the weights were made to the end of the profile.
+- ray: two Ray workers of one thread against this process with one, which all have the model loaded.
+  A round is `kvalloc.profile` on the same samples, without a file, in turns; the figure is the
+  ratio of samples a second, with its spread over the rounds. Files of both must be the same, byte
+  for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _common import (
+    Row,
+    in_fresh_process,
+    in_turns,
+    median_of,
+    memory_bytes,
+    parser_of,
+    print_rows,
+    ratio_of,
+    reset_peak,
+    spread_of,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvalloc.engine.contract import LocalEngine
+from kvalloc.engine.ray import RayEngine
+from kvalloc.measure import Prompt, default_texts, profile
+from kvalloc.measure.job import Job
+from kvalloc.measure.loss_plan import DEFAULT_SHARES
+from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.measure.profiling import measure_job
+from kvalloc.measure.sampling import Sample, SampleSet, choose_samples
+from kvalloc.models.loading import LoadedModel, ModelSource, load_model, shape_of
+from kvalloc.scorers import get_scorer
+from kvalloc.shape import ModelShape
+
+TIME_TARGET, MEMORY_TARGET = 1.10, 1.15
+FAST_TARGET, MINUTES_TARGET = 5.0, 60.0
+PROMPTS, CORES = 32, 2
+BATCH = 8
+DEPTHS = 6
+MOST_MB = 1_500
+SPEED_TARGET = 1.6
+MIB = 2**20
+SIZES = {
+    "profile": {"repeats": 6},
+    "loss": {"samples": 2, "context": 1024, "repeats": 3},
+    "long-prefill": {"context": 32_768},
+    "ray": {"samples": 8, "context": 1024, "repeats": 5},
+}
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("part", choices=SIZES)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--scorer", default="xkv")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--chunk", type=int)
+    parser.add_argument("--fresh", help=argparse.SUPPRESS)
+    parser.set_defaults(**SIZES[parser.parse_args().part])
+    options = parser.parse_args()
+    if options.fresh:
+        measure = {"profile": measure_memory, "long-prefill": measure_long}[options.part]
+        print(json.dumps(measure(options)))
+        return 0
+    parts = {"profile": profile_rows, "loss": loss_rows, "long-prefill": long_rows, "ray": ray_rows}
+    return print_rows(parts[options.part](options), options, "torch", "transformers", "kvalloc")
+
+
+def samples_of(loaded: LoadedModel, options: argparse.Namespace) -> SampleSet:
+    """Return samples of the texts that ship, each of the whole context."""
+    return choose_samples(
+        default_texts(),
+        loaded.tokenizer,
+        context_tokens=options.context,
+        least_tokens=options.context,
+        samples=options.samples,
+    )
+
+
+# A profile against the plain forward
+
+
+def profile_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Return the rows of each prompt's length: time and memory."""
+    loaded = load_model(options.model, attention="sdpa")
+    for length in options.lengths:
+        timed = in_turns(sides(options, loaded, length), repeats=options.repeats)
+        forward, profiling = (median_of(timed, side) for side in ("forward", "profile"))
+        yield {
+            "name": f"{length} tokens, time: profile / forward",
+            **ratio_of(timed, "profile", "forward"),
+            "at_most": TIME_TARGET,
+            "note": f"{profiling:.2f} and {forward:.2f} s",
+        }
+        words = ("profile", "--lengths", str(length), "--model", options.model)
+        words += ("--scorer", options.scorer)
+        forward, profiling = (
+            in_fresh_process(__file__, *words, "--fresh", side, MALLOC_MMAP_THRESHOLD_="65536")
+            for side in ("forward", "profile")
+        )
+        yield {
+            "name": f"{length} tokens, peak memory: profile / forward",
+            "figure": profiling / forward,
+            "at_most": MEMORY_TARGET,
+            "note": f"{profiling / MIB:.0f} and {forward / MIB:.0f} MiB",
+        }
+
+
+def sides(
+    options: argparse.Namespace, loaded: LoadedModel, length: int
+) -> dict[str, Callable[[], object]]:
+    """Return both calls, on the same tokens of the shipped text."""
+    text = "\n\n".join(document.text for document in default_texts())[: length * 6]
+    prompt = [Prompt(text=text)]
+    chosen = choose_samples(prompt, loaded.tokenizer, context_tokens=length, least_tokens=length)
+    ids = torch.from_numpy(chosen.samples[0].token_ids)[None]
+    decoder = loaded.model.get_decoder()
+
+    def forward() -> object:
+        with torch.inference_mode():
+            return decoder(input_ids=ids, use_cache=False)
+
+    def profiling() -> object:
+        return profile(
+            loaded.model, loaded.tokenizer, prompt, context=length, scorer=options.scorer
+        )
+
+    return {"forward": forward, "profile": profiling}
+
+
+def measure_memory(options: argparse.Namespace) -> int:
+    """Return the bytes that one side takes at its peak, above what was there before."""
+    loaded = load_model(options.model, attention="sdpa")
+    for weight in loaded.model.parameters():
+        weight.sum()
+    (length,) = options.lengths
+    for call in sides(options, loaded, 128).values():
+        call()
+    call = sides(options, loaded, length)[options.fresh]
+    before = memory_bytes("VmRSS")
+    reset_peak()
+    call()
+    return memory_bytes("VmHWM") - before
+
+
+# Losses
+
+
+def loss_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Return the row of the fast estimate, then that of every figure measured."""
+    loaded = load_model(options.model)
+    profiles = {
+        name: partial(
+            profile,
+            loaded.model,
+            loaded.tokenizer,
+            default_texts(),
+            samples=options.samples,
+            context=options.context,
+            scorer="snapkv:window=32:pool=7",
+            **loss,
+        )
+        for name, loss in {"plain": {}, "fast": {"loss": "fast", "loss_level": "head"}}.items()
+    }
+    timed = in_turns(profiles, repeats=options.repeats, warm_up=0)
+    plain, fast = (timed[name][1] for name in ("plain", "fast"))
+    yield {
+        "name": "profile --loss fast / plain profile",
+        **spread_of([one / other for one, other in zip(fast, plain, strict=True)]),
+        "at_most": FAST_TARGET,
+        "note": f"{options.samples} prompts of {options.context:,} tokens, heads, {min(fast):.1f} "
+        f"and {min(plain):.1f} s of processor time",
+    }
+    shape = shape_of(loaded.model, model_id=loaded.model_id)
+    prefill, figure = figures(options, loaded, shape)
+    heads, levels = len(shape.full_layers) * shape.n_kv_heads, len(DEFAULT_SHARES) + 1
+    seconds = prefill + heads * (levels - 1) * figure
+    yield {
+        "name": f"all figures of {PROMPTS} prompts on {CORES} cores",
+        "figure": PROMPTS * seconds / CORES / 60,
+        "unit": "minutes",
+        "at_most": MINUTES_TARGET,
+        "note": f"{heads} heads x {levels} levels: {prefill:.1f} s to read a prompt + {heads} x "
+        f"{levels - 1} x {1000 * figure:.0f} ms = {seconds:.0f} s of processor time a prompt",
+    }
+
+
+def figures(
+    options: argparse.Namespace, loaded: LoadedModel, shape: ModelShape
+) -> tuple[float, float]:
+    """Return processor seconds of reading one prompt, and of one figure, mean over the depth."""
+    scorer = get_scorer("snapkv", window=32, pool=7)
+    reading, each = [], []
+    layers = np.unique(np.linspace(0, len(shape.full_layers) - 1, DEPTHS).round().astype(int))
+    for sample in samples_of(loaded, options).samples:
+        prompt, start = torch.from_numpy(sample.token_ids), time.process_time()
+        probe: Any = LossProbe(loaded.model, prompt, scorer, sinks=4, shape=shape)
+        reading.append(time.process_time() - start)
+        size = (BATCH, shape.n_kv_heads, probe.n_tokens)
+        keep = torch.rand(size, generator=torch.Generator().manual_seed(0)) < 0.3
+        calls = {
+            str(index): partial(probe.losses, shape.full_layers[index], keep) for index in layers
+        }
+        timed = in_turns(calls, repeats=options.repeats, warm_up=0)
+        by_layer = [min(processor) / BATCH for _, processor in timed.values()]
+        each.append(np.trapezoid(by_layer, layers) / (layers[-1] - layers[0]))
+    return float(np.mean(reading)), float(np.mean(each))
+
+
+# A long context
+
+
+def long_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Return a row for each dtype."""
+    for dtype in ("float32", "bfloat16"):
+        found = in_fresh_process(__file__, *sys.argv[1:], "--fresh", dtype)
+        yield {
+            "name": f"{options.context:,} tokens, {options.layers} layers, {dtype}: peak memory",
+            "figure": found["peak_bytes"] / 1e6,
+            "unit": "MB",
+            "at_most": MOST_MB,
+            "note": f"above the weights' process of {found['weights_bytes'] / 1e6:,.0f} MB; scorer "
+            f"{options.scorer}, chunk {found['chunk']:,}; {found['cpu_seconds']:,.0f} s of "
+            f"processor time, {found['seconds']:,.0f} s; curves on {found['points']:,} ranks, "
+            f"error {found['error']:.1e}",
+        }
+
+
+def measure_long(options: argparse.Namespace) -> dict[str, Any]:
+    """Profile one sample in this process."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=options.layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=options.context,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        dtype=getattr(torch, options.fresh),
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, options.fresh)).eval()
+    ids = torch.randint(0, 49_152, (options.context,)).numpy()
+    job = Job(
+        shape=shape_of(model, model_id="made-up"),
+        scorer=get_scorer(options.scorer),
+        sinks=4,
+        context_tokens=options.context,
+        samples=SampleSet(samples=(Sample(token_ids=ids),), description="random tokens"),
+        chunk=options.chunk,
+    )
+    reset_peak()
+    before = memory_bytes("VmRSS")
+    start, spent = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    found = measure_job(job, LocalEngine(model))
+    return {
+        "weights_bytes": before,
+        "peak_bytes": memory_bytes("VmHWM") - before,
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": resource.getrusage(resource.RUSAGE_SELF).ru_utime - spent,
+        "chunk": job.chunk_of(options.context),
+        "points": int(found.ranks.size),
+        "error": found.interpolation_error,
+    }
+
+
+# Workers of a cluster
+
+
+def ray_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Return the row of two workers beside this process."""
+    torch.set_num_threads(1)
+    source = ModelSource(source=options.model)
+    loaded = source.load()
+    with RayEngine(source=source, workers=2, threads=1) as workers:
+        yield compare(options, loaded, workers)
+
+
+def compare(options: argparse.Namespace, loaded: Any, workers: RayEngine) -> Row:
+    """Compare samples a second of two workers with those of one process."""
+
+    def measured(model: Any, output: Path | None = None) -> None:
+        profile(
+            model,
+            loaded.tokenizer,
+            default_texts(),
+            output=output,
+            samples=options.samples,
+            context=options.context,
+            model_id=loaded.model_id,
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("local", "ray")]
+        for model, file in zip((loaded.model, workers), files, strict=True):
+            measured(model, file)
+        if files[0].read_bytes() != files[1].read_bytes():
+            raise ValueError("the workers' file is not that of one process")
+    calls = {"local": partial(measured, loaded.model), "ray": partial(measured, workers)}
+    seconds = in_turns(calls, repeats=options.repeats, warm_up=0)
+    alone, together = (options.samples / median_of(seconds, name) for name in calls)
+    pairs = [one / two for one, two in zip(seconds["local"][0], seconds["ray"][0], strict=True)]
+    return {
+        "name": "two workers / one process, samples a second",
+        **spread_of(pairs),
+        "at_least": SPEED_TARGET,
+        "note": f"{together:.3f} and {alone:.3f} samples of {options.context:,} tokens a second; "
+        "both files are the same",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
