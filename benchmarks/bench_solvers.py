@@ -58,7 +58,7 @@ from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.curves import rank_grid
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, Solver, Termination
-from kvalloc.problem.constraints import MaxDistinct, SameBudget
+from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, larger_problem
@@ -356,11 +356,7 @@ def dented(problem: AllocationProblem, noise: float) -> AllocationProblem:
 def sides(problem: AllocationProblem) -> dict[str, tuple[Any, ...]]:
     """Side constraints of engines."""
     layers = np.unique(problem.layers).tolist()
-    groups = tuple(tuple(np.flatnonzero(problem.layers == n).tolist()) for n in layers)
-    found: dict[str, tuple[Any, ...]] = {
-        "one budget a layer": (SameBudget(groups=groups),),
-        "4 budgets": (MaxDistinct(most=4),),
-    }
+    found: dict[str, tuple[Any, ...]] = {"4 budgets": (MaxDistinct(most=4),)}
     if problem.sense is Sense.MAX_VALUE:  # within these caps a retention of 0.9 is out of reach
         half = problem.layers < layers[len(layers) // 2]
         found["caps"] = tuple(

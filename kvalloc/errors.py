@@ -248,8 +248,8 @@ def option(name: str, value: object = None, *, keyword: str | None = None) -> st
     ...     option("budget_tokens"), option("budget", "20%"), option("bits", (16, 8))
     ('--budget-tokens', '--budget 20%', '--bits 16,8')
     >>> with naming_flags():
-    ...     option("equal_heads", True)
-    '--equal-heads'
+    ...     option("resume", True)
+    '--resume'
     """
     if not _flags.get():
         name = keyword or name
@@ -267,8 +267,8 @@ class OptionNames:
 
     Examples
     --------
-    >>> "give {option[level=head]} or {option[equal_heads=True]}".format(option=OptionNames())
-    "give level='head' or equal_heads=True"
+    >>> "give {option[level=head]} or {option[resume=True]}".format(option=OptionNames())
+    "give level='head' or resume=True"
     """
 
     def __getitem__(self, written: str) -> str:

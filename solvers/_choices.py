@@ -1,4 +1,4 @@
-"""A problem as rows of options: units that must share a budget are merged into one row first."""
+"""A problem as rows of options, one a unit, with weighted values and what repairs ask of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense
 
 CAP_DIGITS = np.iinfo(np.int64).max // 4
 """Cost of an option that does not exist: above any capacity, far from overflow."""
@@ -48,7 +47,7 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Rows of options, each a unit or units that share one budget.
+    """Rows of options, one for each unit.
 
     Attributes
     ----------
@@ -58,10 +57,6 @@ class Choices:
         Weighted value of each option; -inf where a row has no such option.
     costs, tokens : ndarray of int64, (n_rows, n_columns)
         Bytes and budget of each option, rising along a row.
-    row_of : ndarray of int64, (n_units,)
-        Row of each unit.
-    option_of : ndarray of int64, (n_units, n_columns)
-        Option of the unit that a column of its row stands for.
     caps : tuple of Cap
         Side capacities.
     minimise : bool
@@ -78,8 +73,6 @@ class Choices:
     worth: FloatArray
     costs: IntArray
     tokens: IntArray
-    row_of: IntArray
-    option_of: IntArray
     caps: tuple[Cap, ...]
     minimise: bool
     capacity_bytes: int | None
@@ -88,24 +81,27 @@ class Choices:
 
     @classmethod
     def of(cls, problem: AllocationProblem) -> Choices:
-        """Return the rows of a problem, with `SameBudget` merged and `GroupCap` as caps.
+        """Return the rows of a problem.
 
         Raises
         ------
         InfeasibleError
-            If units that must share a budget have none in common, or the floors of the rows are
-            beyond the capacity, a cap, or the target beyond their best.
+            If the floors are beyond the capacity or a cap, or the target beyond the best options.
         """
-        members = _members(problem)
-        merged = len(members) < problem.n_units
-        table = _merged(problem, members) if merged else _unmerged(problem)
+        worth, costs = problem.weights[:, None] * problem.values, problem.costs
+        if not np.all(problem.exists):
+            worth = np.where(problem.exists, worth, -np.inf)
+            costs = np.where(problem.exists, costs, CAP_DIGITS // problem.n_units)
         choices = cls(
             problem=problem,
-            **table,
-            caps=tuple(_cap(problem, cap, table) for cap in problem.caps),
+            worth=worth,
+            costs=costs,
+            tokens=problem.tokens,
+            caps=tuple(_cap(problem, cap) for cap in problem.caps),
             minimise=problem.sense is Sense.MIN_COST,
             capacity_bytes=problem.capacity_bytes,
             target=None if problem.target is None else problem.lowest_accepted_value,
+            grain=problem.lattice_bytes,
         )
         choices.check_feasible()
         return choices
@@ -176,20 +172,13 @@ class Choices:
             return False
         if self.capacity_bytes is not None and self.cost(picked) > self.capacity_bytes:
             return False
-        if self.target is not None and not self._meets_target(picked):
+        if self.target is not None and self.value(picked) < self.target:
             return False
         return self.satisfies_caps(picked)
 
     def satisfies_caps(self, picked: IntArray) -> bool:
         """Whether a pick keeps the caps."""
         return all(cap.load(picked) <= cap.capacity_bytes for cap in self.caps)
-
-    def _meets_target(self, picked: IntArray) -> bool:
-        value = self.value(picked)
-        if self.n_rows == self.problem.n_units or abs(value - self.target_value) > 1e-9:
-            return value >= self.target_value
-        # Sums over rows of several units may differ from the problem's own in the last digit.
-        return self.problem.meets_target(self.problem.objective_value(self.expand(picked)))
 
     def better(self, first: float, second: float) -> bool:
         """Whether the first objective beats the second."""
@@ -216,16 +205,6 @@ class Choices:
         """Return the same rows with the most worth within a capacity as the goal."""
         return dataclasses.replace(self, minimise=False, capacity_bytes=capacity_bytes, target=None)
 
-    def expand(self, picked: IntArray) -> IntArray:
-        """Return the option of every unit for a pick of one column per row, ``(n_units,)``."""
-        return self.option_of[self.problem.units, picked[self.row_of]]
-
-    def picked(self, choice: IntArray) -> IntArray:
-        """Return the column of each row for options of all units, ``(n_rows,)``."""
-        first = np.unique(self.row_of, return_index=True)[1]
-        here = self.option_of[first] == choice[first, None]
-        return np.asarray(np.argmax(here, axis=1), dtype=np.int64)
-
     def restricted(self, allowed: BoolArray) -> Choices:
         """Return the same rows with only the allowed options.
 
@@ -249,17 +228,11 @@ class Choices:
     def check_feasible(self) -> None:
         """Raise when capacity, target or one cap alone cannot be met."""
         if not np.all(self.exists.any(axis=1)):
-            row = int(np.argmin(self.exists.any(axis=1)))
-            units = np.flatnonzero(self.row_of == row).tolist()
-            raise InfeasibleError(
-                f"units {units} must share one budget and have no option in common; give them the "
-                "same pages and limits"
-            )
+            raise InfeasibleError("a unit has none of the options that are left")
         if self.capacity_bytes is not None and self.floor_bytes > self.capacity_bytes:
             raise InfeasibleError(
                 f"a capacity of {self.capacity_bytes:,} bytes is below the {self.floor_bytes:,} "
-                "bytes of the smallest budgets that units which must share one can have; ask for "
-                "at least that",
+                "bytes of the smallest budgets; ask for at least that",
                 nearest=self.floor_bytes,
             )
         bests = self.worth.max(axis=1)
@@ -280,89 +253,8 @@ class Choices:
                 )
 
 
-def _members(problem: AllocationProblem) -> list[IntArray]:
-    """Return the units of each row: sharing a budget is transitive over all groups."""
-    groups = [
-        group
-        for constraint in problem.constraints
-        if isinstance(constraint, SameBudget)
-        for group in constraint.groups
-    ]
-    if not groups:
-        return list(np.arange(problem.n_units)[:, None])
-    import networkx as nx
-
-    graph = nx.Graph()
-    graph.add_nodes_from(problem.units.tolist())
-    for group in groups:
-        nx.add_path(graph, group)
-    return [np.array(sorted(units)) for units in nx.connected_components(graph)]
-
-
-def _unmerged(problem: AllocationProblem) -> dict[str, Any]:
-    """Return the fields of `Choices` where every unit is a row."""
-    exists = problem.exists
-    worth, costs = problem.weights[:, None] * problem.values, problem.costs
-    if not np.all(exists):
-        worth = np.where(exists, worth, -np.inf)
-        costs = np.where(exists, costs, CAP_DIGITS // problem.n_units)
-    return {
-        "worth": worth,
-        "costs": costs,
-        "tokens": problem.tokens,
-        "row_of": problem.units,
-        "option_of": np.broadcast_to(np.arange(problem.n_options), worth.shape),
-        "grain": problem.lattice_bytes,
-    }
-
-
-def _merged(problem: AllocationProblem, members: list[IntArray]) -> dict[str, Any]:
-    """Return the fields of `Choices` where the units of each row share one budget."""
-    common = [_common_levels(problem, units) for units in members]
-    n_rows, width = len(members), max(1, max(levels.size for levels in common))
-    worst = problem.aggregate is Aggregate.WORST
-    worth = np.full((n_rows, width), -np.inf)
-    costs = np.full((n_rows, width), CAP_DIGITS // problem.n_units, dtype=np.int64)
-    tokens = np.full((n_rows, width), np.iinfo(np.int64).max, dtype=np.int64)
-    option_of = np.zeros((problem.n_units, width), dtype=np.int64)
-    row_of = np.zeros(problem.n_units, dtype=np.int64)
-    for row, (which, levels) in enumerate(zip(members, common, strict=True)):
-        here = slice(0, levels.size)
-        options = np.array(
-            [np.searchsorted(problem.tokens[u, : problem.option_counts[u]], levels) for u in which]
-        ).reshape(which.size, levels.size)
-        each = problem.weights[which, None] * problem.values[which[:, None], options]
-        worth[row, here] = each.min(axis=0) if worst else each.sum(axis=0)
-        costs[row, here] = problem.costs[which[:, None], options].sum(axis=0)
-        tokens[row, here] = levels
-        option_of[which, here] = options
-        row_of[which] = row
-    rises = (costs - costs[:, :1])[np.isfinite(worth)]
-    return {
-        "worth": worth,
-        "costs": costs,
-        "tokens": tokens,
-        "row_of": row_of,
-        "option_of": option_of,
-        "grain": max(1, int(np.gcd.reduce(rises))) if rises.size else 1,
-    }
-
-
-def _common_levels(problem: AllocationProblem, units: IntArray) -> IntArray:
-    """Return the budgets in tokens that all the units can have."""
-    rows = [problem.tokens[u, : problem.option_counts[u]] for u in units]
-    if all(np.array_equal(row, rows[0]) for row in rows[1:]):  # as a rule, and much faster
-        return rows[0]
-    common: IntArray = reduce(np.intersect1d, rows)
-    return common
-
-
-def _cap(problem: AllocationProblem, cap: GroupCap, table: dict[str, Any]) -> Cap:
-    """Return a cap on units as one on rows, which may lie in it with some of their units only."""
-    row_of, option_of, worth = table["row_of"], table["option_of"], table["worth"]
+def _cap(problem: AllocationProblem, cap: GroupCap) -> Cap:
+    """Return a cap with what each option of its units draws."""
     units = np.asarray(cap.units, dtype=np.int64)
-    units = units[np.argsort(row_of[units], kind="stable")]
-    rows, starts = np.unique(row_of[units], return_index=True)
-    costs = np.add.reduceat(problem.costs[units[:, None], option_of[units]], starts, axis=0)
-    costs[~np.isfinite(worth[rows])] = CAP_DIGITS // problem.n_units
-    return Cap(name=cap.name, rows=rows, costs=costs, capacity_bytes=cap.capacity_bytes)
+    costs = np.where(problem.exists[units], problem.costs[units], CAP_DIGITS // problem.n_units)
+    return Cap(name=cap.name, rows=units, costs=costs, capacity_bytes=cap.capacity_bytes)

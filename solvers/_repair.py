@@ -50,8 +50,7 @@ def rule_choices(problem: AllocationProblem, *rules: Solver) -> list[IntArray]:
 
 def rule_picks(choices: Choices) -> list[IntArray]:
     """Return equal and proportional budgets as picks, where they satisfy everything."""
-    known = rule_choices(choices.problem, Uniform(), Proportional())
-    picks = (choices.picked(choice) for choice in known)
+    picks = rule_choices(choices.problem, Uniform(), Proportional())
     return [picked for picked in picks if choices.satisfies(picked)]
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SideConstraint
-from kvalloc.problem.constraints import EVERY_KIND, SameBudget
+from kvalloc.problem.constraints import EVERY_KIND
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 
@@ -51,7 +51,7 @@ CANDIDATES = (
     Candidate("greedy", "Greedy", _is_sum, _GREEDY),
     Candidate("max_min", "MaxMin", lambda p: p.aggregate is Aggregate.WORST, _LEVEL),
     Candidate("flow", "Flow", lambda p: bool(p.constraints) and _is_sum(p, GroupCap), _NESTED),
-    Candidate("dp", "DP", lambda p: _is_sum(p, SameBudget), _TABLE),
+    Candidate("dp", "DP", _is_sum, _TABLE),
     Candidate("ilp", "ILP", lambda p: True, _PROGRAM),
 )
 """From cheap to expensive."""
@@ -61,11 +61,10 @@ class Auto(Solver):
     """Reads the problem and takes the cheapest built-in solver that is exact for it.
 
     Worst unit: `max_min`. Concave, one cost step, no side constraint: `greedy`. Concave with nested
-    caps: `flow`. One capacity, also with shared budgets, and a table of its totals that fits in
-    memory: `dp`. Everything else: `ilp`, which starts from the Lagrangian dual. Each is asked
-    whether it can;
-    what it answers with, optimal or not, is passed on, with the name and the reason in front of
-    its own line. Solvers of other packages are never taken by themselves.
+    caps: `flow`. One capacity, and a table of its totals that fits in memory: `dp`. Everything
+    else: `ilp`, which starts from the Lagrangian dual. Each is asked whether it can; what it
+    answers with, optimal or not, is passed on, with the name and the reason in front of its own
+    line. Solvers of other packages are never taken by themselves.
 
     References
     ----------

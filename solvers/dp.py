@@ -11,9 +11,8 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, option
-from kvalloc.problem import AllocationProblem, Sense, SideConstraint
+from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.problem.bounds import NOISE
-from kvalloc.problem.constraints import SameBudget
 from kvalloc.problem.solver import Solution, Solver, deadline_after
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices, best_prices
@@ -60,7 +59,6 @@ class DP(Solver):
     summary: ClassVar[str] = "dynamic programming over pages; exact for any values and costs"
     reference: ClassVar[str] = "Kellerer et al. 2004, sec. 11.5; Dudzinski and Walukiewicz 1987"
     takes_bits: ClassVar[bool] = True
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
 
     def __init__(self, memory_bytes: int = 2**30) -> None:
         if memory_bytes < 1:
@@ -96,7 +94,7 @@ class DP(Solver):
             known = np.argmax(choices.worth, axis=1).astype(np.int64)
         room = prices.room(choices, choices.objective(known))
         picked, states = (known, 0) if room < 0 else _search(choices, prices, known, room, deadline)
-        choice = choices.expand(known if picked is None else picked)
+        choice = known if picked is None else picked
         bound = prices.bound if picked is None else problem.objective(choice)
         detail = f"{states:,} states of {choices.grain:,} bytes"
         return Solution.of(problem, choice, bound=bound, detail=detail, deadline=deadline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import SameBudget, SideConstraint
+from kvalloc.problem import SideConstraint
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import hull_greedy
 from kvalloc.solvers._prices import Prices
@@ -32,7 +32,7 @@ class Hull(Lagrangian):
     name: ClassVar[str] = "hull"
     summary: ClassVar[str] = "convex hull of each curve and marginal greedy, with the LP bound"
     reference: ClassVar[str] = "LU-KV; Dyer 1984; Zemel 1984"
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset()
 
     def pick(
         self, choices: Choices, prices: Prices, deadline: float, *others: IntArray

@@ -102,7 +102,7 @@ class ILP(ByParts):
             )
         return Solution.of(
             problem,
-            search.choices.expand(result.picked),
+            result.picked,
             bound=result.bound,
             prices=search.prices,
             detail=f"{result.status} on {result.n_options:,} of "

@@ -7,7 +7,6 @@ from typing import ClassVar
 from kvalloc.accounting import IntArray
 from kvalloc.errors import SolverError
 from kvalloc.problem import AllocationProblem, GroupCap, SideConstraint, Solution
-from kvalloc.problem.constraints import SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts
 from kvalloc.solvers._prices import Prices, best_prices
@@ -25,8 +24,8 @@ class Lagrangian(ByParts):
     leaves open are looked at.
 
     Values may be of any shape and costs unequal. Caps on groups of units each get a price of their
-    own, from the dual of the linear relaxation; units that share a budget are merged. Optimal is
-    claimed only when the bound meets the objective.
+    own, from the dual of the linear relaxation. Optimal is claimed only when the bound meets the
+    objective.
 
     References
     ----------
@@ -39,7 +38,7 @@ class Lagrangian(ByParts):
     summary: ClassVar[str] = "best price of a byte, then repair; any values and costs, with a bound"
     reference: ClassVar[str] = "Fisher 1981; Kellerer et al. 2004, ch. 11"
     takes_bits: ClassVar[bool] = True
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap, SameBudget})
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
         """Return a near-optimal choice and the dual bound; see the base class."""
@@ -53,7 +52,7 @@ class Lagrangian(ByParts):
             )
         return Solution.of(
             problem,
-            choices.expand(picked),
+            picked,
             bound=bound,
             prices=(prices.per_byte, *prices.per_cap),
             detail=detail,

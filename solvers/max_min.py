@@ -18,7 +18,6 @@ from kvalloc.problem import (
     SideConstraint,
     first_where,
 )
-from kvalloc.problem.constraints import SameBudget
 from kvalloc.problem.solver import Solution
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._coarse import ByParts
@@ -34,7 +33,7 @@ class MaxMin(ByParts):
 
     Where the problem asks for the worst unit this is exact: whatever has a worst unit of level p
     gives every unit at least ``n_l``, so nothing cheaper reaches p. It stays exact with side
-    capacities and equal budgets, which are checked on the cheapest choice of a level. Where the
+    capacities, which are checked on the cheapest choice of a level. Where the
     problem asks for the sum it is the published rule and proves nothing: R is then each unit's
     value as a share of its best (or, where values are below zero, its place between worst and
     best), whatever its weight.
@@ -49,7 +48,7 @@ class MaxMin(ByParts):
     summary: ClassVar[str] = "one retention level for all, by bisection; exact for the worst unit"
     reference: ClassVar[str] = "PrefixKV, binary search of the prefix configuration"
     takes_bits: ClassVar[bool] = True
-    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap, SameBudget})
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
 
     def solve_whole(self, problem: AllocationProblem, deadline: float) -> Solution:
@@ -72,12 +71,9 @@ class MaxMin(ByParts):
         elif worst:
             picked = filling.lowest_for(problem.lowest_accepted_value)
         else:
-            picked = filling.fill(
-                lambda pick: problem.meets_target(problem.objective_value(rows.expand(pick)))
-            )
-        choice = rows.expand(picked)
-        if not problem.meets_target(problem.objective_value(choice)):
-            reached = problem.objective_value(choice)
+            picked = filling.fill(lambda pick: problem.meets_target(problem.objective_value(pick)))
+        reached = problem.objective_value(picked)
+        if not problem.meets_target(reached):
             raise InfeasibleError(
                 f"{'no choice' if worst else 'max_min'} reaches more than {reached:.6g} within "
                 f"the side constraints, below the target of {problem.target:g}; ask for at most "
@@ -86,8 +82,8 @@ class MaxMin(ByParts):
             )
         level = float(filling.levels[rows.index, picked].min())
         detail = f"every unit at level {level:.6g} or above"
-        bound = problem.objective(choice) if worst else None
-        return Solution.of(problem, choice, bound=bound, detail=detail, deadline=deadline)
+        bound = problem.objective(picked) if worst else None
+        return Solution.of(problem, picked, bound=bound, detail=detail, deadline=deadline)
 
 
 def _shares(rows: Choices) -> FloatArray:

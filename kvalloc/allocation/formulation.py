@@ -14,7 +14,7 @@ from kvalloc.allocation.sharing import choose_groups, grouped
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint, Solver
-from kvalloc.problem.constraints import MaxDistinct, SameBudget
+from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.scorers import get_scorer
 from kvalloc.shape import ModelShape
@@ -236,7 +236,7 @@ def problem_of(curves: RequestCurves) -> AllocationProblem:
 def _constraints(
     request: Request, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
 ) -> tuple[SideConstraint, ...]:
-    """Return caps in the order given, then equal heads, distinct budgets.
+    """Return caps in the order given, then distinct budgets.
 
     Parameters
     ----------
@@ -250,9 +250,6 @@ def _constraints(
     constraints: list[SideConstraint] = []
     for cap in request.cap:
         constraints.append(_group_cap(cap, shape, layers, sliding_layer_bytes))
-    if request.equal_heads:
-        groups = (np.flatnonzero(layers == layer).tolist() for layer in np.unique(layers))
-        constraints.append(SameBudget(groups=tuple(tuple(group) for group in groups)))
     if request.max_distinct is not None:
         constraints.append(MaxDistinct(most=request.max_distinct))
     return tuple(constraints)

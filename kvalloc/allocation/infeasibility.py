@@ -103,23 +103,21 @@ def smallest_that_works(
     return high, exact
 
 
-def relax(
-    problem: AllocationProblem, index: int, *, deadline: float
-) -> tuple[Side | None, bool] | None:
+def relax(problem: AllocationProblem, index: int, *, deadline: float) -> tuple[Side, bool] | None:
     """Find the tightest form of one side constraint with which a problem has a solution.
 
     Returns
     -------
-    (SideConstraint or None, bool) or None
-        The tightest one of its kind with which there is one, None where it has to be left out; and
-        whether anything tighter was proven not to work. None where that alone does not help.
+    (SideConstraint, bool) or None
+        The tightest one of its kind with which there is one, and whether anything tighter was
+        proven not to work. None where that alone does not help.
     """
+    before, after = problem.constraints[:index], problem.constraints[index + 1 :]
     low, loosest, at = _scale(problem, problem.constraints[index])
 
     def works(number: int) -> int | None:
-        changed = list(problem.constraints)
-        changed[index : index + 1] = [] if number > loosest else [at(number)]
-        answer = attempt(lambda: problem.replace(constraints=tuple(changed)), deadline)
+        changed = (*before, at(number), *after)
+        answer = attempt(lambda: problem.replace(constraints=changed), deadline)
         if not isinstance(answer, CheckedSolution):
             return answer
         choice = answer.choice
@@ -129,10 +127,8 @@ def relax(
 
         return bisect_left(range(number), True, lo=low + 1, key=keeps)
 
-    if (nearest := smallest_that_works(low, max(low, loosest) + 1, works)) is None:
-        return None
-    number, is_exact = nearest
-    return None if number > loosest else at(number), is_exact
+    nearest = smallest_that_works(low, loosest, works)
+    return None if nearest is None else (at(nearest[0]), nearest[1])
 
 
 def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[int], Side]]:
@@ -141,7 +137,7 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
     Returns
     -------
     (int, int, callable)
-        Number of the given one, of the loosest one, and the constraint of a number.
+        Number of the given one, of one that limits nothing, and the constraint of a number.
     """
     if isinstance(one, GroupCap):
         units, grain = list(one.units), problem.lattice_bytes
@@ -149,9 +145,8 @@ def _scale(problem: AllocationProblem, one: Side) -> tuple[int, int, Callable[[i
         largest = int(problem.costs[units, problem.last_options[units]].sum())
         low, loosest = ((size - floors) // grain + 1 for size in (one.capacity_bytes, largest))
         return max(0, low), loosest, lambda n: replace(one, capacity_bytes=floors + (n - 1) * grain)
-    if isinstance(one, MaxDistinct):
-        return one.most, problem.n_units, lambda n: replace(one, most=n)
-    return 0, 0, lambda _: one
+    assert isinstance(one, MaxDistinct)  # a request asks for no others
+    return one.most, problem.n_units, lambda n: replace(one, most=n)
 
 
 # What to ask for instead
@@ -202,8 +197,7 @@ def advise(
     for index, side in enumerate(problem.constraints):
         every.append(_option(request, index, side, side))
         if (relaxed := relax(problem, index, deadline=deadline)) is not None:
-            other = relaxed[0] and _option(request, index, side, relaxed[0])
-            ways[every[-1]] = (other or f"no {option(side.keyword)}") + SURE[relaxed[1]]
+            ways[every[-1]] = _option(request, index, side, relaxed[0]) + SURE[relaxed[1]]
     if request.max_tokens is not None:
         every.append(option("max_tokens", request.max_tokens))
     for name in ("max_tokens", "min_tokens"):
@@ -232,9 +226,7 @@ def _option(request: Request, index: int, requested: Side, shown: Side) -> str:
         # The cap of the request counts sliding layers, too.
         size = cap.capacity_bytes - requested.capacity_bytes + shown.capacity_bytes
         return option("cap", f"{cap.text.partition('=')[0]}={_size(size)}")
-    if isinstance(shown, MaxDistinct):
-        return option("max_distinct", shown.most)
-    return option("equal_heads", True)
+    return option("max_distinct", shown.most if isinstance(shown, MaxDistinct) else None)
 
 
 def _size(least_bytes: int) -> str:

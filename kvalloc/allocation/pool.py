@@ -37,7 +37,6 @@ from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
-    SameBudget,
     Sense,
     SideConstraint,
     Solver,
@@ -465,9 +464,6 @@ def _limits(member: _Member, at: int) -> list[SideConstraint]:
         if isinstance(one, GroupCap):
             moved = tuple(at + unit for unit in one.units)
             limits.append(replace(one, name=f"{one.name} of {member.name}", units=moved))
-        elif isinstance(one, SameBudget):
-            groups = tuple(tuple(at + unit for unit in group) for group in one.groups)
-            limits.append(replace(one, groups=groups))
     # A cache that keeps everything stays as the model made it, which may take more.
     if (
         problem.max_cost_bytes >= costs.everything

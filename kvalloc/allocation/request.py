@@ -433,8 +433,6 @@ class RequestOptions(TypedDict, total=False):
     cap : str or sequence of str
         At most this much for some layers (a device, a pipeline stage), such as 0-15=256MiB; there
         may be several, which may nest.
-    equal_heads : bool
-        One budget for all heads of a layer, at `level` head.
     objective : {"mean", "worst", "loss"}
         Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
         loss; by default the loss where a size is asked for and loss curves were measured.
@@ -458,7 +456,6 @@ class RequestOptions(TypedDict, total=False):
     share_groups: Annotated[str | int | Groups | None, Option("GROUPS|N", "Budgets")]
     max_distinct: Annotated[int | None, Option("N", "Limits")]
     cap: Annotated[Sequence[str] | str | None, Option("LAYERS=SIZE", "Limits")]
-    equal_heads: Annotated[bool | None, Option("", "Limits")]
     objective: Annotated[Objective | None, Option("", "Objective")]
     loss_policies: Annotated[str | Sequence[str] | None, Option("NAME,NAME", "Objective")]
 
@@ -520,7 +517,7 @@ class Request:
     target : Target
         What to reach.
     level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, \
-    equal_heads, loss_policies
+    loss_policies
         See `RequestOptions`; None where it says that there is a default.
     cap : tuple of LayerCap
         Capacities of some layers; they may nest and overlap.
@@ -545,7 +542,6 @@ class Request:
     share_groups: Groups | int | None = None
     max_distinct: int | None = None
     cap: tuple[LayerCap, ...] = ()
-    equal_heads: bool = False
     objective: Objective | None = None
     loss_policies: tuple[str, ...] | None = None
 
@@ -710,9 +706,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _MINIMA = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
 _CONFLICTS: dict[str, Callable[[Request], object]] = {
-    "with {option[bits]} two budgets differ in tokens or in bits, and {option[max_distinct]} and "
-    "{option[equal_heads]} count tokens alone; leave them out ({option[level=layer]} gives all "
-    "heads of a layer the same)": lambda r: r.bits and (r.max_distinct or r.equal_heads),
+    "with {option[bits]} two budgets differ in tokens or in bits, and {option[max_distinct]} "
+    "counts tokens alone; leave one of them out": lambda r: r.bits and r.max_distinct,
     "bits and policies are chosen by what they lose, and retention is asked for; give "
     "{option[target_loss]}, or leave them out": lambda r: (
         (r.bits or r.loss_policies is not None) and r.target.kind == "retention"
@@ -733,8 +728,6 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "{option[max_tokens]} or lower {option[min_tokens]}": lambda r: (
         r.max_tokens is not None and r.max_tokens < (r.min_tokens or 0)
     ),
-    "{option[equal_heads]} is what {option[level=layer]} does in any case; leave it out, or use "
-    "{option[level=head]}": lambda r: r.equal_heads and r.level == "layer",
     "layers that share entries are held in full together while the prompt is read, so with "
     "{option[memory]} the groups are named, such as {option[share_groups=2-3,4-5]}; or give a "
     "size with {option[budget]}": lambda r: r.target.at_peak and isinstance(r.share_groups, int),

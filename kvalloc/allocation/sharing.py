@@ -93,8 +93,8 @@ def _check_groups(problem: AllocationProblem, groups: Groups, full_layers: tuple
         raise InputError(f"layers cannot share entries like that: {fault}; name other layers")
     if problem.constraints or np.any(problem.costs != problem.costs[:1]):
         raise InputError(
-            "layers that share entries cannot be combined with caps, equal heads, few "
-            "distinct budgets or options that differ from unit to unit; leave out one of them"
+            "layers that share entries cannot be combined with caps, few distinct budgets or "
+            "options that differ from unit to unit; leave out one of them"
         )
 
 

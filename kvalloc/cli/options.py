@@ -123,7 +123,7 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 RARE = frozenset(
     {
         *("min_tokens", "max_tokens", "page", "share_groups", "max_distinct"),
-        *("cap", "equal_heads", "loss_policies", "measure_prompts", "average"),
+        *("cap", "loss_policies", "measure_prompts", "average"),
         *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),

@@ -19,7 +19,7 @@ from kvalloc.problem.bounds import (
     dual_bound,
     steps_above,
 )
-from kvalloc.problem.constraints import MaxDistinct, SameBudget, cap_tree
+from kvalloc.problem.constraints import MaxDistinct, cap_tree
 from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "AllocationProblem",
     "GroupCap",
     "MaxDistinct",
-    "SameBudget",
     "Sense",
     "SideConstraint",
     "Solution",

@@ -1,4 +1,4 @@
-"""Side constraints of engines beside capacities: equal budgets, few sizes; and the tree of caps."""
+"""Side constraints of engines beside capacities: few different budgets; and the tree of caps."""
 
 from __future__ import annotations
 
@@ -11,45 +11,6 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem.arrays import AllocationProblem, GroupCap, SideConstraint
-
-
-@dataclass(frozen=True, kw_only=True)
-class SameBudget(SideConstraint):
-    """The units of each group take the same number of tokens.
-
-    Attributes
-    ----------
-    groups : tuple of tuple of int
-        Disjoint groups of unit indices, such as the KV heads of a layer, or adjacent layers that
-        share one set of kept indices (MPCache, Sec. 4.3).
-    """
-
-    keyword: ClassVar[str] = "equal_heads"
-    compares_tokens: ClassVar[bool] = True
-
-    groups: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        members = self.members()
-        if len(members) != len(set(members)):
-            raise InputError("groups with the same budget must not share units")
-
-    def stated(self) -> tuple[str, str]:
-        """See the base class."""
-        return "same budgets", f"in each of {len(self.groups)} groups"
-
-    def members(self) -> tuple[int, ...]:
-        """See the base class."""
-        return tuple(unit for group in self.groups for unit in group)
-
-    def fault(self, problem: AllocationProblem, choice: IntArray) -> str | None:
-        """See the base class."""
-        tokens = problem.chosen_tokens(choice)
-        for group in self.groups:
-            chosen = {int(tokens[unit]) for unit in group}
-            if len(chosen) > 1:
-                return f"units {list(group)} must share one budget and have {sorted(chosen)}"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +47,7 @@ class MaxDistinct(SideConstraint):
 MODEL = "model"
 """The root of a tree of caps."""
 
-EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, SameBudget, MaxDistinct})
+EVERY_KIND: frozenset[type[SideConstraint]] = frozenset({GroupCap, MaxDistinct})
 """All kinds of side constraints that kvalloc itself has."""
 
 

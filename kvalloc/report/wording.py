@@ -169,8 +169,6 @@ def _limit_texts(request: Request) -> list[str]:
     texts = [f"layers {which} within {limit}" for which, _, limit in caps]
     if request.max_tokens is not None:
         texts.append(f"no budget above {request.max_tokens:,} tokens")
-    if request.equal_heads:
-        texts.append("equal heads")
     if request.max_distinct is not None:
         texts.append(f"at most {request.max_distinct} different budgets")
     return texts

@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, SideConstraint
-from kvalloc.problem.constraints import MaxDistinct, SameBudget
+from kvalloc.problem.constraints import MaxDistinct
 
 CURVES = {
     "concave": "concave curves, one cost per entry",
@@ -31,9 +31,8 @@ SIDES = {
     "plain": "no side constraint",
     "nested_caps": "caps on layers inside a cap on several layers",
     "crossing_caps": "two caps that share units",
-    "same_budget": "units that share one budget",
     "max_distinct": "few different budgets",
-    "mixed": "caps, shared budgets and few different budgets at once",
+    "mixed": "a cap and few different budgets at once",
 }
 """What else can be asked: name to description."""
 
@@ -43,10 +42,9 @@ SCOPES = {"": Aggregate.SUM, "worst": Aggregate.WORST}
 KINDS: tuple[str, ...] = (
     *CURVES,
     *(f"{curves}+{side}" for side in SIDES if side != "plain" for curves in ("concave", "losses")),
-    *(f"unequal_costs+{side}" for side in ("nested_caps", "crossing_caps", "same_budget")),
+    *(f"unequal_costs+{side}" for side in ("nested_caps", "crossing_caps")),
     *(f"worst:{curves}" for curves in ("concave", "non_concave", "unequal_costs")),
-    *("worst:unequal_options", "worst:losses+nested_caps"),
-    *(f"worst:concave+{side}" for side in ("same_budget", "max_distinct")),
+    *("worst:unequal_options", "worst:losses+nested_caps", "worst:concave+max_distinct"),
     *BIT_CURVES,
     *(f"bits+{side}" for side in ("nested_caps", "crossing_caps")),
     "worst:bits",
@@ -248,19 +246,9 @@ def _sides(
             _cap(random, problem, "device 0", units[: 2 * third]),
             _cap(random, problem, "device 1", units[third:]),
         )
-    if side == "same_budget":
-        return (_shared(problem),)
     if side == "max_distinct":
         return (MaxDistinct(most=int(random.integers(1, 3))),)
-    return (_cap(random, problem, "device 0", units[1:]), _shared(problem), MaxDistinct(most=2))
-
-
-def _shared(problem: AllocationProblem) -> SameBudget:
-    """Return the constraint that units of a layer share; of the first two layers at layer level."""
-    groups = [np.flatnonzero(problem.layers == n).tolist() for n in np.unique(problem.layers)]
-    if len(groups[0]) == 1:
-        groups = [[0, 1]]
-    return SameBudget(groups=tuple(tuple(group) for group in groups))
+    return (_cap(random, problem, "device 0", units[1:]), MaxDistinct(most=2))
 
 
 def _cap(

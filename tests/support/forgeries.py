@@ -102,7 +102,7 @@ class Liar(Solver):
         )
 
 
-SIDES = ("nested_caps", "crossing_caps", "same_budget", "max_distinct", "mixed")
+SIDES = ("nested_caps", "crossing_caps", "max_distinct", "mixed")
 LIED_ABOUT = (
     *("concave", "losses", "unequal_costs", "worst:concave"),
     *(f"{curves}+{side}" for curves in ("concave", "losses") for side in SIDES),

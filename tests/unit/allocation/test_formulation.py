@@ -29,7 +29,7 @@ from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
-from kvalloc.problem import GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import GroupCap, MaxDistinct
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.report.wording import request_text
 
@@ -210,7 +210,7 @@ def test_frontiers_and_differences_tell_of_policies():
     assert "policies" not in compare_profiles(together, together).fields
 
 
-# Caps, few budgets and equal heads: from a user's words to constraints that hold
+# Caps and few budgets: from a user's words to constraints that hold
 
 
 def test_a_cap_is_layers_and_a_size():
@@ -367,9 +367,8 @@ def test_constraints_that_compare_budgets_are_refused_with_bits():
     tokens = np.array([[4, 3]] * 2)  # fewer tokens at more bits: dearer all the same
     problem = make_problem(values, costs=costs, tokens=tokens, bits=bits, capacity=5)
     assert problem.bits[np.arange(2), [0, 1]].tolist() == [8, 16]  # type: ignore[index]
-    for side in (SameBudget(groups=((0, 1),)), MaxDistinct(most=1)):
-        with pytest.raises(InputError, match="compares budgets in tokens"):
-            dataclasses.replace(problem, constraints=(side,))
+    with pytest.raises(InputError, match="compares budgets in tokens"):
+        dataclasses.replace(problem, constraints=(MaxDistinct(most=1),))
     with pytest.raises(InputError, match="tokens must be >= 0 and rise"):
         make_problem(values, costs=costs, tokens=tokens, capacity=5)
     with pytest.raises(InputError, match="bits are int64 shaped"):

@@ -85,7 +85,6 @@ REFUSED = [
             ({"budget": "200%"}, "not a share"),
             ({"budget_tokens": 0}, "keeps nothing"),
             ({"memory": "lots"}, "not a size"),
-            ({"budget": 0.5, "equal_heads": True}, "level='head'"),
             ({"memory": "1MiB", "share_groups": 4}, "with memory the groups are named"),
         )
     ),
@@ -146,8 +145,7 @@ REFUSED = [
         (make_bits, {"bits": (16, 8, 4), **fields}, words)
         for fields, words in (
             ({"bits": (16, 2)}, "expected some of 16, 8, 5, 4, 3"),
-            ({"max_distinct": 2}, "max_distinct and equal_heads"),
-            ({"equal_heads": True, "level": "head"}, "max_distinct and equal_heads"),
+            ({"max_distinct": 2}, "max_distinct counts tokens alone"),
             ({"average": "allocations"}, "average='curves'"),
         )
     ),

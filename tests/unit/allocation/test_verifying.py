@@ -51,7 +51,7 @@ ASKED = [
             {"cap": ["0=300B", "0-1=900B"]},
             {"cap": "1-2=700B", "max_distinct": 2},
             {"max_distinct": 1, "level": "head"},
-            {"level": "head", "equal_heads": True, "max_distinct": 2, "page": 4},
+            {"level": "head", "max_distinct": 2, "page": 4},
             {"max_tokens": 15, "min_tokens": 9, "page": 3, "level": "head"},
         )
     ),

@@ -63,7 +63,7 @@ SCORES = make_scores(context_tokens=24, sinks=2, window=3)
 PROFILE = solve(SCORES, budget="50%", solver="greedy")
 REQUESTS = (
     {"budget": "50%", "cap": "0-1=1KiB", "max_tokens": 20, "min_tokens": 6},
-    {"target_retention": 0.9, "level": "head", "equal_heads": True},
+    {"target_retention": 0.9, "level": "head", "max_distinct": 3},
     {"memory": "1500", "max_distinct": 2},
     {"budget_tokens": 12, "page": 4},
 )

@@ -8,7 +8,7 @@ from factories import concave_values, make_problem
 
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import GroupCap, Sense, dual_bound
-from kvalloc.problem.constraints import MaxDistinct, SameBudget
+from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.shape import ModelShape
 
 SHAPE = {
@@ -191,8 +191,6 @@ def test_side_constraints_by_hand():
     cap = GroupCap(name="layer 1", units=(2, 3), capacity_bytes=39)
     assert cap.fault(problem, choice) == "layer 1 takes 40 bytes of 39"
     assert GroupCap(name="layer 1", units=(2, 3), capacity_bytes=40).fault(problem, choice) is None
-    same = SameBudget(groups=((2, 3), (0, 1)))
-    assert same.fault(problem, choice) == "units [0, 1] must share one budget and have [0, 1]"
     assert MaxDistinct(most=3).fault(problem, choice) is None
     assert "3 different budgets" in str(MaxDistinct(most=2).fault(problem, choice))
     capped = dataclasses.replace(
@@ -201,8 +199,6 @@ def test_side_constraints_by_hand():
     )
     with pytest.raises(InfeasibleError, match="the cap of device 0, 4 bytes, is below its floors"):
         capped.check_feasible()
-    with pytest.raises(InputError, match="must not share units"):
-        SameBudget(groups=((0, 1), (1, 2)))
     with pytest.raises(InputError, match="ask for 1"):
         MaxDistinct(most=0)
 

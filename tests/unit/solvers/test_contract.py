@@ -18,7 +18,7 @@ from factories import make_problem
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import SolverError
 from kvalloc.problem import Aggregate, GroupCap, SideConstraint, Termination, registry
-from kvalloc.problem.constraints import MaxDistinct, SameBudget
+from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.testing import SolverContract, tiny_problems
 
 # Options for tiny problems, and what a rule does not promise.
@@ -65,7 +65,6 @@ CONCAVE = kinds("plain", "nested_caps", curves=("concave", "paged", "tied", "wei
 WORST = [
     *(f"worst:{curves}" for curves in ("concave", "non_concave", "unequal_costs")),
     *("worst:unequal_options", "worst:losses+nested_caps", "worst:unequal_costs+crossing_caps"),
-    "worst:concave+same_budget",
 ]
 BITS = ["bits", "bits+nested_caps", "bits+crossing_caps", "worst:bits"]
 
@@ -95,10 +94,10 @@ def test_every_back_end_with_and_without_reduction(
 @pytest.mark.parametrize(
     ("name", "which", "count", "seed", "optimal", "refused", "gave_up"),
     [  # how many must be proven optimal at least, how many refused and given up at most
-        ("dp", ALL_KINDS, 2240, 20_000, 370, 1856, 0),
-        ("flow", ALL_KINDS, 2240, 20_000, 240, 1980, 0),
-        ("lagrangian", ALL_KINDS, 2240, 20_000, 590, 1472, 30),
-        ("hull", ALL_KINDS, 2240, 20_000, 320, 1856, 0),
+        ("dp", ALL_KINDS, 2240, 20_000, 220, 2016, 0),
+        ("flow", ALL_KINDS, 2240, 20_000, 300, 1924, 0),
+        ("lagrangian", ALL_KINDS, 2240, 20_000, 510, 1568, 30),
+        ("hull", ALL_KINDS, 2240, 20_000, 200, 2016, 0),
         # a program each time: half as many take as long as all of the others
         ("ilp", ALL_KINDS, 1120, 20_000, 1050, 0, 0),
         ("greedy", CONCAVE, 320, 200, 160, 160, 0),
@@ -121,11 +120,10 @@ def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal, r
     assert ends["optimal"] >= optimal
     assert ends["refused"] <= refused
     assert ends["gave up"] <= gave_up
-    if which is ALL_KINDS and exact:
+    if which is ALL_KINDS and name in ("flow", "ilp"):  # without limits every target is in reach
         assert ends["infeasible"] > 5  # and each of those has no choice at all
 
 
-HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
 DEVICES = (
     GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=4096 * 60),
     GroupCap(name="device 1", units=tuple(range(6, 18)), capacity_bytes=4096 * 90),
@@ -144,13 +142,11 @@ TREE = tuple(
         ((), False, {"dp", "ilp", "auto"}),
         ((), True, {"dp", "flow", "greedy", "ilp", "auto"}),
         (TREE, True, {"flow", "ilp", "auto"}),
-        ((HEADS_SHARE,), False, {"dp", "ilp", "auto"}),
         ((MaxDistinct(most=2),), False, {"ilp", "auto"}),
-        ((MaxDistinct(most=3), HEADS_SHARE), False, {"ilp", "auto"}),
         ((MaxDistinct(most=3), *DEVICES), False, {"ilp", "auto"}),
-        ((HEADS_SHARE, *DEVICES), False, {"ilp", "auto"}),
+        (DEVICES, False, {"ilp", "auto"}),
     ],
-    ids=["any", "concave", "tree", "shared", "few", "few+shared", "few+caps", "shared+caps"],
+    ids=["any", "concave", "tree", "few", "few+caps", "caps"],
 )
 def test_exact_solvers_agree_beyond_brute_force(constraints, concave, agree, target, monkeypatch):
     """And with a program that has every option, none left out as too poor."""

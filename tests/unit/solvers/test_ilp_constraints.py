@@ -15,7 +15,7 @@ from exact_cases import (
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, GroupCap, Termination
-from kvalloc.problem.constraints import MaxDistinct, SameBudget
+from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, encode, stdout_kept_clean
 from kvalloc.solvers._levels import LevelSets
@@ -49,11 +49,6 @@ def test_the_bound_over_sets_of_budgets_is_that_of_all_sets():
 
 CAP = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
 APART = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-SHIFTED = np.array([[1, 2, 3], [2, 3, 4], [1, 2, 3]])
-
-
-def shared(*units):
-    return (SameBudget(groups=(units,)),)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +59,6 @@ def shared(*units):
             hand_problem(tokens=APART, constraints=(MaxDistinct(most=2),)),
             r"different budgets \(at most 2\)",
             False,
-        ),
-        (
-            hand_problem(tokens=APART, constraints=shared(0, 2)),
-            r"units \[0, 2\] must share one budget",
-            False,
-        ),
-        (
-            hand_problem(tokens=SHIFTED, constraints=shared(0, 1), capacity_bytes=4),
-            "capacity of 4 bytes",
-            True,
         ),
     ],
 )
