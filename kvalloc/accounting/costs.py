@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,8 @@ from kvalloc.errors import InputError
 from kvalloc.shape import ModelShape
 
 
-class Width(NamedTuple):
+@dataclass(frozen=True)
+class Width:
     """How entries at some bits are stored.
 
     Attributes
@@ -25,11 +25,14 @@ class Width(NamedTuple):
     turned : bool
         Whether values are turned by a Hadamard matrix before they are rounded, where heads have a
         power of two numbers; see `turns`.
+    only_turned : bool
+        Whether heads of another size cannot be stored at it, which no rounding depends on.
     """
 
     keys: int
     values: int
     turned: bool = False
+    only_turned: bool = field(default=False, repr=False)
 
 
 WIDTHS = {
@@ -37,7 +40,7 @@ WIDTHS = {
     8: Width(8, 8),
     5: Width(5, 4, turned=True),
     4: Width(4, 4, turned=True),
-    3: Width(4, 3, turned=True),
+    3: Width(4, 3, turned=True, only_turned=True),
 }
 """By the bits' name; 16 is half precision, also where the model computes in float32. At 5 and 3
 bits keys have one bit more than values: their rounding is what loses most (docs/storage.md)."""
@@ -251,8 +254,8 @@ def within_bytes(
 def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     """Return the bytes of a token's packed key, and of its packed value with its scales."""
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
-    keys, values, _ = WIDTHS[bits]
-    return code_bytes(keys, head_dim), code_bytes(values, head_dim) + scales
+    width = WIDTHS[bits]
+    return code_bytes(width.keys, head_dim), code_bytes(width.values, head_dim) + scales
 
 
 def code_bytes(bits: int, head_dim: int) -> int:
@@ -267,7 +270,7 @@ def turns(bits: int, head_dim: int) -> bool:
 
 def bits_fault(bits: int, head_dim: int) -> str | None:
     """Return why heads of that size cannot be stored at a width; None if they can."""
-    if WIDTHS[bits].values > 3 or turns(bits, head_dim):
+    if turns(bits, head_dim) or not WIDTHS[bits].only_turned:
         return None
     return (
         f"{bits} bits for heads of {head_dim} numbers, expected a power of two: values at {bits} "
