@@ -203,7 +203,9 @@ static inline int64_t width_of(int64_t dim) { return (dim + WIDTH - 1) / WIDTH *
 INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
                         int64_t width, const float *steps, const float *leasts, float *out) {
     const char *scales = rows + code_bytes(kind, dim);
-    for (int64_t i = 0; i < n; i++, rows += row_bytes, scales += row_bytes, out += width)
+    for (int64_t i = 0; i < n; i++, rows += row_bytes, scales += row_bytes, out += width) {
+        const char *next = rows + BLOCK * row_bytes; /* fetched while this block is computed */
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte);
         for (int64_t first = 0; first < width; first += SCALE_CHANNELS) {
             int64_t end = first + SCALE_CHANNELS < width ? first + SCALE_CHANNELS : width;
             vec step = all(1.0f), least = all(0.0f);
@@ -219,13 +221,19 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
                 *(vec *)(out + d) = x;
             }
         }
+    }
 }
 
-/* With the kind known, so that nothing is decided in the loop. */
-INLINE void as_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
+/* With the kind known, and the width where it is a common one: nothing is decided in the loop. */
+static void as_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
                       int64_t width, const float *steps, const float *leasts, float *out) {
+#define SIZED(kind, dim, width) make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, out)
 #define OF(kind) \
-    case kind: make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, out); break;
+    case kind: \
+        if (dim == 64) SIZED(kind, 64, 64); \
+        else if (dim == 128) SIZED(kind, 128, 128); \
+        else SIZED(kind, dim, width); \
+        break;
     switch (kind) { OF(3) OF(4) OF(5) OF(8) OF(FLOAT16) OF(BFLOAT16) OF(FLOAT32) }
 }
 
@@ -357,7 +365,8 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
         int64_t stop = first / BLOCK * BLOCK + BLOCK, n = (stop < end ? stop : end) - first;
         const float *keys = own->keys, *values = own->values;
         const char *ahead = of->values + first * row_bytes;
-        for (int64_t byte = 0; byte < n * row_bytes; byte += 64) __builtin_prefetch(ahead + byte);
+        if (values_as_they_are)
+            for (int64_t byte = 0; byte < n * row_bytes; byte += 64) __builtin_prefetch(ahead + byte);
         if (keys_as_they_are) keys = (const float *)of->keys + first * key_dim;
         else keys_as_floats(of, first, n, key_dim, own);
         ALL_ROWS(some_logits, key_width, own->queries, logits, keys)
