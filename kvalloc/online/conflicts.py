@@ -60,6 +60,19 @@ CONFLICTS = (
         beside=("cache", "document", "save_cache"),
     ),
     Conflict(
+        ("tier",),
+        "{0} reads again what {option[budget=10%]} keeps, and does not go with {1}; leave out "
+        "either",
+        beside=(
+            *("cache", "document", "save_cache", "lossless", "memory", "across", "profile"),
+            *(*sorted({*TARGET} - {"budget", "memory"}), *DECIDING, "policy"),
+        ),
+    ),
+    Conflict(
+        ("tier",), "{0} holds all entries beside the ones of {1}; add it", without=("budget",)
+    ),
+    Conflict(("read",), "{0} says how much of {1} is read; add it", without=("tier",)),
+    Conflict(
         ("prompt", "prompt_file"),
         "{1} holds the document already; ask about it with {option[question]} instead of giving "
         "{0}",

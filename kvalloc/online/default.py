@@ -21,7 +21,8 @@ from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
-from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
+from kvalloc.online.solved import WIDTHS, grid_length, share_for_loss, shares_of_rows
+from kvalloc.online.tiers import by_score, tier_width, with_pages
 from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import build_cache
@@ -108,10 +109,14 @@ class Default:
 
         if tokens is None:
             profile = way_of(setting, None).profile(None)
+            if self.options.tier is not None:
+                profile = profile.with_policy(by_score(profile.policy))
             return build_cache(model, profile, self.options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(length, 1) for length in size.lengths or (tokens,)]
         settings = [setting] * len(lengths)
+        if self.options.tier is not None:
+            settings = [with_pages(way_of, setting, length) for length in lengths]
         if self.options.across is not None:
             settings = _settings_of_rows(setting, lengths)
         ways = [way_of(*each) for each in zip(settings, lengths, strict=True)]
@@ -120,12 +125,15 @@ class Default:
         for way, rows in groups.items():
             alike = [lengths[row] for row in rows]
             profile = way.profile(max(alike))
+            if self.options.tier is not None:
+                profile = profile.with_policy(by_score(profile.policy))
             text = _text(profile, way, alike, tokens, chunked=size.chunked)
             text += way.advice(max(alike))
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info(text)
-            requested = {**profile.requested, "value": way.setting.share}
+            share = way.setting.share if self.options.tier is None else self.share
+            requested = {**profile.requested, "value": share}
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
@@ -162,7 +170,8 @@ class Default:
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
             )
-        setting = Setting(shape=shape, share=self.share, file=file, rotates=rotates)
+        widths = WIDTHS if self.options.tier is None else (tier_width(self.share, shape),)
+        setting = Setting(shape=shape, share=self.share, file=file, rotates=rotates, widths=widths)
         if (across := self.options.across) is not None:
             setting.require_file(
                 f"{option('across', across)} shares bytes by", ", or leave that out"

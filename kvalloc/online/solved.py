@@ -55,10 +55,12 @@ def grid_length(tokens: int) -> int:
 
 
 @while_unchanged(maxsize=256)
-def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
+def solve_share(
+    file: str, share: float, tokens: int, widths: tuple[int, ...] = WIDTHS
+) -> BudgetProfile | None:
     """Return the budgets and widths of each head with the least sum of losses within a share.
 
-    It is solved once for a file, a share and a length.
+    It is solved once for a file, a share, a length and widths.
 
     Parameters
     ----------
@@ -68,6 +70,8 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
         Of the bytes of a cache at 16 bits.
     tokens : int
         Length of the prompt.
+    widths : tuple of int
+        Widths on offer.
 
     Returns
     -------
@@ -78,7 +82,7 @@ def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     if tokens <= fitted.scores.protected_tokens:
         return None
     request = Request.parse(
-        budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens
+        budget=share, level="head", objective="loss", bits=widths, context=tokens
     )
     try:
         # whose bound is a dual one, which `kvalloc verify` proves again

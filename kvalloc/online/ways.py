@@ -24,6 +24,7 @@ from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.solved import (
     FEW_BELOW,
     SINKS,
+    WIDTHS,
     WINDOW,
     grid_length,
     matching_options,
@@ -66,12 +67,15 @@ class Setting:
         The model's fitted file.
     rotates : bool
         Whether the model's queries can be put behind the prompt, to which values are fitted.
+    widths : tuple of int
+        Widths at which entries may be stored.
     """
 
     shape: ModelShape
     share: float
     file: str | None = None
     rotates: bool = True
+    widths: tuple[int, ...] = WIDTHS
 
     def require_file(self, use: str, instead: str = "") -> str:
         """Return the fitted file.
@@ -98,6 +102,8 @@ class Setting:
     @property
     def bits(self) -> int:
         """Return the width of the entries that are kept."""
+        if len(self.widths) == 1:
+            return self.widths[0]
         if self.share >= EIGHT_BITS_FROM:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
@@ -116,7 +122,7 @@ class Setting:
             return None
         longest = min(tokens, self.shape.max_context_tokens or tokens)
         for length in (grid_length(longest), longest):
-            solved = solve_share(self.file, self.share, length)
+            solved = solve_share(self.file, self.share, length, self.widths)
             if solved is not None and solved.share_at(tokens) <= self.share:
                 return length
         return None
@@ -287,7 +293,8 @@ class Decided(Way):
 
     def profile(self, tokens: int | None) -> BudgetProfile:
         """Return the budgets that are solved; see `Way.profile`."""
-        solved = solve_share(str(self.setting.file), self.setting.share, self.solved_tokens)
+        own = self.setting
+        solved = solve_share(str(own.file), own.share, self.solved_tokens, own.widths)
         assert solved is not None  # or nothing is served so
         return solved
 

@@ -573,6 +573,8 @@ def kept_text(cache: Any) -> str:
         target += f" at {profile.context_tokens:,} tokens"
     share = share_text(cache.share, target)
     kept = f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
+    if getattr(cache, "tier_bytes", None) is not None:
+        kept += f", and {size(cache.tier_bytes)} in the tier"
     return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"
 
 

@@ -290,6 +290,13 @@ class BudgetCache(Cache, hooks.HookedCache):
         return sum(int(storage.nbytes()) for storage, _, _ in storages(self._tensors()))
 
     @property
+    def tier_bytes(self) -> int | None:
+        """Bytes in the slow tier, which are not among those that are retained; None without one."""
+        layers = [own.budget_layers[0].tier for own in self._prompts]
+        found = [tier.records.nbytes for tier in layers if tier is not None]
+        return sum(found) if found else None
+
+    @property
     def share(self) -> float:
         """Share of a cache at 16 bits a number of all tokens seen that is stored.
 

@@ -127,7 +127,7 @@ def _followed(prompt: Prompt, layer: BudgetLayer, budgets: IntArray, tokens: Int
     visible = prompt.arrival.visible
     return Followed(
         budgets=budgets,
-        kept=np.zeros_like(budgets) if layer.entries is None else layer.entries.lengths,
+        kept=np.zeros_like(budgets) + layer.kept_lengths,
         new=row_tokens(visible[:, prompt.n_seen - layer.dense_tokens :]),
         idle=row_tokens(visible[:, prompt.arrival.settled :]) == 0,
         tokens=tokens,

@@ -132,7 +132,6 @@ class Source:
 
     def __init__(self, layer: BudgetLayer, states: AttentionStates, stays: BoolArray) -> None:
         self.layer, self.states, self.stays = layer, states, stays & layer.reduced
-        self._entries = layer.entries
 
     @property
     def index(self) -> int:
@@ -142,13 +141,14 @@ class Source:
     @property
     def apart(self) -> BoolArray:
         """Rows whose heads are looked at one by one, as they hold different entries, (batch,)."""
-        even = self._entries is None or self._entries.even
+        entries = self.layer.entries
+        even = entries is None or entries.even
         return np.asarray(~self.stays & (not even))
 
     @property
     def lengths(self) -> IntArray:
         """Entries that were kept, (batch, n_kv_heads) or (1, 1)."""
-        return np.zeros((1, 1), np.int64) if self._entries is None else self._entries.lengths
+        return self.layer.kept_lengths
 
     @property
     def beside(self) -> IntArray:
@@ -165,7 +165,7 @@ class Source:
         Each (batch, n_kv_heads, n, ...), in the model's type.
         """
         row, head = part
-        if self._entries is None:
+        if not self.layer.reduced:
             return None
         if head is None:
             keys, values, positions, bias = self._padded
@@ -175,6 +175,11 @@ class Source:
         piece = self._numbers.piece(row, head)
         bias = None if piece.bias is None else piece.bias[None, None]
         return piece.keys[None, None], piece.values[None, None], piece.positions[None, None], bias
+
+    @cached_property
+    def _entries(self) -> LayerEntries | None:
+        """What earlier evictions kept, read only where it is looked at."""
+        return self.layer.numbers()
 
     @cached_property
     def _padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -567,6 +572,9 @@ class Eviction:
         together = self._chosen_together(members, pieces) if len(members) > 1 else None
         for layer, attention, targets in members:
             observed, bits = dict[Part, Observed](), self.bits.get(attention.layer)
+            if layer.tier is not None:
+                first, states = layer.tier.columns, layer.all_but(self.following)
+                layer.tier.add(*states, self.visible[:, first : self._end(layer)])
             source = self._source(layer, attention)
             stays = source.stays
             entries = _collected(

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
+from kvalloc.runtime.tier import LayerTier
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
@@ -90,12 +91,15 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Tokens seen, kept or not, padding included.
     unfinished : Unfinished
         What is remembered until the prompt is complete.
+    tier : LayerTier or None
+        Holds all entries up to the latest eviction at 8 bits, where they are to be read again.
     """
 
     is_croppable = False  # evicted entries cannot come back
 
     keys: Any  # transformers calls them optional
     values: Any
+    tier: LayerTier | None = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,6 +112,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.unfinished = Unfinished()
         self.evicts_next = False
         self._following: Following | None = None  # whose states keys and values are
+        if self.tier is not None:
+            self.tier.forget()
 
     @property
     def in_front(self) -> int:
@@ -119,6 +125,14 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def reduced(self) -> bool:
         """Whether anything was evicted, padding included."""
         return self.entries is not None
+
+    @property
+    def kept_lengths(self) -> IntArray:
+        """Entries that were kept, (batch, n_kv_heads); (1, 1) of 0 where nothing was evicted."""
+        if self.entries is None:
+            return np.zeros((1, 1), np.int64)
+        lengths = self.entries.lengths
+        return lengths if self.tier is None else self.tier.kept_of(lengths)
 
     @property
     def dense_tokens(self) -> int:
@@ -161,12 +175,13 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if not self.batch:
             return None
         dense = np.full(tuple(self.keys.shape[:2]), self.dense_tokens, dtype=np.int64)
-        return dense if self.entries is None else dense + self.entries.lengths
+        return dense + self.kept_lengths
 
     def stored_tensors(self) -> list[Tensor]:
         """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
         tensors += () if self._following is None else self._following.buffers
+        tensors += () if self.tier is None or not self.tier.pages else [self.tier.pages.bias]
         return tensors if self.entries is None else [*tensors, *self.entries.tensors()]
 
     def update(
@@ -204,6 +219,12 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         keys, values = (torch.cat(pair, dim=-2) for pair in pairs)  # of the model's type
         return keys, values
 
+    def numbers(self) -> LayerEntries | None:
+        """Return what is kept, as the slow tier has it where there is one; None if all is dense."""
+        if self.entries is None or self.tier is None:
+            return self.entries
+        return self.tier.kept(self.entries)
+
     def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
         """Dense keys and values without so many of the latest tokens."""
         end = self.dense_tokens - latest
@@ -230,22 +251,26 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         stays : ndarray of bool, (batch,)
             Rows in which what was kept before stays in front of them, with the bits that it has.
         """
+        if self.tier is not None and bits is not None:  # rounded from exact numbers, all of it
+            self.keep(self.tier.packed(self._with(entries, None, stays), bits), following)
+        else:
+            self.keep(self._with(entries, bits, stays), following)
+
+    def _with(self, entries: KeptEntries, bits: IntArray | None, stays: BoolArray) -> LayerEntries:
+        """Return entries, in some rows behind what was kept before; see `keep_numbers`."""
 
         def fresh(some: KeptEntries) -> LayerEntries:
             return LayerEntries.whole(some) if bits is None else LayerEntries.packed(some, bits)
 
-        if not stays.any():
-            self.keep(fresh(entries), following)
-            return
-        assert self.entries is not None
+        before = self.numbers() if stays.any() else None
+        if before is None:
+            return fresh(entries)
         if stays.all():
-            self.keep(self.entries.with_more(entries), following)
-            return
+            return before.with_more(entries)
         rows = np.flatnonzero(stays), np.flatnonzero(~stays)
         more, others = (entries.of_rows(own) for own in rows)
-        longer_ones = self.entries.rows(torch.from_numpy(rows[0])).with_more(more)
-        parts = [longer_ones, fresh(others)]
-        self.keep(LayerEntries.joined(parts, np.concatenate(rows).argsort()), following)
+        parts = [before.rows(torch.from_numpy(rows[0])).with_more(more), fresh(others)]
+        return LayerEntries.joined(parts, np.concatenate(rows).argsort())
 
     def keep(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""
@@ -293,4 +318,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._following = None
         if self.entries is not None:
             self.entries = self.entries.rows(indices)
+        if self.tier is not None:
+            self.tier.select(indices)
         self.unfinished.select(indices)

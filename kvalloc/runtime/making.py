@@ -24,6 +24,7 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.prompt import Prompt
+from kvalloc.runtime.tier import READ, LayerTier, Records
 from kvalloc.shape import ModelShape
 
 __all__ = ["build_cache", "make_cache", "make_layers"]
@@ -147,5 +148,10 @@ def build_cache(
     for policy in profile.policies:
         policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
+    if options.tier is not None:
+        records = Records(options.tier)
+        for layer in layers:
+            if isinstance(layer, BudgetLayer):
+                layer.tier = LayerTier(records, options.read or READ)
     plan = Plan.of(profile, model, options, decide=decide)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

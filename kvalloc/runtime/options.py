@@ -39,6 +39,10 @@ class CacheOptions:
         folder.
     across : {"rows"}, optional
         For the default: the rows of a batch share the bytes of all by their predicted losses.
+    tier : str or Path, optional
+        For the default: ``"ram"`` or a folder, where all entries lie at 8 bits to be read again.
+    read : float, optional
+        Share of the entries seen that each KV head reads there for a token; `READ` by default.
     """
 
     policy: str | Policy | None = None
@@ -48,6 +52,8 @@ class CacheOptions:
     memory: int | None = None
     fitted: str | Path | None = None
     across: Literal["rows"] | None = None
+    tier: str | Path | None = None
+    read: float | None = None
 
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
         """Return the profile with the policy that is named, if one is."""

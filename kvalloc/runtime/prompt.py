@@ -22,6 +22,7 @@ from kvalloc.runtime.arrival import Arrival, Step, row_tokens
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
+from kvalloc.runtime.attention.tiered import attend_again
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Member
@@ -29,6 +30,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.selection import gathered
+from kvalloc.runtime.tier import LayerTier
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.runtime.whole import WholePrompt
 from kvalloc.scorers.base import awaited_tokens, repetitions
@@ -284,6 +286,8 @@ class Prompt:
         assert step is not None
         assert entries is not None
         n_stored, n_kept = int(states.keys.shape[2]), layer.in_front
+        if layer.tier is not None:
+            return self._with_tier(layer, layer.tier, states, compute)
         visible = step.following_visible(n_stored - n_kept, states.keys.device)
         if not n_kept or entries.parts[0].bias is not None:
             call = AttentionCall.of(states, visible, first=n_kept)
@@ -295,6 +299,21 @@ class Prompt:
                 return compute(None)
             return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
         return compute(self.stored_mask(states, n_kept))
+
+    def _with_tier(
+        self, layer: BudgetLayer, tier: LayerTier, states: AttentionStates, compute: Compute
+    ) -> Any:
+        """Attention that reads the tier: all of it for a prompt or a long turn, else a share."""
+        step, entries, following = self.step, layer.entries, layer.latest(layer.dense_tokens)
+        assert step is not None
+        assert entries is not None
+        if not step.follows or tier.reads_all(step.new_tokens):
+            pairs = zip(tier.everything(), following, strict=True)
+            keys, values = (torch.cat([own.to(new.dtype), new], dim=2) for own, new in pairs)
+            return compute(self.stored_mask(replace(states, keys=keys)), keys, values)
+        visible = step.following_visible(layer.dense_tokens, states.keys.device)
+        call = AttentionCall.of(replace(states, keys=following[0], values=following[1]), visible)
+        return attend_again(call, entries.parts[0], tier), None
 
     def stored_mask(self, states: AttentionStates, n_kept: int = 0) -> Any:
         """Return the mask of what a layer stores, of which so many entries stand in front.

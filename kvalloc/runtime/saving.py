@@ -46,6 +46,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         saved_incomplete=not cache.prompt_complete,
         saved_held=cache.awaited_tokens,
         saved_without_model=model is None,
+        saved_with_tier=cache.tier_bytes is not None,
     )
     cache.end_turn()  # the queries of tokens that are not settled are not in the file
     tensors, rows = _tensors_of(cache), cache.arrival.row_profiles

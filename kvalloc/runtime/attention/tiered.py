@@ -1,0 +1,230 @@
+"""Attention of a decoded token that reads again, in the slow tier, what it attends to most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import (
+    KEY_BLOCK_TOKENS,
+    PLANES,
+    VALUE_BLOCK_CHANNELS,
+    WIDTHS,
+    code_bytes,
+    turns,
+)
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.kept import KeptEntries, on_device
+from kvalloc.runtime.packed import value_numbers
+from kvalloc.runtime.quantization import rotated
+from kvalloc.runtime.tier import LayerTier
+
+__all__ = ["attend_again"]
+
+
+@torch.no_grad()
+def attend_again(call: AttentionCall, kept: KeptEntries, tier: LayerTier) -> Tensor:
+    """Attend to kept entries, of which each KV head reads again those that it attends to most.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    kept : KeptEntries
+        Of all KV heads, at fewer bits than 16.
+    tier : LayerTier
+        Holds the same entries at 8 bits.
+
+    Returns
+    -------
+    Tensor, (batch, n_new_tokens, n_query_heads, value_dim)
+        Of the queries' type, contiguous. Each token reads for itself.
+    """
+    n_new, n_following = int(call.queries.shape[2]), int(call.keys.shape[2])
+    if n_new == 1:
+        return _token(call, kept, tier)
+    found = []
+    for place in range(n_new):
+        end, visible = n_following - n_new + place + 1, call.visible
+        if visible is not None:
+            visible = visible[:, :end].clone()
+            visible[:, -1] = True  # a token always sees itself
+        own = replace(
+            call,
+            queries=call.queries[:, :, place : place + 1],
+            keys=call.keys[:, :, :end],
+            values=call.values[:, :, :end],
+            visible=visible,
+        )
+        found.append(_token(own, kept, tier))
+    return torch.cat(found, dim=1)
+
+
+def _token(call: AttentionCall, kept: KeptEntries, tier: LayerTier) -> Tensor:
+    """Return what one token of each row is answered, (batch, 1, n_query_heads, value_dim)."""
+    (batch, n_heads), dim = call.keys.shape[:2], int(call.queries.shape[-1])
+    queries = call.queries.reshape(batch * n_heads, -1, dim).float() * call.scaling
+    lengths = kept.spans.lengths
+    logits = _capped(call, _kept_logits(queries, kept))
+    logits.masked_fill_(_beyond(lengths, logits), -torch.inf)
+    pages = tier.pages
+    assert pages is not None
+    logits[..., : pages.bias.shape[1]] += pages.bias[:, None]
+    beside = _following_logits(call, queries)
+    mass = torch.cat([logits, beside], dim=-1).softmax(dim=-1)[..., : logits.shape[-1]].sum(dim=1)
+    places, columns = _chosen(mass, kept, tier)
+    segments = torch.arange(len(lengths), device=mass.device).repeat_interleave(columns.shape[1])
+    keys, values = (
+        own.view(*columns.shape, -1)
+        for own in tier.entries(columns.clamp(min=0).flatten(), segments)
+    )
+    read = _capped(call, queries @ keys.mT).masked_fill((columns < 0)[:, None], -torch.inf)
+    logits = torch.nn.functional.pad(logits, (0, 1))  # a place for what is not chosen
+    logits.scatter_(2, places[:, None].expand(-1, queries.shape[1], -1), -torch.inf)
+    parts = [logits[..., :-1], read, beside]
+    sizes = [int(part.shape[-1]) for part in parts]
+    weights = torch.cat(parts, dim=-1).softmax(dim=-1)
+    coarse, again, beside = torch.split(weights, sizes, dim=-1)
+    found = _kept_values(coarse, kept, int(call.values.shape[-1]))
+    found += again @ values
+    following = call.values.flatten(0, 1).float()
+    found += beside[..., : following.shape[1]] @ following
+    return found.view(batch, 1, -1, found.shape[-1]).to(call.queries.dtype)
+
+
+def _chosen(mass: Tensor, kept: KeptEntries, tier: LayerTier) -> tuple[Tensor, Tensor]:
+    """Return what each segment reads, by the attention that stored entries get.
+
+    Parameters
+    ----------
+    mass : Tensor, (n_segments, n)
+        Of all query heads of a KV head; pages are the first.
+    kept : KeptEntries
+    tier : LayerTier
+
+    Returns
+    -------
+    places : Tensor of int64, (n_segments, n_chosen)
+        Which stored entries are not answered by as they are; n where there is none.
+    columns : Tensor of int64, (n_segments, n_read)
+        Which entries are read instead; -1 where there is none.
+    """
+    pages, reads, device = tier.pages, tier.reads(kept.lengths), mass.device
+    assert pages is not None
+    counts, n_places = pages.counts.ravel(), int(mass.shape[1])
+    is_page = ~_beyond(counts, mass)[:, 0]
+    n_pages, n_again = int(reads.pages.max()), int(reads.again.max())
+    whole = mass.masked_fill(~is_page, -1).topk(n_pages, dim=-1).indices
+    single = mass.masked_fill(is_page, -1).topk(n_again, dim=-1).indices
+    no_page = _beyond(reads.pages, whole)[:, 0]
+    none = _beyond(reads.again, single)[:, 0]
+    host = whole.masked_fill(no_page, 0).cpu()
+    members = pages.members[torch.arange(len(host))[:, None], host].to(device).long()
+    members = members.masked_fill(no_page[..., None], -1).flatten(1)
+    starts = on_device(kept.spans.starts, device)[:, None]
+    columns = kept.positions[starts + single.masked_fill(none, 0)].long().masked_fill(none, -1)
+    places = [whole.masked_fill(no_page, n_places), single.masked_fill(none, n_places)]
+    return torch.cat(places, dim=1), torch.cat([members, columns], dim=1)
+
+
+def _capped(call: AttentionCall, logits: Tensor) -> Tensor:
+    cap = call.softcap
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def _beyond(lengths: IntArray, like: Tensor) -> Tensor:
+    """Return which places are beyond the end of a segment, (n_segments, 1, n)."""
+    ends = on_device(lengths, like.device)
+    return (torch.arange(like.shape[-1], device=like.device) >= ends[:, None])[:, None]
+
+
+def _padded(own: Tensor, lengths: IntArray) -> Tensor:
+    """Return segments one below the other, (n_segments, longest, ...), with zeros behind."""
+    return pad_sequence([*torch.split(own, lengths.tolist())], batch_first=True)
+
+
+def _kept_logits(queries: Tensor, kept: KeptEntries) -> Tensor:
+    """Return the logits of kept entries, (n_segments, group, n), n in whole blocks of keys.
+
+    A block's scales are put into the queries, so that codes are multiplied as they are.
+    """
+    assert kept.key_scales is not None
+    spans, dim = kept.spans, int(queries.shape[-1])
+    scales, rows = _padded(kept.key_scales, spans.blocks).float(), _padded(kept.keys, spans.lengths)
+    room = scales.shape[1] * KEY_BLOCK_TOKENS
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, room - rows.shape[1]))
+    rows = rows.view(*scales.shape[:2], KEY_BLOCK_TOKENS, -1)
+    steps, least = scales.unbind(dim=2)
+    asked = queries[:, None] * steps[:, :, None]
+    logits = queries[:, None] @ least[..., None]
+    for codes, factor in _planes(rows, WIDTHS[kept.bits].keys, dim):
+        per, n_bytes = len(codes), int(codes.shape[-1])
+        own = torch.nn.functional.pad(asked, (0, per * n_bytes - dim)) * factor
+        own = own.view(*own.shape[:-1], n_bytes, per).permute(4, 0, 1, 2, 3)
+        logits = logits + (own @ codes.mT).sum(dim=0)
+    return logits.transpose(1, 2).flatten(2)
+
+
+def _kept_values(weights: Tensor, kept: KeptEntries, dim: int) -> Tensor:
+    """Return the weighted sums of kept values, (n_segments, group, dim)."""
+    rows = _padded(kept.values, kept.spans.lengths)
+    weights = weights[..., : rows.shape[1]]
+    width, n_blocks = WIDTHS[kept.bits].values, -(-dim // VALUE_BLOCK_CHANNELS)
+    if n_blocks > 1 and dim % VALUE_BLOCK_CHANNELS:
+        values = value_numbers(rows.flatten(0, 1), kept.bits, dim)
+        found = weights @ values.view(*rows.shape[:2], dim)
+        return rotated(found) if turns(kept.bits, dim) else found
+    scales = rows[..., code_bytes(width, dim) :].contiguous().view(torch.float16).float()
+    scaled = weights[:, None] * scales[..., ::2].mT[:, :, None]  # (n_segments, n_blocks, group, n)
+    found = (weights @ scales[..., 1::2])[..., None]
+    for codes, factor in _planes(rows, width, dim):
+        own = codes.view(*codes.shape[:-1], n_blocks, -1).transpose(2, 3)
+        sums = (scaled * factor) @ own  # (slots, n_segments, n_blocks, group, bytes)
+        sums = sums.permute(1, 3, 2, 4, 0).flatten(3)[..., : dim // n_blocks]
+        found = found + sums
+    found = found.flatten(2)
+    return rotated(found) if turns(kept.bits, dim) else found
+
+
+def _planes(rows: Tensor, bits: int, dim: int) -> Iterator[tuple[Tensor, float]]:
+    """Yield the planes of packed rows (..., n_bytes), and what a code of each counts.
+
+    Codes are float32, (slots, ..., bytes): the channel of slot i of byte j is ``j * slots + i``.
+    """
+    first, factor = 0, 1.0
+    for width in PLANES[bits]:
+        end = first + code_bytes(width, dim)
+        own = rows[..., first:end].contiguous()
+        if width == 8:
+            yield own[None].float(), factor
+        else:
+            flat = own.flatten()
+            flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4)).view(torch.int32)
+            words = (flat >> _shifts(width, own.device)) & (0x01010101 * (2**width - 1))
+            codes = words.view(torch.uint8)[:, : own.numel()]
+            yield codes.view(-1, *own.shape).float(), factor
+        first, factor = end, factor * 2**width
+
+
+@cache
+def _shifts(width: int, device: torch.device) -> Tensor:
+    """Return where numbers of so many bits begin in a byte, int32, (8 / width, 1)."""
+    with torch.inference_mode(False):
+        return torch.arange(0, 8, width, dtype=torch.int32, device=device)[:, None]
+
+
+def _following_logits(call: AttentionCall, queries: Tensor) -> Tensor:
+    """Return the logits of what followed, (n_segments, group, n), and that of a sink behind."""
+    logits = _capped(call, queries @ call.keys.flatten(0, 1).float().mT)
+    if call.visible is not None:
+        hidden = ~call.visible.repeat_interleave(call.keys.shape[1], dim=0)
+        logits = logits.masked_fill(hidden[:, None], -torch.inf)
+    if call.sink_logits is None:
+        return logits
+    sinks = call.sink_logits.float().view(call.keys.shape[1], -1, 1).repeat(len(call.keys), 1, 1)
+    return torch.cat([logits, sinks], dim=-1)

@@ -1,0 +1,448 @@
+"""A slow tier: an 8-bit copy of every entry seen, from which attention reads what it needs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.accounting import IntArray
+from kvalloc.errors import InputError, option
+from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.packed import NO_COLUMN, LayerEntries, longer
+
+__all__ = ["PAGE", "RAM", "READ", "LayerTier", "Reads", "Records", "page_counts"]
+
+RAM = "ram"
+"""Name of the tier that lies in memory, off the device where that is a GPU."""
+
+READ = 0.05
+"""Share of the entries seen that a KV head reads for each decoded token, by default."""
+
+PAGE, AGAIN = 16, 1 / 3
+"""Evicted entries of a page, at most, and the share of what is read that kept entries are."""
+
+DIRECTIONS = 8
+"""Steps in which the direction is found in which keys differ most."""
+
+CODES = 127.0
+"""Largest code of a number at 8 bits."""
+
+SCALES_BYTES = 4
+"""Of a record's two scales, float16: of its key and of its value."""
+
+
+class Records:
+    """Records of equal size, one behind the other, in memory or in a file of a folder.
+
+    The file has no name, so that no other process writes to it and nothing is left where this one
+    ends. Copies of a cache add to the same records, each behind what is there.
+
+    Parameters
+    ----------
+    place : str or Path
+        `RAM`, or a folder.
+
+    Raises
+    ------
+    InputError
+        If no file can be made in the folder.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self.place = str(place)
+        self._file: Any = None
+        self._stored: Tensor | None = None  # with some room behind, in memory
+        self._count, self._lock = 0, threading.Lock()
+        if self.place != RAM:
+            try:
+                self._file = tempfile.TemporaryFile(dir=place, buffering=0)  # noqa: SIM115
+            except OSError as error:
+                raise self._unwritable(error) from error
+            weakref.finalize(self, self._file.close)
+
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(
+            f"the tier in {self.place} cannot be written: {error.strerror or error}; name a folder "
+            f"with room, or {option('tier', RAM)}"
+        )
+
+    def __deepcopy__(self, memo: object) -> Records:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all records."""
+        return 0 if self._stored is None else self._count * int(self._stored.shape[1])
+
+    def add(self, records: Tensor) -> int:
+        """Store records of uint8, (n, size), and return the number of the first.
+
+        Raises
+        ------
+        InputError
+            If there is no room for them in the folder.
+        """
+        records = records.cpu()
+        with self._lock:
+            first, end = self._count, self._count + len(records)
+            if self._file is None:
+                self._in_memory(records, end)
+            else:
+                self._in_file(records, first)
+            self._count = end
+        return first
+
+    def _in_memory(self, records: Tensor, end: int) -> None:
+        if self._stored is None or end > len(self._stored):
+            grown = records.new_empty(max(end, 2 * self._count), records.shape[1])
+            if self._stored is not None:
+                grown[: self._count] = self._stored[: self._count]
+            self._stored = grown
+        self._stored[self._count : end] = records
+
+    def _in_file(self, records: Tensor, first: int) -> None:
+        size = int(records.shape[1])
+        rest, offset = records.numpy().tobytes(), first * size
+        try:
+            while len(rest):
+                written = os.pwrite(self._file.fileno(), rest, offset)
+                rest, offset = rest[written:], offset + written
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if offset:  # an empty file has no map
+            shape = (first + len(records), size)
+            self._stored = torch.from_numpy(np.memmap(self._file, np.uint8, mode="c", shape=shape))
+
+    def read(self, numbers: Tensor) -> Tensor:
+        """Return the records of these numbers, uint8, (n, size), on the host."""
+        assert self._stored is not None
+        return self._stored.index_select(0, numbers)
+
+
+class LayerTier:
+    """What the slow tier holds of one layer: every entry up to the latest eviction, at 8 bits.
+
+    Each record is a token's key and value in one KV head. Numbers of a channel are taken from the
+    middle of its range among the first tokens, in units of half of that range, and rounded with
+    one scale for the key and one for the value.
+
+    Parameters
+    ----------
+    records : Records
+        Those of all layers of a cache.
+    share : float
+        Of the entries seen, how many each KV head reads for a decoded token, at most.
+    """
+
+    def __init__(self, records: Records, share: float) -> None:
+        self.records, self.share = records, share
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with no entries."""
+        self._numbers = torch.empty(0, 0, dtype=torch.long)  # of head 0, (n_columns, batch)
+        self._visible = torch.empty(0, 0, dtype=torch.bool)  # (batch, n_columns)
+        self._ranges: list[tuple[Tensor, Tensor]] = []  # of keys and values, (n_segments, 1, dim)
+        self.pages: Pages | None = None
+        self._reads: Reads | None = None  # until entries change
+
+    def reads_all(self, new_tokens: int) -> bool:
+        """Return whether so many tokens may together read everything."""
+        return new_tokens * self.share >= 1
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns whose entries are here."""
+        return len(self._numbers)
+
+    def reads(self, kept: IntArray) -> Reads:
+        """Return what each segment reads for a token, given its kept entries and pages."""
+        assert self.pages is not None
+        if self._reads is None:
+            tokens = np.repeat(self._visible.sum(dim=1).numpy(), kept.shape[1])
+            counts = self.pages.counts.ravel()
+            self._reads = Reads.of(self.share, tokens, kept.ravel() - counts, counts)
+        return self._reads
+
+    def add(self, keys: Tensor, values: Tensor, visible: Tensor) -> None:
+        """Add the entries of the next columns.
+
+        Parameters
+        ----------
+        keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
+        visible : Tensor of bool, (batch, n)
+            False marks padding, which is stored and never read.
+
+        Raises
+        ------
+        InputError
+            If there is no room for them.
+        """
+        batch, n_heads, n_new, _ = keys.shape
+        if not n_new:
+            return
+        both = [own.detach().flatten(0, 1).float() for own in (keys, values)]
+        if not self.columns:
+            hidden = ~visible.to(keys.device).repeat_interleave(n_heads, dim=0)[..., None]
+            self._ranges = [_range(own, hidden) for own in both]
+            self._numbers = self._numbers.new_empty(0, batch)
+            self._visible = self._visible.new_empty(batch, 0)
+        coded = [_coded(own, *among) for own, among in zip(both, self._ranges, strict=True)]
+        parts = [scale.view(torch.uint8) for _, scale in coded]
+        parts += [codes.view(torch.uint8) for codes, _ in coded]
+        size = sum(int(part.shape[-1]) for part in parts)
+        records = torch.cat(parts, dim=-1).transpose(0, 1).reshape(-1, size)
+        first = self.records.add(records)
+        numbers = first + torch.arange(0, n_new * batch * n_heads, n_heads).view(n_new, batch)
+        self._numbers = torch.cat([self._numbers, numbers])
+        self._visible = torch.cat([self._visible, visible], dim=1)
+
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with what row ``rows[i]`` holds."""
+        if not self.columns:
+            return
+        batch, self._numbers = int(self._numbers.shape[1]), self._numbers[:, rows]
+        self._visible, self._reads = self._visible[rows], None
+        self.pages = None if self.pages is None else self.pages.of_rows(rows)
+
+        def selected(own: Tensor) -> Tensor:
+            each = own.view(batch, -1, *own.shape[1:])[rows.to(own.device)]
+            return each.flatten(0, 1)
+
+        self._ranges = [(selected(middle), selected(half)) for middle, half in self._ranges]
+
+    def entries(self, columns: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some entries, float32, (n, head_dim) each.
+
+        Parameters
+        ----------
+        columns, segments : Tensor of int64, (n,)
+            Where each stands in its row, and of which row and KV head it is:
+            ``row * n_kv_heads + head``.
+        """
+        n_heads = len(self._ranges[0][0]) // self._numbers.shape[1]
+        own = segments.cpu()
+        numbers = self._numbers[columns.cpu(), own // n_heads] + own % n_heads
+        records = self.records.read(numbers).to(segments.device, non_blocking=True)
+        ranges = [[each[segments, 0] for each in among] for among in self._ranges]
+        return self._decoded(records, ranges)
+
+    def everything(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all entries, float32, (batch, n_kv_heads, n, head_dim)."""
+        batch, device = int(self._numbers.shape[1]), self._ranges[0][0].device
+        n_segments = len(self._ranges[0][0])
+        heads = torch.arange(n_segments // batch)
+        numbers = (self._numbers.T[:, None] + heads[:, None]).reshape(-1)
+        records = self.records.read(numbers).to(device).view(n_segments, self.columns, -1)
+        keys, values = self._decoded(records, self._ranges)
+        shape = batch, n_segments // batch, self.columns
+        return keys.view(*shape, -1), values.view(*shape, -1)
+
+    def _decoded(self, records: Tensor, ranges: Any) -> tuple[Tensor, Tensor]:
+        """Return the numbers of records, (..., head_dim) each."""
+        scales = records[..., :SCALES_BYTES].contiguous().view(torch.float16).float() / CODES
+        found, first = [], SCALES_BYTES
+        for place, (middle, half) in enumerate(ranges):
+            end = first + int(half.shape[-1])
+            codes = records[..., first:end].view(torch.int8).float()
+            found.append((codes * scales[..., place, None]).mul_(half).add_(middle))
+            first = end
+        return found[0], found[1]
+
+    def kept(self, entries: LayerEntries) -> LayerEntries:
+        """Return kept entries as the tier has them, as numbers of the model's type."""
+        (part,) = entries.parts
+        positions, lengths = part.positions[part.positions != NO_COLUMN], self.kept_of(part.lengths)
+        segments = np.repeat(np.arange(lengths.size), lengths.ravel())
+        own = torch.from_numpy(segments).to(positions.device)
+        keys, values = self.entries(positions.long(), own)
+        return LayerEntries.whole(
+            KeptEntries(
+                keys=keys.to(entries.like[0].dtype),
+                values=values.to(entries.like[1].dtype),
+                positions=positions,
+                lengths=lengths,
+            )
+        )
+
+    def kept_of(self, lengths: IntArray) -> IntArray:
+        """Return how many of the stored entries are no pages, (batch, n_kv_heads)."""
+        return lengths if self.pages is None else lengths - self.pages.counts
+
+    def packed(self, kept: LayerEntries, bits: IntArray) -> LayerEntries:
+        """Return kept entries at fewer bits, behind pages of all others.
+
+        Parameters
+        ----------
+        kept : LayerEntries
+            Numbers of the model's type.
+        bits : ndarray of int64, (n_kv_heads,)
+            All the same.
+        """
+        (part,) = kept.parts
+        batch, n_heads = part.lengths.shape
+        gone = self._visible.repeat_interleave(n_heads, dim=0)
+        segments = np.repeat(np.arange(part.lengths.size), part.lengths.ravel())
+        gone[torch.from_numpy(segments), part.positions.long().cpu()] = False
+        keys, values = (own.flatten(0, 1) for own in self.everything())
+        members = _similar(keys, gone.to(keys.device))
+        counts = np.asarray(page_counts(gone.sum(dim=1).numpy()))
+        there = members >= 0
+        sizes = there.sum(dim=-1)
+        rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+        weights = (there / sizes.clamp(min=1)[..., None])[..., None]
+        means = [
+            torch.cat([own[:count] for own, count in zip(mean, counts.tolist(), strict=True)])
+            for mean in ((own[rows, members] * weights).sum(dim=2) for own in (keys, values))
+        ]
+        answers = KeptEntries(
+            keys=means[0].to(kept.like[0].dtype),
+            values=means[1].to(kept.like[1].dtype),
+            positions=part.positions.new_full((len(means[0]),), NO_COLUMN),
+            lengths=counts.reshape(batch, n_heads),
+        )
+        self._reads = None
+        self.pages = Pages(
+            counts=answers.lengths,
+            members=members.to("cpu", torch.int32),
+            bias=sizes.clamp(min=1).float().log(),
+        )
+        return LayerEntries.packed(longer(answers, part), bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """How many kept entries and how many pages each segment reads for a token.
+
+    Attributes
+    ----------
+    again, pages : ndarray of int64, (n_segments,)
+    """
+
+    again: IntArray
+    pages: IntArray
+
+    @classmethod
+    def of(cls, share: float, tokens: IntArray, kept: IntArray, pages: IntArray) -> Reads:
+        """Share out what may be read: `AGAIN` of it is kept entries, the rest is whole pages.
+
+        Parameters
+        ----------
+        share : float
+            Of the entries seen, how many are read, at least one.
+        tokens, kept, pages : ndarray of int64, (n_segments,)
+            Entries seen, those that are kept, and pages of the others.
+        """
+        most = np.maximum((share * tokens).astype(np.int64), 1)
+        whole = np.minimum((most * (1 - AGAIN) / PAGE).round().astype(np.int64), pages)
+        return cls(again=np.clip(most - whole * PAGE, 0, kept), pages=whole)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pages:
+    """Evicted entries in pages of similar keys, each of which answers as one entry.
+
+    Attributes
+    ----------
+    counts : ndarray of int64, (batch, n_kv_heads)
+        Pages of each segment, which are the first of its stored entries.
+    members : Tensor of int32, (n_segments, n_pages, PAGE)
+        Columns of each page's entries, on the host; -1 for none.
+    bias : Tensor of float32, (n_segments, n_pages)
+        Logarithm of each page's size, 0 beyond a segment's end.
+    """
+
+    counts: IntArray
+    members: Tensor
+    bias: Tensor
+
+    def of_rows(self, rows: Tensor) -> Pages:
+        """Return those of these rows."""
+        batch = len(self.counts)
+        members, bias = (
+            own.view(batch, -1, *own.shape[1:])[rows.to(own.device)].flatten(0, 1)
+            for own in (self.members, self.bias)
+        )
+        return Pages(counts=self.counts[rows.numpy()], members=members, bias=bias)
+
+
+def page_counts(evicted: IntArray) -> IntArray:
+    """Return how many pages so many evicted entries take."""
+    return np.asarray(-(-evicted // PAGE))
+
+
+def _similar(keys: Tensor, gone: Tensor) -> Tensor:
+    """Return pages of entries with similar keys: halved along the direction of most difference.
+
+    Parameters
+    ----------
+    keys : Tensor of float32, (n_segments, n, head_dim)
+    gone : Tensor of bool, (n_segments, n)
+        Entries that are put into pages.
+
+    Returns
+    -------
+    Tensor of int64, (n_segments, n_pages, PAGE)
+        Columns, -1 for none; of each segment ``page_counts`` pages of which none is empty, first.
+    """
+    (n_segments, n), dim = gone.shape, int(keys.shape[-1])
+    count = gone.sum(dim=1)
+    pages = -(-count // PAGE)
+    levels = max(int(pages.max()) - 1, 0).bit_length()
+    room = PAGE << levels
+    order = (~gone).byte().argsort(dim=1, stable=True)
+    columns = torch.nn.functional.pad(order, (0, max(room - n, 0)))[:, :room]
+    for _ in range(levels):  # one row a group: its columns, of which the first `count` are there
+        there = torch.arange(columns.shape[1], device=keys.device) < count[:, None]
+        segment = torch.arange(len(columns), device=keys.device) * n_segments // len(columns)
+        own = keys[segment[:, None], columns]
+        own = (own - _mean(own, there)[:, None]) * there[..., None]
+        along = own.new_ones(len(own), dim, 1)
+        for _ in range(DIRECTIONS):
+            along = own.mT @ (own @ along)
+            along = along / along.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        ranks = (own @ along)[..., 0].masked_fill(~there, torch.inf).argsort(dim=1, stable=True)
+        columns = columns.gather(1, ranks)
+        first = -(-pages // 2)
+        split = -(-count * first // pages.clamp(min=1))
+        half = columns.shape[1] // 2
+        behind = (torch.arange(half, device=keys.device) + split[:, None]).clamp(max=2 * half - 1)
+        columns = torch.stack([columns[:, :half], columns.gather(1, behind)], dim=1).flatten(0, 1)
+        count = torch.stack([split, count - split], dim=1).flatten()
+        pages = torch.stack([first, pages - first], dim=1).flatten()
+    there = torch.arange(PAGE, device=keys.device) < count[:, None]
+    found = columns.masked_fill(~there, -1).view(n_segments, -1, PAGE)
+    filled = (found[..., 0] >= 0).byte().argsort(dim=1, stable=True, descending=True)
+    return found.gather(1, filled[..., None].expand_as(found))
+
+
+def _mean(numbers: Tensor, there: Tensor) -> Tensor:
+    """Return the mean of those that are there, (n_groups, dim)."""
+    count = there.sum(dim=1, keepdim=True).clamp(min=1)
+    return (numbers * there[..., None]).sum(dim=1) / count
+
+
+def _range(numbers: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the middle of each channel's numbers and half of their range, (n_segments, 1, dim)."""
+    low = numbers.masked_fill(hidden, torch.inf).amin(dim=1, keepdim=True)
+    high = numbers.masked_fill(hidden, -torch.inf).amax(dim=1, keepdim=True)
+    none = low > high  # a row of padding alone
+    middle, half = ((high + low) / 2).masked_fill(none, 0), ((high - low) / 2)
+    return middle, half.masked_fill(none | (half == 0), 1)
+
+
+def _coded(numbers: Tensor, middle: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes of int8, as the numbers, and the scale of each vector, float16, (..., 1)."""
+    units = (numbers - middle) / half
+    scale = units.abs().amax(dim=-1, keepdim=True).clamp(2.0**-14, 65504).half()
+    codes = (units / scale.float() * CODES).round_().clamp_(-CODES, CODES)
+    return codes.to(torch.int8), scale
