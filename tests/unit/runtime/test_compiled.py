@@ -70,7 +70,7 @@ def both(model, compiled, make, ids, tokens, *, exact=True, **inputs):
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_one_graph_serves_all_prompts(either_way, widths):
+def test_one_graph_serves_all_prompts(widths):
     """Of other ragged lengths, with evictions between the tokens, and where no cache is left."""
     model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
