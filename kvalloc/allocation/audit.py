@@ -17,6 +17,7 @@ from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import DUAL, prove, solve_problem
 from kvalloc.errors import SolverError
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
+from kvalloc.formats.policy import counted
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
@@ -193,9 +194,8 @@ def _policies_of(
 
 def _policies_text(scores: ScoreProfile, table: IntArray) -> str:
     """Return how many heads have which policy, for people."""
-    places, heads = np.unique(table[list(scores.shape.full_layers)], return_counts=True)
-    counted = zip(places.tolist(), heads.tolist(), strict=True)
-    return ", ".join(f"{scores.policies[place].title} {count}" for place, count in counted)
+    titles = np.array([policy.title for policy in scores.policies])
+    return counted(titles[table[list(scores.shape.full_layers)]])
 
 
 def _group_checks(profile: BudgetProfile, request: Request, scores: ScoreProfile) -> list[Check]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import counted
 from kvalloc.formats.shipped_profiles import load_profile
 
 
@@ -103,24 +103,13 @@ def _bits(profile: BudgetProfile) -> str:
 
 def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
     """Return how many heads have which policy, if any head differs between the profiles."""
-    tables = [_titles(profile) for profile in (first, second)]
-    changed = int((tables[0] != tables[1]).sum())
+    titles = [profile.policy_titles for profile in (first, second)]
+    changed = int((titles[0] != titles[1]).sum())
     if not changed or (first.unit_policies is None and second.unit_policies is None):
         return {}  # with one policy each, the scorers tell
-    texts = []
-    for profile, table in zip((first, second), tables, strict=True):
-        titles, heads = np.unique(table[list(profile.shape.full_layers)], return_counts=True)
-        counted = sorted(zip(heads.tolist(), titles.tolist(), strict=True), reverse=True)
-        texts.append(", ".join(f"{title} in {count}" for count, title in counted))
-    return {"policies": (texts[0], f"{texts[1]} heads; {changed} have another")}
-
-
-def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:
-    """Return the name of each head's policy, ``(n_layers, n_kv_heads)``."""
-    titles = np.array([policy.title for policy in profile.policies])
-    table = profile.unit_policies
-    named: npt.NDArray[np.str_] = titles[np.zeros_like(profile.budgets) if table is None else table]
-    return named
+    full = list(first.shape.full_layers)
+    before, after = (counted(table[full]) for table in titles)
+    return {"policies": (before, f"{after} heads; {changed} have another")}
 
 
 def _target(profile: BudgetProfile) -> str:

@@ -93,9 +93,9 @@ def solve(
     if not isinstance(scores, ScoreProfile):
         scores = load_scores(scores)
     request = Request.parse(**keywords) if request is None else request
-    request, problem, note = choose_objective(scores, request, chosen)
+    request, note = choose_objective(scores, request, chosen)
     try:
-        posed = pose(scores, request, problem)
+        posed = pose(scores, request)
         decided = decide(posed, chosen, time_limit=time_limit, average=average)
     except InfeasibleError as error:
         left = None
@@ -294,9 +294,9 @@ def compare(
     if not chosen:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
     check_time_limit(time_limit)  # once, not as every solver's reason
-    request, problem, note = choose_objective(scores, request, get_solver("auto"))
+    request, note = choose_objective(scores, request, get_solver("auto"))
     try:
-        posed = pose(scores, request, problem)
+        posed = pose(scores, request)
         posed.problem.check_feasible()  # only the user can change what no solver can do
     except InfeasibleError as error:
         raise advise(scores, request, error) from None

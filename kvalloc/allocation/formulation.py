@@ -54,9 +54,7 @@ class PosedRequest:
         return self.curves.request
 
 
-def choose_objective(
-    scores: ScoreProfile, request: Request, solver: Solver
-) -> tuple[Request, AllocationProblem | None, str]:
+def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> tuple[Request, str]:
     """Choose the objective of a request that names none: the loss where it was measured.
 
     Retention is a weak measure of harm. A size is therefore spent by loss curves if the score
@@ -74,35 +72,30 @@ def choose_objective(
     -------
     request : Request
         With an objective.
-    problem : AllocationProblem or None
-        Its problem, where that was needed to choose.
     note : str
         One line on what was chosen and why; empty where there was nothing to choose.
     """
     plain = replace(request, objective=request.objective or "mean")
     sized = request.target.needed_value is None
     if request.objective is not None or not sized or not scores.has_losses:
-        return plain, None, ""
-    problem, refusal = None, ""
+        return plain, ""
+    by_loss, refusal = replace(request, objective="loss"), ""
     try:
-        by_loss = replace(request, objective="loss")
-        problem = formulate(scores, by_loss)
-        able = solver.can_solve(problem)
+        able = solver.can_solve(formulate(scores, by_loss))
         refusal = "" if able is True else f"{solver.name}: {able}"
     except InfeasibleError:
         pass  # solving says what is in the way
     except InputError as error:
         refusal = str(error)
     if refusal:
-        return plain, None, f"retention decides, not the loss curves: {refusal}"
+        return plain, f"retention decides, not the loss curves: {refusal}"
     note = "the score profile holds loss curves, so the least predicted loss decides; "
-    return by_loss, problem, f"{note}{option('objective', 'mean')} asks for retention"
+    return by_loss, f"{note}{option('objective', 'mean')} asks for retention"
 
 
 def pose(
     scores: ScoreProfile,
     request: Request,
-    problem: AllocationProblem | None = None,
     *,
     columns: int | None = None,
     biased: bool = False,
@@ -113,8 +106,6 @@ def pose(
     ----------
     scores : ScoreProfile
     request : Request
-    problem : AllocationProblem, optional
-        Its problem, if it is known already.
     columns : int, optional
         Length of the longest prompt of the batch, where it is not the context.
     biased : bool
@@ -137,7 +128,7 @@ def pose(
         curves, bound = _with_groups(curves, request.share_groups)
     return PosedRequest(
         curves=curves,
-        problem=problem or problem_of(curves),
+        problem=problem_of(curves),
         requested_groups=requested,
         grouping_bound=bound,
     )

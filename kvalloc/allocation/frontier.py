@@ -135,8 +135,8 @@ def frontier(
             "the best groups of layers differ from size to size; name them, such as "
             f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
         )
-    request, problem, note = choose_objective(scores, request, chosen)
-    posed = pose(scores, request, problem)
+    request, note = choose_objective(scores, request, chosen)
+    posed = pose(scores, request)
     try:
         traced = trace_frontier(
             posed.problem,

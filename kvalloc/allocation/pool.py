@@ -363,10 +363,10 @@ class _Member:
         if request.objective == "worst":
             raise InputError(f"{name} asks for its worst unit, and {_ADDED}; leave it out")
         scores = load_scores(scores)
-        request, problem, _ = choose_objective(scores, request, solver)
+        request, _ = choose_objective(scores, request, solver)
         return cls(
             name=name,
-            posed=pose(scores, request, problem),
+            posed=pose(scores, request),
             weight=float(weight),
             floor=None if floor is None else floor.needed_value,
         )

@@ -67,7 +67,7 @@ def plan(
             prompt=prompt,
             answer=answer,
             target_loss=target_loss,
-            device=named,
+            times=named,
             fitted=fitted,
             allow_other_model=allow_other_model,
         )

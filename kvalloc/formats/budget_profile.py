@@ -335,6 +335,13 @@ class BudgetProfile(JsonRecord):
         """All policies: the profile's own, then the others."""
         return (self.policy, *self.other_policies)
 
+    @property
+    def policy_titles(self) -> np.typing.NDArray[np.str_]:
+        """Title of each KV head's policy, ``(n_layers, n_kv_heads)``."""
+        titles: np.typing.NDArray[np.str_] = np.array([policy.title for policy in self.policies])
+        table = self.unit_policies
+        return titles[np.zeros_like(self.budgets) if table is None else table]
+
     def __repr__(self) -> str:
         share = self.retained_tokens / max(1, self.full_tokens)
         return (

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from kvalloc.errors import InputError, command
@@ -55,6 +57,19 @@ class Policy(Record):
     def title(self) -> str:
         """Its name in tables: its label, else its name, else that of its scorer."""
         return self.label or (self.scorer if self.name == "score" else self.name)
+
+
+def counted(titles: npt.NDArray[np.str_]) -> str:
+    """Return how many KV heads have which policy, the most common first.
+
+    Examples
+    --------
+    >>> counted(np.array(["xkv", "tova", "xkv"]))
+    'xkv in 2, tova in 1'
+    """
+    names, heads = np.unique(titles, return_counts=True)
+    by_count = sorted(zip(heads.tolist(), names.tolist(), strict=True), reverse=True)
+    return ", ".join(f"{name} in {count}" for count, name in by_count)
 
 
 def require_policies(field: str, main: Policy, others: Sequence[Policy]) -> None:

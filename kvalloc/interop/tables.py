@@ -105,14 +105,12 @@ def budget_table(profile: BudgetProfile) -> Table:
     mapping of str to list
     """
     units: npt.NDArray[Any] = np.indices(profile.budgets.shape)
-    titles = np.array([policy.title for policy in profile.policies])
-    unit = np.zeros_like(profile.budgets)
     columns: dict[str, npt.NDArray[Any]] = {
         "layer": units[0],
         "head": units[1],
         "tokens": profile.budgets,
         "bits": profile.widths,
-        "policy": titles[unit if profile.unit_policies is None else profile.unit_policies],
+        "policy": profile.policy_titles,
     }
     return {name: array.ravel().tolist() for name, array in columns.items()}
 

@@ -92,8 +92,7 @@ def plan_batch(
     prompt: int,
     answer: int,
     target_loss: float = 0.01,
-    device: str | None = None,
-    times: StepTimes | None = None,
+    times: StepTimes | str | None = None,
     fitted: str | Path | None = None,
     allow_other_model: bool = False,
 ) -> BatchPlan:
@@ -113,10 +112,9 @@ def plan_batch(
         Length of each row's prompt and of its answer, tokens.
     target_loss : float
         Largest predicted loss, nats per token.
-    device : str, optional
-        Instead of measuring: ``"a100"``, ``"h100"`` or ``"h200"``, by its published figures.
-    times : StepTimes, optional
-        Instead of measuring: those of an earlier plan.
+    times : StepTimes or str, optional
+        Instead of measuring: those of an earlier plan; or ``"a100"``, ``"h100"`` or ``"h200"``, by
+        its published figures.
     fitted, allow_other_model : optional
         As `kvalloc.apply`.
 
@@ -138,7 +136,7 @@ def plan_batch(
     >>> plan.best[0].rows, plan.best[0].share  # doctest: +SKIP
     """
     shape, room = shape_of(model), parse_bytes(memory)
-    _check(model, prompt, answer, device)
+    _check(model, prompt, answer, times)
     options = CacheOptions(fitted=fitted, allow_other_model=allow_other_model)
     default = Default.parse(target_loss=target_loss, options=options)
     setting = default.setting(shape)
@@ -160,8 +158,8 @@ def plan_batch(
             f"{share_text(loads[0].share)}; give at least "
             f"{option('memory', bytes_text(loads[0].peak_bytes))}"
         )
-    if times is None and device is not None:
-        times = device_steps(model, device)
+    if isinstance(times, str):
+        times = device_steps(model, times)
     if times is None:
         tokens = min(prompt + answer // 2, max(1, room // shape.plain_bytes(1)))
         times = measure_steps(model, _measured(setting, least, prompt), tokens)
@@ -176,7 +174,7 @@ def plan_batch(
     )
 
 
-def _check(model: Any, prompt: int, answer: int, device: str | None) -> None:
+def _check(model: Any, prompt: int, answer: int, times: StepTimes | str | None) -> None:
     for name, tokens in (("prompt", prompt), ("answer", answer)):
         if tokens < 1:
             raise InputError(f"{option(name, tokens)} is not a number of tokens; give 1 or more")
@@ -186,10 +184,11 @@ def _check(model: Any, prompt: int, answer: int, device: str | None) -> None:
             f"{option('prompt', prompt)} and {option('answer', answer)} are {prompt + answer:,} "
             f"tokens, but the model was made for {limit:,}; give fewer"
         )
-    if device is not None and device not in DEVICES:
+    if isinstance(times, str) and times not in DEVICES:
+        measuring = option("device", keyword="times")
         raise InputError(
-            f"there are no figures of a device {device!r}; {nearest(device, DEVICES)}choose from "
-            f"{', '.join(DEVICES)}, or leave {option('device')} out to measure this machine"
+            f"there are no figures of a device {times!r}; {nearest(times, DEVICES)}choose from "
+            f"{', '.join(DEVICES)}, or leave {measuring} out to measure this machine"
         )
 
 

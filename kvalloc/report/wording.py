@@ -12,6 +12,7 @@ from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel
+from kvalloc.formats.policy import counted
 from kvalloc.formats.sharing_groups import groups_text, shared_text
 from kvalloc.problem import GroupCap, cap_tree
 from kvalloc.prompts.cases import POSITIONS
@@ -325,10 +326,8 @@ def policies_text(decided: BudgetProfile) -> str:
     """Return the number of KV heads of each policy; empty if all have the same."""
     if decided.unit_policies is None:
         return ""
-    table = decided.unit_policies[list(decided.shape.full_layers)]
-    heads = [(int((table == place).sum()), one) for place, one in enumerate(decided.policies)]
-    listed = ", ".join(f"{one.title} in {count}" for count, one in heads if count)
-    return f"{listed} of {table.size} KV heads"
+    titles = decided.policy_titles[list(decided.shape.full_layers)]
+    return f"{counted(titles)} of {titles.size} KV heads"
 
 
 def _measured_fields(decided: BudgetProfile) -> dict[str, str]:

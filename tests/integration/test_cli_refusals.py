@@ -111,7 +111,7 @@ REFUSED = {
         "tiny --text text.txt --context 64 --samples 2 --device abacus -o q": "abacus",
         "tiny --text long.jsonl -o q": "--prompts",
         "tiny --text text.txt --tasks needle -o q": "--tasks | text or prompts are given",
-        "tiny --tasks kl --lengths 9,x -o q": "--lengths | 512,1024",
+        "tiny --tasks kl --lengths 9,x -o q": "--lengths is '9,x', expected numbers",
         "tiny --tasks kl --context 64 --lengths 100000 -o q": "--lengths | --context",
         "tiny --text text.txt --question-at after -o q": "--question-at | add --tasks",
         "tiny --text text.txt --loss fast --loss-policies snapkv:window=32 -o q":

@@ -134,7 +134,7 @@ def test_a_plain_cache_stands_beside_where_one_fits(model, plan):
             ["no share of a cache of 150 tokens", "target_loss='1e-09'", " is possible"],
         ),
         ({"target_loss": -1.0}, ["a target loss of -1"]),
-        ({"device": "h10"}, ["'h10'", "'h100'"]),
+        ({"times": "h10"}, ["'h10'", "'h100'"]),
         ({"fitted": None}, ["tiny was not measured"]),
     ],
 )
