@@ -336,6 +336,11 @@ class BudgetProfile(JsonRecord):
         return (self.policy, *self.other_policies)
 
     @property
+    def expected_loss(self) -> float | None:
+        """The predicted loss, times what whole caches lost beside it, nats per token."""
+        return self.predicted_loss and self.predicted_loss * (self.model_error or 1.0)
+
+    @property
     def policy_titles(self) -> np.typing.NDArray[np.str_]:
         """Title of each KV head's policy, ``(n_layers, n_kv_heads)``."""
         titles: np.typing.NDArray[np.str_] = np.array([policy.title for policy in self.policies])

@@ -16,7 +16,7 @@ from kvalloc.formats.policy import Policy
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import EXACT_CONTEXT_TOKENS, rank_grid
-from kvalloc.measure.loss_plan import LossPlan, main_policy, named_policies
+from kvalloc.measure.loss_plan import LossPlan, named_policies
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
@@ -186,7 +186,7 @@ class Job:
     @cached_property
     def policies(self) -> tuple[Policy, ...]:
         """Whose losses are measured: the scorer's best entries first."""
-        main = main_policy(self.scorer, self.sinks)
+        main = self.scorer.policy(self.sinks)
         if self.losses is None:
             return (main,)
         return (main, *named_policies(self.losses.policies, self.scorer, sinks=self.sinks))

@@ -98,16 +98,6 @@ USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
 (docs/studies.md has the figures)."""
 
 
-def main_policy(scorer: Scorer, sinks: int) -> Policy:
-    """Return the policy that keeps the best entries of a scorer."""
-    return Policy(
-        scorer=scorer.name,
-        scorer_parameters=dict(scorer.parameters()),
-        sinks=sinks,
-        window=scorer.window,
-    )
-
-
 def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
     """Return the policies that some texts name, all with the same sinks and window.
 
@@ -138,7 +128,7 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
     UnsupportedRequestError
         If a policy does more than choose what is kept.
     """
-    main = main_policy(scorer, sinks)
+    main = scorer.policy(sinks)
     policies: list[Policy] = []
     stripped = (text.strip() for text in texts)
     for text in chain.from_iterable(USUAL if name == "usual" else (name,) for name in stripped):

@@ -19,7 +19,7 @@ from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.profiling import prompt_scores
 from kvalloc.models.loading import shape_of
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
@@ -161,12 +161,7 @@ class PromptTarget:
             level=self.request.level,
             context_tokens=context,
             budgets=np.full((shape.n_layers, shape.n_kv_heads), context, dtype=np.int64),
-            policy=Policy(
-                scorer=self.scorer.name,
-                scorer_parameters=self.scorer.parameters(),
-                sinks=self.sinks,
-                window=self.scorer.window,
-            ),
+            policy=self.scorer.policy(self.sinks),
             requested=self.request.target.record(),
             detail="everything, until a prompt has come",
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from kvalloc.accounting.costs import CacheCosts, bytes_in_share
@@ -12,7 +10,7 @@ from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.pool import solve_pool
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.shipped_profiles import load_fitted, while_unchanged
 from kvalloc.problem.registry import get_solver
 from kvalloc.scorers import get_scorer
@@ -91,15 +89,8 @@ def solve_share(
         return None
     scorer = get_scorer("surrogate", file=file, window=WINDOW)
     # without logit biases, whose bytes buy more entries here
-    policy = Policy(
-        scorer=scorer.name,
-        scorer_parameters=scorer.parameters(),
-        sinks=SINKS,
-        window=WINDOW,
-        name="attention_matching",
-        parameters=matching_options(share),
-    )
-    return decided.with_policy(policy)
+    matching = {"name": "attention_matching", "parameters": matching_options(share)}
+    return decided.with_policy(scorer.policy(SINKS, **matching))
 
 
 @while_unchanged(maxsize=256)
@@ -127,10 +118,8 @@ def share_for_loss(file: str, loss: float, tokens: int) -> float:
     while high - low > 1:
         middle = (low + high) // 2
         solved = solve_share(file, middle / 1000, tokens)
-        predicted = math.inf
-        if solved is not None and solved.predicted_loss is not None:
-            predicted = solved.predicted_loss * (solved.model_error or 1.0)
-        low, high = (middle, high) if predicted > loss else (low, middle)
+        expected = None if solved is None else solved.expected_loss
+        low, high = (middle, high) if expected is None or expected > loss else (low, middle)
     return high / 1000
 
 

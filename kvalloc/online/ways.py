@@ -19,7 +19,7 @@ import numpy as np
 
 from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
 from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.solved import (
     FEW_BELOW,
@@ -191,19 +191,13 @@ class Way:
         tokens : int or None
             Length of the prompt for which they are written down, where it is known.
         """
-        setting, shape, scorer = self.setting, self.setting.shape, self.scorer
+        setting, shape = self.setting, self.setting.shape
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         matching: dict[str, Any] = {}
         if self.fits_values and setting.rotates:
             parameters = matching_options(setting.share, biases=setting.share < FEW_BELOW)
             matching = {"name": "attention_matching", "parameters": parameters}
-        policy = Policy(
-            scorer=scorer.name,
-            scorer_parameters=scorer.parameters(),
-            sinks=SINKS,
-            window=WINDOW,
-            **matching,
-        )
+        policy = self.scorer.policy(SINKS, **matching)
         table, width = (shape.n_layers, shape.n_kv_heads), self.width or setting.bits
         kept = setting.entries(context, biased=policy.biased)
         bits, budgets = np.full(table, width), np.full(table, kept)
@@ -301,8 +295,7 @@ class Decided(Way):
     @property
     def predicted_loss(self) -> float:
         """Return the sum of single losses, times what whole caches lost beside it."""
-        solved = self.profile(None)
-        return (solved.predicted_loss or 0.0) * (solved.model_error or 1.0)
+        return self.profile(None).expected_loss or 0.0
 
     def peak_bytes(self, read: Rows) -> int:
         """Return it; in chunks, values are fitted to queries that come last."""

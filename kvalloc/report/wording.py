@@ -70,10 +70,9 @@ def _error_text(decided: BudgetProfile) -> str:
     """Return what whole caches lose beside the sum of single losses; empty if unmeasured."""
     if decided.model_error is None or decided.predicted_loss is None:
         return ""
-    expected = decided.model_error * decided.predicted_loss
     return (
         f"whole caches decided so lost {decided.model_error:.2g} times the sum of single losses, "
-        f"so about {expected:.2g} nats per token"
+        f"so about {decided.expected_loss:.2g} nats per token"
     )
 
 

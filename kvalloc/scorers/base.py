@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.formats.policy import Policy
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.later_pass import Later, LaterStep
@@ -117,6 +118,16 @@ class Scorer(Parameterized, ABC):
             None, as by default, for a scorer that needs nothing of it.
         """
         return None
+
+    def policy(self, sinks: int, **fields: Any) -> Policy:
+        """Return the policy that keeps the entries that score best; with other fields of it."""
+        return Policy(
+            scorer=self.name,
+            scorer_parameters=self.parameters(),
+            sinks=sinks,
+            window=self.window,
+            **fields,
+        )
 
     @property
     def observes(self) -> bool:

@@ -13,7 +13,7 @@ from kvalloc.measure import loss_curves
 from kvalloc.measure.cache_loss import CacheLosses
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
-from kvalloc.measure.loss_plan import LossPlan, main_policy, named_policies
+from kvalloc.measure.loss_plan import LossPlan, named_policies
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import Sample
 from kvalloc.models.attention import intercept_attention
@@ -115,7 +115,7 @@ def head_profile(model, context, budgets, bits=None):
         context_tokens=context,
         budgets=budgets,
         bits=bits,
-        policy=main_policy(SCORER, SINKS),
+        policy=SCORER.policy(SINKS),
     )
 
 
