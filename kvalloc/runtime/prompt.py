@@ -313,7 +313,7 @@ class Prompt:
             return compute(self.stored_mask(replace(states, keys=keys)), keys, values)
         visible = step.following_visible(layer.dense_tokens, states.keys.device)
         call = AttentionCall.of(replace(states, keys=following[0], values=following[1]), visible)
-        return attend_again(call, entries.parts[0], tier), None
+        return attend_again(call, entries.kept, tier), None
 
     def stored_mask(self, states: AttentionStates, n_kept: int = 0) -> Any:
         """Return the mask of what a layer stores, of which so many entries stand in front.

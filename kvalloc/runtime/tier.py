@@ -122,10 +122,15 @@ class Records:
             shape = (first + len(records), size)
             self._stored = torch.from_numpy(np.memmap(self._file, np.uint8, mode="c", shape=shape))
 
+    @property
+    def stored(self) -> Tensor:
+        """Return all records, uint8, (n, size) with some room behind, on the host."""
+        assert self._stored is not None
+        return self._stored
+
     def read(self, numbers: Tensor) -> Tensor:
         """Return the records of these numbers, uint8, (n, size), on the host."""
-        assert self._stored is not None
-        return self._stored.index_select(0, numbers)
+        return self.stored.index_select(0, numbers)
 
 
 class LayerTier:
@@ -149,9 +154,9 @@ class LayerTier:
 
     def forget(self) -> None:
         """Begin anew with no entries."""
-        self._numbers = torch.empty(0, 0, dtype=torch.long)  # of head 0, (n_columns, batch)
+        self.numbers = torch.empty(0, 0, dtype=torch.long)  # of head 0, (n_columns, batch)
         self._visible = torch.empty(0, 0, dtype=torch.bool)  # (batch, n_columns)
-        self._ranges: list[tuple[Tensor, Tensor]] = []  # of keys and values, (n_segments, 1, dim)
+        self.ranges: list[tuple[Tensor, Tensor]] = []  # of keys and values, (n_segments, 1, dim)
         self.pages: Pages | None = None
         self._reads: Reads | None = None  # until entries change
 
@@ -162,7 +167,7 @@ class LayerTier:
     @property
     def columns(self) -> int:
         """Return the number of columns whose entries are here."""
-        return len(self._numbers)
+        return len(self.numbers)
 
     def reads(self, kept: IntArray) -> Reads:
         """Return what each segment reads for a token, given its kept entries and pages."""
@@ -193,24 +198,24 @@ class LayerTier:
         both = [own.detach().flatten(0, 1).float() for own in (keys, values)]
         if not self.columns:
             hidden = ~visible.to(keys.device).repeat_interleave(n_heads, dim=0)[..., None]
-            self._ranges = [_range(own, hidden) for own in both]
-            self._numbers = self._numbers.new_empty(0, batch)
+            self.ranges = [_range(own, hidden) for own in both]
+            self.numbers = self.numbers.new_empty(0, batch)
             self._visible = self._visible.new_empty(batch, 0)
-        coded = [_coded(own, *among) for own, among in zip(both, self._ranges, strict=True)]
+        coded = [_coded(own, *among) for own, among in zip(both, self.ranges, strict=True)]
         parts = [scale.view(torch.uint8) for _, scale in coded]
         parts += [codes.view(torch.uint8) for codes, _ in coded]
         size = sum(int(part.shape[-1]) for part in parts)
         records = torch.cat(parts, dim=-1).transpose(0, 1).reshape(-1, size)
         first = self.records.add(records)
         numbers = first + torch.arange(0, n_new * batch * n_heads, n_heads).view(n_new, batch)
-        self._numbers = torch.cat([self._numbers, numbers])
+        self.numbers = torch.cat([self.numbers, numbers])
         self._visible = torch.cat([self._visible, visible], dim=1)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` holds."""
         if not self.columns:
             return
-        batch, self._numbers = int(self._numbers.shape[1]), self._numbers[:, rows]
+        batch, self.numbers = int(self.numbers.shape[1]), self.numbers[:, rows]
         self._visible, self._reads = self._visible[rows], None
         self.pages = None if self.pages is None else self.pages.of_rows(rows)
 
@@ -218,7 +223,7 @@ class LayerTier:
             each = own.view(batch, -1, *own.shape[1:])[rows.to(own.device)]
             return each.flatten(0, 1)
 
-        self._ranges = [(selected(middle), selected(half)) for middle, half in self._ranges]
+        self.ranges = [(selected(middle), selected(half)) for middle, half in self.ranges]
 
     def entries(self, columns: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of some entries, float32, (n, head_dim) each.
@@ -229,21 +234,21 @@ class LayerTier:
             Where each stands in its row, and of which row and KV head it is:
             ``row * n_kv_heads + head``.
         """
-        n_heads = len(self._ranges[0][0]) // self._numbers.shape[1]
+        n_heads = len(self.ranges[0][0]) // self.numbers.shape[1]
         own = segments.cpu()
-        numbers = self._numbers[columns.cpu(), own // n_heads] + own % n_heads
+        numbers = self.numbers[columns.cpu(), own // n_heads] + own % n_heads
         records = self.records.read(numbers).to(segments.device, non_blocking=True)
-        ranges = [[each[segments, 0] for each in among] for among in self._ranges]
+        ranges = [[each[segments, 0] for each in among] for among in self.ranges]
         return self._decoded(records, ranges)
 
     def everything(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of all entries, float32, (batch, n_kv_heads, n, head_dim)."""
-        batch, device = int(self._numbers.shape[1]), self._ranges[0][0].device
-        n_segments = len(self._ranges[0][0])
+        batch, device = int(self.numbers.shape[1]), self.ranges[0][0].device
+        n_segments = len(self.ranges[0][0])
         heads = torch.arange(n_segments // batch)
-        numbers = (self._numbers.T[:, None] + heads[:, None]).reshape(-1)
+        numbers = (self.numbers.T[:, None] + heads[:, None]).reshape(-1)
         records = self.records.read(numbers).to(device).view(n_segments, self.columns, -1)
-        keys, values = self._decoded(records, self._ranges)
+        keys, values = self._decoded(records, self.ranges)
         shape = batch, n_segments // batch, self.columns
         return keys.view(*shape, -1), values.view(*shape, -1)
 

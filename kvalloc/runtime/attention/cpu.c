@@ -531,18 +531,23 @@ static int64_t floats_of_thread(const arguments *given) {
     return given->n_rows * key_width + BLOCK * (key_width + value_width) + 2 * key_width;
 }
 
+static scratch scratch_of(const arguments *given, float *memory, int64_t thread) {
+    int64_t key_width = width_of(given->key_dim), value_width = width_of(given->value_dim);
+    scratch mine = {.key_width = key_width, .value_width = value_width};
+    mine.queries = memory + thread * floats_of_thread(given);
+    mine.keys = mine.queries + given->n_rows * key_width;
+    mine.values = mine.keys + BLOCK * key_width;
+    mine.steps = mine.values + BLOCK * value_width;
+    mine.leasts = mine.steps + key_width;
+    return mine;
+}
+
 static void run_thread(void *data) {
     const work *all = data;
     const arguments *given = all->given;
     int together = all->threads > 1;
     int64_t thread = together ? openmp.thread() : 0, n_threads = together ? openmp.threads() : 1;
-    int64_t key_width = width_of(given->key_dim), value_width = width_of(given->value_dim);
-    scratch mine = {.key_width = key_width, .value_width = value_width};
-    mine.queries = all->memory + thread * floats_of_thread(given);
-    mine.keys = mine.queries + given->n_rows * key_width;
-    mine.values = mine.keys + BLOCK * key_width;
-    mine.steps = mine.values + BLOCK * value_width;
-    mine.leasts = mine.steps + key_width;
+    scratch mine = scratch_of(given, all->memory, thread);
     int64_t all_entries = all->all_entries;
     int64_t start = all_entries * thread / n_threads;
     int64_t end = all_entries * (thread + 1) / n_threads;
@@ -575,4 +580,201 @@ int attend(const arguments *given) {
     else run_thread(&all);
     free(all.memory);
     return 0;
+}
+
+/* One token's attention that reads some entries again elsewhere, at 8 bits: see tiered.py. */
+
+/* The same fields, in the same order, as `_Reading` in tiered.py. */
+typedef struct {
+    const char *records;      /* float16 scales of key and value, then their codes, int8 */
+    const int64_t *numbers;   /* (n_columns, batch): record of a column's first KV head */
+    const int32_t *positions; /* (n_entries,): columns of kept entries */
+    const int32_t *members;   /* (n_segments, n_pages, page_size): columns, -1 for none */
+    const float *bias;        /* (n_segments, n_pages), of pages */
+    const int64_t *pages;     /* (n_segments,): pages, which are the first entries of each */
+    const int64_t *again, *whole; /* (n_segments,): entries and pages that are read */
+    const float *key_middle, *key_half, *value_middle, *value_half; /* (n_segments, dim) */
+    int64_t batch, n_pages, page_size;
+} reading;
+
+/* Logits of a span, in units of log 2: out[row * room + entry]; minus infinity up to whole lanes. */
+static void span_logits(const arguments *given, int64_t segment, const span *of, scratch *own,
+                        float *out, int64_t room) {
+    float logits[MOST_ROWS][BLOCK];
+    int64_t n_rows = given->n_rows, width = own->key_width;
+    for (int64_t first = 0; first < of->count; first += BLOCK) {
+        int64_t n = of->count - first < BLOCK ? of->count - first : BLOCK;
+        keys_as_floats(of, first, n, given->key_dim, own);
+        ALL_ROWS(some_logits, width, own->queries, logits, own->keys)
+        finish_logits(given, segment, of, first, n, logits);
+        for (int64_t r = 0; r < n_rows; r++)
+            memcpy(out + r * room + first, logits[r], sizeof(float) * ((n + LANES - 1) / LANES * LANES));
+    }
+}
+
+/* Add a span's values, weighted by weights[row * room + entry]. */
+static void span_values(const arguments *given, const span *of, scratch *own, const float *weights,
+                        int64_t room, float *summed) {
+    float some[MOST_ROWS][BLOCK];
+    int64_t n_rows = given->n_rows, width = own->value_width, dim = given->value_dim;
+    int64_t bytes = value_bytes(of->value_kind, dim);
+    for (int64_t first = 0; first < of->count; first += BLOCK) {
+        int64_t n = of->count - first < BLOCK ? of->count - first : BLOCK;
+        for (int64_t r = 0; r < n_rows; r++)
+            memcpy(some[r], weights + r * room + first, sizeof(float) * n);
+        as_floats(of->value_kind, of->values + first * bytes, bytes, n, dim, width, 0, 0, own->values);
+        ALL_ROWS(some_values, width, summed, some, own->values)
+    }
+}
+
+/* Turn logits, whole lanes of them, into weights; returns their sum, and in `most` the largest. */
+static float weights_of(float *logits, int64_t n, float *most) {
+    vec total = all(0.0f);
+    for (int64_t i = 0; i < n; i++) *most = logits[i] > *most ? logits[i] : *most;
+    for (int64_t i = 0; i < n; i += LANES) {
+        vec weight = power_of_two(*(vec *)(logits + i) - all(*most));
+        *(vec *)(logits + i) = weight;
+        total += weight;
+    }
+    return sum_of(total);
+}
+
+/* Places of the `count` largest of n numbers, the earlier ones where some are equal. */
+static void largest(const float *numbers, int64_t n, int64_t count, float *room, int64_t *places) {
+    for (int64_t i = 0; i < count; i++) places[i] = i; /* where some are not numbers */
+    if (count <= 0) return;
+    memcpy(room, numbers, sizeof(float) * n);
+    int64_t low = 0, high = n - 1, rank = count - 1; /* where the smallest of them comes to stand */
+    while (low < high) {
+        float middle = room[(low + high) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (room[i] > middle) i++;
+            while (room[j] < middle) j--;
+            if (i <= j) {
+                float other = room[i];
+                room[i++] = room[j], room[j--] = other;
+            }
+        }
+        if (rank <= j) high = j;
+        else if (rank >= i) low = i;
+        else break;
+    }
+    float least = room[rank];
+    int64_t equal = count;
+    for (int64_t i = 0; i < n; i++) equal -= numbers[i] > least;
+    for (int64_t i = 0, found = 0; i < n && found < count; i++)
+        if (numbers[i] > least || (numbers[i] == least && equal-- > 0)) places[found++] = i;
+}
+
+/* A vector of a record: codes in units of half a channel's range around its middle. */
+static void decode(const char *record, int which, const float *middle, const float *half,
+                   int64_t before, int64_t dim, float *out) {
+    const int8_t *codes = (const int8_t *)record + 4 + before;
+    float scale = one_from_float16((const uint16_t *)record + which) / 127.0f;
+    for (int64_t d = 0; d < dim; d++) out[d] = codes[d] * scale * half[d] + middle[d];
+}
+
+/* Answer one segment; returns 1 if there is no memory to work with. */
+static int answer_again(const arguments *given, const reading *of, int64_t s, scratch *own) {
+    span spans[2];
+    spans_of(given, s, spans);
+    int64_t key_dim = given->key_dim, value_dim = given->value_dim, n_rows = given->n_rows;
+    int64_t kept = spans[0].count, pages = of->pages[s], row = s / given->n_kv_heads;
+    int64_t again = of->again[s], whole = of->whole[s], most_read = again + whole * of->page_size;
+    int64_t read_at = (kept + LANES - 1) / LANES * LANES;
+    int64_t following_at = read_at + (most_read + LANES - 1) / LANES * LANES;
+    int64_t room = following_at + (given->n_following + LANES - 1) / LANES * LANES;
+    int64_t floats = (n_rows + 3) * room + most_read * (key_dim + value_dim);
+    floats += n_rows * own->value_width;
+    float *memory = malloc(sizeof(float) * floats + sizeof(int64_t) * (again + whole + most_read + 1));
+    if (!memory) return 1;
+    float *logits = memory, *mass = logits + n_rows * room, *weights = mass + room;
+    float *spare = weights + room, *keys = spare + room, *values = keys + most_read * key_dim;
+    float *summed = values + most_read * value_dim;
+    int64_t *places = (int64_t *)(memory + floats + floats % 2);
+    ask(given, s, own);
+    for (int64_t i = 0; i < n_rows * room; i++) logits[i] = -INFINITY;
+    span_logits(given, s, spans, own, logits, room);
+    span_logits(given, s, spans + 1, own, logits + following_at, room);
+    memset(mass, 0, sizeof(float) * room);
+    for (int64_t r = 0; r < n_rows; r++) {
+        float most = given->sinks ? LOG2_E * given->sinks[s % given->n_kv_heads * n_rows + r] : LOWEST;
+        float sink = most;
+        for (int64_t page = 0; page < pages; page++)
+            logits[r * room + page] += LOG2_E * of->bias[s * of->n_pages + page];
+        memcpy(weights, logits + r * room, sizeof(float) * room);
+        float total = weights_of(weights, room, &most);
+        if (given->sinks) total += exp2f(sink - most);
+        for (int64_t i = 0; i < kept; i++) mass[i] += weights[i] / total;
+    }
+    largest(mass, pages, whole, spare, places);
+    largest(mass + pages, kept - pages, again, spare, places + whole);
+    span read = {.keys = (char *)keys, .values = (char *)values, .key_kind = FLOAT32,
+                 .value_kind = FLOAT32};
+    for (int64_t i = 0; i < whole + again; i++) {
+        int64_t place = places[i] + (i < whole ? 0 : pages);
+        const int32_t *columns = of->positions + given->spans[s * 4] + place;
+        if (i < whole) columns = of->members + (s * of->n_pages + place) * of->page_size;
+        for (int64_t r = 0; r < n_rows; r++) logits[r * room + place] = -INFINITY;
+        for (int64_t j = 0; j < (i < whole ? of->page_size : 1) && columns[j] >= 0; j++) {
+            int64_t number = of->numbers[columns[j] * of->batch + row] + s % given->n_kv_heads;
+            const char *record = of->records + number * (4 + key_dim + value_dim);
+            decode(record, 0, of->key_middle + s * key_dim, of->key_half + s * key_dim, 0, key_dim,
+                   keys + read.count * key_dim);
+            decode(record, 1, of->value_middle + s * value_dim, of->value_half + s * value_dim,
+                   key_dim, value_dim, values + read.count * value_dim);
+            read.count++;
+        }
+    }
+    span_logits(given, s, &read, own, logits + read_at, room);
+    float *out = given->output + s * n_rows * value_dim;
+    float totals[MOST_ROWS];
+    for (int64_t r = 0; r < n_rows; r++) {
+        float most = given->sinks ? LOG2_E * given->sinks[s % given->n_kv_heads * n_rows + r] : LOWEST;
+        float sink = most;
+        totals[r] = weights_of(logits + r * room, room, &most);
+        if (given->sinks) totals[r] += exp2f(sink - most);
+    }
+    memset(summed, 0, sizeof(float) * n_rows * own->value_width);
+    span_values(given, spans, own, logits, room, summed);
+    if (spans[0].turned) turn(summed, n_rows, value_dim, own->value_width);
+    span_values(given, &read, own, logits + read_at, room, summed);
+    span_values(given, spans + 1, own, logits + following_at, room, summed);
+    for (int64_t r = 0; r < n_rows; r++)
+        for (int64_t d = 0; d < value_dim; d++)
+            out[r * value_dim + d] = summed[r * own->value_width + d] / totals[r];
+    free(memory);
+    return 0;
+}
+
+/* What all threads of such a call share. */
+typedef struct {
+    const arguments *given;
+    const reading *of;
+    float *memory;
+    int64_t threads;
+    int failed;
+} work_again;
+
+static void run_again(void *data) {
+    work_again *all = data;
+    const arguments *given = all->given;
+    int64_t thread = all->threads > 1 ? openmp.thread() : 0;
+    int64_t n_threads = all->threads > 1 ? openmp.threads() : 1;
+    scratch mine = scratch_of(given, all->memory, thread);
+    for (int64_t s = thread; s < given->n_segments; s += n_threads)
+        if (answer_again(given, all->of, s, &mine)) all->failed = 1;
+}
+
+/* Returns 0, or 1 if there is no memory to work with. Of one new token. */
+int attend_again(const arguments *given, const reading *of) {
+    work_again all = {.given = given, .of = of, .threads = openmp.parallel ? given->threads : 1};
+    if (all.threads > given->n_segments) all.threads = given->n_segments;
+    all.memory = malloc(sizeof(float) * all.threads * floats_of_thread(given));
+    if (!all.memory) return 1;
+    if (all.threads > 1) openmp.parallel(run_again, &all, (unsigned)all.threads, 0);
+    else run_again(&all);
+    free(all.memory);
+    return all.failed;
 }

@@ -171,8 +171,18 @@ def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
     return all(hasattr(library, name) for name in symbols)
 
 
-def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tensor:
-    """Attend with a number of threads; see `CpuBackend.attend`."""
+def cpu_attention(
+    call: AttentionCall,
+    kept: KeptLayer,
+    *,
+    threads: int,
+    reading: ctypes.Structure | None = None,
+) -> Tensor:
+    """Attend with a number of threads; see `CpuBackend.attend`.
+
+    Some entries of one token are read elsewhere where there is a ``reading``; see
+    `kvalloc.runtime.attention.tiered`.
+    """
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     # said in full: the default type and device are the caller's to change
@@ -214,7 +224,11 @@ def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tens
     )
     library = kernel_library()
     assert isinstance(library, ctypes.CDLL)
-    if library.attend(ctypes.byref(given)):
+    if reading is None:
+        failed = library.attend(ctypes.byref(given))
+    else:
+        failed = library.attend_again(ctypes.byref(given), ctypes.byref(reading))
+    if failed:
         raise MemoryError("no memory for attention over kept entries")
     return output.to(call.queries.dtype)
 

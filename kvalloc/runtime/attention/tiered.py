@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -19,24 +23,27 @@ from kvalloc.accounting.costs import (
     code_bytes,
     turns,
 )
+from kvalloc.runtime.attention import cpu
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import KeptEntries, on_device
+from kvalloc.runtime.kept import KeptEntries, KeptLayer, on_device
 from kvalloc.runtime.packed import value_numbers
 from kvalloc.runtime.quantization import rotated
 from kvalloc.runtime.tier import LayerTier
 
 __all__ = ["attend_again"]
 
+_KERNEL = cpu.CpuBackend()
+
 
 @torch.no_grad()
-def attend_again(call: AttentionCall, kept: KeptEntries, tier: LayerTier) -> Tensor:
+def attend_again(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tensor:
     """Attend to kept entries, of which each KV head reads again those that it attends to most.
 
     Parameters
     ----------
     call : AttentionCall
-    kept : KeptEntries
-        Of all KV heads, at fewer bits than 16.
+    kept : KeptLayer
+        Pages and kept entries, all of one width below 16 bits.
     tier : LayerTier
         Holds the same entries at 8 bits.
 
@@ -45,9 +52,10 @@ def attend_again(call: AttentionCall, kept: KeptEntries, tier: LayerTier) -> Ten
     Tensor, (batch, n_new_tokens, n_query_heads, value_dim)
         Of the queries' type, contiguous. Each token reads for itself.
     """
+    one = _token if _KERNEL.refusal(call, kept) else _token_in_c
     n_new, n_following = int(call.queries.shape[2]), int(call.keys.shape[2])
     if n_new == 1:
-        return _token(call, kept, tier)
+        return one(call, kept, tier)
     found = []
     for place in range(n_new):
         end, visible = n_following - n_new + place + 1, call.visible
@@ -61,12 +69,46 @@ def attend_again(call: AttentionCall, kept: KeptEntries, tier: LayerTier) -> Ten
             values=call.values[:, :, :end],
             visible=visible,
         )
-        found.append(_token(own, kept, tier))
+        found.append(one(own, kept, tier))
     return torch.cat(found, dim=1)
 
 
-def _token(call: AttentionCall, kept: KeptEntries, tier: LayerTier) -> Tensor:
+class _Reading(ctypes.Structure):
+    """The same fields, in the same order, as ``reading`` in cpu.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("records", "numbers", "positions", "members")),
+        *((name, ctypes.c_void_p) for name in ("bias", "pages", "again", "whole")),
+        *((name, ctypes.c_void_p) for name in ("key_middle", "key_half")),
+        *((name, ctypes.c_void_p) for name in ("value_middle", "value_half")),
+        *((name, ctypes.c_int64) for name in ("batch", "n_pages", "page_size")),
+    )
+
+
+_READINGS: WeakKeyDictionary[KeptLayer, tuple[_Reading, Any]] = WeakKeyDictionary()
+"""What was described once for each eviction, and what it points to."""
+
+
+def _token_in_c(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tensor:
+    """Return the same as `_token`, from the CPU's kernel."""
+    if kept not in _READINGS:
+        [part], pages, (keys, values) = kept.parts, tier.pages, tier.ranges
+        assert pages is not None
+        reads, numbers = tier.reads(part.lengths), tier.numbers.contiguous()
+        pointed = [numbers, part.positions, pages.members, pages.bias]
+        arrays = [np.ascontiguousarray(own) for own in (pages.counts, reads.again, reads.pages)]
+        places = [own.data_ptr() for own in pointed] + [own.ctypes.data for own in arrays]
+        places += [own.data_ptr() for own in (*keys, *values)]
+        sizes = numbers.shape[1], pages.bias.shape[1], pages.members.shape[2]
+        _READINGS[kept] = _Reading(0, *places, *sizes), (pointed, arrays, keys, values)
+    reading = _READINGS[kept][0]
+    reading.records = tier.records.stored.data_ptr()  # moves as it grows
+    return cpu.cpu_attention(call, kept, threads=torch.get_num_threads(), reading=reading)
+
+
+def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     """Return what one token of each row is answered, (batch, 1, n_query_heads, value_dim)."""
+    (kept,) = layer.parts
     (batch, n_heads), dim = call.keys.shape[:2], int(call.queries.shape[-1])
     queries = call.queries.reshape(batch * n_heads, -1, dim).float() * call.scaling
     lengths = kept.spans.lengths

@@ -74,6 +74,7 @@ def answered(queries, near, stored, tier, segment, group, *, softcap=None, sinks
     ("bits", "dim", "changes"),
     [(3, 16, {}), (3, 64, {"softcap": 5.0}), (4, 128, {"sinks": True}), (5, 80, {}), (8, 32, {})],
 )
+@pytest.mark.usefixtures("either_way")
 def test_attention_is_the_sum_over_what_is_read_and_what_answers_as_it_is(bits, dim, changes):
     """Of rows of unequal length, with padding among what followed; each token reads for itself."""
     generator = torch.Generator().manual_seed(bits)
@@ -89,7 +90,6 @@ def test_attention_is_the_sum_over_what_is_read_and_what_answers_as_it_is(bits, 
     counts = kept.sum(dim=-1).numpy()
     whole = KeptEntries.of(keys, values, torch.arange(n, dtype=torch.int32), kept, counts)
     packed = tier.packed(LayerEntries.whole(whole), np.full(heads, bits))
-    [part] = packed.parts
     sinks = torch.randn(heads * group, generator=generator) if changes.get("sinks") else None
     shown = torch.ones(batch, near, dtype=torch.bool)
     shown[0, 1] = False
@@ -102,7 +102,7 @@ def test_attention_is_the_sum_over_what_is_read_and_what_answers_as_it_is(bits, 
         softcap=changes.get("softcap"),
         sink_logits=sinks,
     )
-    found = attend_again(call, part, tier)
+    found = attend_again(call, packed.kept, tier)
     for row, head, token in np.ndindex(batch, heads, new):
         end = near - new + token + 1
         own, columns = slice(head * group, (head + 1) * group), shown[row, :end].nonzero()[:, 0]
@@ -206,6 +206,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
+@pytest.mark.usefixtures("either_way")
 def test_the_cache_answers_as_the_oracle(dtype, bound):
     """Rows of unequal length, over settlings, by single tokens and turns short and long."""
     model = tiny.tiny_model(dtype=dtype)
