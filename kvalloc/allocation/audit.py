@@ -149,7 +149,7 @@ def _prediction_checks(
     """Check retention, cost and loss, computed again from the score profile."""
     request, scores, retention, loss = curves.request, curves.scores, None, None
     budgets, bits = profile.budgets, profile.bits
-    policies, checks = _policies_of(profile, scores, problem, choice)
+    policies, checks = _policies_of(profile, curves, problem, choice)
     if policies is None:
         retention = curves.retention(budgets)
     checks.append(_close("retention", profile.retention, retention))
@@ -167,14 +167,14 @@ def _prediction_checks(
 
 
 def _policies_of(
-    profile: BudgetProfile, scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
+    profile: BudgetProfile, curves: RequestCurves, problem: AllocationProblem, choice: IntArray
 ) -> tuple[IntArray | None, list[Check]]:
     """Return the units' policies as places in those of the score profile, and their check.
 
     The check is that each unit has the policy with the smallest loss. The places are those that
     the profile states, if the score profile has its policies: predictions are recomputed for them.
     """
-    best = None
+    scores, best = curves.scores, None
     if problem.policies is not None:
         chosen = problem.policies[problem.units, choice]
         best = head_table(scores.shape, problem, chosen, 0) if chosen.any() else None
@@ -184,12 +184,11 @@ def _policies_of(
         known = ", ".join(policy.title for policy in scores.policies)
         return best, [Check("policies", unknown[0], f"losses of {known}", False)]
     none = np.zeros_like(profile.budgets)
-    best, table = (none if one is None else one for one in (best, profile.unit_policies))
-    stated = np.array([scores.policies.index(policy) for policy in profile.policies])[table]
+    best, stated = (none if one is None else one for one in (best, curves.places_of(profile)))
     other, same = int((stated != best).sum()), _policies_text(scores, best)
     text = f"{other} heads lose less with another one" if other else same
     check = Check("policies", _policies_text(scores, stated), text, not other)
-    return stated.astype(np.int64) if stated.any() else None, [check]
+    return stated if stated.any() else None, [check]
 
 
 def _policies_text(scores: ScoreProfile, table: IntArray) -> str:

@@ -16,6 +16,7 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import CacheCosts
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, command, option
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import places_of
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.prompts.intervals import interval
@@ -322,26 +323,38 @@ class RequestCurves:
         by_head = bits is not None and self.request.level == "head"
         return self.scores.error_at(share) if by_head else None
 
-    def predicted_loss_interval(
-        self, budgets: IntArray, bits: IntArray | None = None, policies: IntArray | None = None
-    ) -> tuple[float, float] | None:
-        """Return the 95% bootstrap interval of the predicted loss over the measured samples.
+    def places_of(self, profile: BudgetProfile) -> IntArray | None:
+        """Return the place of each KV head's policy in `ScoreProfile.policies`.
+
+        Returns
+        -------
+        ndarray of int64, (n_layers, n_kv_heads), or None
+            None where all have the scorer's own.
+        """
+        if profile.unit_policies is None:
+            return None
+        places = [self.scores.policies.index(policy) for policy in profile.policies]
+        return np.array(places, dtype=np.int64)[profile.unit_policies]
+
+    def predicted_loss_interval(self, profile: BudgetProfile) -> tuple[float, float] | None:
+        """Return the 95% bootstrap interval of a predicted loss over the measured samples.
 
         It covers what other samples of such text would change. It does not cover the difference
         between the sum of single losses and the loss of all units together.
 
         Parameters
         ----------
-        budgets, bits, policies
-            As in `predicted_loss`.
+        profile : BudgetProfile
+            Decided from these curves.
 
         Returns
         -------
         low, high : float
             Nats per token; None where no loss is known, or of one sample only.
         """
+        decided = profile.budgets, profile.bits, self.places_of(profile)
         samples = (replace(self, sample=one) for one in range(self.scores.n_samples))
-        each = [one.predicted_loss(budgets, bits, policies) for one in samples]
+        each = [one.predicted_loss(*decided) for one in samples]
         ends = interval([np.array([loss for loss in each if loss is not None])], seed=0)
         return None if ends is None else (ends[0], ends[1])
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.errors import InfeasibleError, InputError, command, option
 from kvalloc.formats.sharing_groups import Groups, groups_fault, segments_of
@@ -235,10 +236,9 @@ class _Search:
         enough = problem.meets_target(value)
         if price <= 0.0:
             return float(problem.min_cost_bytes), enough
-        grain = problem.lattice_bytes
         short = (problem.lowest_accepted_value - total) / price
-        grains = max(0, math.ceil(short / grain - 1e-6))
-        return float(problem.min_cost_bytes + grains * grain), enough
+        above = round_up_to_grain(short, problem.lattice_bytes)
+        return float(problem.min_cost_bytes + above), enough
 
     def _best_path(self, worth: FloatArray, max_groups: int | None = None) -> list[int]:
         """Return the segments of the cut with the largest net worth.

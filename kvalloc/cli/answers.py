@@ -103,14 +103,7 @@ def check_text(text: str, where: str) -> str:
     InputError
         If it was not.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where} is not UTF-8 text (character {error.start} cannot be read); convert it to "
-            "UTF-8"
-        ) from error
-    return text
+    return decoded(text.encode(errors="surrogateescape"), where)
 
 
 @dataclass(kw_only=True)

@@ -127,7 +127,7 @@ RARE = frozenset(
         *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
-        *("decode_every", "seed", "recompute"),
+        *("decode_every", "seed", "recompute", "tier", "read"),
         *("fitted", "allow_other_model"),
     }
 )

@@ -223,18 +223,12 @@ def decision_facts(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
 
 def _loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, float] | None:
     """Return how sure a predicted loss is on such text; None where it is unknown."""
-    import numpy as np
-
     from kvalloc.allocation.curves import RequestCurves
 
     if decided.predicted_loss is None:
         return None
-    policies = None
-    if decided.unit_policies is not None:
-        places = np.array([scores.policies.index(policy) for policy in decided.policies])
-        policies = places[decided.unit_policies]
     curves = RequestCurves(scores=scores, request=Request.read(decided))
-    return curves.predicted_loss_interval(decided.budgets, decided.bits, policies)
+    return curves.predicted_loss_interval(decided)
 
 
 def _summary(

@@ -144,7 +144,7 @@ REFUSED = {
         "tiny --profile tiny.json --prompt w1 --dtype int4": "int4",
         "tiny --memory 1KiB --prompt-file prompt.txt": "--memory 1KiB | one layer in full",
         os.fsdecode(b"tiny --budget 100% --prompt caf\xe9"):
-            "is not UTF-8 text (character 3 cannot be read); convert it to UTF-8",
+            "is not UTF-8 text (byte 3 cannot be read); convert it to UTF-8",
     },
     "eval": {
         "tiny": "nothing to evaluate",

@@ -115,13 +115,13 @@ def test_the_interval_of_a_predicted_loss_is_over_samples():
     each = np.array(
         [make_curves(scores, s).predicted_loss(decided.budgets) for s in range(40)], dtype=float
     )
-    found = make_curves(scores).predicted_loss_interval(decided.budgets)
+    found = make_curves(scores).predicted_loss_interval(decided)
     assert found is not None
     half = 1.96 * each.std() / 40**0.5
     assert decided.predicted_loss == pytest.approx(each.mean())
     assert found == pytest.approx((each.mean() - half, each.mean() + half), abs=0.25 * half)
     one = make_losses(n_samples=1)
-    assert make_curves(one).predicted_loss_interval(solve(one, budget="40%").budgets) is None
+    assert make_curves(one).predicted_loss_interval(solve(one, budget="40%")) is None
 
 
 # Budgets and policies chosen together: the envelope, its labels, and what is told of them
