@@ -248,7 +248,9 @@ class Shadow:
                     if turns(int(entries.bits[head]), dim):
                         turn = torch.from_numpy(hadamard(dim)).to(own.values) / dim**0.5
                         pairs[1] = before[1] @ turn, stored[1] @ turn
-                    for (exact, rounded), bits in zip(pairs, width, strict=False):
+                    for (exact, rounded), bits in zip(
+                        pairs, (width.keys, width.values), strict=True
+                    ):
                         off = (exact - rounded).abs()
                         assert (off <= half_step(exact, bits)).all(), float(off.max())
                 own.keys[row, head, places], own.values[row, head, places] = stored
