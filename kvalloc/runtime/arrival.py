@@ -55,6 +55,11 @@ class Step:
         """What is no padding of its input, bool, (batch, new_tokens)."""
         return self.visible[:, self.seen :]
 
+    @cached_property
+    def padded(self) -> bool:
+        """Whether its input has padding."""
+        return not bool(self.new_visible.all())
+
     def following_visible(self, tokens: int, device: torch.device) -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
         key = tokens, str(device)

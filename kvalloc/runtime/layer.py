@@ -42,10 +42,10 @@ class Following:
     def states(self) -> tuple[Tensor, Tensor]:
         """Keys and values, (batch, n_kv_heads, tokens, head_dim) each, as views."""
         keys, values = self.buffers
-        return keys[:, :, : self.tokens], values[:, :, : self.tokens]
+        return keys.narrow(2, 0, self.tokens), values.narrow(2, 0, self.tokens)
 
-    def add(self, *states: Tensor) -> None:
-        """Add keys and values, (batch, n_kv_heads, n_new, head_dim) each."""
+    def add(self, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values, (batch, n_kv_heads, n_new, head_dim) each; return all `states`."""
         n_new = int(states[0].shape[2])
         end, self._decoded = self.tokens + n_new, self._decoded + (n_new == 1)
         if end > int(self.buffers[0].shape[2]) or self._frozen(states):
@@ -57,15 +57,17 @@ class Following:
             self.buffers = keys, values
         else:
             for buffer, new in zip(self.buffers, states, strict=True):
-                buffer[:, :, self.tokens : end] = new
+                buffer.narrow(2, self.tokens, n_new).copy_(new)
         self.tokens = end
+        return self.states
 
     def _frozen(self, states: tuple[Tensor, ...]) -> bool:
         """Whether the storage must not change: gradients go through it, or torch forbids it."""
         if self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
             return True
+        keys, values = self.buffers
         needs = torch.is_grad_enabled() and any(one.requires_grad for one in states)
-        return needs or any(one.requires_grad for one in self.buffers)
+        return needs or keys.requires_grad or values.requires_grad
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -210,8 +212,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         else:
             if self._following is None:
                 self._following = Following(self.keys, self.values)
-            self._following.add(key_states, value_states)
-            self.keys, self.values = self._following.states
+            self.keys, self.values = self._following.add(key_states, value_states)
         if not self.in_front:
             return self.keys, self.values
         assert self.entries is not None

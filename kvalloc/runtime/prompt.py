@@ -273,9 +273,8 @@ class Prompt:
             output = compute(states.mask)
             _free_slid_out(layer, states)
             return output
-        with self.checks.noted():  # the host reads once a forward what it has to know
-            output = self._attention(layer, states, compute)
-            self._attended(layer, states)
+        output = self._attention(layer, states, compute)
+        self._attended(layer, states)
         return output
 
     def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
@@ -344,7 +343,8 @@ class Prompt:
         queries, notes = states.queries.detach(), layer.unfinished
         if step.follows:
             if self.plan.reduces:
-                notes.latest.add(queries, step.columns, self._wanted_following(step))
+                wanted = self._wanted_following(step)
+                notes.latest.add(queries, step.columns, wanted, padded=step.padded)
             return
         evicts, remember = index in self._targets, not step.completes or self.goes_on_observing
         if not (self.whole or evicts or remember):
@@ -360,12 +360,14 @@ class Prompt:
         )
         every = self.plan.policy.observes and not self.whole
         wanted = eviction.wanted_rows()
-        notes.prompt.add(queries, step.columns, max(wanted, step.new_tokens if every else 0))
+        most = max(wanted, step.new_tokens if every else 0)
+        notes.prompt.add(queries, step.columns, most, padded=step.padded)
         group = self.plan.groups.get(index, (index,))
-        if evicts and index == group[-1]:
-            self.evict_layers(eviction, {one: self._targets[one] for one in group})
-        elif not (self.whole or evicts):
-            eviction.observe(layer, self.attention[index])
+        with self.checks.noted():  # the host reads once a forward what it has to know
+            if evicts and index == group[-1]:
+                self.evict_layers(eviction, {one: self._targets[one] for one in group})
+            elif not (self.whole or evicts):
+                eviction.observe(layer, self.attention[index])
 
     def _wanted_following(self, step: Step) -> int:
         """Return how many of the latest queries of each row may be asked for after a forward."""

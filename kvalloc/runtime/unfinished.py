@@ -34,7 +34,7 @@ class Queries:
 
     pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, queries: Tensor, columns: Tensor, most: int) -> None:
+    def add(self, queries: Tensor, columns: Tensor, most: int, *, padded: bool) -> None:
         """Add those of a forward, and forget what is not among so many of the latest of a row.
 
         Parameters
@@ -43,16 +43,18 @@ class Queries:
         columns : Tensor of int64, (batch, n_new_tokens)
             -1 for padding.
         most : int
+        padded : bool
+            Whether there is padding.
         """
         self.pieces.append((columns, queries))
-        if bool((columns < 0).any()):
+        if padded:
             self._keep_latest(most)
-            return
-        if columns.shape[1] > most:
+        elif columns.shape[1] > most:
             self.pieces = [_last(columns, queries, most)]
-        tokens = sum(int(own.shape[1]) for own, _ in self.pieces)
-        while len(self.pieces) > 1 and (tokens := tokens - self.pieces[0][0].shape[1]) >= most:
-            del self.pieces[0]
+        elif columns.shape[1] > 1 or len(self.pieces) > most:
+            tokens = sum(int(own.shape[1]) for own, _ in self.pieces)
+            while len(self.pieces) > 1 and (tokens := tokens - self.pieces[0][0].shape[1]) >= most:
+                del self.pieces[0]
 
     def of(self, row: int | None) -> tuple[Tensor, Tensor]:
         """Return the queries of a row, or of all, (batch or 1, ...), and their columns, (n,)."""

@@ -57,8 +57,8 @@ class AttentionCall:
         """Make a call of what attention sees; keys and values from ``first`` on followed."""
         return cls(
             queries=states.queries,
-            keys=states.keys[:, :, first:],
-            values=states.values[:, :, first:],
+            keys=states.keys[:, :, first:] if first else states.keys,
+            values=states.values[:, :, first:] if first else states.values,
             scaling=states.scaling,
             visible=visible,
             softcap=states.softcap,

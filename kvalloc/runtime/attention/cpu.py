@@ -65,8 +65,8 @@ class _Part(ctypes.Structure):
         )
 
 
-_PARTS: WeakKeyDictionary[KeptLayer, Any] = WeakKeyDictionary()
-"""What was described once for each eviction."""
+_DESCRIBED: WeakKeyDictionary[KeptLayer, tuple[Any, int, int]] = WeakKeyDictionary()
+"""Made once for each eviction: the parts, and where they and the spans are."""
 
 
 class _Arguments(ctypes.Structure):
@@ -185,25 +185,24 @@ def cpu_attention(
     """
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
-    # said in full: the default type and device are the caller's to change
-    output = torch.empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32, device="cpu")
+    output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32)
     # what is pointed to has a name, so that it lives until the call is over
     asked = call.queries.float().contiguous()
-    latest, rooms = (call.keys, call.values), {_room(call.keys), _room(call.values)}
-    if len(rooms) > 1 or None in rooms:
-        latest, rooms = (call.keys.contiguous(), call.values.contiguous()), {n_following}
+    latest, room = (call.keys, call.values), _room(call.keys, call.values)
+    if room is None:
+        latest, room = (call.keys.contiguous(), call.values.contiguous()), n_following
     shown, sinks, kind = call.visible, call.sink_logits, _KINDS[call.queries.dtype]
-    if (parts := _PARTS.get(kept)) is None:
+    if (described := _DESCRIBED.get(kept)) is None:
         parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
-        _PARTS[kept] = parts
+        described = _DESCRIBED[kept] = parts, ctypes.addressof(parts), kept.spans.ctypes.data
     if shown is not None:
         shown = shown.expand(batch, n_following).to(torch.uint8).contiguous()
     if sinks is not None:
         sinks = sinks.float().contiguous()
     given = _Arguments(
         queries=asked.data_ptr(),
-        parts=ctypes.addressof(parts),
-        spans=kept.spans.ctypes.data,
+        parts=described[1],
+        spans=described[2],
         keys=latest[0].data_ptr(),
         values=latest[1].data_ptr(),
         visible=_place(shown),
@@ -214,7 +213,7 @@ def cpu_attention(
         n_rows=n_query_heads // n_kv_heads * n_new,
         n_new=n_new,
         n_following=n_following,
-        room=rooms.pop(),
+        room=room,
         key_dim=key_dim,
         value_dim=value_dim,
         following_kind=kind,
@@ -233,13 +232,16 @@ def cpu_attention(
     return output.to(call.queries.dtype)
 
 
-def _room(states: Tensor) -> int | None:
-    """Return the tokens between two heads' first ones; None where heads differ in it."""
-    batch, n_heads, _, dim = states.shape
-    row, *strides = states.stride()
-    room = strides[0] // dim
-    one_after_another = batch == 1 or row == n_heads * room * dim
-    return room if one_after_another and strides == [room * dim, dim, 1] else None
+def _room(*several: Tensor) -> int | None:
+    """Return the tokens between two heads' first ones; None where it is not the same for all."""
+    batch, n_heads, _, dim = several[0].shape
+    room = several[0].stride(1) // dim
+    for states in several:
+        dim = states.shape[3]
+        row = n_heads * room * dim if batch > 1 else states.stride(0)
+        if states.stride() != (row, room * dim, dim, 1):
+            return None
+    return room
 
 
 def _place(tensor: Tensor | None) -> int | None:
