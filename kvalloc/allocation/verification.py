@@ -167,9 +167,8 @@ def _guarded(
             "still be using the processor until this process ends); try another one"
         ) from error
     except Exception as error:  # a plug-in may fail in any way
-        reason = " ".join(str(error).split())
         raise SolverError(
-            f"the solver {solver.name} failed: {type(error).__name__}: {reason}; try another one"
+            f"the solver {solver.name} failed: {type(error).__name__}: {error}; try another one"
         ) from error
 
 

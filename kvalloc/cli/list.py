@@ -89,7 +89,7 @@ def _plugin_row(group: str, name: str, base: type[Any]) -> dict[str, Any]:
     try:
         cls = load(group, name, base)
     except KVAllocError as error:
-        return row | {"error": " ".join(str(error).split())}
+        return row | {"error": str(error)}
     texts = {text: str(getattr(cls, text, "")) for text in ("summary", "reference")}
     options = {
         key: "(required)" if option.default is option.empty else json_value(option.default)

@@ -15,7 +15,7 @@ from transformers import CompileConfig
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
 
-LENGTHS = (60, 41, 77, 50, 64)
+LENGTHS = (60, 41, 77)
 WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
 
 
