@@ -123,36 +123,6 @@ class ModelShape:
         """Return the indices of the layers with a sliding window."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "sliding")
 
-    def sliding_entries(self, context_tokens: int) -> int:
-        """Return the entries that a KV head of a sliding layer stores after these tokens.
-
-        transformers keeps the last ``sliding_window - 1`` tokens: the newest query brings its
-        own key.
-        """
-        if self.sliding_window is None:
-            return context_tokens
-        return min(context_tokens, self.sliding_window - 1)
-
-    def entries(self, context_tokens: int) -> int:
-        """Return the entries of a full cache of one prompt, of all layers and KV heads."""
-        full = len(self.full_layers) * context_tokens
-        sliding = len(self.sliding_layers) * self.sliding_entries(context_tokens)
-        return (full + sliding) * self.n_kv_heads
-
-    def full_bytes(self, context_tokens: int, batch: int = 1) -> int:
-        """Return the bytes of a cache that keeps ``batch`` rows of ``context_tokens`` tokens whole.
-
-        Full-attention layers are at 16 bits a number, whatever the model's type; sliding ones are
-        as transformers stores them.
-        """
-        full = len(self.full_layers) * context_tokens * self.bytes_per_entry
-        sliding = len(self.sliding_layers) * self.sliding_entries(context_tokens)
-        return (full + sliding * self.plain_bytes_per_entry) * self.n_kv_heads * batch
-
-    def plain_bytes(self, context_tokens: int, batch: int = 1) -> int:
-        """Return the bytes that the plain model stores for the same, in its own type."""
-        return self.entries(context_tokens) * self.plain_bytes_per_entry * batch
-
     def require_same_model(
         self,
         other: ModelShape,

@@ -278,6 +278,32 @@ def bits_fault(bits: int, head_dim: int) -> str | None:
     )
 
 
+def sliding_entries(shape: ModelShape, tokens: int) -> int:
+    """Return the entries that a KV head of a sliding layer stores after these tokens.
+
+    transformers keeps the last ``sliding_window - 1`` tokens: the newest query brings its own key.
+    """
+    return tokens if shape.sliding_window is None else min(tokens, shape.sliding_window - 1)
+
+
+def full_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
+    """Return the bytes of a cache that keeps rows of so many tokens whole.
+
+    Full-attention layers are at 16 bits a number, whatever the model's type; sliding ones are as
+    transformers stores them.
+    """
+    full = len(shape.full_layers) * tokens * shape.bytes_per_entry
+    sliding = len(shape.sliding_layers) * sliding_entries(shape, tokens)
+    return (full + sliding * shape.plain_bytes_per_entry) * shape.n_kv_heads * rows
+
+
+def plain_bytes(shape: ModelShape, tokens: int, rows: int = 1) -> int:
+    """Return the bytes that the plain model stores for the same, in its own type."""
+    full = len(shape.full_layers) * tokens
+    sliding = len(shape.sliding_layers) * sliding_entries(shape, tokens)
+    return (full + sliding) * shape.n_kv_heads * shape.plain_bytes_per_entry * rows
+
+
 def reading_bytes(shape: ModelShape, tokens: int, rows: int = 1, layers: int = 1) -> int:
     """Return the bytes of what is held in full while a prompt is read with eviction.
 
@@ -305,7 +331,7 @@ def check_size(shape: ModelShape, context_tokens: int, page_tokens: int, batch: 
     ------
     InputError
     """
-    whole = shape.plain_bytes(-(-context_tokens // page_tokens) * page_tokens, batch)
+    whole = plain_bytes(shape, -(-context_tokens // page_tokens) * page_tokens, batch)
     if whole > MOST_BYTES:
         raise InputError(
             f"a cache of {whole:,} bytes is more than can be counted; ask for a smaller batch, a "
@@ -367,7 +393,7 @@ class CacheCosts:
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
         everything = heads * int(self.of_head(context, 16, page))
         columns = self.columns or context
-        pages = -(-shape.sliding_entries(columns) // page)
+        pages = -(-sliding_entries(shape, columns) // page)
         sliding = shape.n_kv_heads * pages * page * shape.plain_bytes_per_entry * self.batch
         self.__dict__.update(
             heads=heads,

@@ -14,6 +14,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import sliding_entries
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose, problem_of
 from kvalloc.allocation.infeasibility import advise
@@ -343,8 +344,8 @@ def outcome(posed: PosedRequest, choice: IntArray, value: float) -> dict[str, An
     """
     curves, problem = posed.curves, posed.problem
     shape, groups, chosen = curves.scores.shape, curves.request.groups, (problem.units, choice)
-    sliding_entries = shape.sliding_entries(problem.context_tokens)
-    budgets = head_table(shape, problem, problem.tokens[chosen], sliding_entries)
+    sliding = sliding_entries(shape, problem.context_tokens)
+    budgets = head_table(shape, problem, problem.tokens[chosen], sliding)
     for group in groups:
         budgets[list(group)] = budgets[group[0]]
     fields: dict[str, Any] = {"budgets": budgets}

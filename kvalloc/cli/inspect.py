@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.cli.eval import print_evaluation
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_verbose, note, print_fields, print_json, print_result, wants_json
@@ -137,7 +138,7 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
         "rows": header.batch,
         **{name: getattr(header, name) for name in ("seen_tokens", "prompt_tokens", "dtype")},
         "file_bytes": path.stat().st_size,
-        "full_bytes": profile.shape.full_bytes(header.seen_tokens) if alone else None,
+        "full_bytes": full_bytes(profile.shape, header.seen_tokens) if alone else None,
         "read_seconds": header.read_seconds,
         "bits": profile.bits,
         "share_groups": profile.share_groups,

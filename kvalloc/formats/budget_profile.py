@@ -14,8 +14,11 @@ from kvalloc.accounting.costs import (
     bits_fault,
     check_size,
     entries_in_share,
+    full_bytes,
     head_bytes,
+    plain_bytes,
     reading_bytes,
+    sliding_entries,
     stored_bytes,
 )
 from kvalloc.accounting.rounding import apportion
@@ -280,7 +283,8 @@ class BudgetProfile(JsonRecord):
     @property
     def full_tokens(self) -> int:
         """Entries a plain cache stores for one row at the reference context."""
-        return self.shape.entries(self.context_tokens)
+        shape = self.shape
+        return plain_bytes(shape, self.context_tokens) // shape.plain_bytes_per_entry
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -292,7 +296,7 @@ class BudgetProfile(JsonRecord):
     @property
     def full_bytes(self) -> int:
         """Bytes that keeping everything takes at 16 bits, at the reference context and batch."""
-        return self.shape.full_bytes(self.context_tokens, self.batch)
+        return full_bytes(self.shape, self.context_tokens, self.batch)
 
     @property
     def share(self) -> float:
@@ -398,7 +402,7 @@ class BudgetProfile(JsonRecord):
             raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")
         budgets = self.budgets.copy()
         full = list(self.shape.full_layers)
-        budgets[list(self.shape.sliding_layers)] = self.shape.sliding_entries(context_tokens)
+        budgets[list(self.shape.sliding_layers)] = sliding_entries(self.shape, context_tokens)
         if self.share_of_16_bits is not None:
             budgets[full] = entries_in_share(
                 self.share_of_16_bits,

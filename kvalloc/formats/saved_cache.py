@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes, sliding_entries
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
@@ -277,7 +277,7 @@ class _Contents:
         found = f"of {n_dense} tokens"
         whole = not any(name.startswith(f"{index}.bits_") for name in self._left)
         if kind == "sliding" or whole:
-            there = profile.shape.sliding_entries(seen) if kind == "sliding" else seen
+            there = sliding_entries(profile.shape, seen) if kind == "sliding" else seen
             self._require(n_dense == there, name, found, f"all {there}")
             return
         end = seen - n_dense

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime.making import make_cache
@@ -201,9 +202,9 @@ def measure_steps(
     return StepTimes(
         rows=ROWS,
         model_seconds=tuple(seconds[rows] for rows in ROWS),
-        plain=Line(0.0, max(seconds["plain"] - seconds[1], 0.0) / shape.plain_bytes(plain_tokens)),
+        plain=Line(0.0, max(seconds["plain"] - seconds[1], 0.0) / plain_bytes(shape, plain_tokens)),
         kept=Line.through(*kept),
-        followed=Line(0.0, max(slower, 0.0) / shape.plain_bytes(FOLLOWED)),
+        followed=Line(0.0, max(slower, 0.0) / plain_bytes(shape, FOLLOWED)),
         settled=Line.through(*settled),
         entered=Line(0.0, max(longer, 0.0) / FOLLOWED),
         source=f"measured on this {model.device.type} in {duration(time.perf_counter() - begun)}",

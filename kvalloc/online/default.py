@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -196,7 +197,7 @@ class Default:
         if min(needs) > memory:
             n_rows = len(lengths)
             in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
-            full = max(needs[0], setting.shape.plain_bytes(tokens, n_rows))
+            full = max(needs[0], plain_bytes(setting.shape, tokens, n_rows))
             raise InputError(
                 f"{option('memory', bytes_text(memory))} is {size(memory)}, but a prompt of "
                 f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
@@ -226,12 +227,12 @@ def _text(
     cost, text = way.cost, way.says(chunked=chunked)
     peak = way.peak_bytes(Rows(max(lengths), rows, columns, chunked))
     if kept == 1:
-        cost, text, peak = Whole.cost, Whole.text, shape.plain_bytes(columns, rows)
+        cost, text, peak = Whole.cost, Whole.text, plain_bytes(shape, columns, rows)
         if reached > share < 1:
             text = f"keeps the prompt whole, which is too short for {share:.1%}"
     width = "at 16 bits"
     if not profile.reduces:
-        width, stored = "as they are", sum(map(shape.plain_bytes, lengths))
+        width, stored = "as they are", sum(plain_bytes(shape, length) for length in lengths)
     if profile.bits is not None:
         widths = np.unique(profile.bits[full]).tolist()
         width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"

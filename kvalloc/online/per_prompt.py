@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request, RequestOptions
@@ -193,7 +194,7 @@ class PromptTarget:
             detail="keeps the prompt whole, which is too short to leave any out"
         )
         if row.size <= undecided.context_tokens:
-            size = shape.full_bytes(row.size, request.batch)
+            size = full_bytes(shape, row.size, request.batch)
             if target.at_peak and size > target.value:
                 raise InfeasibleError(
                     f"{target} is below the {size:,} bytes of a prompt that leaves nothing to evict"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvalloc.accounting.costs import reading_bytes
+from kvalloc.accounting.costs import plain_bytes, reading_bytes
 from kvalloc.errors import InputError, nearest, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.step_times import DEVICES, StepTimes, device_steps, measure_steps
@@ -161,7 +161,7 @@ def plan_batch(
     if isinstance(times, str):
         times = device_steps(model, times)
     if times is None:
-        tokens = min(prompt + answer // 2, max(1, room // shape.plain_bytes(1)))
+        tokens = min(prompt + answer // 2, max(1, room // plain_bytes(shape, 1)))
         times = measure_steps(model, _measured(setting, least, prompt), tokens)
     planned = [one.planned(room, times) for one in loads if one.peak_bytes <= room]
     planned.sort(key=lambda one: -one.tokens_per_second)
@@ -262,9 +262,9 @@ class Load:
         return cls(
             share=1.0,
             predicted_loss=0.0,
-            peak_bytes=shape.plain_bytes(prompt + answer),
+            peak_bytes=plain_bytes(shape, prompt + answer),
             answer=answer,
-            parts=((answer, prompt, shape.plain_bytes(prompt + answer // 2), 0),),
+            parts=((answer, prompt, plain_bytes(shape, prompt + answer // 2), 0),),
             plain=True,
         )
 

@@ -17,7 +17,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvalloc.accounting.costs import entries_in_share, head_bytes, reading_bytes
+from kvalloc.accounting.costs import (
+    entries_in_share,
+    head_bytes,
+    plain_bytes,
+    reading_bytes,
+    sliding_entries,
+)
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.shipped_profiles import load_fitted
@@ -202,7 +208,7 @@ class Way:
         kept = setting.entries(context, biased=policy.biased)
         bits, budgets = np.full(table, width), np.full(table, kept)
         bits[list(shape.sliding_layers)] = 16
-        budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
+        budgets[list(shape.sliding_layers)] = sliding_entries(shape, context)
         return BudgetProfile(
             shape=shape,
             level="head",
@@ -241,7 +247,7 @@ class Way:
         if queries is None:
             queries = min(max(rows, self.scorer.query_rows(read.tokens)), read.tokens)
         each = len(shape.full_layers) * shape.n_query_heads * shape.head_dim * shape.dtype_bytes
-        return shape.plain_bytes(read.columns, read.n_rows) + read.n_rows * queries * each
+        return plain_bytes(shape, read.columns, read.n_rows) + read.n_rows * queries * each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +342,7 @@ class Twice(Way):
         """Return it, with what is read again and what one layer shows of the prompt."""
         tokens, rows, columns, _ = read
         shown = min(SHOWN_FIRST + PIECE, tokens)
-        again = self.setting.shape.plain_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
+        again = plain_bytes(self.setting.shape, min(CARRIED_TOKENS + PIECE, tokens), rows)
         one_layer = reading_bytes(self.setting.shape, columns, rows)
         return self._holding_bytes(read) + one_layer * shown // columns + again
 

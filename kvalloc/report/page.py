@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable, provenance, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -177,7 +178,7 @@ def _memory(material: Material) -> dict[str, Any]:
     def of(profile: BudgetProfile | None, dtype_bytes: int) -> list[int]:
         sized = replace(shape, dtype_bytes=dtype_bytes)
         if profile is None:
-            return [sized.plain_bytes(length) for length in contexts]
+            return [plain_bytes(sized, length) for length in contexts]
         sized = replace(profile.shape, dtype_bytes=dtype_bytes)
         same = profile.replace(shape=sized)
         return [same.retained_bytes_at(length) for length in contexts]

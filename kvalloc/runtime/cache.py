@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -336,7 +337,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             if not isinstance(layer, BudgetLayer)
             for tensor in layer_tensors(layer)
         )
-        return sum(shape.full_bytes(own) for own in tokens if own) + slid_out
+        return sum(full_bytes(shape, own) for own in tokens if own) + slid_out
 
     @property
     def kept_tokens(self) -> IntArray:

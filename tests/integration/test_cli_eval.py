@@ -4,6 +4,7 @@ import json
 
 from cli_tools import run
 
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.formats.shipped_profiles import load_profile
 
 
@@ -66,7 +67,7 @@ def test_eval_takes_shares_of_what_a_sliding_model_needs(models, profiles, folde
     ran = run(*arguments, "--prompts", questions(folder), "--json")
     full, reduced = ran.json
     profile = load_profile(profiles / "gemma.json")
-    assert full["full_bytes"] == reduced["full_bytes"] == profile.shape.plain_bytes(50)
+    assert full["full_bytes"] == reduced["full_bytes"] == plain_bytes(profile.shape, 50)
     assert full["kept_bytes"] == full["full_bytes"] < full["retained_bytes"]
     assert reduced["retained_bytes"] == reduced["kept_bytes"] == profile.retained_bytes_at(50)
     assert "transformers stores" in ran.err

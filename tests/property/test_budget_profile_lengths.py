@@ -6,7 +6,7 @@ from factories import make_budget_profile, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.accounting.costs import POSITION_BYTES
+from kvalloc.accounting.costs import POSITION_BYTES, full_bytes
 from kvalloc.errors import InputError
 
 PROTECTED = 5
@@ -39,7 +39,7 @@ def test_within_limits_and_never_above_the_share(profile, context):
     assert np.all(budgets >= min(context, PROTECTED))
     assert np.all(budgets[whole] == context)
     if page == 1 and np.all(whole):
-        assert profile.retained_bytes_at(context) == profile.shape.full_bytes(context)
+        assert profile.retained_bytes_at(context) == full_bytes(profile.shape, context)
     if context == CONTEXT:
         assert budgets.tolist() == profile.budgets.tolist()
     elif context > PROTECTED:
@@ -86,7 +86,7 @@ def test_sliding_layers_follow_their_window():
         assert np.all(profile.budgets_for(context)[1] == min(context, 9))
     kept = int(profile.budgets_for(500)[[0, 2]].sum()) * (shape.bytes_per_entry + POSITION_BYTES)
     assert profile.retained_bytes_at(500, batch=3) == (kept + 2 * 9 * shape.bytes_per_entry) * 3
-    assert profile.shape.full_bytes(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
+    assert full_bytes(profile.shape, 500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
 
 
 def test_no_context_has_no_budgets():

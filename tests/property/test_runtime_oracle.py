@@ -11,6 +11,7 @@ import runtime_oracle as tiny  # noqa: E402
 from scorer_oracle import SCORERS  # noqa: E402
 
 import kvalloc  # noqa: E402
+from kvalloc.accounting.costs import plain_bytes  # noqa: E402
 from kvalloc.runtime.policies import policy_names  # noqa: E402
 
 
@@ -49,7 +50,7 @@ def test_any_budgets_and_any_lengths(models, data):
         assert (cache.kept_tokens == profile.budgets_for(context)).all()
         stored = profile.retained_bytes_at(context, batch)
         if not profile.reduces:  # bit for bit: at the model's own width
-            stored = profile.shape.plain_bytes(context, batch)
+            stored = plain_bytes(profile.shape, context, batch)
         assert cache.retained_bytes == stored
         oracle = tiny.Oracle(model, ids, tiny.kept_of(cache), cache)
         for tokens in follow:

@@ -6,6 +6,7 @@ from factories import curves_of, make_scores, make_shape, random_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
@@ -53,7 +54,7 @@ def test_heads_on_their_own_are_never_worse(share):
         layer = solve(scores, budget=share)
         head = solve(scores, budget=share, level="head")
         assert head.objective >= layer.objective - 1e-12
-        assert head.retained_bytes <= scores.shape.full_bytes(scores.context_tokens) * share
+        assert head.retained_bytes <= full_bytes(scores.shape, scores.context_tokens) * share
     cheaper = solve(scores, target_retention=0.9, level="head").retained_bytes
     assert cheaper <= solve(scores, target_retention=0.9).retained_bytes
 

@@ -17,7 +17,7 @@ from factories import (
     make_shared_scores,
 )
 
-from kvalloc.accounting.costs import POSITION_BYTES
+from kvalloc.accounting.costs import POSITION_BYTES, full_bytes
 from kvalloc.allocation.curves import RequestCurves
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate, problem_of
@@ -278,12 +278,12 @@ def test_sliding_layers_are_paid_for_but_not_decided():
     for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
         costs = make_curves(scores, budget=0.5, context=context, batch=batch).costs
         assert costs.sliding_bytes == 2 * 2 * entries * SLIDING.bytes_per_entry * batch
-    problem = formulate(scores, Request.parse(memory=SLIDING.full_bytes(100)))
+    problem = formulate(scores, Request.parse(memory=full_bytes(SLIDING, 100)))
     assert problem.layers.tolist() == [0, 3]
     assert problem.weights.tolist() == [0.5, 0.5]
-    profile = solve(scores, memory=2 * SLIDING.full_bytes(100))
+    profile = solve(scores, memory=2 * full_bytes(SLIDING, 100))
     assert profile.budgets.tolist() == [[100, 100], [19, 19], [19, 19], [100, 100]]
-    assert profile.retained_bytes == profile.full_bytes == SLIDING.full_bytes(100)
+    assert profile.retained_bytes == profile.full_bytes == full_bytes(SLIDING, 100)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from prompt_runs import generate
 from transformers import CohereConfig, CohereForCausalLM
 
 import kvalloc
-from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, stored_bytes
+from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, plain_bytes, stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
@@ -351,7 +351,7 @@ def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file)
     chunked = default.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert "holds the full cache until the prompt is complete" in chunked.profile.detail
     full = way.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=True))
-    assert full > shape.plain_bytes(TOKENS)
+    assert full > plain_bytes(shape, TOKENS)
     within = replace(default, options=replace(options, memory=full - 1))
     short = within.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert len(np.unique(short.profile.bits)) == 1

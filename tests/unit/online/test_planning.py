@@ -8,7 +8,7 @@ from cli_tools import refused
 from cli_tools import run as run_command
 from prompt_runs import run
 
-from kvalloc.accounting.costs import reading_bytes
+from kvalloc.accounting.costs import plain_bytes, reading_bytes
 from kvalloc.errors import InputError
 from kvalloc.measure.step_times import DEVICES, Line, StepTimes, device_steps
 from kvalloc.models.loading import shape_of
@@ -112,11 +112,11 @@ def test_rows_are_the_fastest_that_fit_and_the_smallest_share_is_that_of_the_los
 
 
 def test_a_plain_cache_stands_beside_where_one_fits(model, plan):
-    whole = shape_of(model).plain_bytes(PROMPT + ANSWER)
+    whole = plain_bytes(shape_of(model), PROMPT + ANSWER)
     assert plan(whole - 1).plain is None
     plain = plan(2 * whole).plain
     assert (plain.rows, plain.peak_bytes, plain.share) == (2, 2 * whole, 1)
-    seconds = TIMES.of_model(2) + 2 * TIMES.plain.at(shape_of(model).plain_bytes(200))
+    seconds = TIMES.of_model(2) + 2 * TIMES.plain.at(plain_bytes(shape_of(model), 200))
     assert plain.tokens_per_second == pytest.approx(2 / seconds)
 
 

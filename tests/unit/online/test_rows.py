@@ -12,6 +12,7 @@ from prompt_runs import padded_rows, run
 from runtime_oracle import VOCABULARY
 
 import kvalloc
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
@@ -155,7 +156,7 @@ def test_rows_share_the_bytes_of_all_by_their_losses(tiny, model, fitted_file):
     alone, cache = read(lengths)
     lost = [sum(one.predicted_loss for one in own.row_profiles) for own in (alone, cache)]
     assert lost[1] < 0.8 * lost[0]
-    granted = 0.3 * shape.full_bytes(sum(lengths))
+    granted = 0.3 * full_bytes(shape, sum(lengths))
     assert 0.9 * granted < cache.retained_bytes <= granted
     shares = [profile.requested["value"] for profile in cache.row_profiles]
     assert shares[1] == shares[3] > shares[2] > shares[0]

@@ -16,6 +16,7 @@ from factories import (
     make_shape,
 )
 
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.allocation.decision import solve
 from kvalloc.report.page import write_report
 
@@ -69,7 +70,7 @@ def test_the_calculator_holds_the_profiles_own_bytes(tmp_path):
     for place, context in enumerate(memory["contexts"]):
         assert memory["kept"][0]["4"][place] == profile.retained_bytes_at(context)
         assert memory["kept"][0]["2"][place] == profile.retained_bytes_at(context)
-        assert memory["full"]["4"][place] == shape.plain_bytes(context)
+        assert memory["full"]["4"][place] == plain_bytes(shape, context)
 
 
 def test_what_files_leave_out_is_said(files, tmp_path):

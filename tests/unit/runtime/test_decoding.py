@@ -10,6 +10,7 @@ import torch
 from prompt_runs import states_seen
 
 import kvalloc
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import base, changed_policy
 from kvalloc.scorers import get_scorer
@@ -117,7 +118,7 @@ def test_4096_tokens_stay_within_the_share_and_the_stated_slack():
     for seen in range(prompt + 1, prompt + 4097):
         token = feed(model, cache, token, [1])[:, -1:].argmax(-1)
         if seen < prompt + awaited:
-            assert cache.retained_bytes <= shape.plain_bytes(seen) + slack
+            assert cache.retained_bytes <= plain_bytes(shape, seen) + slack
             continue
         settled = seen if seen - settled == every else settled
         assert (cache.kept_tokens == profile.budgets_for(settled) + seen - settled).all()

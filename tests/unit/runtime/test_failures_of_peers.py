@@ -16,7 +16,7 @@ from prompt_runs import run
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.accounting.costs import POSITION_BYTES
+from kvalloc.accounting.costs import POSITION_BYTES, full_bytes
 
 CONTEXT = 90
 
@@ -87,8 +87,8 @@ def test_5_padding_is_never_kept_and_never_counted(model, profile):
         kept = cache.kept_indices(layer)[1]
         assert (kept[kept >= 0] >= 50).all()
     assert np.array_equal(cache.kept_tokens_by_row[1], profile.budgets_for(CONTEXT - 50))
-    assert cache.full_bytes == profile.shape.full_bytes(CONTEXT) + profile.shape.full_bytes(
-        CONTEXT - 50
+    assert cache.full_bytes == full_bytes(profile.shape, CONTEXT) + full_bytes(
+        profile.shape, CONTEXT - 50
     )
 
 

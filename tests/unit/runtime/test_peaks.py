@@ -12,6 +12,7 @@ from factories import make_bits, make_scores, make_shared_scores
 from live_storage import LiveStorage, peak_bytes
 
 import kvalloc
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
@@ -129,7 +130,7 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
         return model(ids, attention_mask=mask, logits_to_keep=1, **known)
 
     plain = watched.peaks(lambda: read(use_cache=False))
-    memory = int(0.4 * shape.plain_bytes(TOKENS, 2))
+    memory = int(0.4 * plain_bytes(shape, TOKENS, 2))
     if way in SOLVED:
         make, asked = SOLVED[way]
         sizes = {"n_layers": LAYERS} if make is make_shared_scores else {"shape": shape}
@@ -197,7 +198,7 @@ def test_late_eviction_holds_little_more_than_the_full_cache(dtype, padded):
     alone = watched.peaks(lambda: answer(use_cache=False))
     held = watched.peaks(lambda: answer(past_key_values=cache))
     assert cache.reduced
-    full = shape.plain_bytes(TOKENS + AWAITED, 2)
+    full = plain_bytes(shape, TOKENS + AWAITED, 2)
     assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
 
 
