@@ -23,7 +23,7 @@ from kvalloc.measure.kl import row_divergences
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.structure import decoder_of, end_tokens, input_device
-from kvalloc.runtime.quantization import quantised_values, stored_keys
+from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.repetition import HeldPrompt, repeat_prompt
 from kvalloc.runtime.selection import keep_best
@@ -254,14 +254,16 @@ class LossProbe:
         keys, values = (
             stored[:, None].expand(-1, len(keep), -1, -1) for stored in self._stored(layer)
         )
-        places = [mask.nonzero()[:, 0] for mask in keep.transpose(0, 1).flatten(0, 1)]
         widths = np.unique(bits).tolist()
         by_width = {width: quantised_values(values[:, 0], width) for width in widths}
         rounded = [
             torch.stack([by_width[width][head] for width in of_head])
             for head, of_head in enumerate(bits.T.tolist())
         ]
-        keys = stored_keys(keys, places, bits.T)
+        keys = keys.clone(memory_format=torch.contiguous_format)
+        for (variant, head), width in np.ndenumerate(np.broadcast_to(bits, keep.shape[:2])):
+            own, kept = keys[head, variant], keep[variant, head]
+            own[kept] = quantised_keys(own[kept][None, None], int(width))[0, 0]
         return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
 
     @torch.no_grad()

@@ -30,6 +30,8 @@ from kvalloc.models.structure import check_decoder_only, decoder_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kvalloc.accounting import IntArray
+
 _PREFIX = "kvalloc_"
 
 
@@ -82,9 +84,11 @@ class AttentionStates:
         those of all query heads.
     bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
         Added to the logits of entries into which evicted ones were put: ``log(n)`` for n of them.
-    stored_keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim), or None
-        While evicted entries are put into kept ones that are stored at fewer bits: the keys, where
-        kept as they will come back.
+    key_bits : ndarray of int64, (n_kv_heads,), or None
+        Width at which each head's kept keys will be stored; None where they stay as they are.
+    shared : dict
+        What was computed of these very states and will be asked for again; none for what
+        `replace` makes of them.
     """
 
     layer: int
@@ -105,7 +109,8 @@ class AttentionStates:
     positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
     bias: Tensor | None = None
-    stored_keys: Tensor | None = None
+    key_bits: IntArray | None = None
+    shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
         """Return one KV head with the query heads that share it, without notes."""
@@ -126,7 +131,7 @@ class AttentionStates:
             first_head=self.first_head + head,
             observed=None,
             later=None,
-            stored_keys=None,
+            key_bits=None,
         )
 
     def unobserved(self) -> AttentionStates:

@@ -25,7 +25,6 @@ from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import handed_out, keep_best, kept_places
 from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
@@ -335,6 +334,9 @@ class Eviction:
         own, places = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later, bias=bias)
+        bits = self.bits.get(own.layer)
+        if bits is not None and (bits != 16).any():
+            own = replace(own, key_bits=bits[own.first_head : own.first_head + keys.shape[1]])
         if layer.reduced:  # the first sink stays: it tells how much padding came before it
             start = positions[..., :1] if source.front(part) or self.sinks else 0
             own = replace(own, positions=positions - start)
@@ -544,12 +546,8 @@ class Eviction:
         """A piece with what the policy puts into the entries that stay."""
         if not bool((budgets < kept.shape[2]).any()):
             return own
-        given, bits = own, self.bits.get(own.layer)
-        if bits is not None and (bits != 16).any() and self.policy.combines:
-            bits = bits[own.first_head : own.first_head + kept.shape[1]]
-            given = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
         limits = Limits(sinks=self.sinks, window=self.window)
-        made = self.policy.combine(given, kept, budgets, **limits)
+        made = self.policy.combine(own, kept, budgets, **limits)
         if made is None:
             return own
         bias = own.bias if made.logit_bias is None else made.logit_bias

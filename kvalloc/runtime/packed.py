@@ -36,7 +36,7 @@ __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", 
 STEPS = 8
 """In so many steps a layer is rounded, which takes several times the bytes of the numbers.
 
-Steps are counted in blocks of keys: a layer of one row and one KV head is rounded in as many.
+Heads of one width take their share of them, by their blocks of keys.
 """
 
 NO_COLUMN = torch.iinfo(torch.int32).max
@@ -57,11 +57,10 @@ def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray
     return {layer: widths[layer] for layer in full if every or (widths[layer] != 16).any()}
 
 
-def pack(numbers: KeptEntries, bits: int) -> KeptEntries:
-    """Return numbers of the model's type at so many bits."""
+def pack(numbers: KeptEntries, bits: int, n_steps: int) -> KeptEntries:
+    """Return numbers of the model's type at so many bits, rounded in as many steps."""
     if bits == 16:
         return numbers.halved()
-    n_steps = max(1, min(STEPS, int(numbers.spans.blocks.sum())))
     keys, key_scales = _packed_segments(numbers, bits, n_steps)
     steps = [_packed_values(values, bits) for values in numbers.values.chunk(n_steps)]
     return replace(numbers, keys=keys, values=torch.cat(steps), key_scales=key_scales, bits=bits)
@@ -212,13 +211,19 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     return codes
 
 
+_WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
+"""What the numbers of a byte, of so many bits, are together before they are packed: one word."""
+
+
 def _packed_plane(numbers: Tensor, width: int) -> Tensor:
     """Return numbers (n, head_dim) of so many bits as bytes."""
     if width == 8:
         return numbers.contiguous()
-    own = _padded(numbers, 8 // width)
-    own = own.view(len(own), own.shape[1] * width // 8, 8 // width) << _places(width, own.device)
-    return own.sum(dim=-1, dtype=torch.uint8)
+    # a product puts each number where it belongs in one of the word's bytes, where none overlap
+    steps = range(0, 8 // width * (8 - width), 8 - width)
+    words = _padded(numbers, 8 // width).contiguous().view(_WORDS[width])
+    together: Tensor = words * sum(2**step for step in steps) >> steps[-1]
+    return together.to(torch.uint8)  # the lowest byte
 
 
 def _unpacked_plane(packed: Tensor, width: int, head_dim: int) -> Tensor:
@@ -313,10 +318,13 @@ class LayerEntries:
             Of `WIDTHS`.
         """
         like = entries.keys[:0].clone(), entries.values[:0].clone()
-        parts = [
-            pack(entries.of_heads(np.flatnonzero(bits == width).tolist()), width)
-            for width in sorted(set(bits.tolist()), reverse=True)
-        ]
+        blocks, parts = entries.spans.blocks.reshape(entries.lengths.shape), []
+        for width in sorted(set(bits.tolist()), reverse=True):
+            heads = np.flatnonzero(bits == width)
+            n_blocks = int(blocks[:, heads].sum())
+            share = -(-STEPS * n_blocks // max(int(blocks.sum()), 1))
+            n_steps = max(1, min(share, n_blocks))
+            parts.append(pack(entries.of_heads(heads.tolist()), width, n_steps))
         return cls(parts=tuple(parts), like=like)
 
     @cached_property

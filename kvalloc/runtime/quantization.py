@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from math import inf
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +38,7 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
     """
     if bits == 16:
         return keys
-    by_channel = keys.transpose(2, 3)
-    return _rounded(by_channel, KEY_BLOCK_TOKENS, WIDTHS[bits].keys).transpose(2, 3)
+    return _rounded(keys, KEY_BLOCK_TOKENS, WIDTHS[bits].keys, dim=2)
 
 
 def quantised_values(values: Tensor, bits: int) -> Tensor:
@@ -60,32 +57,25 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return values
     turned, width = turns(bits, int(values.shape[-1])), WIDTHS[bits].values
-    found = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width)
+    found = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width, dim=-1)
     return rotated(found).to(values.dtype) if turned else found
 
 
-def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tensor:
-    """Return keys of which those that are kept are as they come back from storage.
+def round_first_keys(keys: Tensor, counts: Tensor, bits: IntArray) -> None:
+    """Round the first keys of each row and head as they will come back from storage, in place.
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-    places : sequence of Tensor of int64, each (n_kept,)
-        Which entries are kept, increasing; row by row, of one head after the other.
-    bits : ndarray of int64, (n_kv_heads,) or (batch, n_kv_heads)
+    counts : Tensor of int64, (batch, n_kv_heads)
+        How many are stored, on the host.
+    bits : ndarray of int64, (n_kv_heads,)
         Of `WIDTHS`.
-
-    Returns
-    -------
-    Tensor, as ``keys``
     """
-    found = keys.clone(memory_format=torch.contiguous_format)
-    widths = np.broadcast_to(bits, keys.shape[:2])
-    for number, own in enumerate(places):
-        row, head = divmod(number, widths.shape[1])
-        rounded = quantised_keys(keys[row, head, own][None, None], int(widths[row, head]))[0, 0]
-        found[row, head].index_copy_(0, own, rounded)
-    return found
+    for row, counts_of_row in zip(keys, counts.tolist(), strict=True):
+        for own, count, width in zip(row, counts_of_row, bits.tolist(), strict=True):
+            if width < 16:
+                own[:count] = quantised_keys(own[None, None, :count], width)[0, 0]
 
 
 def rotated(vectors: Tensor) -> Tensor:
@@ -152,23 +142,27 @@ def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     return steps.round_().clamp_(0, levels).to(torch.uint8), scales
 
 
-def in_blocks(numbers: Tensor, block: int) -> Tensor:
-    """Return numbers in blocks along the last axis, float32, (..., n_blocks, block).
+def in_blocks(numbers: Tensor, block: int, dim: int = -1) -> Tensor:
+    """Return numbers in blocks along an axis, float32: that axis becomes (n_blocks, block).
 
     An axis shorter than a block is one block of its own length.
     """
-    size = numbers.shape[-1]
+    dim = dim % numbers.ndim
+    size = int(numbers.shape[dim])
     block = min(block, max(size, 1))
     missing = -size % block
-    padded = numbers.to(torch.float32, memory_format=torch.contiguous_format)
+    padded = numbers.float()
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
-        padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
-    return padded.contiguous().view(*padded.shape[:-1], (size + missing) // block, block)
+        last = padded.narrow(dim, size - 1, 1)
+        padded = torch.cat([padded, last.repeat_interleave(missing, dim=dim)], dim=dim)
+    sizes = (*numbers.shape[:dim], (size + missing) // block, block, *numbers.shape[dim + 1 :])
+    return padded.contiguous().view(sizes)
 
 
-def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
-    """Return numbers that were rounded to codes in blocks along the last axis."""
-    codes, scales = coded(in_blocks(numbers, block), bits)
-    back = from_codes(codes, *torch.split(scales, 1, dim=-1)).flatten(-2)[..., : numbers.shape[-1]]
-    same: Tensor = back.to(numbers.dtype)
+def _rounded(numbers: Tensor, block: int, bits: int, dim: int) -> Tensor:
+    """Return numbers that were rounded to codes in blocks along an axis."""
+    dim = dim % numbers.ndim
+    codes, scales = coded(in_blocks(numbers, block, dim), bits, dim=dim + 1)
+    back = from_codes(codes, *torch.split(scales, 1, dim=dim + 1)).flatten(dim, dim + 1)
+    same: Tensor = back.narrow(dim, 0, numbers.shape[dim]).to(numbers.dtype)
     return same

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _KEY_BLOCK_TOKENS = 256
 _WINDOW_ELEMENTS = 1 << 24
 
+_BEHIND, _ROWS = "behind", "rows"
+"""Under which states share those of `states_behind`, and these logits and weights of all rows."""
+
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
     """Return the attention weights of the last tokens, in float32.
@@ -97,7 +100,10 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
             # only the rows' own square needs the causal mask: it is the end of every row
             later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
             logits[..., -rows:].masked_fill_(later, float("-inf"))
-        return attention_softmax(logits, states.sink_logits)
+        weights = attention_softmax(logits, states.sink_logits)
+        if states.behind and rows == states.queries.shape[2]:
+            states.shared[_ROWS] = logits, weights
+        return weights
     mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
         logits += mask.float()
@@ -167,7 +173,34 @@ def states_behind(
     if mask is not None:
         mask = _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
         mask = mask & ~protected_columns(states, sinks=0)[:, :, None]
-    return replace(states, queries=queries, mask=mask, behind=True)
+    found = replace(states, queries=queries, mask=mask, behind=True)
+    states.shared[_BEHIND, ahead] = found
+    return found
+
+
+def known_rows(states: AttentionStates, rows: int, ahead: int) -> tuple[Tensor, Tensor] | None:
+    """Return logits and weights of the last queries that `states_behind` put there, if known.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    rows : int
+        How many of the last.
+    ahead : int
+        How far behind the newest token, positions.
+
+    Returns
+    -------
+    tuple of Tensor of float32, each (batch, n_kv_heads, group, rows, n_tokens), or None
+        None where these or some of them were not computed.
+    """
+    found = states.shared.get((_BEHIND, ahead))
+    known: tuple[Tensor, Tensor] | None = None if found is None else found.shared.get(_ROWS)
+    if known is None or known[0].shape[3] < min(rows, states.queries.shape[2]):
+        return None
+    logits, weights = (each[..., -rows:, :] for each in known)
+    return logits, weights
 
 
 def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:

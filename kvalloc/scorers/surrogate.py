@@ -129,17 +129,19 @@ class Surrogate(Scorer):
         scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         for begin in range(sinks, keys.shape[2], _BLOCK_TOKENS):
             block = slice(begin, begin + _BLOCK_TOKENS)
-            features = entry_features(
-                replace(
-                    states,
-                    keys=keys[:, :, block],
-                    values=states.values[:, :, block],
-                    positions=places[..., block],
-                )
+            own = replace(
+                states,
+                keys=keys[:, :, block],
+                values=states.values[:, :, block],
+                positions=places[..., block],
             )
-            weights = self._weights(states, features)
-            scores[..., block] = torch.einsum("bhnf,hf->bhn", features, weights[:, :-1])
-            scores[..., block] += weights[:, -1:]
+            features = _features(own)
+            sizes = [int(each.shape[-1]) for each in features]
+            *weights, constant = torch.split(self._weights(states, sum(sizes)), [*sizes, 1], dim=-1)
+            scores[..., block] = constant + sum(
+                (each @ share[..., None])[..., 0]
+                for each, share in zip(features, weights, strict=True)
+            )
         scores = self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
         if self.votes:
             largest = self._voting.score(states, sinks=sinks)
@@ -155,21 +157,22 @@ class Surrogate(Scorer):
         """Return the number of voting queries."""
         return self.votes
 
-    def _weights(self, states: AttentionStates, features: Tensor) -> Tensor:
-        """Return the weights of the present heads, (n_kv_heads, n_features + 1)."""
+    def _weights(self, states: AttentionStates, n_features: int) -> Tensor:
+        """Return the weights of the present heads, float32, (n_kv_heads, n_features + 1)."""
         import torch
 
         layers, first = self.fitted.shape.full_layers, states.first_head
+        n_kv_heads = int(states.keys.shape[1])
         weights = None
         if states.layer in layers:
-            heads = slice(first, first + features.shape[1])
+            heads = slice(first, first + n_kv_heads)
             weights = self.fitted.weights[layers.index(states.layer)][heads]
-        if weights is None or weights.shape != (features.shape[1], features.shape[3] + 1):
+        if weights is None or weights.shape != (n_kv_heads, n_features + 1):
             raise UnsupportedRequestError(
                 f"the surrogate {self.file} was not fitted to layer {states.layer} of this model "
                 "as it is; make one for it with 'kvalloc fit'"
             )
-        return torch.tensor(weights).to(features)
+        return torch.tensor(weights, dtype=torch.float32, device=states.keys.device)
 
 
 def entry_features(states: AttentionStates) -> Tensor:
@@ -193,6 +196,13 @@ def entry_features(states: AttentionStates) -> Tensor:
     """
     import torch
 
+    return torch.cat(_features(states), dim=-1)
+
+
+def _features(states: AttentionStates) -> list[Tensor]:
+    """Return the parts of `entry_features`."""
+    import torch
+
     frequencies = known_frequencies(
         states.frequencies,
         who="the scorer surrogate",
@@ -207,4 +217,4 @@ def entry_features(states: AttentionStates) -> Tensor:
     norms = [
         one.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for one in (keys, values)
     ]
-    return torch.cat([keys, values, lengths, *norms], dim=-1)
+    return [keys, values, lengths, *norms]

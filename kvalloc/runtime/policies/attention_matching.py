@@ -25,9 +25,15 @@ from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.quantization import round_first_keys
 from kvalloc.runtime.selection import gathered
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.attention_rows import attention_logits, attention_softmax, queries_behind
+from kvalloc.scorers.attention_rows import (
+    attention_logits,
+    attention_softmax,
+    known_rows,
+    queries_behind,
+)
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Count, Positive
 
@@ -139,29 +145,34 @@ class AttentionMatching(Score):
             If the prompt's queries cannot be put elsewhere.
         """
         queries, counts = self._references(states)
+        known = self._known(states)
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
         # what counts for nothing changes nothing: a head that keeps everything stays as it is
         counts = counts.reshape(*sizes.shape, -1) * ~kept.all(dim=-1, keepdim=True)
         values, bias = states.values.clone(), torch.zeros(kept.shape, device=kept.device)
         bias += 0.0 if states.bias is None else states.bias
         for heads, most in _alike(budgets.amax(dim=0).tolist()):
-            mine = [head * group + place for head in heads for place in range(group)]
-            sinks = None if states.sink_logits is None else states.sink_logits[mine]
-            own = replace(states, queries=queries[:, mine], mask=None, sink_logits=sinks)
+            of_heads = slice(heads.start * group, heads.stop * group)
+            sinks = None if states.sink_logits is None else states.sink_logits[of_heads]
+            mine = queries[:, of_heads]
+            own = replace(states, queries=mine, mask=None, sink_logits=sinks)
             n_queries = int(queries.shape[2])
-            logits = attention_logits(own, states.keys[:, heads], 0, n_queries)
+            if known is None:
+                logits = attention_logits(own, states.keys[:, heads], 0, n_queries)
+                if states.bias is not None:
+                    logits += bias[:, heads, None, None]
+                weights = attention_softmax(logits, sinks)
+            else:
+                logits, weights = (each[:, heads] for each in known)
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :most]
             added = bias[:, heads].gather(2, places)
-            if states.bias is not None:
-                logits += bias[:, heads, None, None]
-            weights = attention_softmax(logits, sinks)
             as_stored = None
-            if states.stored_keys is not None:
-                as_stored = attention_logits(
-                    own, gathered(states.stored_keys[:, heads], places), 0, n_queries
-                )
+            if states.key_bits is not None:
+                stored = gathered(states.keys[:, heads], places)
+                round_first_keys(stored, budgets[:, heads], states.key_bits[heads])
+                as_stored = attention_logits(own, stored, 0, n_queries)
                 # the largest logit and its weight tell by what a row is divided
                 whole = logits.amax(dim=-1, keepdim=True) - weights.amax(dim=-1, keepdim=True).log()
                 if states.bias is not None:
@@ -178,11 +189,20 @@ class AttentionMatching(Score):
                 as_stored=as_stored,
                 others=sinks is not None,
             )
-            index = places[..., None].expand_as(found.values)
-            values[:, heads] = values[:, heads].scatter(2, index, found.values)
-            if found.logit_bias is not None:
-                bias[:, heads] = bias[:, heads].scatter(2, places, found.logit_bias)
+            for at, head in enumerate(range(len(kept[0]))[heads]):
+                index = places[:, at, :, None].expand_as(found.values[:, at])
+                values[:, head].scatter_(1, index, found.values[:, at])
+                if found.logit_bias is not None:
+                    bias[:, head].scatter_(1, places[:, at], found.logit_bias[:, at])
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
+
+    def _known(self, states: AttentionStates) -> tuple[Tensor, Tensor] | None:
+        """Return logits and weights of the references, where the same queries have just voted."""
+        if self.following or (known := known_rows(states, self.rows, _AHEAD_TOKENS)) is None:
+            return None
+        first = (int(known[0].shape[3]) - 1) % self.every  # the last is among them
+        logits, weights = (each[..., first :: self.every, :] for each in known)
+        return logits, weights
 
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
         """Return queries behind the prompt, and their weights: (batch, n_query_heads, n, ...)."""
@@ -243,16 +263,20 @@ class FollowingQueries(Scorer):
         return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
 
 
-def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:
-    """Return heads that keep about as many entries, to be fitted at once, and their maximum."""
-    found: list[tuple[list[int], int]] = []
-    smallest = 0
-    for size, head in sorted((size, head) for head, size in enumerate(sizes)):
-        if found and size <= smallest * _ALIKE:
-            found[-1] = ([*found[-1][0], head], size)
+def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
+    """Return heads that keep about as many entries, to be fitted at once, and their maximum.
+
+    They are neighbours, so that nothing of theirs is copied.
+    """
+    found: list[tuple[slice, int]] = []
+    first, least, most = 0, sizes[0], sizes[0]
+    for head, size in enumerate([*sizes[1:], 0], start=1):
+        smaller, larger = min(least, size), max(most, size)
+        if head < len(sizes) and larger <= smaller * _ALIKE:
+            least, most = smaller, larger
         else:
-            found.append(([head], size))
-            smallest = size
+            found.append((slice(first, head), most))
+            first, least, most = head, size, size
     return found
 
 
