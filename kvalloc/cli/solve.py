@@ -198,8 +198,7 @@ def _measured(
             resume=resume,
             progress=progress,
             model_id=loaded.model_id,
-            request=request,
-            how=how,
+            how={**how, "request": request},
         )
 
 

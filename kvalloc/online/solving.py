@@ -50,7 +50,6 @@ def solve_measured(
     resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
     model_id: str | None = None,
-    request: Request | None = None,
     how: Mapping[str, Any] | None = None,
     **keywords: Unpack[RequestOptions],
 ) -> BudgetProfile:
@@ -80,10 +79,9 @@ def solve_measured(
         Called with (prompts measured, prompts to measure so far).
     model_id : str, optional
         Instead of what the model's config says.
-    request : Request, optional
-        What is asked, where it is parsed already.
     how : mapping, optional
-        What else `kvalloc.solve` takes: solver, time_limit, average, notify.
+        What else `kvalloc.solve` takes: solver, time_limit, average, notify; and a request that is
+        parsed already.
     **keywords
         See `kvalloc.allocation.request.RequestOptions`.
 
@@ -111,7 +109,8 @@ def solve_measured(
     ...                target_loss=0.02, level="head")  # doctest: +SKIP
     """
     scores, facts = load_scores(scores), ModelFacts.of(model, model_id)
-    request = Request.parse(**keywords) if request is None else request
+    how = dict(how or {})
+    request = how.pop("request", None) or Request.parse(**keywords)
     scores.shape.require_same_model(facts.shape)
     samples = _samples(prompts, tokenizer, scores)
     job = {**facts.record(), "text_digest": samples.digest(), "scores": scores.digest}
@@ -126,9 +125,7 @@ def solve_measured(
             read = {"text": samples.description, "text_digest": samples.digest()}
             return loss_summary(samples, losses) | read
 
-        decided = _meet(
-            request, lambda wanted: solve(scores, request=wanted, **(how or {})), measure
-        )
+        decided = _meet(request, lambda wanted: solve(scores, request=wanted, **how), measure)
         if kept is not None:
             decided.save(kept.output)
             kept.finish()
