@@ -78,11 +78,10 @@ class ModelSource:
     source: str
     dtype: str = "float32"
     device: str | None = None
-    attention: str | None = None
 
-    def load(self, notify: Callable[[str], None] | None = None) -> LoadedModel:
+    def load(self) -> LoadedModel:
         """Load it in this process."""
-        return load_model(**vars(self), notify=notify)
+        return load_model(**vars(self))
 
     def tokenizer(self, notify: Callable[[str], None] | None = None) -> tuple[Any, str]:
         """Return the tokenizer alone, and the model's id."""
