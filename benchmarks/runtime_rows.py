@@ -16,6 +16,7 @@ import torch
 from _common import InTurns, Row, in_turns, ratio_of, spread_of
 
 import kvalloc
+from kvalloc.evaluate.caches import stored_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.attention import cpu
 
@@ -127,16 +128,6 @@ def answered(model: Any, prompt: Any, rows: int) -> Any:
     decode(model, cache, 1, ANSWER_TOKENS)
     cache.batch_repeat_interleave(rows)
     return cache
-
-
-def stored_bytes(cache: Any) -> int:
-    """Return the bytes of all K and V storages of a cache, each once and in full."""
-    retained: int | None = getattr(cache, "retained_bytes", None)
-    if retained is not None:
-        return retained
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def at_bits(profile: BudgetProfile, bits: int) -> BudgetProfile:

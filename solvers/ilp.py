@@ -22,12 +22,11 @@ class ILP(ByParts):
     target) and for each cap, and one more variable for each budget where few different ones are
     allowed.
 
-    Units that share a budget are merged first. The Lagrangian dual then says how much each option
-    loses at the best prices, and a choice repaired from it which options could be part of something
-    better (a core). Those are few or none, so the program over them is small and its optimum is
-    that of the whole.
-    Where few different budgets are allowed, the dual bound of every set of budgets is known from
-    a dynamic program over them, and only the sets that could be best are solved.
+    The Lagrangian dual says how much each option loses at the best prices, and a choice repaired
+    from it which options could be part of something better (a core). Those are few or none, so the
+    program over them is small and its optimum is that of the whole. Where few different budgets are
+    allowed, the dual bound of every set of budgets is known from a dynamic program over them, and
+    only the sets that could be best are solved.
     Curves need not be concave and costs need not be equal. Values are mapped to whole numbers,
     rounded down by at most one part in 2^50 of their range, and the rounding is added to the
     bound.

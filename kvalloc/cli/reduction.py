@@ -159,8 +159,6 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         cache would store; ``lossless``: what verifying took; ``tier_bytes``: what lies in the slow
         tier. None where there is none.
     """
-    from kvalloc.evaluate.caches import stored_bytes
-
     profile: BudgetProfile = cache.profile
     is_decided = cache.decision_seconds is not None
     requested = {name: profile.requested.get(name) for name in ("target", "value")}
@@ -174,7 +172,7 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         "decision_seconds": cache.decision_seconds,
         "granted_bytes": requested["value"] if is_decided and profile.fits_a_peak else granted,
         "share": cache.share,
-        "retained_bytes": stored_bytes(cache),
+        "retained_bytes": cache.retained_bytes,
         "full_bytes": cache.full_bytes,
         "lossless": None if cache.verifier is None else cache.verifier.facts,
         "tier_bytes": cache.tier_bytes,

@@ -560,8 +560,6 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
 
 def kept_text(cache: Any) -> str:
     """Return the target, what is kept of all that was read, and its bytes, in words."""
-    from kvalloc.evaluate.caches import stored_bytes
-
     profile: BudgetProfile = cache.profile
     target, is_decided = profile.target_text, cache.decision_seconds is not None
     if is_decided and profile.retention is not None:
@@ -570,7 +568,7 @@ def kept_text(cache: Any) -> str:
         # decided at one length: sinks and window weigh more in a shorter prompt
         target += f" at {profile.context_tokens:,} tokens"
     share = share_text(cache.share, target)
-    kept = f"{share}, {size(stored_bytes(cache))} instead of {size(cache.full_bytes)}"
+    kept = f"{share}, {size(cache.retained_bytes)} instead of {size(cache.full_bytes)}"
     if getattr(cache, "tier_bytes", None) is not None:
         kept += f", and {size(cache.tier_bytes)} in the tier"
     return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"
