@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 
 import kvalloc
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import storages
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.shape import HALF_BYTES
@@ -119,13 +120,6 @@ def layer_bytes(cache: Any, *, half: bool = False) -> int:
         storage.nbytes() * (min(one.itemsize, HALF_BYTES) if half else one.itemsize) // one.itemsize
         for storage, _, one in storages(tensors_in(cache.layers, set()))
     )
-
-
-def full_bytes(model: Any, tokens: int) -> int:
-    """Return the bytes of a 16-bit cache of so many tokens."""
-    shape = shape_of(model)
-    entry = 2 * shape.head_dim * HALF_BYTES
-    return tokens * entry * shape.n_kv_heads * len(shape.full_layers)
 
 
 def kl(expected: Tensor, reached: Tensor) -> Tensor:
@@ -228,9 +222,9 @@ def turns_of(
             turns.append(
                 {
                     "kl": float(kl(expected[number], torch.stack(forced.logits)).mean()),
-                    "before": forced.before / full_bytes(model, ends[number]),
+                    "before": forced.before / full_bytes(shape_of(model), ends[number]),
                     "share": layer_bytes(cache, half=True)
-                    / full_bytes(model, cache.get_seq_length()),
+                    / full_bytes(shape_of(model), cache.get_seq_length()),
                     "said": cache.share,
                     "read": read,
                 }
@@ -334,7 +328,7 @@ def long_answers(
     for first in range(prompt, ids.shape[1], EVERY):
         part = ids[:, first : first + EVERY]
         expected = plain.logits(model, part, first)
-        whole = full_bytes(model, first + part.shape[1])
+        whole = full_bytes(shape_of(model), first + part.shape[1])
         for reader in readers:
             logits = reader.logits(model, part, first, block if reader is readers[0] else None)
             reader.kl.append(kl(expected, logits))

@@ -21,7 +21,9 @@ import torch
 from _common import Row, median_of, ratio_of
 from runtime_rows import Decoding
 
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.loading import shape_of
 
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
@@ -82,7 +84,7 @@ class Peer:
         peer = PeerName(press=asked.press, inner=asked.inner, share=share)
         found: Any = KvpressMethod(name=peer).compress(model, ids[0].tolist())
         self.cache, self.stored_bytes = found.cache, found.stored_bytes
-        self.kept_share = found.kept_bytes / full_bytes(found, ids.shape[1])
+        self.kept_share = found.kept_bytes / plain_bytes(shape_of(model), ids.shape[1])
         self._layers = [layer.self_attn for layer in model.get_decoder().layers]
         self._masks = [
             None if hidden is None else hidden.expand(rows, -1, -1).nonzero(as_tuple=True)
@@ -100,14 +102,6 @@ class Peer:
         finally:
             for module in self._layers:
                 module.masked_key_indices = None
-
-
-def full_bytes(found: Any, n_tokens: int) -> int:
-    """Bytes of K and V of the whole prompt, one row."""
-    return sum(
-        2 * layer.keys.shape[1] * n_tokens * layer.keys.shape[3] * layer.keys.element_size()
-        for layer in found.cache.layers
-    )
 
 
 def peer_rows(
