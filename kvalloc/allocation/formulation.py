@@ -79,8 +79,9 @@ def choose_objective(scores: ScoreProfile, request: Request, solver: Solver) -> 
     sized = request.target.needed_value is None
     if request.objective is not None or not sized or not scores.has_losses:
         return plain, ""
-    by_loss, refusal = replace(request, objective="loss"), ""
+    refusal = ""
     try:
+        by_loss = replace(request, objective="loss")
         able = solver.can_solve(formulate(scores, by_loss))
         refusal = "" if able is True else f"{solver.name}: {able}"
     except InfeasibleError:
