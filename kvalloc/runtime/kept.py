@@ -227,11 +227,11 @@ class Work:
     ----------
     length, count : int
         Entries of a tile, at most, and tiles.
-    tiles : Tensor of int64, (count, 5)
-        Segment, start, end, first key scale and part of each; those of one segment follow each
-        other.
-    segments : Tensor of int64, (n_segments, 3)
-        First tile, the one after the last, and the part of each segment.
+    tiles : Tensor of int32, (count,)
+        Segment of each; those of one segment follow each other.
+    segments : Tensor of int32, (n_segments, 6)
+        Start, end, first key scale and part of each segment, its first tile and the one after its
+        last.
     """
 
     length: int
@@ -273,22 +273,21 @@ class KeptLayer:
             A multiple of `KEY_BLOCK_TOKENS`, or what divides it.
         """
         if length not in self._work:
-            starts, ends, scales, parts = self.spans.T
-            own, before = _cut(ends - starts, length)
-            first = starts[own] + before
-            last = np.minimum(first + length, ends[own])
-            scale = scales[own] + before // KEY_BLOCK_TOKENS
-            tiles = np.stack([own, first, last, scale, parts[own]], axis=1)
-            bounds = np.searchsorted(own, np.arange(len(parts) + 1))
-            segments = np.stack([bounds[:-1], bounds[1:], parts], axis=1)
+            tiles, _ = _cut(self.spans[:, 1] - self.spans[:, 0], length)
+            bounds = np.searchsorted(tiles, np.arange(len(self.spans) + 1))
+            segments = np.column_stack([self.spans, bounds[:-1], bounds[1:]])
             device = self.parts[0].keys.device
             self._work[length] = Work(
                 length=length,
                 count=len(tiles),
-                tiles=on_device(tiles.astype(np.int64), device),
-                segments=on_device(segments.astype(np.int64), device),
+                tiles=on_device(tiles.astype(np.int32), device),
+                segments=on_device(segments.astype(np.int32), device),
             )
         return self._work[length]
+
+    def tensors(self) -> list[Tensor]:
+        """Return what is stored beside the entries for reading them."""
+        return [own for one in self._work.values() for own in (one.tiles, one.segments)]
 
     @cached_property
     def _work(self) -> dict[int, Work]:

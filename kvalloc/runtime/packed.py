@@ -383,12 +383,13 @@ class LayerEntries:
         return found
 
     def tensors(self) -> list[Tensor]:
-        """Return all that is stored: K and V, scales, positions and biases."""
+        """Return all that is stored: K and V, scales, positions, biases, and lists of tiles."""
         stored = [
             (part.keys, part.values, part.key_scales, part.positions, part.bias)
             for part in self.parts
         ]
-        return [tensor for part in stored for tensor in part if tensor is not None]
+        found = [tensor for part in stored for tensor in part if tensor is not None]
+        return found + self.kept.tensors()
 
     def numbers(self) -> LayerEntries:
         """Return the same entries as numbers of the model's type."""

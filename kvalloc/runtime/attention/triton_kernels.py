@@ -21,7 +21,7 @@ import triton.language as tl
 __all__ = ["Sizes", "add_tiles", "read_tile"]
 
 # Lengths change with every token: whether they are 1 or divide by 16 must compile nothing anew.
-_LENGTHS = ("n_tiles", "following_tiles", "tile", "n_following")
+_LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following")
 
 
 class Codes(NamedTuple):
@@ -88,6 +88,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     partial,
     n_tiles,
     following_tiles,
+    length,
     tile,
     n_following,
     counts,
@@ -96,14 +97,14 @@ def read_tile(  # type: ignore[no-untyped-def]
 ):
     """Write the softmax of one block of query rows over one tile, kept or following.
 
-    Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of the
-    ``n_tiles`` of tiles (segment, start, end, first key scale, part), then ``following_tiles`` of
-    each segment, ``tile`` entries each. ``kept`` are the tiles and, of each part, keys, values,
-    biases and scales; ``asked`` and ``followed`` are tensors with the steps between their rows,
-    heads and tokens.
+    Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of
+    ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment, ``tile``
+    entries each. ``kept`` are tiles and segments as `kvalloc.runtime.kept.Work` has them and, of
+    each part, keys, values, biases and scales; ``asked`` and ``followed`` are tensors with the
+    steps between their rows, heads and tokens.
     """
     queries, query_row, query_head, query_token = asked
-    tiles = kept[0]
+    tiles, segments = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
     n_rows, n_new, n_kv_heads, group = counts
@@ -111,12 +112,9 @@ def read_tile(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     is_kept = part < n_tiles
-    own = tiles + part * 5
-    start = tl.load(own + 1, mask=is_kept, other=0)
-    end = tl.load(own + 2, mask=is_kept, other=0)
     later = part - n_tiles  # negative for what is kept
     divisor = tl.maximum(following_tiles, 1)
-    segment = tl.where(is_kept, tl.load(own, mask=is_kept, other=0), later // divisor)
+    segment = tl.where(is_kept, tl.load(tiles + part, mask=is_kept, other=0), later // divisor)
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     asking = batch_row * query_row + (head * group + row // n_new) * query_head
     asking += (row % n_new) * query_token
@@ -128,24 +126,26 @@ def read_tile(  # type: ignore[no-untyped-def]
     most = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
     total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
     summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
-    first_scale = tl.load(own + 3, mask=is_kept, other=0)
-    width, softmax = tl.load(own + 4, mask=is_kept, other=-1), (most, total, summed)
+    own, softmax = segments + segment * 6, (most, total, summed)
+    before = (part - tl.load(own + 4)) * length
+    start = tl.load(own) + before
+    end = tl.where(is_kept, tl.minimum(start + length, tl.load(own + 1)), start)
+    first_scale, width = tl.load(own + 2) + before // SIZES.key_block, tl.load(own + 3)
     for number in tl.static_range(len(SIZES.codes)):
         kept_keys, kept_values, bias, scales = kept[number + 1]
-        entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim
+        entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim, scales
         span = start, tl.where(width == number, end, start), first_scale
         softmax = _add_entries(
-            query, entries, span, scales, bias, None, None, softmax, factors, SIZES,
-            SIZES.codes[number],
-        )  # fmt: skip
+            query, entries, span, bias, None, softmax, factors, SIZES, SIZES.codes[number]
+        )
     start = tl.where(is_kept, 0, (later % divisor) * tile)
     end = tl.where(is_kept, 0, tl.minimum(start + tile, n_following))
     keys += batch_row * key_row + head * key_head
     values += batch_row * value_row + head * value_head
-    entries, span = (keys, key_token, values, value_token), (start, end, 0)
-    place = batch_row, n_following - n_new + row % n_new
+    entries, span = (keys, key_token, values, value_token, None), (start, end, 0)
+    asking = batch_row, n_following - n_new + row % n_new, followed[2]
     most, total, summed = _add_entries(
-        query, entries, span, None, None, place, followed[2], softmax, factors, SIZES, None
+        query, entries, span, None, asking, softmax, factors, SIZES, None
     )
     out = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
     tl.store(
@@ -163,8 +163,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
 ):
     """Write one segment's answer from the softmaxes of its tiles, where the model wants it.
 
-    ``segments`` are first tile, the one after the last, and part of each. Where the part's values
-    are turned, so is their sum, and nothing else is.
+    Where the values of its part are turned, so is their sum, and nothing else is.
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
     step between two of them.
     """
@@ -181,10 +180,10 @@ def add_tiles(  # type: ignore[no-untyped-def]
     if sinks is not None:
         most = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
-    first, last = tl.load(segments + segment * 3), tl.load(segments + segment * 3 + 1)
+    own = segments + segment * 6
+    width, first, last = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
     softmax = _add_parts(partial, first, last, n_rows, row, (most, total, summed), SIZES)
     most, total, summed = softmax
-    width = tl.load(segments + segment * 3 + 2)
     if SIZES.turned:
         is_turned = width < 0
         for number in tl.static_range(len(SIZES.codes)):
@@ -242,44 +241,22 @@ def _turned(vectors, SIZE: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _add_entries(  # type: ignore[no-untyped-def]
-    queries, entries, span, scales, bias, asking, visible, softmax, factors,
-    SIZES: tl.constexpr, CODES: tl.constexpr,
-):  # fmt: skip
+    queries, entries, span, bias, asking, softmax, factors, SIZES: tl.constexpr, CODES: tl.constexpr
+):
     """Add the entries of a span (start, end, first key scale) to a softmax.
 
-    At fewer bits ``scales`` are those of keys, of which `key_block` tokens share one, and the
-    values themselves as float16: behind their codes are their scales, of which `channels` share
-    one. The numbers are those of `kvalloc.runtime.quantization.from_codes`, in the queries' type.
+    ``entries`` are keys and values, each with the step between tokens, and at fewer bits scales.
     Of tokens that followed, those that ask see no later ones (``asking``: batch row, places) and
-    no padding.
+    no padding (its last).
     """
-    keys, key_token, values, value_token = entries
     start, end, first_scale = span
     most, total, summed = softmax
     scaling, softcap = factors
-    BLOCKS: tl.constexpr = SIZES.value_block // SIZES.channels
-    N_SCALES: tl.constexpr = (SIZES.value_dim + SIZES.channels - 1) // SIZES.channels * 2
-    dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     for first in range(start, end, SIZES.columns):
         column = first + tl.arange(0, SIZES.columns)
         inside = column < end
-        if scales is None:
-            key = tl.load(
-                keys + column[None, :] * key_token + dims[:, None],
-                mask=inside[None, :] & (dims[:, None] < SIZES.head_dim),
-                other=0.0,
-            ).to(queries.dtype)
-        else:
-            block = first_scale + (first - start) // SIZES.key_block
-            own = scales[0] + block * 2 * SIZES.head_dim + dims
-            step = tl.load(own, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
-            least = tl.load(own + SIZES.head_dim, mask=dims < SIZES.head_dim, other=0.0)
-            least = least.to(tl.float32)
-            codes = _codes(
-                keys, column, inside, CODES.key_bytes, SIZES.head_dim, SIZES.head_block,
-                CODES.key_bits,
-            )  # fmt: skip
-            key = tl.trans((codes * step[None, :] + least[None, :]).to(queries.dtype))
+        block = first_scale + (first - start) // SIZES.key_block
+        key = _keys(entries, column, inside, block, SIZES, CODES).to(queries.dtype)
         logits = tl.dot(queries, key, input_precision=SIZES.precision) * scaling
         if softcap is not None:
             # tanh by exponentials, of the absolute value so that they cannot overflow
@@ -290,7 +267,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
             logits += tl.load(bias + column, mask=inside, other=0.0)[None, :]
         shown = inside[None, :]
         if asking is not None:
-            batch_row, place = asking
+            batch_row, place, visible = asking
             shown = shown & (column[None, :] <= place[:, None])
             if visible is not None:
                 real = visible[0] + batch_row * visible[1] + column * visible[2]
@@ -299,31 +276,72 @@ def _add_entries(  # type: ignore[no-untyped-def]
         logits = tl.where(shown, logits, float("-inf"))
         most, finite, factor = _raised(most, tl.max(logits, 1))
         weights = tl.exp(logits - finite[:, None])
-        if scales is None:
-            value = tl.load(
-                values + column[:, None] * value_token + value_dims[None, :],
-                mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
-                other=0.0,
-            ).to(queries.dtype)
-        else:  # of each token, behind its codes: scale and minimum of each block of channels
-            blocks = tl.arange(0, BLOCKS)
-            ROW_BYTES: tl.constexpr = CODES.value_bytes + 2 * N_SCALES
-            pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + CODES.value_bytes // 2
-            pair += 2 * blocks[None, :]
-            there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
-            step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
-            least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
-            codes = _codes(
-                values, column, inside, ROW_BYTES, SIZES.value_dim, SIZES.value_block,
-                CODES.value_bits,
-            )  # fmt: skip
-            codes = tl.reshape(codes, (SIZES.columns, BLOCKS, SIZES.channels))
-            wide = codes * step[:, :, None] + least[:, :, None]
-            value = tl.reshape(wide, (SIZES.columns, SIZES.value_block)).to(queries.dtype)
+        value = _values(entries, column, inside, SIZES, CODES).to(queries.dtype)
         total = total * factor + tl.sum(weights, 1)
         summed = summed * factor[:, None]
         summed += tl.dot(weights.to(value.dtype), value, input_precision=SIZES.precision)
     return most, total, summed
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keys(  # type: ignore[no-untyped-def]
+    entries, column, inside, block, SIZES: tl.constexpr, CODES: tl.constexpr
+):
+    """Return keys in columns, (head_block, columns), which share the scales of a block.
+
+    At fewer bits the numbers are those of `kvalloc.runtime.quantization.from_codes`, float32.
+    """
+    keys, key_token, _, _, scales = entries
+    dims = tl.arange(0, SIZES.head_block)
+    if scales is None:
+        key = tl.load(
+            keys + column[None, :] * key_token + dims[:, None],
+            mask=inside[None, :] & (dims[:, None] < SIZES.head_dim),
+            other=0.0,
+        )
+    else:
+        own = scales[0] + block * 2 * SIZES.head_dim + dims
+        step = tl.load(own, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
+        least = tl.load(own + SIZES.head_dim, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
+        codes = _codes(
+            keys, column, inside, CODES.key_bytes, SIZES.head_dim, SIZES.head_block, CODES.key_bits
+        )
+        key = tl.trans(codes * step[None, :] + least[None, :])
+    return key
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return values in rows, (columns, value_block).
+
+    At fewer bits a row's scales and minima, of which `channels` share one each, stand behind its
+    codes; ``scales[1]`` are the same rows as float16.
+    """
+    _, _, values, value_token, scales = entries
+    dims = tl.arange(0, SIZES.value_block)
+    BLOCKS: tl.constexpr = SIZES.value_block // SIZES.channels
+    N_SCALES: tl.constexpr = (SIZES.value_dim + SIZES.channels - 1) // SIZES.channels * 2
+    if scales is None:
+        value = tl.load(
+            values + column[:, None] * value_token + dims[None, :],
+            mask=inside[:, None] & (dims[None, :] < SIZES.value_dim),
+            other=0.0,
+        )
+    else:
+        ROW_BYTES: tl.constexpr = CODES.value_bytes + 2 * N_SCALES
+        blocks = tl.arange(0, BLOCKS)
+        pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + CODES.value_bytes // 2
+        pair += 2 * blocks[None, :]
+        there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
+        step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
+        least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
+        codes = _codes(
+            values, column, inside, ROW_BYTES, SIZES.value_dim, SIZES.value_block, CODES.value_bits
+        )
+        codes = tl.reshape(codes, (SIZES.columns, BLOCKS, SIZES.channels))
+        wide = codes * step[:, :, None] + least[:, :, None]
+        value = tl.reshape(wide, (SIZES.columns, SIZES.value_block))
+    return value
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

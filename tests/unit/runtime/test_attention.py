@@ -125,7 +125,8 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     """The interpreter takes what the compiler refuses, such as None where it wants a tensor.
 
     In one launch for all widths tensor cores multiply in half precision, and nothing is read byte
-    by byte or kept on a stack.
+    by byte or kept on a stack. What it notes of the entries is counted with what is stored: four
+    bytes a tile, 24 a segment.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -156,7 +157,11 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     stored = stored_of(counts, (128, 128), torch.bfloat16, biased=True)
     call = call_of(counts, (128, 128), torch.bfloat16, n_new=5, extras=True)
     call = replace(call, visible=None)  # of padding a byte a token is read
-    by_triton.triton_attention(call, packed_of(stored, counts, [5, 3]).kept, programs=264)
+    entries = packed_of(stored, counts, [5, 3])
+    before = sum(one.nbytes for one in entries.tensors())
+    by_triton.triton_attention(call, entries.kept, programs=264)
+    tiles = sum(-(-int(count) // 16) for count in counts.ravel())
+    assert sum(one.nbytes for one in entries.tensors()) - before == 4 * tiles + 24 * counts.size
     assert compiled == [("read_tile", True), ("add_tiles", False)]
 
 
