@@ -1,0 +1,80 @@
+"""Decoding on the CPU, by head, beside what bounds it.
+
+    python benchmarks/bench_runtime.py decoding [--quick]
+
+- one row of 2,048 tokens over a plain cache;
+- ``--batch`` rows of ``--tokens`` over the model with a cache of a few tokens, whose time no cache
+  can save: with the model's products as torch makes them, and by oneDNN (`packed_products`);
+- the same compiled over uncompiled.
+
+What is compared runs in turns, each with a cache of its own. Threads are torch's
+(``OMP_NUM_THREADS``): with a busy machine one is steadier.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from _common import Row, guarded, median_of, print_rows, ratio_of
+from bench_runtime import FEW_TOKENS, parse_arguments, real, shortened
+from packed_products import packed_products
+from runtime_rows import Decoding, decode, kernel_state, prefill
+from transformers import DynamicCache
+
+SHORT_TOKENS = 2048
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    model, profiles = real(arguments)
+    rows = guarded("decoding", lambda: rows_of(model, profiles["head"], arguments))
+    return print_rows(rows, arguments, "kvalloc", "torch", "transformers")
+
+
+def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
+    """Return the rows of all sections."""
+    sizes = {"new_tokens": arguments.new_tokens, "rounds": arguments.decode_rounds}
+    short = Decoding(model=model, ids=arguments.ids[:, :SHORT_TOKENS], rows=1, **sizes)
+    long = Decoding(
+        model=model, ids=arguments.ids[:, : arguments.tokens], rows=arguments.batch, **sizes
+    )
+    plain = prefill(model, DynamicCache(config=model.config), short.ids)
+    alone = shortened(model, plain, np.full(len(plain.layers), FEW_TOKENS))
+    alone.batch_repeat_interleave(long.rows)
+    runs = {"ours": partial(short.run, short.cache(by_head)), "plain": partial(short.run, plain)}
+    yield compared(short, runs, "plain", "ours", "a plain cache", 1.3)
+    head = long.cache(by_head)
+    runs = {"ours": partial(long.run, copy.deepcopy(head)), "alone": partial(long.run, alone)}
+    name = "the model with an empty cache"
+    yield compared(long, runs, "alone", "ours", name, 0.88)
+    with packed_products(model, long.rows):
+        yield compared(long, runs, "alone", "ours", f"{name}, products by oneDNN", 0.8)
+    compiled = torch.compile(model)
+    runs = {"ours": partial(long.run, copy.deepcopy(head))}
+    runs["compiled"] = partial(decode, compiled, head, long.rows, long.new_tokens)
+    yield compared(long, runs, "ours", "compiled", "ours that is not compiled", 1.1)
+
+
+def compared(
+    decoding: Decoding,
+    runs: Mapping[str, Callable[[], None]],
+    other: str,
+    own: str,
+    name: str,
+    target: float,
+) -> Row:
+    """Return the row of two caches that decode in turns."""
+    timed = decoding.in_turns(runs)
+    milliseconds = [1e3 * median_of(timed, one) / decoding.new_tokens for one in (own, other)]
+    return {
+        "name": f"decode by head, {own} / {name}, {decoding}, tokens a second",
+        **ratio_of(timed, other, own),
+        "at_least": target,
+        "note": "{:.0f} and {:.0f} ms a token".format(*milliseconds)
+        + f"; {torch.get_num_threads()} threads, {kernel_state()}",
+    }
