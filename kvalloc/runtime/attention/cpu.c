@@ -3,10 +3,10 @@
    Called by cpu.py, where the arguments are described; the Triton kernel in
    triton.py does the same on CUDA. Each thread reads an equal share of all entries of all
    segments (a segment is one row's KV head), once, a block at a time: as they are if they are
-   float32, else made float32 in a block that stays in the processor's cache. A softmax over what
-   was read so far is, for each query row, the largest logit `most`, the sum of
-   2^(logit - most) `total` and the values weighted by the same, `summed`; logits are in units of
-   log 2. What threads found of one segment is added in the end. */
+   float32, or halves that few rows ask for, else made float32 in a block that stays in the
+   processor's cache. A softmax over what was read so far is, for each query row, the largest logit
+   `most`, the sum of 2^(logit - most) `total` and the values weighted by the same, `summed`;
+   logits are in units of log 2. What threads found of one segment is added in the end. */
 
 #include <math.h>
 #include <stdint.h>
@@ -21,6 +21,7 @@
 #define BLOCK 64 /* entries read together; as many share a key scale */
 #define SCALE_CHANNELS 64 /* channels of a value that share a scale */
 #define MOST_ROWS 256
+#define FEW_ROWS 8 /* for which halves are made float32 as they are read, four rows at a time */
 #define LEAST_SHARE 256 /* entries that are worth a thread; also, so no share is empty */
 #define LOWEST -1e38f
 #define LOG2_E 1.44269504088896340736f
@@ -250,13 +251,26 @@ static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim
               own->keys);
 }
 
+/* Eight numbers of a row that has as many as its width. */
+INLINE vec at(int kind, const char *row, int64_t d) {
+    if (kind == FLOAT32) return *(const vec *)(row + 4 * d);
+    half_vec own = *(const half_vec *)(row + 2 * d);
+    return kind == FLOAT16 ? from_float16(own) : from_bfloat16(own);
+}
+
+/* Halves come from memory: what is read next is fetched while this block is computed. */
+INLINE void fetch(int kind, const char *row, int64_t d, int64_t width) {
+    if (kind != FLOAT32 && d % 32 == 0) __builtin_prefetch(row + 2 * (BLOCK * width + d));
+}
+
 /* Products of some query rows, at most 4, with keys: logits[row][entry]. */
-INLINE void some_logits(int rows, const float *queries, float (*logits)[BLOCK], const float *keys,
-                        int64_t n, int64_t width) {
-    for (int64_t i = 0; i < n; i++, keys += width) {
+INLINE void some_logits(int rows, int kind, const float *queries, float (*logits)[BLOCK],
+                        const char *keys, int64_t n, int64_t width) {
+    for (int64_t i = 0; i < n; i++, keys += width * bits_of(kind) / 8) {
         vec found[4] = {{0}, {0}, {0}, {0}};
         for (int64_t d = 0; d < width; d += LANES) {
-            vec key = *(const vec *)(keys + d);
+            vec key = at(kind, keys, d);
+            fetch(kind, keys, d, width);
             for (int r = 0; r < rows; r++) found[r] += key * *(const vec *)(queries + r * width + d);
         }
         for (int r = 0; r < rows; r++) logits[r][i] = sum_of(found[r]);
@@ -264,8 +278,8 @@ INLINE void some_logits(int rows, const float *queries, float (*logits)[BLOCK], 
 }
 
 /* Add weighted values to some rows, at most 4; sixteen channels of each stay in registers. */
-INLINE void some_values(int rows, float *summed, float (*weights)[BLOCK], const float *values,
-                        int64_t n, int64_t width) {
+INLINE void some_values(int rows, int kind, float *summed, float (*weights)[BLOCK],
+                        const char *values, int64_t n, int64_t width) {
     for (int64_t d = 0; d < width; d += WIDTH) {
         vec low[4], high[4];
         for (int r = 0; r < rows; r++) {
@@ -273,8 +287,9 @@ INLINE void some_values(int rows, float *summed, float (*weights)[BLOCK], const 
             high[r] = *(vec *)(summed + r * width + d + LANES);
         }
         for (int64_t i = 0; i < n; i++) {
-            vec x = *(const vec *)(values + i * width + d);
-            vec y = *(const vec *)(values + i * width + d + LANES);
+            const char *row = values + i * width * bits_of(kind) / 8;
+            vec x = at(kind, row, d), y = at(kind, row, d + LANES);
+            fetch(kind, row, d, width);
             for (int r = 0; r < rows; r++) {
                 vec weight = all(weights[r][i]);
                 low[r] += weight * x;
@@ -288,18 +303,22 @@ INLINE void some_values(int rows, float *summed, float (*weights)[BLOCK], const 
     }
 }
 
-/* Some rows after the other, with their number known, and the width where it is a common one. */
-#define ROWS_OF(some, width, of_rows, logits, entries) \
+/* Some rows after the other, with their number known, the kind, and a common width. */
+#define ROWS_OF(some, kind, width, of_rows, logits, entries) \
     for (int64_t r = 0; r < n_rows; r += 4) { \
-        if (n_rows - r > 3) some(4, of_rows + r * width, logits + r, entries, n, width); \
-        else if (n_rows - r > 2) some(3, of_rows + r * width, logits + r, entries, n, width); \
-        else if (n_rows - r > 1) some(2, of_rows + r * width, logits + r, entries, n, width); \
-        else some(1, of_rows + r * width, logits + r, entries, n, width); \
+        if (n_rows - r > 3) some(4, kind, of_rows + r * width, logits + r, entries, n, width); \
+        else if (n_rows - r > 2) some(3, kind, of_rows + r * width, logits + r, entries, n, width); \
+        else if (n_rows - r > 1) some(2, kind, of_rows + r * width, logits + r, entries, n, width); \
+        else some(1, kind, of_rows + r * width, logits + r, entries, n, width); \
     }
-#define ALL_ROWS(some, width, ...) \
-    if (width == 64) ROWS_OF(some, 64, __VA_ARGS__) \
-    else if (width == 128) ROWS_OF(some, 128, __VA_ARGS__) \
-    else ROWS_OF(some, width, __VA_ARGS__)
+#define WIDTHS_OF(some, kind, width, ...) \
+    if (width == 64) ROWS_OF(some, kind, 64, __VA_ARGS__) \
+    else if (width == 128) ROWS_OF(some, kind, 128, __VA_ARGS__) \
+    else ROWS_OF(some, kind, width, __VA_ARGS__)
+#define ALL_ROWS(some, kind, ...) \
+    if (kind == FLOAT16) WIDTHS_OF(some, FLOAT16, __VA_ARGS__) \
+    else if (kind == BFLOAT16) WIDTHS_OF(some, BFLOAT16, __VA_ARGS__) \
+    else WIDTHS_OF(some, FLOAT32, __VA_ARGS__)
 
 /* Logits as the model has them, and minus infinity where a row does not see an entry. */
 static void finish_logits(
@@ -358,24 +377,32 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
     float logits[MOST_ROWS][BLOCK];
     int64_t key_dim = given->key_dim, value_dim = given->value_dim, n_rows = given->n_rows;
     int64_t key_width = own->key_width, value_width = own->value_width;
-    int keys_as_they_are = of->key_kind == FLOAT32 && key_dim == key_width;
-    int values_as_they_are = of->value_kind == FLOAT32 && value_dim == value_width;
+    int least = n_rows > FEW_ROWS ? FLOAT32 : FLOAT16; /* of the kinds that are read in place */
+    int keys_as_they_are = of->key_kind >= least && key_dim == key_width;
+    int values_as_they_are = of->value_kind >= least && value_dim == value_width;
+    int key_kind = keys_as_they_are ? of->key_kind : FLOAT32;
+    int value_kind = values_as_they_are ? of->value_kind : FLOAT32;
+    int64_t key_bytes = code_bytes(of->key_kind, key_dim);
     int64_t row_bytes = value_bytes(of->value_kind, value_dim);
     while (first < end) {
         int64_t stop = first / BLOCK * BLOCK + BLOCK, n = (stop < end ? stop : end) - first;
-        const float *keys = own->keys, *values = own->values;
-        const char *ahead = of->values + first * row_bytes;
-        if (values_as_they_are)
-            for (int64_t byte = 0; byte < n * row_bytes; byte += 64) __builtin_prefetch(ahead + byte);
-        if (keys_as_they_are) keys = (const float *)of->keys + first * key_dim;
-        else keys_as_floats(of, first, n, key_dim, own);
-        ALL_ROWS(some_logits, key_width, own->queries, logits, keys)
+        const char *keys = of->keys + first * key_bytes, *values = of->values + first * row_bytes;
+        if (of->value_kind == FLOAT32)
+            for (int64_t byte = 0; byte < n * row_bytes; byte += 64)
+                __builtin_prefetch(values + byte);
+        if (!keys_as_they_are) {
+            keys_as_floats(of, first, n, key_dim, own);
+            keys = (const char *)own->keys;
+        }
+        ALL_ROWS(some_logits, key_kind, key_width, own->queries, logits, keys)
         finish_logits(given, segment, of, first, n, logits);
         weigh(given, n, logits, to, value_width);
-        if (values_as_they_are) values = (const float *)of->values + first * value_dim;
-        else as_floats(of->value_kind, of->values + first * row_bytes, row_bytes, n, value_dim,
-                       value_width, 0, 0, own->values);
-        ALL_ROWS(some_values, value_width, to->summed, logits, values)
+        if (!values_as_they_are) {
+            as_floats(of->value_kind, values, row_bytes, n, value_dim, value_width, 0, 0,
+                      own->values);
+            values = (const char *)own->values;
+        }
+        ALL_ROWS(some_values, value_kind, value_width, to->summed, logits, values)
         first += n;
     }
 }
@@ -605,7 +632,7 @@ static void span_logits(const arguments *given, int64_t segment, const span *of,
     for (int64_t first = 0; first < of->count; first += BLOCK) {
         int64_t n = of->count - first < BLOCK ? of->count - first : BLOCK;
         keys_as_floats(of, first, n, given->key_dim, own);
-        ALL_ROWS(some_logits, width, own->queries, logits, own->keys)
+        ALL_ROWS(some_logits, FLOAT32, width, own->queries, logits, (const char *)own->keys)
         finish_logits(given, segment, of, first, n, logits);
         for (int64_t r = 0; r < n_rows; r++)
             memcpy(out + r * room + first, logits[r], sizeof(float) * ((n + LANES - 1) / LANES * LANES));
@@ -623,7 +650,7 @@ static void span_values(const arguments *given, const span *of, scratch *own, co
         for (int64_t r = 0; r < n_rows; r++)
             memcpy(some[r], weights + r * room + first, sizeof(float) * n);
         as_floats(of->value_kind, of->values + first * bytes, bytes, n, dim, width, 0, 0, own->values);
-        ALL_ROWS(some_values, width, summed, some, own->values)
+        ALL_ROWS(some_values, FLOAT32, width, summed, some, (const char *)own->values)
     }
 }
 
