@@ -338,7 +338,7 @@ class Reads:
 
     @classmethod
     def of(cls, share: float, tokens: IntArray, kept: IntArray, pages: IntArray) -> Reads:
-        """Share out what may be read: `AGAIN` of it is kept entries, the rest is whole pages.
+        """Share out what may be read: at least `AGAIN` of it is kept entries, the rest whole pages.
 
         Parameters
         ----------
@@ -348,7 +348,7 @@ class Reads:
             Entries seen, those that are kept, and pages of the others.
         """
         most = np.maximum((share * tokens).astype(np.int64), 1)
-        whole = np.minimum((most * (1 - AGAIN) / PAGE).round().astype(np.int64), pages)
+        whole = np.minimum((most * (1 - AGAIN) / PAGE).astype(np.int64), pages)
         return cls(again=np.clip(most - whole * PAGE, 0, kept), pages=whole)
 
 

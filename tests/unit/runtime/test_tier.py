@@ -157,7 +157,8 @@ def test_what_is_read_is_within_the_share():
     for share in (0.01, 0.05, 0.5, 1.0):
         reads = Reads.of(share, tokens, kept, pages)
         total = reads.again + PAGE * reads.pages
-        assert (total <= np.maximum(share * tokens, 1) + PAGE / 2).all()
+        assert (total <= np.maximum(share * tokens, 1)).all()
+        assert (reads.again >= np.minimum(kept, (share * tokens / 3).astype(int))).all()
         assert ((reads.again <= kept) & (reads.pages <= pages)).all()
 
 
