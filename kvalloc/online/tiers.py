@@ -6,7 +6,13 @@ import bisect
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvalloc.accounting.costs import BIAS_BYTES, bits_fault, head_bytes
+from kvalloc.accounting.costs import (
+    BIAS_BYTES,
+    KEY_BLOCK_TOKENS,
+    SCALE_BYTES,
+    bits_fault,
+    head_bytes,
+)
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.online.ways import Setting, Way
 from kvalloc.runtime.tier import page_counts
@@ -14,7 +20,7 @@ from kvalloc.shape import ModelShape
 
 __all__ = ["by_score", "tier_width", "with_pages"]
 
-_WIDE, _TOKENS, _PARTS = (8, 5, 4), 1024, 64
+_WIDE, _TOKENS, _PARTS = (8, 5, 4), 1024, 256
 
 
 def tier_width(share: float, shape: ModelShape) -> int:
@@ -59,7 +65,11 @@ def with_pages(way_of: Callable[[Setting, int], Way], setting: Setting, tokens: 
         profile = profile.with_policy(by_score(profile.policy))
         kept = profile.budgets_for(tokens)[list(own.shape.full_layers)]
         pages = page_counts(tokens - kept)
-        stored = head_bytes(kept + pages, own.bits, own.shape) + BIAS_BYTES * pages
+        # in each head what follows may begin a page and a block of keys: one more of each counts
+        entries = kept + pages + 1
+        begun = entries / KEY_BLOCK_TOKENS + 1 + -entries // KEY_BLOCK_TOKENS
+        stored = head_bytes(entries, own.bits, own.shape) + BIAS_BYTES * (pages + 1)
+        stored = stored + begun * own.shape.head_dim * 2 * SCALE_BYTES
         return float(stored.mean()) > whole
 
     if not over(_PARTS):

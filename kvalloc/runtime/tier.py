@@ -170,12 +170,12 @@ class LayerTier:
         return len(self.numbers)
 
     def reads(self, kept: IntArray) -> Reads:
-        """Return what each segment reads for a token, given its kept entries and pages."""
+        """Return what each row reads for a token, given its stored entries and pages."""
         assert self.pages is not None
         if self._reads is None:
-            tokens = np.repeat(self._visible.sum(dim=1).numpy(), kept.shape[1])
-            counts = self.pages.counts.ravel()
-            self._reads = Reads.of(self.share, tokens, kept.ravel() - counts, counts)
+            seen = self._visible.sum(dim=1).numpy() * kept.shape[1]
+            stored, pages = kept.sum(axis=1), self.pages.counts.sum(axis=1)
+            self._reads = Reads.of(self.share, seen, stored - pages, pages)
         return self._reads
 
     def add(self, keys: Tensor, values: Tensor, visible: Tensor) -> None:
@@ -326,28 +326,28 @@ class LayerTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """How many kept entries and how many pages each segment reads for a token.
+    """How many kept entries and how many pages the KV heads of a row read together for a token.
 
     Attributes
     ----------
-    again, pages : ndarray of int64, (n_segments,)
+    again, pages : ndarray of int64, (batch,)
     """
 
     again: IntArray
     pages: IntArray
 
     @classmethod
-    def of(cls, share: float, tokens: IntArray, kept: IntArray, pages: IntArray) -> Reads:
+    def of(cls, share: float, seen: IntArray, kept: IntArray, pages: IntArray) -> Reads:
         """Share out what may be read: at least `AGAIN` of it is kept entries, the rest whole pages.
 
         Parameters
         ----------
         share : float
             Of the entries seen, how many are read, at least one.
-        tokens, kept, pages : ndarray of int64, (n_segments,)
-            Entries seen, those that are kept, and pages of the others.
+        seen, kept, pages : ndarray of int64, (batch,)
+            Entries seen, those that are kept, and pages of the others, in all KV heads.
         """
-        most = np.maximum((share * tokens).astype(np.int64), 1)
+        most = np.maximum((share * seen).astype(np.int64), 1)
         whole = np.minimum((most * (1 - AGAIN) / PAGE).astype(np.int64), pages)
         return cls(again=np.clip(most - whole * PAGE, 0, kept), pages=whole)
 

@@ -619,7 +619,7 @@ typedef struct {
     const int32_t *members;   /* (n_segments, n_pages, page_size): columns, -1 for none */
     const float *bias;        /* (n_segments, n_pages), of pages */
     const int64_t *pages;     /* (n_segments,): pages, which are the first entries of each */
-    const int64_t *again, *whole; /* (n_segments,): entries and pages that are read */
+    const int64_t *again, *whole; /* (batch,): entries and pages that heads of a row read */
     const float *key_middle, *key_half, *value_middle, *value_half; /* (n_segments, dim) */
     int64_t batch, n_pages, page_size;
 } reading;
@@ -654,12 +654,16 @@ static void span_values(const arguments *given, const span *of, scratch *own, co
     }
 }
 
-/* Turn logits, whole lanes of them, into weights; returns their sum, and in `most` the largest. */
-static float weights_of(float *logits, int64_t n, float *most) {
+static float largest_of(const float *numbers, int64_t n, float most) {
+    for (int64_t i = 0; i < n; i++) most = numbers[i] > most ? numbers[i] : most;
+    return most;
+}
+
+/* Turn logits, whole lanes of them, into weights; returns their sum. */
+static float weights_of(float *logits, int64_t n, float most) {
     vec total = all(0.0f);
-    for (int64_t i = 0; i < n; i++) *most = logits[i] > *most ? logits[i] : *most;
     for (int64_t i = 0; i < n; i += LANES) {
-        vec weight = power_of_two(*(vec *)(logits + i) - all(*most));
+        vec weight = power_of_two(*(vec *)(logits + i) - all(most));
         *(vec *)(logits + i) = weight;
         total += weight;
     }
@@ -702,50 +706,67 @@ static void decode(const char *record, int which, const float *middle, const flo
     for (int64_t d = 0; d < dim; d++) out[d] = codes[d] * scale * half[d] + middle[d];
 }
 
-/* Answer one segment; returns 1 if there is no memory to work with. */
-static int answer_again(const arguments *given, const reading *of, int64_t s, scratch *own) {
+/* What a segment's queries find in its entries and in what followed. */
+typedef struct {
     span spans[2];
-    spans_of(given, s, spans);
-    int64_t key_dim = given->key_dim, value_dim = given->value_dim, n_rows = given->n_rows;
-    int64_t kept = spans[0].count, pages = of->pages[s], row = s / given->n_kv_heads;
-    int64_t again = of->again[s], whole = of->whole[s], most_read = again + whole * of->page_size;
-    int64_t read_at = (kept + LANES - 1) / LANES * LANES;
-    int64_t following_at = read_at + (most_read + LANES - 1) / LANES * LANES;
-    int64_t room = following_at + (given->n_following + LANES - 1) / LANES * LANES;
-    int64_t floats = (n_rows + 3) * room + most_read * (key_dim + value_dim);
-    floats += n_rows * own->value_width;
-    float *memory = malloc(sizeof(float) * floats + sizeof(int64_t) * (again + whole + most_read + 1));
-    if (!memory) return 1;
-    float *logits = memory, *mass = logits + n_rows * room, *weights = mass + room;
-    float *spare = weights + room, *keys = spare + room, *values = keys + most_read * key_dim;
-    float *summed = values + most_read * value_dim;
-    int64_t *places = (int64_t *)(memory + floats + floats % 2);
+    float *logits, *mass, *spare; /* (n_rows, room), (room,), (room,) */
+    int64_t following_at, room;
+} asked;
+
+static int64_t whole_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+static float sink_of(const arguments *given, int64_t s, int64_t r) {
+    if (!given->sinks) return -INFINITY;
+    return LOG2_E * given->sinks[s % given->n_kv_heads * given->n_rows + r];
+}
+
+/* Fill it; returns 1 if there is no memory to work with. */
+static int ask_segment(const arguments *given, const reading *of, int64_t s, scratch *own,
+                       asked *to) {
+    spans_of(given, s, to->spans);
+    int64_t n_rows = given->n_rows, kept = to->spans[0].count;
+    to->following_at = whole_lanes(kept);
+    int64_t room = to->room = to->following_at + whole_lanes(given->n_following);
+    to->logits = malloc(sizeof(float) * (n_rows + 2) * room);
+    if (!to->logits) return 1;
+    to->mass = to->logits + n_rows * room, to->spare = to->mass + room;
+    for (int64_t i = 0; i < n_rows * room; i++) to->logits[i] = -INFINITY;
     ask(given, s, own);
-    for (int64_t i = 0; i < n_rows * room; i++) logits[i] = -INFINITY;
-    span_logits(given, s, spans, own, logits, room);
-    span_logits(given, s, spans + 1, own, logits + following_at, room);
-    memset(mass, 0, sizeof(float) * room);
+    span_logits(given, s, to->spans, own, to->logits, room);
+    span_logits(given, s, to->spans + 1, own, to->logits + to->following_at, room);
+    memset(to->mass, 0, sizeof(float) * room);
     for (int64_t r = 0; r < n_rows; r++) {
-        float most = given->sinks ? LOG2_E * given->sinks[s % given->n_kv_heads * n_rows + r] : LOWEST;
-        float sink = most;
-        for (int64_t page = 0; page < pages; page++)
-            logits[r * room + page] += LOG2_E * of->bias[s * of->n_pages + page];
-        memcpy(weights, logits + r * room, sizeof(float) * room);
-        float total = weights_of(weights, room, &most);
-        if (given->sinks) total += exp2f(sink - most);
-        for (int64_t i = 0; i < kept; i++) mass[i] += weights[i] / total;
+        float *logits = to->logits + r * room, sink = sink_of(given, s, r);
+        for (int64_t page = 0; page < of->pages[s]; page++)
+            logits[page] += LOG2_E * of->bias[s * of->n_pages + page];
+        float most = largest_of(logits, room, sink > LOWEST ? sink : LOWEST);
+        memcpy(to->spare, logits, sizeof(float) * room);
+        float total = weights_of(to->spare, room, most) + exp2f(sink - most);
+        for (int64_t i = 0; i < kept; i++) to->mass[i] += to->spare[i] / total;
     }
-    largest(mass, pages, whole, spare, places);
-    largest(mass + pages, kept - pages, again, spare, places + whole);
+    return 0;
+}
+
+/* Answer a segment, some of whose pages and kept entries are read; returns 1 without memory. */
+static int answer_again(const arguments *given, const reading *of, int64_t s, scratch *own,
+                        asked *from, const int64_t *whole, int64_t n_whole, const int64_t *again,
+                        int64_t n_again) {
+    int64_t key_dim = given->key_dim, value_dim = given->value_dim, n_rows = given->n_rows;
+    int64_t most_read = n_again + n_whole * of->page_size, read_room = whole_lanes(most_read);
+    int64_t floats = n_rows * (read_room + own->value_width) + most_read * (key_dim + value_dim);
+    float *logits = malloc(sizeof(float) * (floats + 1)), *summed = logits + n_rows * read_room;
+    if (!logits) return 1;
+    float *keys = summed + n_rows * own->value_width, *values = keys + most_read * key_dim;
     span read = {.keys = (char *)keys, .values = (char *)values, .key_kind = FLOAT32,
                  .value_kind = FLOAT32};
-    for (int64_t i = 0; i < whole + again; i++) {
-        int64_t place = places[i] + (i < whole ? 0 : pages);
+    for (int64_t i = 0; i < n_whole + n_again; i++) {
+        int64_t place = i < n_whole ? whole[i] : of->pages[s] + again[i - n_whole];
         const int32_t *columns = of->positions + given->spans[s * 4] + place;
-        if (i < whole) columns = of->members + (s * of->n_pages + place) * of->page_size;
-        for (int64_t r = 0; r < n_rows; r++) logits[r * room + place] = -INFINITY;
-        for (int64_t j = 0; j < (i < whole ? of->page_size : 1) && columns[j] >= 0; j++) {
-            int64_t number = of->numbers[columns[j] * of->batch + row] + s % given->n_kv_heads;
+        if (i < n_whole) columns = of->members + (s * of->n_pages + place) * of->page_size;
+        for (int64_t r = 0; r < n_rows; r++) from->logits[r * from->room + place] = -INFINITY;
+        for (int64_t j = 0; j < (i < n_whole ? of->page_size : 1) && columns[j] >= 0; j++) {
+            int64_t row = s / given->n_kv_heads, head = s % given->n_kv_heads;
+            int64_t number = of->numbers[columns[j] * of->batch + row] + head;
             const char *record = of->records + number * (4 + key_dim + value_dim);
             decode(record, 0, of->key_middle + s * key_dim, of->key_half + s * key_dim, 0, key_dim,
                    keys + read.count * key_dim);
@@ -754,25 +775,70 @@ static int answer_again(const arguments *given, const reading *of, int64_t s, sc
             read.count++;
         }
     }
-    span_logits(given, s, &read, own, logits + read_at, room);
-    float *out = given->output + s * n_rows * value_dim;
+    for (int64_t i = 0; i < n_rows * read_room; i++) logits[i] = -INFINITY;
+    ask(given, s, own);
+    span_logits(given, s, &read, own, logits, read_room);
     float totals[MOST_ROWS];
     for (int64_t r = 0; r < n_rows; r++) {
-        float most = given->sinks ? LOG2_E * given->sinks[s % given->n_kv_heads * n_rows + r] : LOWEST;
-        float sink = most;
-        totals[r] = weights_of(logits + r * room, room, &most);
-        if (given->sinks) totals[r] += exp2f(sink - most);
+        float sink = sink_of(given, s, r), most = sink > LOWEST ? sink : LOWEST;
+        most = largest_of(from->logits + r * from->room, from->room, most);
+        most = largest_of(logits + r * read_room, read_room, most);
+        totals[r] = weights_of(from->logits + r * from->room, from->room, most);
+        totals[r] += weights_of(logits + r * read_room, read_room, most) + exp2f(sink - most);
     }
     memset(summed, 0, sizeof(float) * n_rows * own->value_width);
-    span_values(given, spans, own, logits, room, summed);
-    if (spans[0].turned) turn(summed, n_rows, value_dim, own->value_width);
-    span_values(given, &read, own, logits + read_at, room, summed);
-    span_values(given, spans + 1, own, logits + following_at, room, summed);
+    span_values(given, from->spans, own, from->logits, from->room, summed);
+    if (from->spans[0].turned) turn(summed, n_rows, value_dim, own->value_width);
+    span_values(given, &read, own, logits, read_room, summed);
+    span_values(given, from->spans + 1, own, from->logits + from->following_at, from->room, summed);
+    float *out = given->output + s * n_rows * value_dim;
     for (int64_t r = 0; r < n_rows; r++)
         for (int64_t d = 0; d < value_dim; d++)
             out[r * value_dim + d] = summed[r * own->value_width + d] / totals[r];
-    free(memory);
+    free(logits);
     return 0;
+}
+
+/* Answer a row, whose KV heads share what is read; returns 1 if there is no memory to work with. */
+static int answer_row(const arguments *given, const reading *of, int64_t row, scratch *own) {
+    int64_t heads = given->n_kv_heads, first = row * heads, n_pages = 0, n_single = 0, failed = 0;
+    int64_t whole = of->whole[row], again = of->again[row];
+    asked *all = calloc(heads, sizeof *all);
+    if (!all) return 1;
+    for (int64_t h = 0; h < heads && !failed; h++) {
+        failed = ask_segment(given, of, first + h, own, all + h);
+        n_pages += of->pages[first + h];
+        n_single += all[h].spans[0].count - of->pages[first + h];
+    }
+    int64_t *places = malloc(sizeof *places * (whole + again + 1) + 2 * sizeof(float) * (n_pages + n_single + 1));
+    failed |= !places;
+    if (!failed) {
+        float *pages = (float *)(places + whole + again), *single = pages + n_pages;
+        float *spare = single + n_single, *to_page = pages, *to_single = single;
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t own_pages = of->pages[first + h], others = all[h].spans[0].count - own_pages;
+            memcpy(to_page, all[h].mass, sizeof(float) * own_pages), to_page += own_pages;
+            memcpy(to_single, all[h].mass + own_pages, sizeof(float) * others), to_single += others;
+        }
+        largest(pages, n_pages, whole, spare, places);
+        largest(single, n_single, again, spare, places + whole);
+    }
+    int64_t w = 0, a = whole, page_at = 0, single_at = 0;
+    for (int64_t h = 0; h < heads; h++) {
+        int64_t own_pages = of->pages[first + h], others = all[h].spans[0].count - own_pages;
+        int64_t next_w = w, next_a = a; /* places rise, so those of a head stand together */
+        for (; !failed && next_w < whole && places[next_w] < page_at + own_pages; next_w++)
+            places[next_w] -= page_at;
+        for (; !failed && next_a < whole + again && places[next_a] < single_at + others; next_a++)
+            places[next_a] -= single_at;
+        if (!failed)
+            failed = answer_again(given, of, first + h, own, all + h, places + w, next_w - w,
+                                  places + a, next_a - a);
+        w = next_w, a = next_a, page_at += own_pages, single_at += others;
+        free(all[h].logits);
+    }
+    free(places), free(all);
+    return (int)failed;
 }
 
 /* What all threads of such a call share. */
@@ -790,14 +856,14 @@ static void run_again(void *data) {
     int64_t thread = all->threads > 1 ? openmp.thread() : 0;
     int64_t n_threads = all->threads > 1 ? openmp.threads() : 1;
     scratch mine = scratch_of(given, all->memory, thread);
-    for (int64_t s = thread; s < given->n_segments; s += n_threads)
-        if (answer_again(given, all->of, s, &mine)) all->failed = 1;
+    for (int64_t row = thread; row < all->of->batch; row += n_threads)
+        if (answer_row(given, all->of, row, &mine)) all->failed = 1;
 }
 
 /* Returns 0, or 1 if there is no memory to work with. Of one new token. */
 int attend_again(const arguments *given, const reading *of) {
     work_again all = {.given = given, .of = of, .threads = openmp.parallel ? given->threads : 1};
-    if (all.threads > given->n_segments) all.threads = given->n_segments;
+    if (all.threads > of->batch) all.threads = of->batch;
     all.memory = malloc(sizeof(float) * all.threads * floats_of_thread(given));
     if (!all.memory) return 1;
     if (all.threads > 1) openmp.parallel(run_again, &all, (unsigned)all.threads, 0);

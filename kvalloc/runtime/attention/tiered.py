@@ -159,12 +159,11 @@ def _chosen(mass: Tensor, kept: KeptEntries, tier: LayerTier) -> tuple[Tensor, T
     pages, reads, device = tier.pages, tier.reads(kept.lengths), mass.device
     assert pages is not None
     counts, n_places = pages.counts.ravel(), int(mass.shape[1])
+    lengths, batch = kept.spans.lengths, len(pages.counts)
     is_page = ~_beyond(counts, mass)[:, 0]
-    n_pages, n_again = int(reads.pages.max()), int(reads.again.max())
-    whole = mass.masked_fill(~is_page, -1).topk(n_pages, dim=-1).indices
-    single = mass.masked_fill(is_page, -1).topk(n_again, dim=-1).indices
-    no_page = _beyond(reads.pages, whole)[:, 0]
-    none = _beyond(reads.again, single)[:, 0]
+    whole, no_page = _largest(mass.masked_fill(~is_page, -1), reads.pages, batch)
+    beyond = is_page | _beyond(lengths, mass)[:, 0]
+    single, none = _largest(mass.masked_fill(beyond, -1), reads.again, batch)
     host = whole.masked_fill(no_page, 0).cpu()
     members = pages.members[torch.arange(len(host))[:, None], host].to(device).long()
     members = members.masked_fill(no_page[..., None], -1).flatten(1)
@@ -172,6 +171,35 @@ def _chosen(mass: Tensor, kept: KeptEntries, tier: LayerTier) -> tuple[Tensor, T
     columns = kept.positions[starts + single.masked_fill(none, 0)].long().masked_fill(none, -1)
     places = [whole.masked_fill(no_page, n_places), single.masked_fill(none, n_places)]
     return torch.cat(places, dim=1), torch.cat([members, columns], dim=1)
+
+
+def _largest(numbers: Tensor, counts: IntArray, batch: int) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row's numbers, which its segments share.
+
+    Parameters
+    ----------
+    numbers : Tensor, (n_segments, n)
+    counts : ndarray of int64, (batch,)
+        How many of a row.
+    batch : int
+        Rows.
+
+    Returns
+    -------
+    places : Tensor of int64, (n_segments, most)
+        Where they stand in each segment, in order.
+    none : Tensor of bool, (n_segments, most)
+        Which places are more than there are.
+    """
+    of_rows = numbers.view(batch, -1)
+    best = of_rows.topk(int(counts.max()), dim=1).indices
+    few = ~_beyond(counts, best[:, None])[:, 0]
+    chosen = torch.zeros_like(of_rows, dtype=torch.bool).scatter_(1, best, few)
+    chosen = chosen.view(numbers.shape)
+    found = chosen.sum(dim=1)
+    most = int(found.max())
+    places = chosen.byte().topk(most, dim=1).indices
+    return places, torch.arange(most, device=places.device) >= found[:, None]
 
 
 def _capped(call: AttentionCall, logits: Tensor) -> Tensor:

@@ -32,42 +32,52 @@ def tier_cache(model, *, bits=3, tier="ram", read=READ, every=None, share=0.3):
     return build_cache(model, profile.replace(bits=widths), options)
 
 
-def answered(queries, near, stored, tier, segment, group, *, softcap=None, sinks=None):
-    """Return what one KV head of a row answers one token, by sums over all entries, in float64.
+def answered(queries, near, stored, tier, row, *, softcap=None, sinks=None):
+    """Return what one token of a row is answered, by sums over all entries, in float64.
 
     Parameters
     ----------
-    queries : Tensor, (group, head_dim)
+    queries : Tensor, (n_kv_heads, group, head_dim)
         Scaled.
-    near : tuple of Tensor
-        Keys and values that followed.
-    stored : KeptEntries
-        Numbers of the segment: pages, then kept entries.
+    near : list of (Tensor, Tensor)
+        Keys and values that followed, of each KV head.
+    stored : LayerEntries
+        Pages, then kept entries.
     tier : LayerTier
+    row : int
     """
     capped = (lambda x: x) if softcap is None else (lambda x: softcap * (x / softcap).tanh())
-    queries = queries.double()
-    pages, (row, head) = tier.pages, divmod(segment, tier.pages.counts.shape[1])
-    count = int(pages.counts[row, head])
-    members = [[c for c in own.tolist() if c >= 0] for own in pages.members[segment, :count]]
-    keys, values = (own.double() for own in (stored.keys, stored.values))
-    logits = capped(queries @ keys.T)
-    logits[:, :count] += torch.tensor([len(own) for own in members]).double().log()
-    beside = capped(queries @ near[0].double().T)
-    if sinks is not None:
-        beside = torch.cat([beside, sinks.double()[:, None]], dim=1)
-    mass = torch.cat([logits, beside], dim=1).softmax(dim=1)[:, : len(keys)].sum(dim=0)
-    reads = tier.reads(tier.pages.counts + 10**6)  # kept entries are no limit here
-    whole = mass[:count].argsort(descending=True)[: int(reads.pages[segment])].tolist()
-    again = min(int(reads.again[segment]), len(keys) - count)
-    single = (mass[count:].argsort(descending=True)[:again] + count).tolist()
-    columns = [c for page in whole for c in members[page]]
-    columns += [int(stored.positions[place]) for place in single]
-    exact = [own[row, head][columns].double() for own in tier.everything()]
-    others = [place for place in range(len(keys)) if place not in (*whole, *single)]
-    logits = torch.cat([logits[:, others], capped(queries @ exact[0].T), beside], dim=1)
-    weights = logits.softmax(dim=1)[:, : -1 if sinks is not None else None]
-    return weights @ torch.cat([values[others], exact[1], near[1].double()])
+    queries, heads, every = queries.double(), len(queries), []
+    for head in range(heads):
+        piece, count = stored.piece(row, head), int(tier.pages.counts[row, head])
+        members = tier.pages.members[row * heads + head, :count]
+        members = [[c for c in own.tolist() if c >= 0] for own in members]
+        logits = capped(queries[head] @ piece.keys.double().T)
+        logits[:, :count] += torch.tensor([len(own) for own in members]).double().log()
+        beside = capped(queries[head] @ near[head][0].double().T)
+        if sinks is not None:
+            beside = torch.cat([beside, sinks[head].double()[:, None]], dim=1)
+        mass = torch.cat([logits, beside], dim=1).softmax(dim=1)[:, : len(piece.keys)].sum(dim=0)
+        every.append((piece, members, logits, beside, mass))
+    pages = [(float(m), h, p) for h, own in enumerate(every) for p, m in enumerate(own[4])]
+    reads = tier.reads(stored.lengths)
+    whole = sorted(one for one in pages if one[2] < len(every[one[1]][1]))
+    single = sorted(one for one in pages if one[2] >= len(every[one[1]][1]))
+    chosen = (
+        whole[len(whole) - int(reads.pages[row]) :] + single[len(single) - int(reads.again[row]) :]
+    )
+    found = []
+    for head, (piece, members, logits, beside, _) in enumerate(every):
+        own = [place for _, other, place in chosen if other == head]
+        columns = [c for place in own if place < len(members) for c in members[place]]
+        columns += [int(piece.positions[place]) for place in own if place >= len(members)]
+        exact = [each[row, head][columns].double() for each in tier.everything()]
+        others = [place for place in range(len(piece.keys)) if place not in own]
+        read = capped(queries[head] @ exact[0].T)
+        weights = torch.cat([logits[:, others], read, beside], dim=1).softmax(dim=1)
+        values = [piece.values[others].double(), exact[1], near[head][1].double()]
+        found.append(weights[:, : -1 if sinks is not None else None] @ torch.cat(values))
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +113,22 @@ def test_attention_is_the_sum_over_what_is_read_and_what_answers_as_it_is(bits, 
         sink_logits=sinks,
     )
     found = attend_again(call, packed.kept, tier)
-    for row, head, token in np.ndindex(batch, heads, new):
-        end = near - new + token + 1
-        own, columns = slice(head * group, (head + 1) * group), shown[row, :end].nonzero()[:, 0]
+    for row, token in np.ndindex(batch, new):
+        columns = shown[row, : near - new + token + 1].nonzero()[:, 0]
         expected = answered(
-            call.queries[row, own, token] * call.scaling,
-            (call.keys[row, head, columns], call.values[row, head, columns]),
-            packed.piece(row, head),
+            call.queries[row, :, token].view(heads, group, dim) * call.scaling,
+            [
+                (call.keys[row, head, columns], call.values[row, head, columns])
+                for head in range(heads)
+            ],
+            packed,
             tier,
-            row * heads + head,
-            group,
+            row,
             softcap=call.softcap,
-            sinks=None if sinks is None else sinks[own],
+            sinks=None if sinks is None else sinks.view(heads, group),
         )
-        torch.testing.assert_close(found[row, token, own].double(), expected, atol=1e-4, rtol=1e-4)
+        own = found[row, token].double().view(expected.shape)
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_pages_hold_every_evicted_entry_once_beside_its_like():
@@ -186,20 +198,24 @@ class Oracle:
                 off = (own[:, :, :columns] - held).abs().amax(dim=(1, 3))[mask[:, :columns] > 0]
                 assert off.amax() < self.off * own.abs().amax()
                 own[:, :, :columns] = held
-            for row, head, token in np.ndindex(batch, heads, new):
-                own, end = slice(head * group, (head + 1) * group), total - new + token + 1
-                queries = states.queries[row, own, token] * states.scaling
-                shown = mask[row, :end].bool()
-                if new * READ >= 1:  # together they read all
-                    keys, values = (each[row, head, :end][shown].double() for each in exact)
-                    weights = (queries.double() @ keys.T).softmax(dim=1)
-                    output[row, own, token] = (weights @ values).float()
-                    continue
-                shown[:columns] = False
-                near = [each[row, head, :end][shown] for each in exact]
-                piece, segment = layer.entries.piece(row, head), row * heads + head
-                found = answered(queries, near, piece, layer.tier, segment, group)
-                output[row, own, token] = found.float()
+            for row, token in np.ndindex(batch, new):
+                shown = mask[row, : total - new + token + 1].bool()
+                queries = states.queries[row, :, token].view(heads, group, -1) * states.scaling
+                if new * READ < 1:  # else they read all together
+                    shown[:columns] = False
+                near = [
+                    [own[row, head, : len(shown)][shown] for own in exact] for head in range(heads)
+                ]
+                if new * READ >= 1:
+                    both = zip(queries.double(), near, strict=True)
+                    each = [
+                        (asked @ keys.double().T).softmax(dim=1) @ values.double()
+                        for asked, (keys, values) in both
+                    ]
+                    found = torch.stack(each)
+                else:
+                    found = answered(queries, near, layer.entries, layer.tier, row)
+                output[row, :, token] = found.float().flatten(0, 1)
             return output.transpose(1, 2), None
 
         with torch.no_grad(), intercept_attention(self.model, attention):
@@ -258,7 +274,8 @@ def test_rows_answer_as_alone_in_a_file_as_in_memory_and_after_going_back(tmp_pa
             model(prompt[row, None], past_key_values=alone)
         found = decoded(model, alone, ids[row, None])
         expected = torch.cat([together, whole], dim=1)[row]
-        torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-3)
+        # a number in the middle of two codes is rounded by its last bit, which the batch changes
+        torch.testing.assert_close(found[0], expected, atol=2e-3, rtol=1e-3)
     alone.reset()
     with torch.no_grad():
         model(prompt[1, None], past_key_values=alone)
