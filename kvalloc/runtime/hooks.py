@@ -454,7 +454,8 @@ def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[T
     _close(entry, completed=False)
     arguments = {name: tokens, "attention_mask": mask}
     _begin(decoder, entry, cache, arguments, decoded=True)
-    return number.clone(), torch.tensor(seen, device=tokens.device)
+    # filled there: a number of the host would be copied, for which it waits
+    return number.clone(), torch.full((), seen, dtype=torch.long, device=tokens.device)
 
 
 @_begin_token.register_fake
