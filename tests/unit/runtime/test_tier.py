@@ -282,7 +282,9 @@ def test_rows_answer_as_alone_in_a_file_as_in_memory_and_after_going_back(tmp_pa
     assert torch.equal(decoded(model, alone, ids[1, None]), found)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prefill_chunk_size": 25}])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2}, {"prefill_chunk_size": 25}, {"prompt_lookup_num_tokens": 3}]
+)
 def test_a_share_holds_pages_and_kept_entries_whatever_generate_does(options):
     model = tiny.tiny_model()
     ids = tiny.prompt(300)
