@@ -15,7 +15,7 @@ from kvalloc.accounting.costs import (
 )
 from kvalloc.formats.budget_profile import Policy
 from kvalloc.online.ways import Setting, Way
-from kvalloc.runtime.tier import page_counts
+from kvalloc.runtime.tier import page_counts, range_bytes
 from kvalloc.shape import ModelShape
 
 __all__ = ["by_score", "tier_width", "with_pages"]
@@ -70,6 +70,7 @@ def with_pages(way_of: Callable[[Setting, int], Way], setting: Setting, tokens: 
         begun = entries / KEY_BLOCK_TOKENS + 1 + -entries // KEY_BLOCK_TOKENS
         stored = head_bytes(entries, own.bits, own.shape) + BIAS_BYTES * (pages + 1)
         stored = stored + begun * own.shape.head_dim * 2 * SCALE_BYTES
+        stored = stored + range_bytes(own.shape.head_dim)
         return float(stored.mean()) > whole
 
     if not over(_PARTS):

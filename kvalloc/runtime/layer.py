@@ -183,7 +183,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
         tensors += () if self._following is None else self._following.buffers
-        tensors += () if self.tier is None or not self.tier.pages else [self.tier.pages.bias]
+        tensors += () if self.tier is None else self.tier.beside_entries
         return tensors if self.entries is None else [*tensors, *self.entries.tensors()]
 
     def update(

@@ -19,7 +19,7 @@ from kvalloc.errors import InputError, option
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries, longer
 
-__all__ = ["PAGE", "RAM", "READ", "LayerTier", "Reads", "Records", "page_counts"]
+__all__ = ["PAGE", "RAM", "READ", "LayerTier", "Reads", "Records", "page_counts", "range_bytes"]
 
 RAM = "ram"
 """Name of the tier that lies in memory, off the device where that is a GPU."""
@@ -159,6 +159,12 @@ class LayerTier:
         self.ranges: list[tuple[Tensor, Tensor]] = []  # of keys and values, (n_segments, 1, dim)
         self.pages: Pages | None = None
         self._reads: Reads | None = None  # until entries change
+
+    @property
+    def beside_entries(self) -> list[Tensor]:
+        """Return what lies with the kept entries, and not in the slow tier."""
+        found = [own for among in self.ranges for own in among]
+        return found if self.pages is None else [*found, self.pages.bias]
 
     def reads_all(self, new_tokens: int) -> bool:
         """Return whether so many tokens may together read everything."""
@@ -319,7 +325,7 @@ class LayerTier:
         self.pages = Pages(
             counts=answers.lengths,
             members=members.to("cpu", torch.int32),
-            bias=sizes.clamp(min=1).float().log(),
+            bias=sizes[sizes > 0].float().log(),
         )
         return LayerEntries.packed(longer(answers, part), bits)
 
@@ -362,8 +368,8 @@ class Pages:
         Pages of each segment, which are the first of its stored entries.
     members : Tensor of int32, (n_segments, n_pages, PAGE)
         Columns of each page's entries, on the host; -1 for none.
-    bias : Tensor of float32, (n_segments, n_pages)
-        Logarithm of each page's size, 0 beyond a segment's end.
+    bias : Tensor of float32, (n,)
+        Logarithm of the size of each page, of one segment's after those of another.
     """
 
     counts: IntArray
@@ -372,12 +378,18 @@ class Pages:
 
     def of_rows(self, rows: Tensor) -> Pages:
         """Return those of these rows."""
-        batch = len(self.counts)
-        members, bias = (
-            own.view(batch, -1, *own.shape[1:])[rows.to(own.device)].flatten(0, 1)
-            for own in (self.members, self.bias)
+        of_row = torch.split(self.bias, self.counts.sum(axis=1).tolist())
+        members = self.members.view(len(self.counts), -1, *self.members.shape[1:])
+        return Pages(
+            counts=self.counts[rows.numpy()],
+            members=members[rows.to(members.device)].flatten(0, 1),
+            bias=torch.cat([of_row[row] for row in rows.tolist()]),
         )
-        return Pages(counts=self.counts[rows.numpy()], members=members, bias=bias)
+
+
+def range_bytes(head_dim: int) -> int:
+    """Return the bytes of the ranges of a head's channels, which lie with its kept entries."""
+    return 2 * 2 * head_dim * 4
 
 
 def page_counts(evicted: IntArray) -> IntArray:

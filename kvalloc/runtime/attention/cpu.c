@@ -617,8 +617,9 @@ typedef struct {
     const int64_t *numbers;   /* (n_columns, batch): record of a column's first KV head */
     const int32_t *positions; /* (n_entries,): columns of kept entries */
     const int32_t *members;   /* (n_segments, n_pages, page_size): columns, -1 for none */
-    const float *bias;        /* (n_segments, n_pages), of pages */
+    const float *bias;        /* of the pages of one segment after those of another */
     const int64_t *pages;     /* (n_segments,): pages, which are the first entries of each */
+    const int64_t *first_bias; /* (n_segments,) */
     const int64_t *again, *whole; /* (batch,): entries and pages that heads of a row read */
     const float *key_middle, *key_half, *value_middle, *value_half; /* (n_segments, dim) */
     int64_t batch, n_pages, page_size;
@@ -738,7 +739,7 @@ static int ask_segment(const arguments *given, const reading *of, int64_t s, scr
     for (int64_t r = 0; r < n_rows; r++) {
         float *logits = to->logits + r * room, sink = sink_of(given, s, r);
         for (int64_t page = 0; page < of->pages[s]; page++)
-            logits[page] += LOG2_E * of->bias[s * of->n_pages + page];
+            logits[page] += LOG2_E * of->bias[of->first_bias[s] + page];
         float most = largest_of(logits, room, sink > LOWEST ? sink : LOWEST);
         memcpy(to->spare, logits, sizeof(float) * room);
         float total = weights_of(to->spare, room, most) + exp2f(sink - most);

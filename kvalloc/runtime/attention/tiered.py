@@ -78,7 +78,7 @@ class _Reading(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("records", "numbers", "positions", "members")),
-        *((name, ctypes.c_void_p) for name in ("bias", "pages", "again", "whole")),
+        *((name, ctypes.c_void_p) for name in ("bias", "pages", "first_bias", "again", "whole")),
         *((name, ctypes.c_void_p) for name in ("key_middle", "key_half")),
         *((name, ctypes.c_void_p) for name in ("value_middle", "value_half")),
         *((name, ctypes.c_int64) for name in ("batch", "n_pages", "page_size")),
@@ -96,10 +96,12 @@ def _token_in_c(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tensor
         assert pages is not None
         reads, numbers = tier.reads(part.lengths), tier.numbers.contiguous()
         pointed = [numbers, part.positions, pages.members, pages.bias]
-        arrays = [np.ascontiguousarray(own) for own in (pages.counts, reads.again, reads.pages)]
+        counts = pages.counts.ravel()
+        arrays = [counts, np.cumsum(counts) - counts, reads.again, reads.pages]
+        arrays = [np.ascontiguousarray(own) for own in arrays]
         places = [own.data_ptr() for own in pointed] + [own.ctypes.data for own in arrays]
         places += [own.data_ptr() for own in (*keys, *values)]
-        sizes = numbers.shape[1], pages.bias.shape[1], pages.members.shape[2]
+        sizes = numbers.shape[1], *pages.members.shape[1:]
         _READINGS[kept] = _Reading(0, *places, *sizes), (pointed, arrays, keys, values)
     reading = _READINGS[kept][0]
     reading.records = tier.records.stored.data_ptr()  # moves as it grows
@@ -116,7 +118,8 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     logits.masked_fill_(_beyond(lengths, logits), -torch.inf)
     pages = tier.pages
     assert pages is not None
-    logits[..., : pages.bias.shape[1]] += pages.bias[:, None]
+    bias = _padded(pages.bias, pages.counts.ravel())
+    logits[..., : bias.shape[1]] += bias[:, None]
     beside = _following_logits(call, queries)
     mass = torch.cat([logits, beside], dim=-1).softmax(dim=-1)[..., : logits.shape[-1]].sum(dim=1)
     places, columns = _chosen(mass, kept, tier)

@@ -18,7 +18,7 @@ from kvalloc.runtime.attention.tiered import attend_again
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.tier import PAGE, LayerTier, Reads, Records
+from kvalloc.runtime.tier import PAGE, LayerTier, Reads, Records, range_bytes
 
 CONTEXT, READ = 90, 0.1
 
@@ -295,7 +295,12 @@ def test_a_share_holds_pages_and_kept_entries_whatever_generate_does(options):
     assert cache.share <= 0.12
     assert cache.profile.requested["value"] == 0.12
     tensors = {id(own) for layer in cache.layers for own in layer.stored_tensors()}
-    assert {id(layer.tier.pages.bias) for layer in cache.layers} <= tensors
+    beside = [own for layer in cache.layers for own in layer.tier.beside_entries]
+    assert {id(own) for own in beside} <= tensors
+    counts = [layer.tier.pages.counts for layer in cache.layers]
+    ranges = range_bytes(model.config.head_dim)
+    expected = sum(4 * int(own.sum()) + ranges * own.size for own in counts)
+    assert sum(own.nbytes for own in beside) == expected
     assert cache.retained_bytes < 0.2 * cache.full_bytes < cache.tier_bytes
 
 
