@@ -250,7 +250,8 @@ def decoded(model, cache, ids):
 
 
 def test_rows_answer_as_alone_in_a_file_as_in_memory_and_after_going_back(tmp_path):
-    model = tiny.tiny_model()
+    """In float64: a number between two codes is rounded by its last bit, which a batch changes."""
+    model = tiny.tiny_model().double()
     prompt, ids = tiny.prompt(CONTEXT, 2), tiny.prompt(40, 2, seed=3)
     caches = [tier_cache(model, tier=place, every=16) for place in ("ram", tmp_path)]
     for cache in caches:
@@ -274,8 +275,7 @@ def test_rows_answer_as_alone_in_a_file_as_in_memory_and_after_going_back(tmp_pa
             model(prompt[row, None], past_key_values=alone)
         found = decoded(model, alone, ids[row, None])
         expected = torch.cat([together, whole], dim=1)[row]
-        # a number in the middle of two codes is rounded by its last bit, which the batch changes
-        torch.testing.assert_close(found[0], expected, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-3)
     alone.reset()
     with torch.no_grad():
         model(prompt[1, None], past_key_values=alone)
