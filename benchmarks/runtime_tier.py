@@ -94,7 +94,10 @@ def facts_of(loaded: Any, n_facts: int, n_tokens: int, of: str) -> Iterator[Row]
                 said += ids
             found.append(turn.is_found(loaded.tokenizer.decode(said)))
     right = np.array(found).reshape(-1, 3).astype(float)
-    shares, there = right[right[:, 0] > 0].mean(axis=0), int(right[:, 0].sum())
+    there = int(right[:, 0].sum())
+    if not there:
+        return  # the model itself finds none
+    shares = right[right[:, 0] > 0].mean(axis=0)
     yield {
         "name": f"{of}, asked after the eviction: found of those that the full cache finds",
         "figure": float(shares[2]),
