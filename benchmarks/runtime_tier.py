@@ -1,12 +1,11 @@
-"""A slow tier beside a reduced cache: what is lost of the default's loss, found, and taken in time.
+"""A slow tier beside a reduced cache: what is lost of the default's loss, and taken in time.
 
-    python benchmarks/bench_runtime.py tier [--models demo] [--dtype NAME] [--texts N] [--facts N]
+    python benchmarks/bench_runtime.py tier [--models demo] [--dtype NAME] [--texts N]
 
 Held-out texts of ``--tokens`` tokens; the KL of the next 64 to the full cache, one token at a time,
 with ``apply(budget="10%", tier="ram")`` over the default's in the same bytes. Meanwhile what
 compares, the tier in a folder too, takes each token in turns: tokens a second over the default's,
-what is settled between them included. Then held-out facts that are asked when the context has been
-read: answers in which both find what the full cache finds. On a CPU the tier lies in the same
+what is settled between them included. On a CPU the tier lies in the same
 memory, so the time says what reading it costs and nothing of what a slower memory would.
 """
 
@@ -26,10 +25,9 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.models.loading import load_model
 from kvalloc.prompts.intervals import resampled_means
-from kvalloc.prompts.tasks import TASKS
 from kvalloc.prompts.texts import shipped_texts
 
-BUDGET, NEW, ANSWER, SEED = 0.1, 64, 16, 31
+BUDGET, NEW = 0.1, 64
 
 
 def main() -> int:
@@ -37,19 +35,16 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["demo"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--texts", type=int, nargs="+", default=[6], help="of each model")
-    parser.add_argument("--facts", type=int, nargs="+", default=[6], help="of each model")
     parser.add_argument("--tokens", type=int, default=1000)
     arguments = parser.parse_args()
-    models = zip(arguments.models, arguments.texts, arguments.facts, strict=True)
+    models = zip(arguments.models, arguments.texts, strict=True)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         rows = (row for model in models for row in rows_of(*model, arguments, folder))
         return print_rows(rows, arguments, "kvalloc", "torch", "transformers")
 
 
-def rows_of(
-    name: str, n_texts: int, n_facts: int, arguments: argparse.Namespace, folder: str
-) -> Iterator[Row]:
-    """Return what a model loses, finds and takes."""
+def rows_of(name: str, n_texts: int, arguments: argparse.Namespace, folder: str) -> Iterator[Row]:
+    """Return what a model loses and takes."""
     loaded, n = load_model(name, dtype=arguments.dtype), arguments.tokens
     where = f"{loaded.model_id}, {arguments.dtype}, {BUDGET:.0%}"
     losses, speeds, largest = [], [], 0.0
@@ -77,33 +72,6 @@ def rows_of(
         row["processor_ratio"] = float(np.median([one[number, 1] for one in speeds]))
         name = f"{of}: tokens a second over the default's, tier in {tier}"
         yield {"name": name, **row, "note": f"{NEW} tokens of each text"}
-    yield from facts_of(loaded, n_facts, n, f"{where}, {n_facts} facts in {n:,} tokens")
-
-
-def facts_of(loaded: Any, n_facts: int, n_tokens: int, of: str) -> Iterator[Row]:
-    """Return how many answers about facts are right that are right with the full cache."""
-    given: dict[str, Any] = {"seed": SEED, "split": "held-out", "after": True}
-    cases, found = TASKS["facts"].make(loaded.tokenizer, n_facts, n_tokens, **given), []
-    for case in cases:
-        prompt, turn = torch.tensor([case.input_ids]), case.turns[0]
-        for options in ({"budget": None}, {}, {"tier": "ram"}):
-            cache, ids, said = read(loaded.model, prompt, **options), [*turn.question_ids], []
-            for _ in range(ANSWER):
-                logits = log_shares(loaded.model, torch.tensor([ids]), cache)
-                ids = [int(logits[-1].argmax())]
-                said += ids
-            found.append(turn.is_found(loaded.tokenizer.decode(said)))
-    right = np.array(found).reshape(-1, 3).astype(float)
-    there = int(right[:, 0].sum())
-    if not there:
-        return  # the model itself finds none
-    shares = right[right[:, 0] > 0].mean(axis=0)
-    yield {
-        "name": f"{of}, asked after the eviction: found of those that the full cache finds",
-        "figure": float(shares[2]),
-        "at_least": 1,
-        "note": f"{there} of {n_facts}; the default finds {shares[1]:.2f} of them",
-    }
 
 
 def texts_of(loaded: Any, count: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
