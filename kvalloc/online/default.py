@@ -36,6 +36,11 @@ __all__ = ["Default"]
 _TARGETS = {"budget", "target_loss"}
 _LOG = logging.getLogger(__name__)
 
+BESIDE_TIER = (
+    "; the rest of the share is pages of what is evicted, and the tier holds all at 8 bits"
+)
+"""Behind the line of detail. What losses were measured are those of caches without a tier."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Default:
@@ -128,12 +133,12 @@ class Default:
             profile = way.profile(max(alike))
             if self.options.tier is not None:
                 profile = profile.with_policy(by_score(profile.policy))
-            text = _text(profile, way, alike, tokens, chunked=size.chunked)
-            text += way.advice(max(alike))
+            share = way.setting.share if self.options.tier is None else self.share
+            text = _text(profile, way, alike, tokens, share=share, chunked=size.chunked)
+            text += BESIDE_TIER if self.options.tier is not None else way.advice(max(alike))
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info(text)
-            share = way.setting.share if self.options.tier is None else self.share
             requested = {**profile.requested, "value": share}
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
@@ -216,10 +221,16 @@ def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]
 
 
 def _text(
-    profile: BudgetProfile, way: Way, lengths: Sequence[int], columns: int, *, chunked: bool
+    profile: BudgetProfile,
+    way: Way,
+    lengths: Sequence[int],
+    columns: int,
+    *,
+    share: float,
+    chunked: bool,
 ) -> str:
     """Return one line on rows of these lengths: their way, what is kept, peak and cost."""
-    shape, rows, share = profile.shape, len(lengths), way.setting.share
+    shape, rows = profile.shape, len(lengths)
     full = list(shape.full_layers)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))
