@@ -66,11 +66,11 @@ def test_a_lossless_answer_is_the_full_caches(models, folder):
 
 
 def test_with_a_tier_the_same_words_come_from_memory_and_from_a_folder(models, folder):
-    words = ("generate", models / "tiny", "--prompt-file", folder / "prompt.txt", "--budget", "15%",
+    words = ("generate", models / "tiny", "--prompt-file", folder / "prompt.txt", "--budget", "30%",
              "--max-new-tokens", 20)  # fmt: skip
     found = [run(*words, "--tier", tier, "--json").json for tier in ("ram", folder)]
     assert found[0]["answer"] == found[1]["answer"]
-    assert found[0]["share"] <= 0.15
+    assert found[0]["share"] <= 0.3
     assert found[0]["tier_bytes"] > found[0]["retained_bytes"]
     assert " in the tier" in run(*words, "--tier", "ram", "--read", "10%").err
     asked = run("chat", *words[1:], "--tier", folder, "--question", "Who?").out

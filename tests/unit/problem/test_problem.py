@@ -47,7 +47,7 @@ def test_bytes_of_a_shape_by_hand():
     assert shape.bytes_per_entry == 2 * 64 * 2
     assert shape.full_layers == (0, 2)
     assert [sliding_entries(shape, n) for n in (1, 9, 10, 500)] == [1, 9, 9, 9]
-    assert full_bytes(shape, 100, batch=3) == (100 * 2 + 9 * 2) * 2 * 256 * 3
+    assert full_bytes(shape, 100, rows=3) == (100 * 2 + 9 * 2) * 2 * 256 * 3
     stated = shape.to_dict()
     assert ModelShape(**stated | {"layer_types": tuple(stated["layer_types"])}) == shape
 
