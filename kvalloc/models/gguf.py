@@ -118,17 +118,24 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
 
 def _unpack(file: Path, folder: Path, dtype: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype)}
+    options["trust_remote_code"] = False
+    try:  # newer versions may keep the blocks packed by default
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:
+        pass
     parent = str(file.absolute().parent)
     try:
         # the reader's own progress bar knows no switch; it writes to what stderr is right now
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(parent, **options)
-            unpacked = {"dtype": getattr(torch, dtype)}
-            unpacked["quantization_config"] = GgufConfig(dequantize=True)
-            model = AutoModelForCausalLM.from_pretrained(parent, **options, **unpacked)
+            tokenizer = AutoTokenizer.from_pretrained(
+                parent, gguf_file=file.name, trust_remote_code=False
+            )
+            model = AutoModelForCausalLM.from_pretrained(parent, **options)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except (OSError, ImportError):
