@@ -269,8 +269,8 @@ def gap_text(gap: float | None) -> str:
     return "<0.001%" if gap < 1e-5 else f"{100 * gap:.3g}%"
 
 
-def parse_bits(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...]:
-    """Read bit widths from ``"16,8,4"`` or a sequence; the caller checks which there are.
+def parse_numbers(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...]:
+    """Read whole numbers from ``"16,8,4"`` or a sequence; the caller checks which may be there.
 
     Raises
     ------
@@ -279,7 +279,7 @@ def parse_bits(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...
 
     Examples
     --------
-    >>> parse_bits("16,8"), parse_bits([4])
+    >>> parse_numbers("16,8"), parse_numbers([4])
     ((16, 8), (4,))
     """
     try:

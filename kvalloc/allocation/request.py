@@ -33,10 +33,10 @@ from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
     Option,
     bytes_text,
-    parse_bits,
     parse_bytes,
     parse_fraction,
     parse_indices,
+    parse_numbers,
     parse_share,
 )
 
@@ -735,7 +735,7 @@ _CONFLICTS: dict[str, Callable[[Request], object]] = {
 """The line that refuses options of a request, `r`, that exclude each other, and when it does."""
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "bits": parse_bits,
+    "bits": parse_numbers,
     "cap": _read_caps,
     "loss_policies": _read_names,
     "share_groups": parse_groups,

@@ -14,7 +14,7 @@ from kvalloc.errors import InputError, several
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
 from kvalloc.report.wording import evaluation_tables
-from kvalloc.units import Option, parse_bits, share_text, size
+from kvalloc.units import Option, parse_numbers, share_text, size
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.methods import Method
@@ -186,7 +186,7 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     from kvalloc.online.application import cache_maker
     from kvalloc.runtime import CacheOptions
 
-    parse_bits(options.get("plain_bits", ()), "plain_bits")
+    parse_numbers(options.get("plain_bits", ()), "plain_bits")
     if applied := _applied(options):
         check_conflicts(applied)
         cache_maker(None, CacheOptions(), **applied)
@@ -264,7 +264,7 @@ def _methods(
     if applied := _applied(options):
         with apply(model, **applied):
             methods[several(**applied)] = AppliedMethod(options=applied)
-    for bits in parse_bits(options.get("plain_bits", ())):
+    for bits in parse_numbers(options.get("plain_bits", ())):
         methods[f"{bits} bits"] = rounded_cache(model, bits)
     return methods | peer_methods(peers, tokenizer)
 

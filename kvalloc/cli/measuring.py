@@ -10,7 +10,7 @@ from kvalloc.cli.options import from_typed
 from kvalloc.cli.output import note
 from kvalloc.cli.progress import ProgressBar, running
 from kvalloc.errors import InputError, option
-from kvalloc.units import Option, duration, parse_bits, size
+from kvalloc.units import Option, duration, parse_numbers, size
 
 if TYPE_CHECKING:
     from kvalloc.measure import Document, Prompt
@@ -200,7 +200,7 @@ def _read(given: Mapping[str, Any]) -> list[Document | Prompt]:
 
 
 def _lengths(text: str | None, context: int) -> tuple[int, ...]:
-    lengths = (context,) if text is None else tuple(dict.fromkeys(parse_bits(text, "lengths")))
+    lengths = (context,) if text is None else tuple(dict.fromkeys(parse_numbers(text, "lengths")))
     for length in lengths:
         if not 0 < length <= context:
             raise InputError(

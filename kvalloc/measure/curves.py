@@ -14,7 +14,7 @@ from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.errors import InputError, SampleError, option
 from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
-from kvalloc.units import parse_bits
+from kvalloc.units import parse_numbers
 
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
@@ -232,7 +232,7 @@ def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
     """
     if bits is None:
         return ()
-    widths = tuple(sorted(set(parse_bits(bits)), reverse=True))
+    widths = tuple(sorted(set(parse_numbers(bits)), reverse=True))
     if not widths or any(width not in BIT_WIDTHS for width in widths):
         known = ", ".join(map(str, BIT_WIDTHS))
         raise InputError(

@@ -64,8 +64,9 @@ CONFLICTS = (
         "{0} reads again what {option[budget=10%]} keeps, and does not go with {1}; leave out "
         "either",
         beside=(
-            *("cache", "document", "save_cache", "lossless", "memory", "across", "profile"),
-            *(*sorted({*TARGET} - {"budget", "memory"}), *DECIDING, "policy"),
+            *("cache", "document", "save_cache", "lossless", "across", "profile", "policy"),
+            *sorted({*TARGET} - {"budget"}),
+            *DECIDING,
         ),
     ),
     Conflict(

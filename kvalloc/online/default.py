@@ -37,7 +37,7 @@ _TARGETS = {"budget", "target_loss"}
 _LOG = logging.getLogger(__name__)
 
 BESIDE_TIER = (
-    "; the rest of the share is pages of what is evicted, and the tier holds all at 8 bits"
+    "; what is evicted is pages in the rest of the share, and the tier holds all at 8 bits"
 )
 """Behind the line of detail. What losses were measured are those of caches without a tier."""
 

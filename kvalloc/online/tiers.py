@@ -65,13 +65,13 @@ def with_pages(way_of: Callable[[Setting, int], Way], setting: Setting, tokens: 
         profile = profile.with_policy(by_score(profile.policy))
         kept = profile.budgets_for(tokens)[list(own.shape.full_layers)]
         pages = page_counts(tokens - kept)
-        # in each head what follows may begin a page and a block of keys: one more of each counts
-        entries = kept + pages + 1
-        begun = entries / KEY_BLOCK_TOKENS + 1 + -entries // KEY_BLOCK_TOKENS
+        # what follows may begin a page and a block of keys in each head: room for one of each, but
+        # for what the last block has left
+        entries, dim = kept + pages + 1, own.shape.head_dim
+        begun = 1 - (-(-entries // KEY_BLOCK_TOKENS) - entries / KEY_BLOCK_TOKENS)
         stored = head_bytes(entries, own.bits, own.shape) + BIAS_BYTES * (pages + 1)
-        stored = stored + begun * own.shape.head_dim * 2 * SCALE_BYTES
-        stored = stored + range_bytes(own.shape.head_dim)
-        return float(stored.mean()) > whole
+        room = begun * dim * 2 * SCALE_BYTES + range_bytes(dim)
+        return float((stored + room).mean()) > whole
 
     if not over(_PARTS):
         return setting

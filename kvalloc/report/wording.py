@@ -569,7 +569,7 @@ def kept_text(cache: Any) -> str:
         target += f" at {profile.context_tokens:,} tokens"
     share = share_text(cache.share, target)
     kept = f"{share}, {size(cache.retained_bytes)} instead of {size(cache.full_bytes)}"
-    if getattr(cache, "tier_bytes", None) is not None:
+    if cache.tier_bytes is not None:
         kept += f", and {size(cache.tier_bytes)} in the tier"
     return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"
 

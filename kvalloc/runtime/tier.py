@@ -389,7 +389,7 @@ class Pages:
 
 def range_bytes(head_dim: int) -> int:
     """Return the bytes of the ranges of a head's channels, which lie with its kept entries."""
-    return 2 * 2 * head_dim * 4
+    return 4 * head_dim * torch.float32.itemsize  # middle and half of key and value
 
 
 def page_counts(evicted: IntArray) -> IntArray:
