@@ -71,6 +71,9 @@ BIAS_BYTES = 4
 RANKING_BYTES = 16
 """Of an entry, while its layer waits for the others of its sharing group."""
 
+PAGE = 16
+"""Evicted entries of a page beside a slow tier, at most."""
+
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
 
@@ -256,6 +259,11 @@ def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
     width = WIDTHS[bits]
     return code_bytes(width.keys, head_dim), code_bytes(width.values, head_dim) + scales
+
+
+def record_bytes(head_dim: int) -> int:
+    """Return the bytes of an entry in a slow tier: codes, and a scale of key and of value each."""
+    return 2 * (SCALE_BYTES + code_bytes(8, head_dim))
 
 
 def code_bytes(bits: int, head_dim: int) -> int:

@@ -64,7 +64,7 @@ CONFLICTS = (
         "{0} reads again what {option[budget=10%]} keeps, and does not go with {1}; leave out "
         "either",
         beside=(
-            *("cache", "document", "save_cache", "lossless", "across", "profile", "policy"),
+            *("cache", "document", "lossless", "across", "profile", "policy"),
             *sorted({*TARGET} - {"budget"}),
             *DECIDING,
         ),

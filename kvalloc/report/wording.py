@@ -543,7 +543,7 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
     after = f", {followed:,} of them after the prompt" if followed else ""
     rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
     full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
-    beside = "" if full is None else f"; a full cache takes {size(full)}"
+    beside, read = "" if full is None else f"; a full cache takes {size(full)}", facts["read_share"]
     return {
         "model": model_text(profile.shape),
         "document": str(facts["document"] or ""),
@@ -551,6 +551,7 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
         "reading took": "" if took is None else duration(took),
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
         "bits": bits_text(profile),
+        "tier": "" if read is None else f"all entries at 8 bits; a token reads {read:.1%} of them",
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         "chosen": policies_text(profile),

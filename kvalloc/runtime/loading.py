@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
+from kvalloc.formats.saved_cache import RECORDS, SavedCacheHeader, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
@@ -20,6 +20,7 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.saving import KEPT
+from kvalloc.runtime.tier import RAM, Records
 
 __all__ = ["filled_cache", "load_cache"]
 
@@ -68,8 +69,14 @@ def filled_cache(
         allow_other_model=allow_other_model,
         decode_every=header.decode_every,
         memory=header.memory,
+        tier=None if header.read_share is None else RAM,  # what is added; the file is mapped
+        read=header.read_share,
     )
     cache = build_cache(model, header.profile, options, decide=decide)
+    records = None if header.read_share is None else Records(RAM, _tensor(tensors[RECORDS]))
+    visible, first = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool), 0
+    if (shown := tensors.get("visible")) is not None:
+        visible = _tensor(shown).bool()
     devices = _devices(model, len(cache.layers))
     for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
         own = {
@@ -81,15 +88,18 @@ def filled_cache(
         layer.keys, layer.values = own["keys"], own["values"]
         if isinstance(layer, BudgetLayer):
             _fill(layer, own, header, index)
+            if layer.tier is not None and records is not None:
+                layer.tier.records = records
+                if layer.entries is not None:
+                    there = visible[:, : header.seen_tokens - layer.dense_tokens]
+                    first = layer.tier.load(own, there, first)
         else:
             layer.cumulative_length = header.seen_tokens
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
     arrival.settled, arrival.competed = header.seen_tokens, np.array(header.competed_tokens)
     arrival.row_profiles = header.row_profiles
-    arrival.visible = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool)
-    if (visible := tensors.get("visible")) is not None:
-        arrival.visible = _tensor(visible).bool()
+    arrival.visible = visible
     if (ids := header.ids) is not None:
         cache.read_ids = torch.tensor([ids])
     return cache

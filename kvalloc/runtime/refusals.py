@@ -146,8 +146,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "saved_held": "this cache holds its whole prompt until {0} more tokens have followed it, "
         "and the file would be that of a full cache; call cache.evict() before cache.save(), or "
         "ask it something first",
-        "saved_with_tier": "a file holds what is kept, and this cache reads again what lies in its "
-        "tier; save a cache without {option[tier]}",
+        "blended_with_tier": "{0} has a slow tier, and documents that are put together have none; "
+        "read it without {option[tier]}",
         "saved_without_model": "the model of this cache is gone, so the file could not say whose "
         "memory it holds; save the cache while its model is loaded",
         "decided_in_file": "the budgets of this cache were decided from the prompt that it was "

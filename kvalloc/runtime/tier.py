@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import PAGE, SCALE_BYTES
 from kvalloc.errors import InputError, option
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries, longer
 
-__all__ = ["PAGE", "RAM", "READ", "LayerTier", "Reads", "Records", "page_counts", "range_bytes"]
+__all__ = ["RAM", "READ", "LayerTier", "Reads", "Records", "page_counts", "range_bytes"]
 
 RAM = "ram"
 """Name of the tier that lies in memory, off the device where that is a GPU."""
@@ -27,8 +29,8 @@ RAM = "ram"
 READ = 0.05
 """Share of the entries seen that a KV head reads for each decoded token, by default."""
 
-PAGE, AGAIN = 16, 1 / 3
-"""Evicted entries of a page, at most, and the share of what is read that kept entries are."""
+AGAIN = 1 / 3
+"""Share of what is read that kept entries are."""
 
 DIRECTIONS = 8
 """Steps in which the direction is found in which keys differ most."""
@@ -36,7 +38,7 @@ DIRECTIONS = 8
 CODES = 127.0
 """Largest code of a number at 8 bits."""
 
-SCALES_BYTES = 4
+SCALES_BYTES = 2 * SCALE_BYTES
 """Of a record's two scales, float16: of its key and of its value."""
 
 
@@ -50,6 +52,8 @@ class Records:
     ----------
     place : str or Path
         `RAM`, or a folder.
+    before : Tensor of uint8, (n, size), optional
+        What comes before all that is added, such as a map of a saved cache.
 
     Raises
     ------
@@ -57,8 +61,9 @@ class Records:
         If no file can be made in the folder.
     """
 
-    def __init__(self, place: str | Path) -> None:
-        self.place = str(place)
+    def __init__(self, place: str | Path, before: Tensor | None = None) -> None:
+        self.n_before = 0 if before is None else len(before)
+        self.place, self.before = str(place), before if self.n_before else None
         self._file: Any = None
         self._stored: Tensor | None = None  # with some room behind, in memory
         self._count, self._lock = 0, threading.Lock()
@@ -81,7 +86,8 @@ class Records:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all records."""
-        return 0 if self._stored is None else self._count * int(self._stored.shape[1])
+        before = 0 if self.before is None else self.before.nbytes
+        return before + (0 if self._stored is None else self._count * int(self._stored.shape[1]))
 
     def add(self, records: Tensor) -> int:
         """Store records of uint8, (n, size), and return the number of the first.
@@ -99,7 +105,7 @@ class Records:
             else:
                 self._in_file(records, first)
             self._count = end
-        return first
+        return self.n_before + first
 
     def _in_memory(self, records: Tensor, end: int) -> None:
         if self._stored is None or end > len(self._stored):
@@ -123,14 +129,21 @@ class Records:
             self._stored = torch.from_numpy(np.memmap(self._file, np.uint8, mode="c", shape=shape))
 
     @property
-    def stored(self) -> Tensor:
-        """Return all records, uint8, (n, size) with some room behind, on the host."""
-        assert self._stored is not None
-        return self._stored
+    def parts(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return what comes before, and what was added with some room behind, on the host."""
+        return self.before, self._stored
 
     def read(self, numbers: Tensor) -> Tensor:
         """Return the records of these numbers, uint8, (n, size), on the host."""
-        return self.stored.index_select(0, numbers)
+        before, added = self.parts
+        if before is None or added is None:
+            only = added if before is None else before
+            assert only is not None
+            return only.index_select(0, numbers)
+        late = numbers >= self.n_before
+        found = before.index_select(0, numbers.masked_fill(late, 0))
+        found[late] = added.index_select(0, numbers[late] - self.n_before)
+        return found
 
 
 class LayerTier:
@@ -216,6 +229,38 @@ class LayerTier:
         numbers = first + torch.arange(0, n_new * batch * n_heads, n_heads).view(n_new, batch)
         self.numbers = torch.cat([self.numbers, numbers])
         self._visible = torch.cat([self._visible, visible], dim=1)
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """Return what a file has of a layer beside its records."""
+        assert self.pages is not None
+        ranges = [own[:, 0] for among in self.ranges for own in among]
+        return {"ranges": torch.stack(ranges), "pages": self.pages.members}
+
+    def ordered(self) -> Tensor:
+        """Return all records, uint8, (n_columns * batch * n_kv_heads, size), on the host."""
+        n_heads = len(self.ranges[0][0]) // self.numbers.shape[1]
+        return self.records.read((self.numbers[..., None] + torch.arange(n_heads)).flatten())
+
+    def load(self, saved: Mapping[str, Tensor], visible: Tensor, first: int) -> int:
+        """Take `saved`; return the number after the last record.
+
+        Parameters
+        ----------
+        saved : mapping of Tensor
+        visible : Tensor of bool, (batch, n_columns)
+            Which entries are no padding.
+        first : int
+            Number of the first of the layer's `ordered` records.
+        """
+        batch, columns = visible.shape
+        ranges, self._visible = saved["ranges"][:, :, None], visible
+        n_segments = int(ranges.shape[1])
+        end = first + columns * n_segments
+        self.numbers = torch.arange(first, end, n_segments // batch).view(columns, batch)
+        self.ranges = [(ranges[0], ranges[1]), (ranges[2], ranges[3])]
+        self.pages = Pages.of(saved["pages"], batch)
+        return end
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` holds."""
@@ -321,12 +366,7 @@ class LayerTier:
             positions=part.positions.new_full((len(means[0]),), NO_COLUMN),
             lengths=counts.reshape(batch, n_heads),
         )
-        self._reads = None
-        self.pages = Pages(
-            counts=answers.lengths,
-            members=members.to("cpu", torch.int32),
-            bias=sizes[sizes > 0].float().log(),
-        )
+        self._reads, self.pages = None, Pages.of(members, batch)
         return LayerEntries.packed(longer(answers, part), bits)
 
 
@@ -375,6 +415,16 @@ class Pages:
     counts: IntArray
     members: Tensor
     bias: Tensor
+
+    @classmethod
+    def of(cls, members: Tensor, batch: int) -> Pages:
+        """Return the pages of these members, whose bias is on their device; see `members`."""
+        sizes = (members >= 0).sum(dim=-1)
+        return cls(
+            counts=(sizes > 0).sum(dim=1).view(batch, -1).cpu().numpy(),
+            members=members.to("cpu", torch.int32),
+            bias=sizes[sizes > 0].float().log(),
+        )
 
     def of_rows(self, rows: Tensor) -> Pages:
         """Return those of these rows."""

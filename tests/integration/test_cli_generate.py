@@ -73,8 +73,15 @@ def test_with_a_tier_the_same_words_come_from_memory_and_from_a_folder(models, f
     assert found[0]["share"] <= 0.3
     assert found[0]["tier_bytes"] > found[0]["retained_bytes"]
     assert " in the tier" in run(*words, "--tier", "ram", "--read", "10%").err
-    asked = run("chat", *words[1:], "--tier", folder, "--question", "Who?").out
+    asked = run("chat", *words[1:], "--tier", folder, "--save-cache", folder / "t.kv",
+                "--question", "Who?").out  # fmt: skip
     assert asked.strip()
+    again = run("chat", models / "tiny", "--cache", folder / "t.kv", "--question", "Who?",
+                "--max-new-tokens", 20)  # fmt: skip
+    assert (again.out, " in the tier" in again.err) == (asked, True)
+    assert "a token reads 5.0% of them" in run("inspect", folder / "t.kv").out
+    both = ("--document", folder / "t.kv", "--question", "Who?")
+    refused(folder, "chat", models / "tiny", *both, words=["has a slow tier"])
     for wrong in (("--tier", folder / "gone"), ("--tier", "ram", "--lossless"), ("--read", "5%")):
         refused(folder, *words, *wrong, words=["--tier"])
 

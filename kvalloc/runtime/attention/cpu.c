@@ -623,6 +623,8 @@ typedef struct {
     const int64_t *again, *whole; /* (batch,): entries and pages that heads of a row read */
     const float *key_middle, *key_half, *value_middle, *value_half; /* (n_segments, dim) */
     int64_t batch, n_pages, page_size;
+    const char *before; /* records of the first n_before numbers; all others are in `records` */
+    int64_t n_before;
 } reading;
 
 /* Logits of a span, in units of log 2: out[row * room + entry]; minus infinity up to whole lanes. */
@@ -768,7 +770,8 @@ static int answer_again(const arguments *given, const reading *of, int64_t s, sc
         for (int64_t j = 0; j < (i < n_whole ? of->page_size : 1) && columns[j] >= 0; j++) {
             int64_t row = s / given->n_kv_heads, head = s % given->n_kv_heads;
             int64_t number = of->numbers[columns[j] * of->batch + row] + head;
-            const char *record = of->records + number * (4 + key_dim + value_dim);
+            const char *record = number < of->n_before ? of->before : of->records;
+            record += (number < of->n_before ? number : number - of->n_before) * (4 + key_dim + value_dim);
             decode(record, 0, of->key_middle + s * key_dim, of->key_half + s * key_dim, 0, key_dim,
                    keys + read.count * key_dim);
             decode(record, 1, of->value_middle + s * value_dim, of->value_half + s * value_dim,

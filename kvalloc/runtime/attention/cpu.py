@@ -27,7 +27,7 @@ from kvalloc.accounting.costs import WIDTHS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 
-__all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "unavailable"]
+__all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "place", "unavailable"]
 
 SWITCH = "KVALLOC_CPU_KERNEL"
 """Environment variable: at 0 torch's operations do the work; else the path of another build."""
@@ -57,8 +57,8 @@ class _Part(ctypes.Structure):
         return cls(
             keys=kept.keys.data_ptr(),
             values=kept.values.data_ptr(),
-            key_scales=_place(kept.key_scales),
-            bias=_place(kept.bias),
+            key_scales=place(kept.key_scales),
+            bias=place(kept.bias),
             key_kind=_KINDS.get(kept.keys.dtype, width.keys),
             value_kind=_KINDS.get(kept.values.dtype, width.values),
             turned=turns(kept.bits, value_dim),
@@ -205,8 +205,8 @@ def cpu_attention(
         spans=described[2],
         keys=latest[0].data_ptr(),
         values=latest[1].data_ptr(),
-        visible=_place(shown),
-        sinks=_place(sinks),
+        visible=place(shown),
+        sinks=place(sinks),
         output=output.data_ptr(),
         n_segments=batch * n_kv_heads,
         n_kv_heads=n_kv_heads,
@@ -244,5 +244,6 @@ def _room(*several: Tensor) -> int | None:
     return room
 
 
-def _place(tensor: Tensor | None) -> int | None:
+def place(tensor: Tensor | None) -> int | None:
+    """Return where a tensor begins in memory; None without one."""
     return None if tensor is None else tensor.data_ptr()

@@ -82,6 +82,8 @@ class _Reading(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("key_middle", "key_half")),
         *((name, ctypes.c_void_p) for name in ("value_middle", "value_half")),
         *((name, ctypes.c_int64) for name in ("batch", "n_pages", "page_size")),
+        ("before", ctypes.c_void_p),
+        ("n_before", ctypes.c_int64),
     )
 
 
@@ -103,8 +105,9 @@ def _token_in_c(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tensor
         places += [own.data_ptr() for own in (*keys, *values)]
         sizes = numbers.shape[1], *pages.members.shape[1:]
         _READINGS[kept] = _Reading(0, *places, *sizes), (pointed, arrays, keys, values)
-    reading = _READINGS[kept][0]
-    reading.records = tier.records.stored.data_ptr()  # moves as it grows
+    reading, (before, added) = _READINGS[kept][0], tier.records.parts
+    reading.before, reading.n_before = cpu.place(before), tier.records.n_before
+    reading.records = cpu.place(added)  # moves as it grows
     return cpu.cpu_attention(call, kept, threads=torch.get_num_threads(), reading=reading)
 
 

@@ -20,6 +20,8 @@ from prompt_runs import AT_ONCE
 import kvalloc
 from kvalloc.errors import KVAllocError, ProfileFileError
 from kvalloc.formats.saved_cache import SavedCacheHeader
+from kvalloc.runtime import CacheOptions
+from kvalloc.runtime.making import build_cache
 
 CONTEXT = 300
 B16, B4 = "0.bits_16.", "0.bits_4."
@@ -38,8 +40,9 @@ def saved(tmp_path_factory):
         ("packed", "llama", torch.float32, 2, {}),
         ("padded", "llama", torch.float32, 2, {}),
         ("sliding", "gemma3", torch.float32, 1, {}),
+        ("tier", "llama", torch.float32, 2, {}),
     ):
-        model = tiny.tiny_model(family, "sdpa", dtype)
+        model, beside = tiny.tiny_model(family, "sdpa", dtype), None
         profile = tiny.make_profile(model, CONTEXT, 1.0 if name == "whole" else 0.6)
         if name not in ("even", "whole"):
             profile = tiny.by_head(profile, 70)
@@ -47,9 +50,11 @@ def saved(tmp_path_factory):
             bits = np.full_like(profile.budgets, 8)
             bits[:, 1], bits[1], bits[2, 0] = 4, 3, 16
             profile = profile.replace(bits=bits)
-        cache = kvalloc.make_cache(model, profile, **options)
+        if name == "tier":
+            profile, beside = profile.replace(bits=np.full_like(profile.budgets, 3)), "ram"
+        cache = build_cache(model, profile, CacheOptions(**options, tier=beside))
         mask = torch.ones(batch, CONTEXT, dtype=torch.long)
-        mask[-1, :90] = name != "padded"
+        mask[-1, :90] = name not in ("padded", "tier")
         with torch.no_grad():
             model(tiny.prompt(CONTEXT, batch), attention_mask=mask, past_key_values=cache)
             model(tiny.prompt(140 if name == "packed" else 3, batch), past_key_values=cache)
@@ -130,6 +135,15 @@ def twice(positions):
     positions[1] = positions[0]
 
 
+def page(change):
+    """Return a change of the columns of pages."""
+    return lambda file: change(file.numbers("0.pages"))
+
+
+def swap(members):
+    members[0, 0, 0] = members[0, 1, 0]
+
+
 def many_rows(file):
     file.stated["batch"] = 2**40
     for name, (dtype, raw) in file.arrays.items():
@@ -181,6 +195,16 @@ OLDER = ("0.keys", "0.values")
         ("whole", more_seen, "0.keys is of 303 tokens, expected all 304"),
         ("padded", cut(("visible",), np.s_[:, :-1]), "visible is uint8 of 2 x 302, expected"),
         ("padded", hidden_entry, "0.bits_16.kept_positions is those of padding"),
+        ("tier", cut(("records",), np.s_[1:]), "records is 1 too few, expected one of each entry"),
+        ("tier", page(set_at((0, 0, 0), 303)), "0.pages is others, expected columns below 303"),
+        ("tier", page(set_at((0, 0, 0), -1)), "0.pages is others, expected columns below 303"),
+        (
+            "tier",
+            page(swap),
+            "0.bits_3.kept_positions is others, expected each visible column once",
+        ),
+        ("tier", cut(("0.ranges",), np.s_[:3]), "0.ranges is float32 of 3 x 4 x 16, expected"),
+        ("tier", stating(read_share=None), "0.bits_3.kept_positions is others"),
         ("sliding", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 14 tokens, expected all 15"),
         ("ragged", lambda file: file.stated.pop("versions"), "versions is missing"),
         ("ragged", stating(schema_version=99), "schema_version is 99"),

@@ -342,10 +342,10 @@ def given_to_other(model):
 
 
 def with_tier(model):
-    """Saved though it reads again what lies elsewhere."""
+    """Put behind another document though it reads again what lies elsewhere."""
     with kvalloc.apply(model, budget="20%", tier="ram") as applied:
         model.generate(tiny.prompt(CONTEXT), max_new_tokens=1, do_sample=False)
-    applied.last_cache.save("c.kv")
+    kvalloc.blend(model, [read(model), applied.last_cache], recompute=0)
 
 
 def other_tokens(model):
@@ -406,7 +406,7 @@ CASES = {
         partial(generated, lossless=True, inputs_embeds=torch.zeros(1, CONTEXT, 32)),
         "pass input_ids instead",
     ),
-    "saved_with_tier": (with_tier, "reads again what lies in its tier"),
+    "blended_with_tier": (with_tier, "put together have none"),
     "offloaded": (lambda model: read(model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
     "compiled_layers": (with_compiled_layer, "compile the whole model"),

@@ -1,15 +1,19 @@
 """A slow tier: what is attended to is what the entries say, read again and in pages."""
 
 import copy
+import re
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from hostile_files import Tensors
 from transformers import DynamicCache
 
 import kvalloc
+from kvalloc.accounting.costs import PAGE
 from kvalloc.errors import InputError
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import CacheOptions
@@ -18,7 +22,7 @@ from kvalloc.runtime.attention.tiered import attend_again
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.tier import PAGE, LayerTier, Reads, Records, range_bytes
+from kvalloc.runtime.tier import LayerTier, Reads, Records, range_bytes
 
 CONTEXT, READ = 90, 0.1
 
@@ -280,6 +284,41 @@ def test_rows_answer_as_alone_in_a_file_as_in_memory_and_after_going_back(tmp_pa
     with torch.no_grad():
         model(prompt[1, None], past_key_values=alone)
     assert torch.equal(decoded(model, alone, ids[1, None]), found)
+
+
+def in_memory(path):
+    """Return the KiB of a mapped file that this process has looked at."""
+    maps = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
+    assert maps
+    return sum(int(re.search(r"Rss: +(\d+)", one)[1]) for one in maps)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says what was looked at")
+@pytest.mark.usefixtures("either_way")
+def test_a_saved_cache_is_opened_without_its_tier_and_goes_on_as_if_it_had_not_been_saved(tmp_path):
+    """Rows of unequal length; over settlings, saved once more after the first."""
+    model, path = tiny.tiny_model(), tmp_path / "c.kv"
+    cache, mask = tier_cache(model, every=8, read=0.03), torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[1, :31] = 0
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT, 2), attention_mask=mask, past_key_values=cache)
+    for turn in range(2):
+        cache.save(path)
+        loaded = kvalloc.load_cache(path, model)
+        assert in_memory(path) == 0
+        assert (loaded.retained_bytes, loaded.share) == (cache.retained_bytes, cache.share)
+        assert loaded.tier_bytes == cache.tier_bytes
+        for new in (1, 3, 1, 9, 40, 1):
+            ids = tiny.prompt(new, 2, seed=10 * turn + new)
+            with torch.no_grad():
+                expected, found = (
+                    model(ids, past_key_values=one).logits for one in (cache, loaded)
+                )
+            assert torch.equal(found, expected)
+        assert in_memory(path) > 0
+        cache = loaded
+    written = path.read_bytes()
+    assert len(Tensors.parse(written).arrays["records"][1]) * 36 < loaded.tier_bytes
 
 
 @pytest.mark.parametrize(
