@@ -22,7 +22,7 @@ from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.online.ways import Decided, Rows, Setting
 from kvalloc.runtime.layer import SPARE
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.plan import due_after
+from kvalloc.runtime.schedule import default_interval
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_bytes, share_text, size
 
@@ -244,7 +244,8 @@ class Load:
         peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
         seen, end = prompt, prompt + answer
         while seen < end:
-            followed, kept = min(due_after(seen), end - seen), profile.retained_bytes_at(seen)
+            followed = min(default_interval(seen), end - seen)
+            kept = profile.retained_bytes_at(seen)
             parts.append((followed, seen, kept, followed * token // 2))
             peak = max(peak, kept + (followed + followed // SPARE) * token)
             seen += followed

@@ -166,12 +166,12 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def decode_every(self) -> int | None:
         """Tokens after which what followed competes; None where they grow with the tokens seen."""
-        return self._prompt.plan.every
+        return self._prompt.plan.options.decode_every
 
     @property
     def memory(self) -> int | None:
         """Bytes that it never exceeds, however long a conversation grows; None for any."""
-        return self._prompt.plan.memory
+        return self._prompt.plan.options.memory
 
     @property
     def arrival(self) -> Arrival:

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.accounting.costs import stored_bytes
+from kvalloc.accounting.costs import stored_bytes, within_bytes
 from kvalloc.accounting.stored import layer_tensors
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
 from kvalloc.runtime.layer import SPARE, BudgetLayer
 from kvalloc.runtime.prompt import Prompt
+from kvalloc.runtime.schedule import Event
 from kvalloc.runtime.unfinished import Queries
 
 __all__ = ["catch_up", "cuts", "room_for_drafts", "settle"]
@@ -26,15 +28,15 @@ __all__ = ["catch_up", "cuts", "room_for_drafts", "settle"]
 def catch_up(prompt: Prompt) -> None:
     """Evict late, or settle what followed, where enough has followed."""
     prompt.evict_if_followed()
-    if prompt.plan.reduces and prompt.n_seen >= _due(prompt):
+    every = prompt.schedule.every
+    if every and prompt.n_seen >= _due(prompt, every):
         settle(prompt)
 
 
 def room_for_drafts(prompt: Prompt, longest: int) -> int:
     """Return the number of drafts, at least 1, before what followed has to compete."""
-    if not prompt.plan.reduces:
-        return longest
-    return max(1, min(longest, _due(prompt) - prompt.n_seen))
+    every = prompt.schedule.every
+    return max(1, min(longest, _due(prompt, every) - prompt.n_seen)) if every else longest
 
 
 def cuts(prompt: Prompt, end: int) -> list[int]:
@@ -44,44 +46,47 @@ def cuts(prompt: Prompt, end: int) -> list[int]:
     then evicted, so that each token sees what it would see if it had come alone. Else where
     what followed competes, if the memory does not take the forward whole.
     """
-    plan, arrival, seen, given = prompt.plan, prompt.arrival, prompt.n_seen, prompt.given
-    token_bytes = _token_bytes(prompt)
+    arrival, seen, given = prompt.arrival, prompt.n_seen, prompt.given
+    every, token_bytes = prompt.schedule.every, _token_bytes(prompt)
     if given is not None:
         read = arrival.prompt_tokens if arrival.complete else given
         assert read is not None
-        columns = {given, read + plan.awaited}
-        settled = arrival.settled if arrival.complete else given
-        if given - settled >= plan.every_from(settled, token_bytes):
-            settled = given
-        columns.update(plan.due(settled, end, token_bytes))
+        columns = {given, read + prompt.schedule.awaited}
+        if every:
+            settled = arrival.settled if arrival.complete else given
+            if given - settled >= every.interval(settled, token_bytes):
+                settled = given
+            columns.update(every.columns(settled, end, token_bytes))
         return sorted(one for one in columns if max(seen + 1, given) <= one < end)
-    if plan.memory is None or not arrival.complete:
+    if every is None or every.memory is None or not arrival.complete:
         return []
     stored = sum(own.nbytes for layer in prompt.layers for own in layer_tensors(layer))
-    if stored + (end - seen) * token_bytes <= plan.memory:
+    if stored + (end - seen) * token_bytes <= every.memory:
         return []
-    return [one for one in plan.due(arrival.settled, end, token_bytes) if one > seen]
+    return [one for one in every.columns(arrival.settled, end, token_bytes) if one > seen]
 
 
 @torch.no_grad()
 def settle(prompt: Prompt) -> None:
     """Go back to the budgets of all tokens seen: what followed competes with what is kept."""
-    plan, arrival, policy = prompt.plan, prompt.arrival, prompt.profile.policy
-    if not plan.reduces or prompt.whole is not None or not arrival.complete:
+    every, arrival, policy = prompt.schedule.every, prompt.arrival, prompt.profile.policy
+    if every is None or prompt.whole is not None or not arrival.complete:
         return
     noted = all(layer.unfinished.latest.pieces for layer in prompt.budget_layers)
     if prompt.n_seen == arrival.settled or not noted:
         return
     tokens = row_tokens(arrival.visible)
     budgets = np.maximum(arrival.budgets(tokens), policy.protected_tokens)
-    if plan.memory is not None:
-        budgets = plan.within_memory(prompt.profile, budgets, tokens, _following_bytes(prompt))
+    if every.memory is not None:
+        left = every.memory - _following_bytes(prompt, every)
+        budgets = _within(left, budgets, tokens, prompt.profile)
     followed = {
         index: _followed(prompt, prompt.layers[index], budgets[:, index], tokens)
         for index in prompt.profile.shape.full_layers
     }
     all_compete = (tokens >= COMPETE_AGAIN * arrival.competed) | ~_fits_behind(prompt, followed)
-    if plan.after.observes or plan.after.combines or plan.groups:
+    who = prompt.plan.after
+    if who.observes or who.combines or prompt.profile.share_groups:
         all_compete[:] = True
     settling = Settling.of(
         followed,
@@ -92,7 +97,7 @@ def settle(prompt: Prompt) -> None:
     )
     alone, idle = settling.new_alone, next(iter(followed.values())).idle
     eviction = prompt.eviction(
-        plan.after,
+        who,
         prompt_tokens=prompt.n_seen,
         settles=True,
         idle=frozenset(np.flatnonzero(idle).tolist()),
@@ -115,7 +120,7 @@ def _changed(
         index: own
         for index, own in settling.targets.items()
         if prompt.profile.by_prompt
-        or prompt.plan.rounds(index)
+        or index in prompt.plan.rounded
         or (own < np.where(alone[:, None], 0, followed[index].there)).any()
         or (alone.any() and prompt.layers[index].reduced)
         or (followed[index].new < prompt.layers[index].dense_tokens).any()  # padding goes
@@ -145,10 +150,39 @@ def _fits_behind(prompt: Prompt, followed: Mapping[int, Followed]) -> BoolArray:
     return np.asarray(room) >= 0
 
 
-def _due(prompt: Prompt) -> int:
+def _within(memory: int, budgets: IntArray, tokens: IntArray, profile: BudgetProfile) -> IntArray:
+    """Return budgets whose entries take at most so many bytes.
+
+    Where the memory is all that is asked, they take as much of it as rows of so many tokens can,
+    in the proportions that were decided.
+
+    Parameters
+    ----------
+    memory : int
+    budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
+    tokens : ndarray of int64, (batch,)
+    profile : BudgetProfile
+        Whose budgets these are.
+    """
+    result, full = budgets.copy(), list(profile.shape.full_layers)
+    for row, own in enumerate(budgets[:, full]):
+        if profile.fits_a_peak:
+            own = np.minimum(own * tokens[row] // max(own.min(), 1), tokens[row])
+        result[row, full] = within_bytes(
+            own,
+            memory // len(budgets),
+            16 if profile.bits is None else profile.bits[full],
+            profile.shape,
+            least=profile.policy.protected_tokens,
+            biased=profile.policy.biased,
+        )
+    return result
+
+
+def _due(prompt: Prompt, every: Event) -> int:
     """Return the column at which what followed competes."""
     settled = prompt.arrival.settled
-    return settled + prompt.plan.every_from(settled, _token_bytes(prompt))
+    return settled + every.interval(settled, _token_bytes(prompt))
 
 
 def _token_bytes(prompt: Prompt) -> int:
@@ -158,9 +192,9 @@ def _token_bytes(prompt: Prompt) -> int:
     return max(prompt.batch, 1) * len(shape.full_layers) * entry
 
 
-def _following_bytes(prompt: Prompt) -> int:
+def _following_bytes(prompt: Prompt, every: Event) -> int:
     """Return what sliding layers take, and what may follow before the next time."""
     slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
-    every = prompt.plan.every_from(prompt.n_seen, _token_bytes(prompt))
+    tokens = every.interval(prompt.n_seen, _token_bytes(prompt))
     taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
-    return taken + (every + every // SPARE) * _token_bytes(prompt)
+    return taken + (tokens + tokens // SPARE) * _token_bytes(prompt)

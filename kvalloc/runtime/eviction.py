@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.kept import KeptEntries
@@ -31,7 +30,7 @@ from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
-__all__ = ["Eviction", "Member", "groups_by_layer", "widest"]
+__all__ = ["Eviction", "Member", "widest"]
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -654,11 +653,6 @@ def _part_budgets(targets: IntArray, part: Part) -> Tensor:
 def widest(profile: BudgetProfile) -> int:
     """Return the most bits that any entry is stored at."""
     return int(profile.widths[list(profile.shape.full_layers)].max())
-
-
-def groups_by_layer(groups: Groups) -> dict[int, tuple[int, ...]]:
-    """The group of each layer that is in one."""
-    return {layer: group for group in groups for layer in group}
 
 
 def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Rankings:

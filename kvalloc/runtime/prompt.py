@@ -78,6 +78,8 @@ class Prompt:
     ----------
     arrival : Arrival
         What has come.
+    schedule : Schedule
+        When entries go of it and of what follows.
     profile : BudgetProfile
         Whose budgets hold: decided ones, where all rows have the same.
     decision_seconds : float or None
@@ -106,6 +108,7 @@ class Prompt:
         """Get ready for a new prompt."""
         self.arrival = self.arrival.afresh()
         self.profile = self.plan.profile
+        self.schedule = self.plan.schedule(in_chunks=False)
         self.decision_seconds: float | None = None
         self.step: Step | None = None
         self.whole: WholePrompt | None = None
@@ -145,7 +148,7 @@ class Prompt:
     def awaited_tokens(self) -> int:
         """Tokens that still have to follow before anything is evicted; 0 where none is awaited."""
         waits = self.whole is not None and self.arrival.complete
-        return max(self.plan.awaited - self._n_voting, 1) if waits else 0
+        return max(self.schedule.awaited - self._n_voting, 1) if waits else 0
 
     @property
     def _n_voting(self) -> int:
@@ -238,8 +241,8 @@ class Prompt:
         """
         plan, policy = self.plan, self.plan.policy
         if not step.seen:
-            holds = plan.holds if step.completes else plan.holds_chunks
-            self.whole = WholePrompt(plan) if holds else None
+            self.schedule = plan.schedule(in_chunks=not step.completes)
+            self.whole = WholePrompt(plan) if self.schedule.holds else None
             late = not step.completes and plan.bits
             refusals.refuse(rounded_beyond_memory=late and plan.profile.fits_a_peak)
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
@@ -247,7 +250,8 @@ class Prompt:
             self.whole.add(arguments, step)
             # any chunk may be the last one inside `prefill`
             more = step.prompt_tokens - int(step.visible.shape[1])
-            targets = self._final_targets(nn.functional.pad(step.visible, (0, more), value=True))
+            visible = nn.functional.pad(step.visible, (0, more), value=True)
+            targets = self._targets_of(visible, row_tokens(visible))
             self._check_read(targets)
             self.whole.check_room(step.visible, tokens, targets)
             return {}
@@ -256,13 +260,8 @@ class Prompt:
             merges_chunks=in_chunks and policy.combines and policy.name,
             adds_up_chunks=not step.completes and policy.needs_whole_prompt,
         )
-        targets = self._targets_of(
-            step.new_visible,
-            self.arrival.budgets(tokens),
-            {index: self.layers[index].stored_counts() for index in plan.profile.shape.full_layers},
-            rounds=step.completes,
-            shared=plan.by_layer,
-        )
+        stored = self.stored_counts() if self.batch else 0
+        targets = self._targets_of(step.new_visible, tokens, stored, rounds=step.completes)
         self._check_read(targets)
         return targets
 
@@ -342,7 +341,7 @@ class Prompt:
             self.attention[index] = _without_tokens(states)
         queries, notes = states.queries.detach(), layer.unfinished
         if step.follows:
-            if self.plan.reduces:
+            if self.schedule.every:
                 wanted = self._wanted_following(step)
                 notes.latest.add(queries, step.columns, wanted, padded=step.padded)
             return
@@ -362,7 +361,7 @@ class Prompt:
         wanted = eviction.wanted_rows()
         most = max(wanted, step.new_tokens if every else 0)
         notes.prompt.add(queries, step.columns, most, padded=step.padded)
-        group = self.plan.groups.get(index, (index,))
+        group = self.schedule.prompt.together(index)
         with self.checks.noted():  # the host reads once a forward what it has to know
             if evicts and index == group[-1]:
                 self.evict_layers(eviction, {one: self._targets[one] for one in group})
@@ -374,7 +373,7 @@ class Prompt:
         who, end = self.plan.after, step.seen + step.new_tokens
         if who.observes or self.given is not None:  # drafts may be taken back
             return end
-        return max(who.query_rows(end), self.plan.awaited if self.whole else 0)
+        return max(who.query_rows(end), self.schedule.awaited if self.whole else 0)
 
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
@@ -411,54 +410,33 @@ class Prompt:
     # What goes
 
     def _targets_of(
-        self,
-        visible: Tensor,
-        budgets: IntArray,
-        stored: Mapping[int, IntArray | None],
-        *,
-        rounds: bool,
-        shared: bool,
+        self, new: Tensor, tokens: IntArray, stored: IntArray | int = 0, *, rounds: bool = True
     ) -> dict[int, IntArray]:
-        """Return how many entries each layer is to keep, where any has to go.
+        """Return how many entries each layer is to keep, (batch, n_kv_heads), where any has to go.
 
         Parameters
         ----------
-        visible : Tensor of bool, (batch, n_new)
-            What is no padding of what comes to what is stored.
-        budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
-        stored : mapping of int to ndarray of int64, (batch, n_kv_heads), or None
-            What each layer stores already.
+        new : Tensor of bool, (batch, n_new)
+            False marks padding of what comes: the whole prompt, where it is held.
+        tokens : ndarray of int64, (batch,)
+            Number of tokens of each row of the prompt, of whose budgets it is.
+        stored : ndarray of int64, (batch, n_layers, n_kv_heads), or 0
+            Number of entries that are stored already.
         rounds : bool
             Whether layers that are stored at fewer bits are rounded.
-        shared : bool
-            The heads of a layer share what they may keep, which is still to be handed out.
         """
-        new, padded = row_tokens(visible)[:, None], not bool(visible.all())
-        targets: dict[int, IntArray] = {}
-        for index in self.profile.shape.full_layers:
-            own, before = budgets[:, index], stored.get(index)
-            there = new + (np.zeros_like(own) if before is None else before)
-            fits = there <= own
-            if shared:
-                fits = there.sum(axis=1, keepdims=True) <= own.sum(axis=1, keepdims=True)
-            if padded or not fits.all() or (rounds and self.plan.rounds(index)):
-                targets[index] = np.where(fits, there, own)
-        return targets
-
-    def _final_targets(self, visible: Tensor) -> dict[int, IntArray]:
-        """Return how many entries each layer is to keep of a held prompt, where any has to go.
-
-        Parameters
-        ----------
-        visible : Tensor of bool, (batch, n_prompt)
-        """
-        tokens = row_tokens(visible)
-        budgets = self.arrival.budgets(tokens)
-        targets = self._targets_of(visible, budgets, {}, rounds=True, shared=False)
-        if targets and self.profile.by_prompt:  # heads of all layers compete
-            full = self.profile.shape.full_layers
-            return {index: np.minimum(budgets[:, index], tokens[:, None]) for index in full}
-        return targets
+        budgets, padded = self.arrival.budgets(tokens), not bool(new.all())
+        shared, full = self.profile.by_prompt, self.profile.shape.full_layers
+        there = np.zeros_like(budgets) + row_tokens(new)[:, None, None] + stored
+        fits = there <= budgets
+        if shared and not self.schedule.holds:  # heads of a layer compete, and share its budget
+            fits = there.sum(axis=2, keepdims=True) <= budgets.sum(axis=2, keepdims=True)
+        rounded = self.plan.rounded if rounds else ()
+        goes = [i for i in full if padded or not fits[:, i].all() or i in rounded]
+        if goes and shared and self.schedule.holds:  # heads of all layers compete
+            goes = [*full]
+        counts = np.where(fits, there, budgets)
+        return {index: counts[:, index] for index in goes}
 
     def _check_read(self, targets: Mapping[int, IntArray]) -> None:
         if self.reader is not None:
@@ -468,7 +446,7 @@ class Prompt:
     @property
     def goes_on_observing(self) -> bool:
         """Whether what the policy notes of a prompt is added to by what follows."""
-        return self.plan.reduces and self.plan.after.observes
+        return self.schedule.every is not None and self.plan.after.observes
 
     def eviction(self, policy: EvictionPolicy, **event: Any) -> Eviction:
         """Return an eviction of what has been seen by a policy; see `Eviction` for the rest."""
@@ -496,9 +474,8 @@ class Prompt:
         }
         if members and self.profile.by_prompt:
             members = eviction.handed_out(members, self.profile)
-        for index in members:
-            group = self.plan.groups.get(index, (index,))
-            if index == group[-1]:
+        for group in self.plan.groups:
+            if group[-1] in members:
                 eviction.evict([members[one] for one in group])
         self.entries_changed()
 
@@ -512,7 +489,7 @@ class Prompt:
     def _complete(self) -> None:
         """The prompt is complete; a held one is repeated, and evicted or waits for what follows."""
         visible = self.arrival.visible[:, : self.arrival.prompt_tokens]
-        targets = self._final_targets(visible) if self.whole else {}
+        targets = self._targets_of(visible, row_tokens(visible)) if self.whole else {}
         if not targets or self.whole is None:
             self._settle()
             return
@@ -526,7 +503,7 @@ class Prompt:
 
     def evict_if_followed(self) -> None:
         """Let a held prompt evict, where as many tokens have followed as are awaited."""
-        if self.awaited_tokens and self._n_voting >= max(self.plan.awaited, 1):
+        if self.awaited_tokens and self._n_voting >= max(self.schedule.awaited, 1):
             self.evict()
 
     @torch.no_grad()
@@ -540,6 +517,7 @@ class Prompt:
             return
         columns = self.arrival.prompt_tokens
         assert columns is not None
+        visible = self.arrival.visible[:, :columns]
         eviction = self.eviction(
             self.plan.policy,
             prompt_tokens=columns,
@@ -549,7 +527,7 @@ class Prompt:
             following=self.n_following,
         )
         with self.half_way():
-            self.evict_layers(eviction, self._final_targets(self.arrival.visible[:, :columns]))
+            self.evict_layers(eviction, self._targets_of(visible, row_tokens(visible)))
         self._settle()
 
     def _settle(self) -> None:
@@ -591,8 +569,7 @@ class Prompt:
             return
         self.arrival.complete = True
         if self.whole is None:  # nothing more goes, but what is stored is rounded now
-            full = self.profile.shape.full_layers
-            rounded = {i: self.layers[i].stored_counts() for i in full if self.plan.rounds(i)}
+            rounded = {i: self.layers[i].stored_counts() for i in sorted(self.plan.rounded)}
             seen = self.n_seen
             eviction = self.eviction(self.plan.policy, prompt_tokens=seen, new_from=seen)
             with self.half_way():

@@ -53,7 +53,7 @@ class WholePrompt:
             If the model is to repeat the prompt, but it comes as embeddings.
         """
         seen, end = step.seen, step.seen + step.new_tokens
-        if repetitions(self.plan.scorers):
+        if repetitions(one for scorers in self.plan.wanted.values() for one in scorers):
             ids = repeated_tokens(arguments)
             self.ids = torch.cat([self.ids[:, :seen], ids], dim=1) if seen else ids
         positions = arguments.get("position_ids")
