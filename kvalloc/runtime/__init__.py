@@ -10,6 +10,5 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.loading import load_cache
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.selection import select_entries
 
-__all__ = ["BudgetCache", "CacheOptions", "answer", "load_cache", "make_cache", "select_entries"]
+__all__ = ["BudgetCache", "CacheOptions", "answer", "load_cache", "make_cache"]

@@ -468,8 +468,8 @@ class BudgetCache(Cache, hooks.HookedCache):
             begun.pop_all()
         if not hides:
             return None
-        steps = (prompt.step for prompt in self._prompts)
-        visible = self._in_order([step.visible for step in steps if step is not None])
+        forwards = (prompt.forward for prompt in self._prompts)
+        visible = self._in_order([own.step.visible for own in forwards if own is not None])
         return {"attention_mask": visible.to(self.layers[0].device, torch.long)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
@@ -481,7 +481,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         for (place, prompt), (keys, values) in zip(self.groups, self._states, strict=True):
             own = replace(states, queries=states.queries[place], keys=keys, values=values)
             if together is None:
-                own = replace(own, mask=prompt.stored_mask(own))
+                assert prompt.forward is not None
+                own = replace(own, mask=prompt.forward.mask(own))
             own_rows = partial(_attention, compute, own, place, together)
             outputs.append(prompt.attend(own, own_rows)[0])
         self._states = []
@@ -510,7 +511,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         ModelMismatchError
             If the caller is not a forward of the cache's own model.
         """
-        refusals.refuse(outside_forward=self._prompt.step is None and self._prompt.plan.name)
+        refusals.refuse(outside_forward=self._prompt.forward is None and self._prompt.plan.name)
         if self._order is None:
             alone = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return alone[0], alone[1]
@@ -670,7 +671,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         for prompt in self._prompts:  # a layer's attention holds weights of the model
-            for shared in (prompt.profile, *prompt.row_profiles, *prompt.attention.values()):
+            attention = (layer.attention for layer in prompt.budget_layers)
+            for shared in (prompt.profile, *prompt.row_profiles, *attention):
                 memo[id(shared)] = shared
         for tensor in self._tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history
@@ -686,7 +688,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
 def _end(prompt: Prompt, *, completed: bool) -> None:
     """End a forward; go back to the budgets, unless what was read may be taken back."""
-    running = prompt.step is not None
+    running = prompt.forward is not None
     prompt.end(completed=completed)
     if running and completed and prompt.given is None:
         conversation.catch_up(prompt)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
-__all__ = ["Eviction", "Member", "widest"]
+__all__ = ["Eviction", "widest"]
 
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
@@ -100,14 +100,6 @@ Choice: TypeAlias = tuple[Part, Tensor, AttentionStates, Tensor]
 
 #: What a policy decides by, for each piece of a layer that has to give up entries.
 Rankings: TypeAlias = dict[Part, tuple[Tensor, ...]]
-
-
-class Member(NamedTuple):
-    """A layer, its attention without tokens, and how many entries each row and head keeps."""
-
-    layer: BudgetLayer
-    attention: AttentionStates
-    targets: IntArray
 
 
 UNSEEN = -1e30
@@ -257,9 +249,9 @@ class Eviction:
     )
 
     @torch.no_grad()
-    def observe(self, layer: BudgetLayer, attention: AttentionStates) -> None:
+    def observe(self, layer: BudgetLayer) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
-        notes, source = layer.unfinished, self._source(layer, attention)
+        notes, source = layer.unfinished, self._source(layer)
         for part in self._pieces(source) if self.policy.observes else ():
             own, _ = self._candidates(source, part)
             _keep_note(notes.observed, part, self.policy.observe(own, sinks=self.sinks))
@@ -274,11 +266,12 @@ class Eviction:
             return n_tokens
         return self.policy.query_rows(n_tokens)
 
-    def _source(self, layer: BudgetLayer, attention: AttentionStates) -> Source:
+    def _source(self, layer: BudgetLayer) -> Source:
         """Return what a layer has to choose from."""
+        assert layer.attention is not None
         stays = np.zeros(len(self.visible), bool) if self.stays is None else self.stays
         keys, values = layer.all_but(self.following)
-        return Source(layer, replace(attention, keys=keys, values=values), stays)
+        return Source(layer, replace(layer.attention, keys=keys, values=values), stays)
 
     def _pieces(self, source: Source) -> list[Part]:
         """Return the pieces in which a policy looks at a layer, as large as they may be."""
@@ -427,35 +420,33 @@ class Eviction:
     # What is chosen
 
     def handed_out(
-        self, members: Mapping[int, Member], profile: BudgetProfile
-    ) -> dict[int, Member]:
+        self, layers: Sequence[BudgetLayer], granted: Sequence[IntArray], profile: BudgetProfile
+    ) -> list[IntArray]:
         """Hand out as many entries of these layers in all by each row's own scores.
 
         Parameters
         ----------
-        members : mapping of int to Member
-            With what each layer was granted.
+        layers : sequence of BudgetLayer
+        granted : sequence of ndarray of int64, (batch, n_kv_heads)
+            Number of entries that each layer may keep.
         profile : BudgetProfile
             Whose bytes are not exceeded.
 
         Returns
         -------
-        dict of int to Member
-            With what each layer is to keep.
+        list of ndarray of int64, (batch, n_kv_heads)
+            Number of entries that each layer is to keep.
         """
-        targets = np.stack([own.targets for own in members.values()], axis=1)
+        targets = np.stack(granted, axis=1)
         beside, by_layer = np.zeros_like(targets), []
-        for place, member in enumerate(members.values()):
-            source = self._source(member.layer, member.attention)
+        for place, layer in enumerate(layers):
+            source = self._source(layer)
             beside[:, place] = source.beside
             by_layer.append(self._evictable_scores(source))
         for row, scores in enumerate(zip(*by_layer, strict=True)):
             if scores[0].shape[-1]:  # else a row of nothing but sinks and window
                 targets[row] = self._within_bytes(scores, targets[row], beside[row], profile)
-        return {
-            index: own._replace(targets=targets[:, place])
-            for place, (index, own) in enumerate(members.items())
-        }
+        return [targets[:, place] for place in range(len(layers))]
 
     def _within_bytes(
         self, scores: Sequence[Tensor], granted: IntArray, beside: IntArray, profile: BudgetProfile
@@ -555,28 +546,27 @@ class Eviction:
     # What is evicted
 
     @torch.no_grad()
-    def evict(self, members: Sequence[Member]) -> None:
+    def evict(self, layers: Sequence[BudgetLayer], targets: Sequence[IntArray]) -> None:
         """Keep the best of what a layer holds, or layers that share entries.
 
         Parameters
         ----------
-        members : sequence of Member
+        layers : sequence of BudgetLayer
             All layers that share entries, or one.
+        targets : sequence of ndarray of int64, (batch, n_kv_heads)
+            Number of entries that each keeps.
         """
         # the layers of a group are looked at in the same pieces, so in the smallest of any
-        of_each = [self._pieces(self._source(layer, own)) for layer, own, _ in members]
-        pieces = max(of_each, key=len)
-        together = self._chosen_together(members, pieces) if len(members) > 1 else None
-        for layer, attention, targets in members:
-            observed, bits = dict[Part, Observed](), self.bits.get(attention.layer)
+        pieces = max((self._pieces(self._source(layer)) for layer in layers), key=len)
+        together = self._chosen_together(layers, targets, pieces) if len(layers) > 1 else None
+        for layer, own in zip(layers, targets, strict=True):
+            observed = dict[Part, Observed]()
             if layer.tier is not None:
                 first, states = layer.tier.columns, layer.all_but(self.following)
                 layer.tier.add(*states, self.visible[:, first : self._end(layer)])
-            source = self._source(layer, attention)
-            stays = source.stays
-            entries = _collected(
-                targets, self._choices(source, targets, pieces, together, observed)
-            )
+            source = self._source(layer)
+            stays, bits = source.stays, self.bits.get(source.index)
+            entries = _collected(own, self._choices(source, own, pieces, together, observed))
             del source  # it keeps alive what goes
             layer.keep_numbers(entries, bits, following=self.following, stays=stays)
             notes = layer.unfinished
@@ -587,17 +577,17 @@ class Eviction:
                 notes.prompt = Queries()
 
     def _chosen_together(
-        self, members: Sequence[Member], pieces: Sequence[Part]
+        self, layers: Sequence[BudgetLayer], targets: Sequence[IntArray], pieces: Sequence[Part]
     ) -> dict[Part, Tensor]:
         """Return the choice of a group, piece by piece, by the rankings of all its layers."""
         policy = self.policy
         assert isinstance(policy, RankedPolicy), "a profile of groups has been checked for it"
         limits = Limits(sinks=self.sinks, window=self.window)
         ranked: list[Rankings] = []
-        for layer, attention, targets in members:
-            source = self._source(layer, attention)
+        for layer, counts in zip(layers, targets, strict=True):
+            source = self._source(layer)
             there = row_tokens(self._dense_visible(source.states))[:, None] + source.lengths
-            evicts = np.asarray((targets < there).any(axis=1))  # padding apart
+            evicts = np.asarray((counts < there).any(axis=1))  # padding apart
             ranked.append({})
             for part in pieces:
                 if evicts[slice(None) if part[0] is None else part[0]].any():
@@ -607,7 +597,7 @@ class Eviction:
         for part, rankings in joint_rankings(ranked, **limits).items():
             own, _ = self._candidates(source, part)
             own = replace(own, queries=own.queries[:, :, :0], mask=None, gaps=False)
-            budgets = _part_budgets(targets, part)
+            budgets = _part_budgets(targets[-1], part)
             kept[part] = policy.keep_ranked(rankings, own, budgets, **limits)
             check_kept(policy, kept[part], budgets)
         return kept

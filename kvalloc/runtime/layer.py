@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.tier import LayerTier
@@ -75,9 +76,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     It is in one of three states. *Whole*: nothing was evicted, and this is transformers' own
     layer, operation for operation, so that a budget of 100% is bit-identical. *Reduced*: what is
-    kept stands in `entries`, and ``keys`` and ``values`` hold what followed; where all rows and KV
-    heads keep as many entries, `update` can put these in front, and attention is the model's own.
-    *Packed*: the same at fewer bits.
+    kept stands in `entries`, and ``keys`` and ``values`` hold what followed. *Packed*: the same at
+    fewer bits.
 
     Attributes
     ----------
@@ -85,14 +85,14 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Dense storage, see above.
     entries : LayerEntries or None
         What a reduced or packed layer keeps of all that had come at the latest eviction.
-    joins : bool
-        Whether `update` puts kept entries, where they are even, in front of what it returns.
     evicts_next : bool
         Whether an eviction follows the next `update`, which then copies nothing that may go.
     seen_tokens : int
         Tokens seen, kept or not, padding included.
     unfinished : Unfinished
         What is remembered until the prompt is complete.
+    attention : AttentionStates or None
+        What of its attention is the same in all forwards of a prompt: no tokens.
     tier : LayerTier or None
         Holds all entries up to the latest eviction at 8 bits, where they are to be read again.
     """
@@ -109,19 +109,13 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def _forget(self) -> None:
         self.entries: LayerEntries | None = None
-        self.joins = True
         self.seen_tokens = 0
         self.unfinished = Unfinished()
+        self.attention: AttentionStates | None = None
         self.evicts_next = False
         self._following: Following | None = None  # whose states keys and values are
         if self.tier is not None:
             self.tier.forget()
-
-    @property
-    def in_front(self) -> int:
-        """Kept entries that stand in front of what `update` returns."""
-        entries = self.entries
-        return int(entries.lengths[0, 0]) if entries and self.joins and entries.even else 0
 
     @property
     def reduced(self) -> bool:
@@ -172,10 +166,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         found = found[..., : int((found != NO_COLUMN).sum(dim=-1).max())]
         return found.masked_fill(found == NO_COLUMN, -1)
 
-    def stored_counts(self) -> IntArray | None:
-        """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""
-        if not self.batch:
-            return None
+    def stored_counts(self) -> IntArray:
+        """Entries stored now, ``(batch, n_kv_heads)``; not before the first update."""
         dense = np.full(tuple(self.keys.shape[:2]), self.dense_tokens, dtype=np.int64)
         return dense + self.kept_lengths
 
@@ -199,7 +191,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Returns
         -------
         tuple of Tensor, each (batch, n_kv_heads, n, head_dim)
-            The dense ones, the new ones last; behind `in_front` kept ones.
+            The dense ones, the new ones last.
         """
         self.seen_tokens += int(key_states.shape[-2])
         if self.evicts_next and not self.dense_tokens:
@@ -213,12 +205,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             if self._following is None:
                 self._following = Following(self.keys, self.values)
             self.keys, self.values = self._following.add(key_states, value_states)
-        if not self.in_front:
-            return self.keys, self.values
-        assert self.entries is not None
-        pairs = zip(self.entries.dense, (self.keys, self.values), strict=True)
-        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)  # of the model's type
-        return keys, values
+        return self.keys, self.values
 
     def numbers(self) -> LayerEntries | None:
         """Return what is kept, as the slow tier has it where there is one; None if all is dense."""

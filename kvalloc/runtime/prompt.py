@@ -19,18 +19,14 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, row_tokens
-from kvalloc.runtime.attention.backends import attend
-from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
-from kvalloc.runtime.attention.tiered import attend_again
+from kvalloc.runtime.attention.masks import MaskFunction
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
-from kvalloc.runtime.eviction import Eviction, Member
+from kvalloc.runtime.eviction import Eviction
+from kvalloc.runtime.forward import Forward
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import EvictionPolicy
-from kvalloc.runtime.selection import gathered
-from kvalloc.runtime.tier import LayerTier
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.runtime.whole import WholePrompt
 from kvalloc.scorers.base import awaited_tokens, repetitions
@@ -76,6 +72,8 @@ class Prompt:
 
     Attributes
     ----------
+    budget_layers : list of BudgetLayer
+        Those that can be reduced.
     arrival : Arrival
         What has come.
     schedule : Schedule
@@ -84,21 +82,20 @@ class Prompt:
         Whose budgets hold: decided ones, where all rows have the same.
     decision_seconds : float or None
         What deciding took; None where nothing was decided.
-    step : Step or None
-        The forward that runs now.
+    forward : Forward or None
+        That which runs now.
     reader : Reader or None
         Chooses what decoded tokens read.
     whole : WholePrompt or None
         What is known of a prompt that is whole until all layers evict at once; None of one whose
         layers evict while they read it, and once that is done.
-    attention : dict of AttentionStates
-        For each layer, what is the same in all forwards of a prompt.
     given : int or None
         Columns behind which drafts may stand; None without any.
     """
 
     def __init__(self, plan: Plan, layers: list[Any], announced: int | None) -> None:
         self.plan, self.layers = plan, layers
+        self.budget_layers = [layer for layer in layers if isinstance(layer, BudgetLayer)]
         self.arrival = Arrival(plan.profile, announced)
         policy = plan.profile.policy
         self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
@@ -110,20 +107,17 @@ class Prompt:
         self.profile = self.plan.profile
         self.schedule = self.plan.schedule(in_chunks=False)
         self.decision_seconds: float | None = None
-        self.step: Step | None = None
+        self.forward: Forward | None = None
         self.whole: WholePrompt | None = None
-        self.attention: dict[int, AttentionStates] = {}
         self.given: int | None = None
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._broken: str | None = None
-        self._targets: dict[int, IntArray] = {}
-        self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self.entries_changed()
 
     def forked(self) -> None:
         """Go on as the prompt of a copy of the cache, which no hook and no ``with`` will end."""
         self.arrival.open = False
-        if self.step is not None:
+        if self.forward is not None:
             self._broken = refusals.HALF_WAY
 
     # How far it has come
@@ -131,7 +125,7 @@ class Prompt:
     @property
     def interrupted(self) -> str | None:
         """Why only a reset helps; None where it goes on."""
-        return self._broken or (None if self.step is None else refusals.HALF_WAY)
+        return self._broken or (None if self.forward is None else refusals.HALF_WAY)
 
     @property
     def state(self) -> State:
@@ -170,11 +164,6 @@ class Prompt:
         """Whose budgets each row keeps, (batch,)."""
         decided = self.arrival.row_profiles
         return (self.profile,) * self.batch if decided is None else decided
-
-    @property
-    def budget_layers(self) -> list[BudgetLayer]:
-        """Layers that can be reduced."""
-        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
 
     @property
     def n_seen(self) -> int:
@@ -221,16 +210,20 @@ class Prompt:
                     layer.activate_past_recording()
         if self.arrival.complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
-        self._decide_on_arrival(batch, arguments, mask)
+        arguments = {**arguments, "attention_mask": mask}
+        self._decide_on_arrival(arguments)
         step = self.arrival.step(self.n_seen, batch, new_tokens, mask)
-        self._targets = {} if step.follows else self._begin_reading(arguments, step)
-        # one token is attended to without a copy of what is kept in front of what followed
-        alone = step.new_tokens == 1 and step.follows
+        targets = {} if step.follows else self._begin_reading(arguments, step)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, BudgetLayer):
-                layer.joins = self.reader is not None or not alone
-                layer.evicts_next = index in self._targets
-        self.step, self._masks, self._mask_function = step, {}, masks
+                layer.evicts_next = index in targets
+        self.forward = Forward(
+            step=step,
+            targets=targets,
+            mask_function=masks,
+            reader=self.reader,
+            full_layers=self.profile.shape.full_layers,
+        )
         reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
         return mask is None and not reduced and not bool(step.visible.all())
 
@@ -252,7 +245,6 @@ class Prompt:
             more = step.prompt_tokens - int(step.visible.shape[1])
             visible = nn.functional.pad(step.visible, (0, more), value=True)
             targets = self._targets_of(visible, row_tokens(visible))
-            self._check_read(targets)
             self.whole.check_room(step.visible, tokens, targets)
             return {}
         in_chunks = step.seen or not step.completes
@@ -261,9 +253,7 @@ class Prompt:
             adds_up_chunks=not step.completes and policy.needs_whole_prompt,
         )
         stored = self.stored_counts() if self.batch else 0
-        targets = self._targets_of(step.new_visible, tokens, stored, rounds=step.completes)
-        self._check_read(targets)
-        return targets
+        return self._targets_of(step.new_visible, tokens, stored, rounds=step.completes)
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Run one layer's attention with the mask that fits it; evict what is not to stay."""
@@ -272,80 +262,23 @@ class Prompt:
             output = compute(states.mask)
             _free_slid_out(layer, states)
             return output
-        output = self._attention(layer, states, compute)
-        self._attended(layer, states)
+        assert self.forward is not None
+        output = self.forward.answer(layer, states, compute)
+        self._attended(self.forward, layer, states)
         return output
 
-    def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
-        """Attention over what the layer stores, the new tokens included."""
-        if not layer.reduced:
-            return compute(states.mask)
-        step, entries = self.step, layer.entries
-        assert step is not None
-        assert entries is not None
-        n_stored, n_kept = int(states.keys.shape[2]), layer.in_front
-        if layer.tier is not None:
-            return self._with_tier(layer, layer.tier, states, compute)
-        visible = step.following_visible(n_stored - n_kept, states.keys.device)
-        if not n_kept or entries.parts[0].bias is not None:
-            call = AttentionCall.of(states, visible, first=n_kept)
-            return attend(call, entries.kept), None
-        if self.reader is not None and states.queries.shape[2] == 1 and visible is None:
-            place = self.profile.shape.full_layers.index(states.layer)
-            indices = self.reader.read(states, place=place, positions=entries.columns[0])
-            if indices is None:
-                return compute(None)
-            return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
-        return compute(self.stored_mask(states, n_kept))
-
-    def _with_tier(
-        self, layer: BudgetLayer, tier: LayerTier, states: AttentionStates, compute: Compute
-    ) -> Any:
-        """Attention that reads the tier: all of it for a prompt or a long turn, else a share."""
-        step, entries, following = self.step, layer.entries, layer.latest(layer.dense_tokens)
-        assert step is not None
-        assert entries is not None
-        if not step.follows or tier.reads_all(step.new_tokens):
-            pairs = zip(tier.everything(), following, strict=True)
-            keys, values = (torch.cat([own.to(new.dtype), new], dim=2) for own, new in pairs)
-            return compute(self.stored_mask(replace(states, keys=keys)), keys, values)
-        visible = step.following_visible(layer.dense_tokens, states.keys.device)
-        call = AttentionCall.of(replace(states, keys=following[0], values=following[1]), visible)
-        return attend_again(call, entries.kept, tier), None
-
-    def stored_mask(self, states: AttentionStates, n_kept: int = 0) -> Any:
-        """Return the mask of what a layer stores, of which so many entries stand in front.
-
-        It is made once a forward for all layers that store as much.
-        """
-        step, n_stored = self.step, int(states.keys.shape[2])
-        key = (n_stored, n_kept, states.keys.device)
-        if key not in self._masks:
-            assert step is not None
-            self._masks[key] = stored_mask(
-                self._mask_function,
-                int(states.queries.shape[2]),
-                n_stored,
-                dtype=states.queries.dtype,
-                device=states.keys.device,
-                batch=int(states.queries.shape[0]),
-                visible=step.following_visible(n_stored - n_kept, states.keys.device),
-            )
-        return self._masks[key]
-
-    def _attended(self, layer: BudgetLayer, states: AttentionStates) -> None:
+    def _attended(self, forward: Forward, layer: BudgetLayer, states: AttentionStates) -> None:
         """A layer has attended to all that it holds: note what is needed, evict what has to go."""
-        step, index = self.step, states.layer
-        assert step is not None
-        if index not in self.attention:
-            self.attention[index] = _without_tokens(states)
+        step, targets, index = forward.step, forward.targets, states.layer
+        if layer.attention is None:
+            layer.attention = _without_tokens(states)
         queries, notes = states.queries.detach(), layer.unfinished
         if step.follows:
             if self.schedule.every:
                 wanted = self._wanted_following(step)
                 notes.latest.add(queries, step.columns, wanted, padded=step.padded)
             return
-        evicts, remember = index in self._targets, not step.completes or self.goes_on_observing
+        evicts, remember = index in targets, not step.completes or self.goes_on_observing
         if not (self.whole or evicts or remember):
             return
         eviction = self.eviction(
@@ -364,9 +297,9 @@ class Prompt:
         group = self.schedule.prompt.together(index)
         with self.checks.noted():  # the host reads once a forward what it has to know
             if evicts and index == group[-1]:
-                self.evict_layers(eviction, {one: self._targets[one] for one in group})
+                self.evict_layers(eviction, {one: targets[one] for one in group})
             elif not (self.whole or evicts):
-                eviction.observe(layer, self.attention[index])
+                eviction.observe(layer)
 
     def _wanted_following(self, step: Step) -> int:
         """Return how many of the latest queries of each row may be asked for after a forward."""
@@ -377,9 +310,10 @@ class Prompt:
 
     def end(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
-        step, self.step, self._masks = self.step, None, {}
-        if step is None:  # it was interrupted, and `reset` has tidied up before this
+        forward, self.forward = self.forward, None
+        if forward is None:  # it was interrupted, and `reset` has tidied up before this
             return
+        step = forward.step
         if completed:
             with self.half_way():
                 pass  # what was noted in its layers
@@ -436,12 +370,13 @@ class Prompt:
         if goes and shared and self.schedule.holds:  # heads of all layers compete
             goes = [*full]
         counts = np.where(fits, there, budgets)
-        return {index: counts[:, index] for index in goes}
+        targets = {index: counts[:, index] for index in goes}
+        self._check_read(targets)
+        return targets
 
     def _check_read(self, targets: Mapping[int, IntArray]) -> None:
-        if self.reader is not None:
-            uneven = any((counts != counts[0, 0]).any() for counts in targets.values())
-            refusals.refuse(reads_unevenly=uneven and self.plan.policy.name)
+        uneven = self.reader and any((own != own[0, 0]).any() for own in targets.values())
+        refusals.refuse(reads_unevenly=uneven and self.plan.policy.name)
 
     @property
     def goes_on_observing(self) -> bool:
@@ -468,15 +403,14 @@ class Prompt:
             Entries that stay of each layer.
         """
         self._check_read(targets)
-        members = {
-            index: Member(self.layers[index], self.attention[index], own)
-            for index, own in targets.items()
-        }
-        if members and self.profile.by_prompt:
-            members = eviction.handed_out(members, self.profile)
+        if targets and self.profile.by_prompt:
+            layers = [self.layers[index] for index in targets]
+            handed_out = eviction.handed_out(layers, [*targets.values()], self.profile)
+            targets = dict(zip(targets, handed_out, strict=True))
         for group in self.plan.groups:
-            if group[-1] in members:
-                eviction.evict([members[one] for one in group])
+            if group[-1] in targets:
+                layers = [self.layers[index] for index in group]
+                eviction.evict(layers, [targets[index] for index in group])
         self.entries_changed()
 
     def entries_changed(self) -> None:
@@ -569,8 +503,8 @@ class Prompt:
             return
         self.arrival.complete = True
         if self.whole is None:  # nothing more goes, but what is stored is rounded now
-            rounded = {i: self.layers[i].stored_counts() for i in sorted(self.plan.rounded)}
-            seen = self.n_seen
+            stored, seen = self.stored_counts(), self.n_seen
+            rounded = {index: stored[:, index] for index in sorted(self.plan.rounded)}
             eviction = self.eviction(self.plan.policy, prompt_tokens=seen, new_from=seen)
             with self.half_way():
                 self.evict_layers(eviction, rounded)
@@ -638,7 +572,7 @@ class Prompt:
             self.profile = decided[0]
         self.decision_seconds = time.perf_counter() - begun
 
-    def _decide_on_arrival(self, batch: int, arguments: Mapping[str, Any], mask: object) -> None:
+    def _decide_on_arrival(self, arguments: Mapping[str, Any]) -> None:
         """Decide the budgets in the first forward, unless that was done before."""
         ahead = self.arrival.shown_rows is not None
         if self.plan.decide is None or self.n_seen or ahead:
@@ -647,8 +581,8 @@ class Prompt:
         chunk = self.arrival.open or self.arrival.announced not in (None, tokens)
         refusals.refuse(decides_from_chunk=chunk)
         self.arrival.row_profiles = None  # of an attempt that failed
-        visible = self.arrival.visible_after(0, batch, tokens, mask)
-        self._decide_rows(prompt_rows(arguments, visible))
+        self.decide(arguments)
+        self.arrival.shown_rows = None  # should this one fail, another prompt may come
 
 
 def _without_tokens(states: AttentionStates) -> AttentionStates:

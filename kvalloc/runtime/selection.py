@@ -22,47 +22,7 @@ __all__ = [
     "handed_out",
     "keep_best",
     "kept_places",
-    "select_entries",
 ]
-
-
-def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> Tensor:
-    """Positions that each KV head keeps, in position order.
-
-    The first ``sinks`` and the last ``window`` entries always stay, whatever their scores. The
-    rest of the budget goes to the highest scores; among equal scores the earlier position wins,
-    on every device.
-
-    Parameters
-    ----------
-    scores : Tensor, (batch, n_kv_heads, n_tokens)
-        Importance of each entry, finite, any float type. Columns of sinks and window are not
-        read.
-    budget : int
-        Entries that each KV head keeps, sinks and window included.
-    sinks, window : int
-        First and last tokens that are never evicted.
-
-    Returns
-    -------
-    Tensor of int64, (batch, n_kv_heads, budget)
-        Strictly increasing along the last axis.
-
-    Raises
-    ------
-    InputError
-        If the budget is below sinks and window, as far as there are tokens, or above the number of
-        tokens, or a score is not finite.
-
-    Examples
-    --------
-    >>> scores = torch.tensor([[[0.0, 0.3, 0.9, 0.3, 0.1, 0.0]]])
-    >>> select_entries(scores, 4, sinks=1, window=1).tolist()
-    [[[0, 1, 2, 5]]]
-    """
-    budgets = torch.full(scores.shape[:2], budget)
-    kept = keep_best(scores, budgets, sinks=sinks, window=window)
-    return kept_places(kept, budgets).view(*scores.shape[:2], budget)
 
 
 def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
@@ -88,6 +48,12 @@ def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Te
     InputError
         If a budget is below sinks and window or above the row's number of tokens, or a score is
         not finite.
+
+    Examples
+    --------
+    >>> scores = torch.tensor([[[0.0, 0.3, 0.9, 0.3, 0.1, 0.0]]])
+    >>> keep_best(scores, torch.tensor([[4]]), sinks=1, window=1).int().tolist()
+    [[[1, 1, 1, 0, 0, 1]]]
     """
     free = evictable(scores, sinks=sinks, window=window)
     counts = free_counts(scores, budgets, sinks=sinks, window=window)

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
 from kvalloc.runtime.following import Followed, Settling
-from kvalloc.runtime.selection import select_entries
+from kvalloc.runtime.selection import keep_best
 
 # What holds for the selection of entries whatever the scores
 
@@ -38,15 +38,14 @@ def cases(draw):
 def test_selection(case):
     scores, budget, sinks, window = case
     batch, heads, tokens = scores.shape
-    kept = select_entries(torch.from_numpy(scores), budget, sinks=sinks, window=window).numpy()
-    assert kept.shape == (batch, heads, budget)
-    again = select_entries(torch.from_numpy(scores), budget, sinks=sinks, window=window).numpy()
+    budgets = torch.full((batch, heads), budget)
+    kept = keep_best(torch.from_numpy(scores), budgets, sinks=sinks, window=window).numpy()
+    again = keep_best(torch.from_numpy(scores), budgets, sinks=sinks, window=window).numpy()
     assert np.array_equal(kept, again)
     must = {*range(sinks), *range(tokens - window, tokens)}
     for row in range(batch):
         for head in range(heads):
-            mine = kept[row, head]
-            assert np.all(np.diff(mine) > 0)
+            mine = np.flatnonzero(kept[row, head])
             assert must <= set(mine.tolist())
             # The plainest statement of the rule: sort by score, then by position.
             free = [t for t in range(tokens) if t not in must]
