@@ -407,12 +407,9 @@ class LossProbe:
 
     def _held_prompt(self) -> HeldPrompt:
         """Return the prompt as it is repeated."""
-        full = self._shape.full_layers
-        layers = dict(enumerate(self._cache.layers))
         return HeldPrompt(
             decoder=decoder_of(self._model),
-            stored={layer: (layers[layer].keys, layers[layer].values) for layer in full},
-            sliding={layer: one for layer, one in layers.items() if layer not in full},
+            layers=self._cache.layers,
             visible=torch.ones(1, self.n_tokens, dtype=torch.bool),
             next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
             ids=self.prompt_ids[None],

@@ -126,7 +126,9 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
     """Return a cache that has read all of it, with the budgets of one document's."""
     profile, n_tokens = like.row_profiles[0], documents.n_tokens
     options = CacheOptions(
-        allow_other_model=allow_other_model, decode_every=like.decode_every, memory=like.memory
+        allow_other_model=allow_other_model,
+        decode_every=like.options.decode_every,
+        memory=like.options.memory,
     )
     found = build_cache(documents.model, profile, options)
     for index, layer in enumerate(documents.layers):

@@ -26,6 +26,7 @@ from kvalloc.runtime import conversation, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.prompt import Prompt, State
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.verifier import Verifier
@@ -164,14 +165,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         return self._prompt.decision_seconds
 
     @property
-    def decode_every(self) -> int | None:
-        """Tokens after which what followed competes; None where they grow with the tokens seen."""
-        return self._prompt.plan.options.decode_every
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes that it never exceeds, however long a conversation grows; None for any."""
-        return self._prompt.plan.options.memory
+    def options(self) -> CacheOptions:
+        """How it keeps its budgets, as it was asked."""
+        return self._prompt.plan.options
 
     @property
     def arrival(self) -> Arrival:
@@ -304,15 +300,12 @@ class BudgetCache(Cache, hooks.HookedCache):
         Positions and biases of kept entries count, sliding layers do not; 0 before the first
         forward.
         """
-        stored, whole = self._of_16_bits() if self.batch else (0, 1)
-        return stored / max(1, whole)
-
-    def _of_16_bits(self) -> tuple[int, int]:
-        """What `share` is made of: bytes that are stored, and those of a cache at 16 bits."""
+        if not self.batch:
+            return 0.0
         shape = self._prompt.profile.shape
         tokens = sum(int(prompt.arrival.visible.sum()) for prompt in self._prompts)
         whole = shape.bytes_per_entry * shape.n_kv_heads * len(shape.full_layers)
-        return sum(bytes_at_16_bits(prompt.layers) for prompt in self._prompts), tokens * whole
+        return sum(bytes_at_16_bits(own.layers) for own in self._prompts) / max(1, tokens * whole)
 
     @property
     def share_text(self) -> str:

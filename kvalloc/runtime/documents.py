@@ -27,6 +27,7 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
+from kvalloc.scorers.attention_rows import window_attention
 
 __all__ = ["CHECK_LAYER", "DenseLayer", "Documents"]
 
@@ -262,17 +263,9 @@ class Documents:
         def see(states: AttentionStates, mask: Tensor) -> None:
             if states.layer < first:
                 return
-            keys = self.layers[states.layer].keys
-            (n_heads, n_kv_heads), asking = (
-                (states.queries.shape[1], keys.shape[1]),
-                end - self.n_tokens,
-            )
-            queries = states.queries[:, :, -asking:].reshape(1, n_kv_heads, -1, keys.shape[3])
-            logits = (queries @ keys.transpose(-1, -2)).float() * states.scaling
-            if states.softcap is not None:
-                logits = states.softcap * (logits / states.softcap).tanh()
-            logits = logits.view(1, n_heads, asking, end) + mask[:, :, -asking:]
-            totals.add_(logits.softmax(dim=-1)[..., : self.n_tokens].mean(dim=(0, 1, 2)).cpu())
+            own = replace(states, keys=self.layers[states.layer].keys, mask=mask)
+            weights = window_attention(own, end - self.n_tokens)[..., : self.n_tokens]
+            totals.add_(weights.mean(dim=(0, 1, 2, 3)).cpu())
 
         every = torch.arange(end)
         self.recompute(torch.cat([every[: self.before], every[self.n_tokens :]]), see)

@@ -110,10 +110,9 @@ class HeldPrompt:
     ----------
     decoder : nn.Module
         The model without its language-model head.
-    stored : mapping of int to (Tensor, Tensor)
-        Keys and values of each full-attention layer, (batch, n_kv_heads, n_prompt, head_dim).
-    sliding : mapping of int to CacheLayerMixin
-        transformers' own layers, whose entries are those of the last columns.
+    layers : sequence of CacheLayerMixin
+        Those of the cache: keys and values of the whole prompt, (batch, n_kv_heads, n_prompt,
+        head_dim); of a sliding layer those of the last columns.
     visible : Tensor of bool, (batch, n_prompt)
         False marks padding.
     next_positions : Tensor of int64, (batch,)
@@ -123,8 +122,7 @@ class HeldPrompt:
     """
 
     decoder: nn.Module
-    stored: dict[int, tuple[Tensor, Tensor]]
-    sliding: dict[int, Any]
+    layers: Sequence[Any]
     visible: Tensor
     next_positions: Tensor
     ids: Tensor
@@ -151,14 +149,12 @@ class HeldPrompt:
             Columns that the later tokens see in full-attention layers.
         """
         layers: list[Any] = []
-        for index in range(len(self.stored) + len(self.sliding)):
-            if index in self.stored:
-                layers.append(LaterLayer(self.stored[index], rows, shown, len(columns)))
-                continue
-            held = self.sliding[index].keys, self.sliding[index].values
-            places = columns - (self.visible.shape[1] - held[0].shape[2])
-            places = places[places >= 0]
-            layers.append(LaterLayer(held, rows, places, len(columns), sliding=True))
+        for own in self.layers:
+            held, sliding, places = (own.keys, own.values), own.is_sliding, shown
+            if sliding:
+                places = columns - (self.visible.shape[1] - own.keys.shape[2])
+                places = places[places >= 0]
+            layers.append(LaterLayer(held, rows, places, len(columns), sliding=sliding))
         return Cache(layers=layers)
 
     def run(self, cache: Cache, ids: Tensor, rows: Tensor) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.runtime.arrival import Step, row_tokens
-from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.repetition import (
     HeldPrompt,
@@ -107,11 +106,9 @@ class WholePrompt:
         """
         decoder = self.plan.decoder()
         assert decoder is not None, "it has just read the prompt"
-        whole = {i: own for i, own in enumerate(layers) if isinstance(own, BudgetLayer)}
         held = HeldPrompt(
             decoder=decoder,
-            stored={index: (own.keys, own.values) for index, own in whole.items()},
-            sliding={index: own for index, own in enumerate(layers) if index not in whole},
+            layers=layers,
             visible=visible,
             next_positions=self.next_positions(visible),
             ids=self.ids,

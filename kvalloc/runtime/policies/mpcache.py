@@ -87,14 +87,6 @@ class MPCache(VotedPolicy):
         return ClusterReader(self, sinks=sinks, window=window)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Clusters:
-    """``alpha * max + (1 - alpha) * min`` over each cluster's keys, (batch, heads, n, head_dim)."""
-
-    coarse: Tensor
-    fine: Tensor
-
-
 class ClusterReader(Reader):
     """Reads sinks, window, all decoded tokens, and the nearest clusters of the prompt's rest.
 
@@ -119,7 +111,7 @@ class ClusterReader(Reader):
     def __init__(self, settings: MPCache, *, sinks: int, window: int) -> None:
         self._settings = settings
         self._sinks, self._window = sinks, window
-        self._clusters: dict[int, _Clusters] = {}
+        self._clusters: dict[int, tuple[Tensor, Tensor]] = {}  # coarse and fine, by place
         self._led: tuple[int, Tensor, Tensor] | None = None
 
     def read(self, states: AttentionStates, *, place: int, positions: Tensor) -> Tensor | None:
@@ -163,18 +155,17 @@ class ClusterReader(Reader):
         clusters = self._clusters.get(place)
         if clusters is None:
             keys = states.keys[:, :, entries]
-            clusters = self._clusters[place] = _Clusters(
-                coarse=_summary(keys, settings.coarse_tokens, settings.alpha),
-                fine=_summary(keys, settings.fine_tokens, settings.alpha),
+            clusters = self._clusters[place] = (
+                _summary(keys, settings.coarse_tokens, settings.alpha),
+                _summary(keys, settings.fine_tokens, settings.alpha),
             )
-        batch, n_kv_heads, n_coarse, head_dim = clusters.coarse.shape
+        batch, n_kv_heads, n_coarse, head_dim = clusters[0].shape
         query = states.queries.view(batch, n_kv_heads, -1, head_dim).float().mean(dim=2)
         query = query[..., None]
         n_kept, n_fine = self._counts(n_coarse)
-        coarse = (clusters.coarse.float() @ query).squeeze(-1)
+        coarse, fine = ((own.float() @ query).squeeze(-1) for own in clusters)
         open_coarse = _best(coarse, n_kept)
         parts = settings.coarse_tokens // settings.fine_tokens
-        fine = (clusters.fine.float() @ query).squeeze(-1)
         return _best(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
 
     def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
@@ -192,6 +183,7 @@ class ClusterReader(Reader):
 
 
 def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:
+    """Return ``alpha * max + (1 - alpha) * min`` over each cluster's keys."""
     clusters = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1])
     return alpha * clusters.amax(dim=3) + (1 - alpha) * clusters.amin(dim=3)
 

@@ -80,7 +80,7 @@ def test_memory_is_never_exceeded(model, tmp_path, asked):
     assert cache.share < 0.5
     if not asked:
         cache.save(tmp_path / "c.safetensors")
-        assert kvalloc.load_cache(tmp_path / "c.safetensors", model).memory == limit
+        assert kvalloc.load_cache(tmp_path / "c.safetensors", model).options.memory == limit
     for hook in hooks:
         hook.remove()
 
