@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.runtime.refusals import token_ids
 
 __all__ = ["Decide", "prompt_rows", "row_decisions"]
 
@@ -50,13 +50,8 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor) -> list[IntArray]
     UnsupportedRequestError
         If the prompt is not given as token ids.
     """
-    ids = arguments.get("input_ids")
-    if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
-        raise UnsupportedRequestError(
-            "budgets of a prompt's own are decided from its token ids, but this prompt came as "
-            "inputs_embeds; pass input_ids, or use a stored profile"
-        )
-    rows = ids.cpu().numpy().astype(np.int64)
+    use = "budgets of a prompt's own are decided from its token ids"
+    rows = token_ids(arguments, use, "use a stored profile").cpu().numpy().astype(np.int64)
     return [row[shown] for row, shown in zip(rows, visible.numpy(), strict=True)]
 
 

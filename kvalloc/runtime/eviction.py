@@ -20,7 +20,7 @@ from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
+from kvalloc.runtime.packed import NO_COLUMN
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
@@ -157,35 +157,21 @@ class Source:
         row, head = part
         if not self.layer.reduced:
             return None
-        if head is None:
-            keys, values, positions, bias = self._padded
-            keys, values, positions = (own[_one(row)] for own in (keys, values, positions))
-            return keys, values, positions, None if bias is None else bias[_one(row)]
-        assert row is not None
-        piece = self._numbers.piece(row, head)
-        bias = None if piece.bias is None else piece.bias[None, None]
-        return piece.keys[None, None], piece.values[None, None], piece.positions[None, None], bias
-
-    @cached_property
-    def _entries(self) -> LayerEntries | None:
-        """What earlier evictions kept, read only where it is looked at."""
-        return self.layer.numbers()
-
-    @cached_property
-    def _padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """All of it at once, with as many places in all rows and heads."""
-        assert self._entries is not None
-        keys, values, positions, bias = self._entries.padded()
-        if (self.lengths != self.lengths.max()).any():
+        *numbers, bias = self._padded
+        end = int(self.lengths.max()) if head is None else int(self.lengths[row, head])
+        keys, values, positions = (own[_one(row), _one(head), :end] for own in numbers)
+        bias = None if bias is None else bias[_one(row), _one(head), :end]
+        if head is None and (self.lengths != self.lengths.max()).any():
             bias = torch.zeros_like(positions, dtype=torch.float32) if bias is None else bias
-            bias.masked_fill_(positions == NO_COLUMN, UNSEEN)
+            bias = bias.masked_fill(positions == NO_COLUMN, UNSEEN)
         return keys, values, positions, bias
 
     @cached_property
-    def _numbers(self) -> LayerEntries:
-        """All of it unpacked at once: the pieces are many, and small."""
-        assert self._entries is not None
-        return self._entries.numbers()
+    def _padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What earlier evictions kept, with as many places in all rows and heads."""
+        entries = self.layer.numbers()
+        assert entries is not None
+        return entries.padded()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,11 +166,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         found = found[..., : int((found != NO_COLUMN).sum(dim=-1).max())]
         return found.masked_fill(found == NO_COLUMN, -1)
 
-    def stored_counts(self) -> IntArray:
-        """Entries stored now, ``(batch, n_kv_heads)``; not before the first update."""
-        dense = np.full(tuple(self.keys.shape[:2]), self.dense_tokens, dtype=np.int64)
-        return dense + self.kept_lengths
-
     def stored_tensors(self) -> list[Tensor]:
         """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]

@@ -333,19 +333,6 @@ class LayerEntries:
         return KeptLayer(self.parts)
 
     @cached_property
-    def _places(self) -> list[tuple[KeptEntries, int]]:
-        """Where each KV head is."""
-        own = [part.heads or range(part.lengths.shape[1]) for part in self.parts]
-        pairs = zip(self.parts, own, strict=True)
-        owners = {head: (part, n) for part, heads in pairs for n, head in enumerate(heads)}
-        return [owners[head] for head in range(len(owners))]
-
-    @property
-    def bits(self) -> IntArray:
-        """Width of each KV head, (n_kv_heads,)."""
-        return np.array([part.bits for part, _ in self._places], dtype=np.int64)
-
-    @cached_property
     def even(self) -> bool:
         """Whether all rows and heads have as many, all at 16 bits or more: those of `dense`."""
         return not self.is_packed and bool((self.lengths == self.lengths[0, 0]).all())
@@ -378,8 +365,10 @@ class LayerEntries:
     @cached_property
     def lengths(self) -> IntArray:
         """Entries of each row and head, (batch, n_kv_heads)."""
-        columns = [part.lengths[:, place] for part, place in self._places]
-        found: IntArray = np.stack(columns, axis=1)
+        n_heads = sum(part.lengths.shape[1] for part in self.parts)
+        found = np.empty((len(self.parts[0].lengths), n_heads), dtype=np.int64)
+        for part in self.parts:
+            found[:, list(part.heads or range(n_heads))] = part.lengths
         return found
 
     def tensors(self) -> list[Tensor]:
@@ -394,13 +383,6 @@ class LayerEntries:
     def numbers(self) -> LayerEntries:
         """Return the same entries as numbers of the model's type."""
         return replace(self, parts=tuple(unpack(part, self.like) for part in self.parts))
-
-    def piece(self, row: int, head: int) -> KeptEntries:
-        """Return the numbers of one segment, of the model's type."""
-        part, place = self._places[head]
-        return unpack(
-            part.segments(part.segment_numbers[row : row + 1, place : place + 1]), self.like
-        )
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); `NO_COLUMN` beyond its end."""

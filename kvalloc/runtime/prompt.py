@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -56,11 +56,17 @@ class State(Enum):
 class Prompt:
     """Follows one prompt of a cache after the other, of rows that are kept in one way.
 
-    A forward goes through `begin`, in each layer `attend`, and `end`. Without a policy that looks
-    beyond the prompt, entries go in `attend`, layer by layer. Otherwise the prompt stays whole
-    until it is complete and, where the policy looks at what follows, until so many tokens have
-    followed; then all layers evict at once. What follows, turns and answers, is another matter:
-    see `kvalloc.runtime.conversation`.
+    A prompt in one forward, of which layers keep fixed budgets:
+
+    1. `begin` checks the forward and asks `_targets_of` how many entries each layer keeps.
+    2. In each layer, `attend` lets `Forward.answer` attend to all that is there. `_attended` then
+       notes the queries and makes an `Eviction`, whose policy chooses the entries, and
+       `BudgetLayer.keep` stores these alone, before the next layer runs.
+    3. `end` notes what has come, and `_complete` that the budgets of the prompt are kept.
+
+    Where the schedule says that the prompt stays whole, nothing goes in `attend`, and `evict` lets
+    all layers evict at once: in `_complete`, or when so many tokens have followed. What follows,
+    turns and answers, is settled in `kvalloc.runtime.conversation`.
 
     Parameters
     ----------
@@ -180,8 +186,9 @@ class Prompt:
         shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
         counts: IntArray = np.zeros(shape, dtype=np.int64)
         for index, layer in enumerate(self.layers if self.batch else ()):
-            budgeted = isinstance(layer, BudgetLayer)
-            counts[:, index] = layer.stored_counts() if budgeted else layer.keys.shape[-2]
+            counts[:, index] = layer.keys.shape[-2]
+            if isinstance(layer, BudgetLayer):
+                counts[:, index] += layer.kept_lengths
         return counts
 
     def kept_indices(self, index: int) -> Tensor:
@@ -556,21 +563,15 @@ class Prompt:
         refusals.refuse(decided_after=self.n_seen)
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
-        if self.plan.decide is not None:
-            self._decide_rows(prompt_rows(inputs, visible))
-        self.arrival.shown_rows = row_tokens(visible)
-
-    def _decide_rows(self, rows: Sequence[IntArray]) -> None:
-        """Decide the budgets of rows without padding."""
         decoder = self.plan.decoder()
-        if self.plan.decide is None or decoder is None:
-            return
-        begun = time.perf_counter()
-        decided = row_decisions(self.plan.decide, decoder, rows, self.plan.profile)
-        self.arrival.row_profiles = tuple(decided)
-        if all(one is decided[0] for one in decided):
-            self.profile = decided[0]
-        self.decision_seconds = time.perf_counter() - begun
+        if self.plan.decide is not None and decoder is not None:
+            rows, begun = prompt_rows(inputs, visible), time.perf_counter()
+            decided = row_decisions(self.plan.decide, decoder, rows, self.plan.profile)
+            self.arrival.row_profiles = tuple(decided)
+            if all(one is decided[0] for one in decided):
+                self.profile = decided[0]
+            self.decision_seconds = time.perf_counter() - begun
+        self.arrival.shown_rows = row_tokens(visible)
 
     def _decide_on_arrival(self, arguments: Mapping[str, Any]) -> None:
         """Decide the budgets in the first forward, unless that was done before."""

@@ -42,6 +42,7 @@ __all__ = [
     "refuse",
     "setting",
     "shared_layers",
+    "token_ids",
     "warn_of_plain",
 ]
 
@@ -374,6 +375,22 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
     given: Any = next((one for one in among if isinstance(one, Tensor)), None)
     refuse(no_tokens=given is None)
     return int(given.shape[0]), int(given.shape[1])
+
+
+def token_ids(arguments: Mapping[str, Any], use: str, instead: str) -> Tensor:
+    """Return the token ids of a prompt, (batch, n_tokens), or say for what they are needed.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If it came as embeddings.
+    """
+    ids = arguments.get("input_ids")
+    if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
+        raise UnsupportedRequestError(
+            f"{use}, but this prompt came as inputs_embeds; pass input_ids, or {instead}"
+        )
+    return ids
 
 
 def warn_of_plain(why: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import row_tokens
@@ -30,7 +30,6 @@ __all__ = [
     "LaterNotes",
     "Wanted",
     "check_context",
-    "repeated_tokens",
     "repeat_prompt",
 ]
 
@@ -217,23 +216,6 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
             for key in own:
                 notes[layer][key] = _together([each[layer][key] for each in noted], parts)
     return notes
-
-
-def repeated_tokens(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the tokens of a forward whose prompt will be repeated, (batch, n_tokens).
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If it came as embeddings.
-    """
-    ids = arguments.get("input_ids")
-    if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
-        raise UnsupportedRequestError(
-            "a scorer has the model repeat the prompt's tokens, but this prompt came as "
-            "inputs_embeds; pass input_ids, or choose another scorer"
-        )
-    return ids
 
 
 def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], limit: int) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.runtime.arrival import Step, row_tokens
 from kvalloc.runtime.plan import Plan
+from kvalloc.runtime.refusals import token_ids
 from kvalloc.runtime.repetition import (
     HeldPrompt,
     Wanted,
     check_context,
     repeat_prompt,
-    repeated_tokens,
 )
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
@@ -53,7 +53,8 @@ class WholePrompt:
         """
         seen, end = step.seen, step.seen + step.new_tokens
         if repetitions(one for scorers in self.plan.wanted.values() for one in scorers):
-            ids = repeated_tokens(arguments)
+            use = "a scorer has the model repeat the prompt's tokens"
+            ids = token_ids(arguments, use, "choose another scorer")
             self.ids = torch.cat([self.ids[:, :seen], ids], dim=1) if seen else ids
         positions = arguments.get("position_ids")
         if not isinstance(positions, Tensor):

@@ -8,6 +8,8 @@ rounding of numbers, which has tests by hand.
 from __future__ import annotations
 
 import copy
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,16 +230,9 @@ class Shadow:
             if entries is None or not (combined or entries.is_rounded):
                 continue
             bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
-            for row, head in np.ndindex(*entries.lengths.shape):
-                width = WIDTHS[int(entries.bits[head])]
-                piece = entries.piece(row, head)
-                keys, values, positions, extra = (
-                    piece.keys,
-                    piece.values,
-                    piece.positions,
-                    piece.bias,
-                )
-                places = positions.long().cpu()
+            for (row, head), piece in pieces_of(entries).items():
+                width, keys, values = WIDTHS[piece.bits], piece.keys, piece.values
+                extra, places = piece.bias, piece.positions.long().cpu()
                 stored = keys.to(own.keys), values.to(own.values)
                 if extra is not None:
                     bias[row, head, places] = extra.cpu()
@@ -245,7 +240,7 @@ class Shadow:
                 if not combined and keys.dtype == torch.float32 and len(places):
                     pairs = [(before[0].T, stored[0].T), (before[1], stored[1])]
                     dim = int(values.shape[-1])
-                    if turns(int(entries.bits[head]), dim):
+                    if turns(piece.bits, dim):
                         turn = torch.from_numpy(hadamard(dim)).to(own.values) / dim**0.5
                         pairs[1] = before[1] @ turn, stored[1] @ turn
                     for (exact, rounded), bits in zip(
@@ -352,3 +347,17 @@ def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None
     if mask is not None:
         difference = difference[mask[:, -difference.shape[1] :].bool()]
     return float(difference.max())
+
+
+def pieces_of(entries: Any) -> dict[tuple[int, int], SimpleNamespace]:
+    """Keys, values, positions, biases and width of each segment of stored entries, as numbers."""
+    names, padded, found = ("keys", "values", "positions", "bias"), entries.padded(), {}
+    for part in entries.parts:
+        for row, head in itertools.product(
+            range(len(part.lengths)), part.heads or range(part.lengths.shape[1])
+        ):
+            end = int(entries.lengths[row, head])
+            cut = [None if own is None else own[row, head, :end] for own in padded]
+            named = dict(zip(names, cut, strict=True))
+            found[row, head] = SimpleNamespace(bits=part.bits, **named)
+    return found

@@ -192,7 +192,7 @@ def expected_of(model, ids, kept, *, biases=True, rows=ROWS, bits=16):
 def stored_of(cache, layer, head, row=0):
     """Values and biases of one head's kept entries."""
     stored = cache.layers[layer]
-    piece = stored.entries.piece(row, head)
+    piece = tiny.pieces_of(stored.entries)[row, head]
     values, bias = piece.values, piece.bias
     return values, bias
 

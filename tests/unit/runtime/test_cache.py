@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -152,8 +151,7 @@ def test_numbers_that_overflow_float16_are_kept_in_bfloat16(model):
     assert kept_types(cache) == {torch.float16, torch.bfloat16}
     run(model, ids, plain := DynamicCache())
     expected = tiny.as_stored(plain.layers[0].values)
-    for row, head in np.ndindex(2, tiny.N_KV_HEADS):
-        piece = cache.layers[0].entries.piece(row, head)
+    for (row, head), piece in tiny.pieces_of(cache.layers[0].entries).items():
         assert torch.equal(piece.values, expected[row, head, piece.positions.long()])
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
     token = tiny.prompt(1, 2, seed=2)

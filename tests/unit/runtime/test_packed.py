@@ -9,7 +9,7 @@ from factories import make_shape
 from fake_device import Launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_oracle import rounded
+from runtime_oracle import pieces_of, rounded
 
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
@@ -51,12 +51,11 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     shape = make_shape(head_dim=head_dim, dtype_bytes=torch.empty(0, dtype=dtype).element_size())
     assert stored_in(entries) == int(head_bytes(table, widths[None], shape).sum())
     assert np.array_equal(entries.lengths, table)
-    assert np.array_equal(entries.bits, widths)
-    swapped = entries.rows(torch.tensor([1, 0, 1]))
+    assert all((widths[list(part.heads)] == part.bits).all() for part in entries.parts)
+    pieces, swapped = pieces_of(entries), pieces_of(entries.rows(torch.tensor([1, 0, 1])))
     for row, head in np.ndindex(*table.shape):
         keys, values = rounded(*stored[row, head][:2], bits[head])
-        for one, place in ((entries, row), (swapped, 1 - row)):
-            own = one.piece(place, head)
+        for own in (pieces[row, head], swapped[1 - row, head]):
             assert torch.equal(own.keys, keys)
             assert torch.equal(own.values, values)
             assert own.positions.tolist() == list(range(table[row, head]))
@@ -97,14 +96,14 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
         stored_bytes = head_bytes(one.lengths, widths[None], shape, biased=biased)
         assert stored_in(one) == int(stored_bytes.sum())
     padded, half = more.padded_positions(), dtype == torch.float32
-    *in_places, biases = more.padded()
+    pieces_of_more, pieces_of_again = pieces_of(more), pieces_of(again)
     for row, head in np.ndindex(*table.shape):
         new, width = kept[row, head].nonzero()[:, 0], bits[head]
         own_keys, own_values, bias = stored[row, head]
         places = [*range(len(own_keys)), *columns[new].tolist()]
         behind = keys[row, head, new], values[row, head, new]
-        for one in (more, again):
-            piece = one.piece(row, head)
+        for one, pieces in ((more, pieces_of_more), (again, pieces_of_again)):
+            piece = pieces[row, head]
             assert piece.positions.tolist() == places
             assert (piece.bias is None) == (bias is None)
             if bias is not None:
@@ -124,12 +123,7 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
                 assert np.array_equal(ours, theirs)
         ends = [NO_COLUMN] * (padded.shape[2] - len(places))
         assert padded[row, head].tolist() == [*places, *ends]
-        piece, own = more.piece(row, head), [each[row, head] for each in in_places]
-        for found, expected in zip(own, (piece.keys, piece.values, piece.positions), strict=True):
-            assert torch.equal(found[: len(places)], expected)
-        assert (own[2][len(places) :] == NO_COLUMN).all()
-        assert (biases is None) == (bias is None)
-        assert bias is None or torch.equal(biases[row, head, : len(places)], piece.bias)
+        assert torch.equal(more.padded()[2], padded)
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 60), (5, 75), (4, 65), (3, 90)])

@@ -387,11 +387,12 @@ def test_a_row_that_keeps_everything_leaves_the_others_their_biases():
         model(ids[1:], past_key_values=alone)
     for layer, own in zip(together.layers, alone.layers, strict=True):
         assert layer.entries.lengths[0].tolist() == [5, 5]
+        pieces, of_row = tiny.pieces_of(layer.entries), tiny.pieces_of(own.entries)
         for head in range(tiny.N_KV_HEADS):
-            bias, expected = layer.entries.piece(1, head).bias, own.entries.piece(0, head).bias
+            bias, expected = pieces[1, head].bias, of_row[0, head].bias
             assert (expected != 0).any()
             torch.testing.assert_close(bias, expected, atol=1e-5, rtol=1e-5)
-            assert not layer.entries.piece(0, head).bias.any()
+            assert not pieces[0, head].bias.any()
 
 
 # Caches whose KV heads have policies of their own, however the tokens arrive

@@ -53,7 +53,7 @@ def answered(queries, near, stored, tier, row, *, softcap=None, sinks=None):
     capped = (lambda x: x) if softcap is None else (lambda x: softcap * (x / softcap).tanh())
     queries, heads, every = queries.double(), len(queries), []
     for head in range(heads):
-        piece, count = stored.piece(row, head), int(tier.pages.counts[row, head])
+        piece, count = tiny.pieces_of(stored)[row, head], int(tier.pages.counts[row, head])
         members = tier.pages.members[row * heads + head, :count]
         members = [[c for c in own.tolist() if c >= 0] for own in members]
         logits = capped(queries[head] @ piece.keys.double().T)
