@@ -36,8 +36,14 @@ __all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", 
 STEPS = 8
 """In so many steps a layer is rounded, which takes several times the bytes of the numbers.
 
-Heads of one width take their share of them, by their blocks of keys.
+Heads of one width take their share of them, by their blocks of keys, but none is of fewer than
+`STEP_BLOCKS`.
 """
+
+STEP_BLOCKS = 64
+"""Blocks of keys that are rounded in one step at least: a smaller one takes as many operations, and
+saves no memory that counts. At 2,048 tokens steps of 8 take an eighth more of an eviction's time
+(SmolLM2-135M)."""
 
 NO_COLUMN = torch.iinfo(torch.int32).max
 """Where a place of no entry stands: behind all tokens, so that none sees it."""
@@ -323,7 +329,7 @@ class LayerEntries:
             heads = np.flatnonzero(bits == width)
             n_blocks = int(blocks[:, heads].sum())
             share = -(-STEPS * n_blocks // max(int(blocks.sum()), 1))
-            n_steps = max(1, min(share, n_blocks))
+            n_steps = max(1, min(share, n_blocks // STEP_BLOCKS))
             parts.append(pack(entries.of_heads(heads.tolist()), width, n_steps))
         return cls(parts=tuple(parts), like=like)
 
