@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 _PREFIX = "kvalloc_"
 
+_HEAD = "head"
+"""Under which states share those of one KV head."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStates:
@@ -113,13 +116,15 @@ class AttentionStates:
     shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kv_head(self, head: int) -> AttentionStates:
-        """Return one KV head with the query heads that share it, without notes."""
+        """Return one KV head with the query heads that share it, without notes; always the same."""
+        if (known := self.shared.get((_HEAD, head))) is not None:
+            return known  # type: ignore[no-any-return]
         group = self.queries.shape[1] // self.keys.shape[1]
         mine, its = slice(head, head + 1), slice(head * group, (head + 1) * group)
         mask = self.mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, its]
-        return replace(
+        found = self.shared[_HEAD, head] = replace(
             self,
             queries=self.queries[:, its],
             keys=self.keys[:, mine],
@@ -133,6 +138,7 @@ class AttentionStates:
             later=None,
             key_bits=None,
         )
+        return found
 
     def unobserved(self) -> AttentionStates:
         """Return the states without the queries that `observed` counts already."""

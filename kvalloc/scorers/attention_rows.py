@@ -178,7 +178,9 @@ def states_behind(
     return found
 
 
-def known_rows(states: AttentionStates, rows: int, ahead: int) -> tuple[Tensor, Tensor] | None:
+def known_rows(
+    states: AttentionStates, rows: int, ahead: int, every: int
+) -> tuple[Tensor, Tensor] | None:
     """Return logits and weights of the last queries that `states_behind` put there, if known.
 
     Parameters
@@ -189,6 +191,8 @@ def known_rows(states: AttentionStates, rows: int, ahead: int) -> tuple[Tensor, 
         How many of the last.
     ahead : int
         How far behind the newest token, positions.
+    every : int
+        Only each N-th of these rows, the last among them.
 
     Returns
     -------
@@ -199,7 +203,8 @@ def known_rows(states: AttentionStates, rows: int, ahead: int) -> tuple[Tensor, 
     known: tuple[Tensor, Tensor] | None = None if found is None else found.shared.get(_ROWS)
     if known is None or known[0].shape[3] < min(rows, states.queries.shape[2]):
         return None
-    logits, weights = (each[..., -rows:, :] for each in known)
+    first = (min(rows, known[0].shape[3]) - 1) % every
+    logits, weights = (each[..., -rows:, :][..., first::every, :] for each in known)
     return logits, weights
 
 

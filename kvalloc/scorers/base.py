@@ -40,6 +40,9 @@ class Scorer(Parameterized, ABC):
     holds_queries : bool
         Whether `score` looks at the window's queries. False where it needs none, or `observe`
         adds up all of them as they come.
+    by_head : bool
+        Whether the scores of a KV head depend on what that head sees alone, and on no notes, so
+        that heads are scored one by one, and those that keep everything not at all.
     """
 
     kind = "scorer"
@@ -47,6 +50,7 @@ class Scorer(Parameterized, ABC):
     reference: ClassVar[str]
     follows: ClassVar[bool] = True
     holds_queries: ClassVar[bool] = True
+    by_head: ClassVar[bool] = False
     window: int
 
     @abstractmethod

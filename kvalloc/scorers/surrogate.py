@@ -71,6 +71,7 @@ class Surrogate(Scorer):
     summary = "a second read's attention, predicted from key and value (KVzap)"
     reference = "KVzap (NVIDIA, 2026), on keys and values; ours"
     holds_queries = False
+    by_head = True
 
     file: str = ""
     window: Positive = 8

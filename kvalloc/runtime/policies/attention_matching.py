@@ -145,25 +145,25 @@ class AttentionMatching(Score):
             If the prompt's queries cannot be put elsewhere.
         """
         queries, counts = self._references(states)
-        known = self._known(states)
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
         # what counts for nothing changes nothing: a head that keeps everything stays as it is
         counts = counts.reshape(*sizes.shape, -1) * ~kept.all(dim=-1, keepdim=True)
         values, bias = states.values.clone(), torch.zeros(kept.shape, device=kept.device)
         bias += 0.0 if states.bias is None else states.bias
-        for heads, most in _alike(budgets.amax(dim=0).tolist()):
+        most_of = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
+        for heads, most in _alike(most_of.tolist()):
             of_heads = slice(heads.start * group, heads.stop * group)
             sinks = None if states.sink_logits is None else states.sink_logits[of_heads]
             mine = queries[:, of_heads]
             own = replace(states, queries=mine, mask=None, sink_logits=sinks)
             n_queries = int(queries.shape[2])
-            if known is None:
+            if (known := self._known(states, heads)) is None:
                 logits = attention_logits(own, states.keys[:, heads], 0, n_queries)
                 if states.bias is not None:
                     logits += bias[:, heads, None, None]
                 weights = attention_softmax(logits, sinks)
             else:
-                logits, weights = (each[:, heads] for each in known)
+                logits, weights = known
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :most]
@@ -196,12 +196,15 @@ class AttentionMatching(Score):
                     bias[:, head].scatter_(1, places[:, at], found.logit_bias[:, at])
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
-    def _known(self, states: AttentionStates) -> tuple[Tensor, Tensor] | None:
+    def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
         """Return logits and weights of the references, where the same queries have just voted."""
-        if self.following or (known := known_rows(states, self.rows, _AHEAD_TOKENS)) is None:
+        if self.following:
             return None
-        first = (int(known[0].shape[3]) - 1) % self.every  # the last is among them
-        logits, weights = (each[..., first :: self.every, :] for each in known)
+        voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
+        known = [known_rows(one, self.rows, _AHEAD_TOKENS, self.every) for one in voted]
+        if any(one is None for one in known):
+            return None
+        logits, weights = (torch.cat(of_all, dim=1) for of_all in zip(*known, strict=True))
         return logits, weights
 
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
@@ -266,7 +269,7 @@ class FollowingQueries(Scorer):
 def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
     """Return heads that keep about as many entries, to be fitted at once, and their maximum.
 
-    They are neighbours, so that nothing of theirs is copied.
+    They are neighbours, so that nothing of theirs is copied. Heads of size 0 are left out.
     """
     found: list[tuple[slice, int]] = []
     first, least, most = 0, sizes[0], sizes[0]
@@ -275,7 +278,7 @@ def _alike(sizes: list[int]) -> list[tuple[slice, int]]:
         if head < len(sizes) and larger <= smaller * _ALIKE:
             least, most = smaller, larger
         else:
-            found.append((slice(first, head), most))
+            found += [(slice(first, head), most)] if most else []
             first, least, most = head, size, size
     return found
 
@@ -348,7 +351,6 @@ def match_attention(
         weights = weights.double()
     sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
     there = torch.arange(n_kept, device=kept.device) < sizes[..., None]
-    mass = weights.sum(dim=-1, keepdim=True)
     if as_stored is None:
         index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
         as_stored = weights.gather(-1, index)
@@ -356,19 +358,19 @@ def match_attention(
     roots = query_weights.to(weights.dtype).sqrt()[..., None]
     counts = None
     if biases:
-        lacking = mass - own.sum(dim=-1, keepdim=True)
+        lacking = weights.sum(dim=-1, keepdim=True) - own.sum(dim=-1, keepdim=True)
         more = ridge_step(roots * own, roots * lacking, BIAS_RIDGE, sizes)[..., 0]
         before = torch.ones_like(more) if bias is None else bias.to(more.dtype).exp()
         counts = (before * (1 + more)).clamp(LEAST_WEIGHT, MOST_WEIGHT)
         own *= (counts / before)[..., None, :]
     total = own.sum(dim=-1, keepdim=True)
     if others:
-        total = total + (1 - mass).clamp(min=0)  # they stay
-    shares = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
+        total = total + (1 - weights.sum(dim=-1, keepdim=True)).clamp(min=0)  # they stay
+    design = own.mul_(roots / total.clamp_(min=torch.finfo(own.dtype).tiny))
     first = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     first = first.to(weights.dtype)
-    lacking = weights @ values.to(weights.dtype) - shares @ first
-    added = ridge_step(roots * shares, roots * lacking, VALUE_RIDGE, sizes)
+    lacking = roots * (weights @ values.to(weights.dtype)) - design @ first
+    added = ridge_step(design, lacking, VALUE_RIDGE, sizes)
     return Matched(
         values=(first + added).to(values.dtype),
         logit_bias=None if counts is None else counts.log().float(),

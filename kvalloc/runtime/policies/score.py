@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
@@ -30,6 +31,16 @@ class Score(RankedPolicy):
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
         return self.scorer.score(states, sinks=sinks)
+
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
+        """Choose by the scores, of one KV head after the other where they allow it; see `keep`."""
+        if not self.scorer.by_head:
+            return super().keep(states, budgets, **limits)
+        kept = torch.ones(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
+        for head in (budgets < kept.shape[2]).any(dim=0).nonzero()[:, 0].tolist():
+            scores = self.scores(states.kv_head(head), sinks=limits["sinks"])
+            kept[:, head] = keep_best(scores, budgets[:, head, None], **limits)[:, 0]
+        return kept
 
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """Return the scores; see `RankedPolicy.rankings`."""
