@@ -121,9 +121,9 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
     last = np.where(new > 0, old % KEY_BLOCK_TOKENS, 0)  # in blocks that are filled now
     full = -(-(old - last) // KEY_BLOCK_TOKENS)
     stay, unfilled = parted(entries.keys, old - last, old)
-    scales, their_scales = parted(entries.key_scales, full, spans.blocks)
-    there = Spans(last, spans.device)
-    before = _key_numbers(torch.cat(unfilled), torch.cat(their_scales), there, entries.bits)
+    scales, _ = parted(entries.key_scales, full, spans.blocks)
+    theirs = on_device(np.repeat(spans.first_scales[:-1] + full, last), spans.device)
+    before = key_numbers(torch.cat(unfilled), entries.key_scales[theirs], entries.bits)
     numbers = _interleaved(
         torch.split(before.to(more.keys.dtype), last.tolist()),
         torch.split(more.keys, new.tolist()),
@@ -202,7 +202,7 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes (n, head_dim) as bytes, in `PLANES`, the first channel in the lowest bits."""
     low, *more = PLANES[bits]
     if not more:
-        return _packed_plane(codes, low)
+        return _packed_plane(codes, low).contiguous()
     planes = codes.bitwise_and(2**low - 1), codes >> low
     return torch.cat([_packed_plane(*one) for one in zip(planes, PLANES[bits], strict=True)], dim=1)
 
@@ -213,7 +213,7 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     end = code_bytes(low, head_dim)
     codes = _unpacked_plane(packed[:, :end], low, head_dim)
     for width in more:
-        codes = codes | (_unpacked_plane(packed[:, end:], width, head_dim) << low)
+        codes = codes.add(_unpacked_plane(packed[:, end:], width, head_dim), alpha=2**low)
     return codes
 
 
@@ -225,11 +225,11 @@ def _packed_plane(numbers: Tensor, width: int) -> Tensor:
     """Return numbers (n, head_dim) of so many bits as bytes."""
     if width == 8:
         return numbers.contiguous()
-    # a product puts each number where it belongs in one of the word's bytes, where none overlap
-    steps = range(0, 8 // width * (8 - width), 8 - width)
-    words = _padded(numbers, 8 // width).contiguous().view(_WORDS[width])
-    together: Tensor = words * sum(2**step for step in steps) >> steps[-1]
-    return together.to(torch.uint8)  # the lowest byte
+    # a product puts each number where it belongs in the word's last byte, where none overlap
+    each = 8 // width
+    words = _padded(numbers, each).contiguous().view(_WORDS[width])
+    together: Tensor = words * sum(2 ** ((8 - width) * place) for place in range(1, each + 1))
+    return together.flatten().view(torch.uint8)[each - 1 :: each].view(words.shape)
 
 
 def _unpacked_plane(packed: Tensor, width: int, head_dim: int) -> Tensor:
@@ -272,7 +272,7 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
         Of `WIDTHS`, but not 16.
     """
     codes = unpacked_codes(rows, WIDTHS[bits].keys, int(scales.shape[-1]))
-    return from_codes(codes, *scales.float().unbind(1))
+    return from_codes(codes, *scales.unbind(1))
 
 
 def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:

@@ -119,10 +119,14 @@ def _hadamard(dim: int, device: torch.device) -> Tensor:
 
 
 def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """Return the numbers that codes stand for, float32; scale and minimum are broadcast."""
-    return codes.float().mul_(scale.float()).add_(least.float())
+    """Return the numbers that codes stand for, float32; scale and minimum are broadcast.
+
+    These may be float16: they become float32 where they are used, without a copy on a GPU.
+    """
+    return codes.float().mul_(scale).add_(least)
 
 
+@torch.no_grad()
 def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Return blocks of float32, which lie along one axis, as codes and their scales.
 
@@ -132,13 +136,16 @@ def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     scales : Tensor of float16
         As ``blocks``, but with a block's scale and its minimum along the axis.
     """
-    low, high = blocks.amin(dim, keepdim=True), blocks.amax(dim, keepdim=True)
-    levels = float(2**bits - 1)
-    scales = torch.cat([(high - low) / levels, low], dim=dim)
+    levels, sizes = float(2**bits - 1), list(blocks.shape)
+    sizes[dim] = 2
+    scales = blocks.new_empty(sizes)
+    scale, least = torch.split(scales, 1, dim=dim)
+    torch.amin(blocks, dim, keepdim=True, out=least)
+    torch.amax(blocks, dim, keepdim=True, out=scale).sub_(least).div_(levels)
     scales = scales.clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).half()
-    scale, least = torch.split(scales.float(), 1, dim=dim)
-    wide = scale.masked_fill(scale == 0, inf)  # all of a block are alike: no steps
-    steps = (blocks - least).div_(wide)
+    scale, least = torch.split(scales, 1, dim=dim)
+    wide = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
+    steps = (blocks - least).div_(wide)  # in float32
     return steps.round_().clamp_(0, levels).to(torch.uint8), scales
 
 
