@@ -73,8 +73,11 @@ def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries
 
 def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:
     """The numbers that packed entries stand for."""
-    pieces = {place: entries.piece(*place) for place in np.ndindex(*counts.shape)}
-    return {place: (one.keys, one.values, one.bias) for place, one in pieces.items()}
+    keys, values, _, bias = entries.padded()
+    return {
+        place: (keys[place][:n], values[place][:n], None if bias is None else bias[place][:n])
+        for place, n in np.ndenumerate(counts)
+    }
 
 
 def exact_numbers(stored: Stored, counts: IntArray, bits: list[int]) -> Stored:
