@@ -5,8 +5,6 @@ How many entries stay of what is a function of numbers, see `kvalloc.runtime.fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
@@ -80,10 +78,7 @@ def settle(prompt: Prompt) -> None:
     if every.memory is not None:
         left = every.memory - _following_bytes(prompt, every)
         budgets = _within(left, budgets, tokens, prompt.profile)
-    followed = {
-        index: _followed(prompt, prompt.layers[index], budgets[:, index], tokens)
-        for index in prompt.profile.shape.full_layers
-    }
+    followed = _followed(prompt, budgets, tokens)
     all_compete = (tokens >= COMPETE_AGAIN * arrival.competed) | ~_fits_behind(prompt, followed)
     who = prompt.plan.after
     if who.observes or who.combines or prompt.profile.share_groups:
@@ -95,12 +90,12 @@ def settle(prompt: Prompt) -> None:
         window=policy.window,
         protected=policy.protected_tokens,
     )
-    alone, idle = settling.new_alone, next(iter(followed.values())).idle
+    alone = settling.new_alone
     eviction = prompt.eviction(
         who,
         prompt_tokens=prompt.n_seen,
         settles=True,
-        idle=frozenset(np.flatnonzero(idle).tolist()),
+        idle=frozenset(np.flatnonzero(followed.idle).tolist()),
         stays=alone,
     )
     with prompt.half_way():
@@ -111,43 +106,43 @@ def settle(prompt: Prompt) -> None:
     arrival.competed = np.where(alone, arrival.competed, tokens)
 
 
-def _changed(
-    prompt: Prompt, followed: Mapping[int, Followed], settling: Settling
-) -> dict[int, IntArray]:
+def _changed(prompt: Prompt, followed: Followed, settling: Settling) -> dict[int, IntArray]:
     """Return how many entries stay of each layer that is stored anew."""
-    alone = settling.new_alone
+    alone, targets = settling.new_alone, settling.targets
+    before = np.where(alone[:, None, None], 0, followed.there)
+    dense = np.array([layer.dense_tokens for layer in prompt.budget_layers])
+    padded = (followed.new < dense)[:, :, None]
+    changed = np.asarray(((targets < before) | padded).any(axis=(0, 2)))
     return {
-        index: own
-        for index, own in settling.targets.items()
+        index: targets[:, place]
+        for place, index in enumerate(prompt.profile.shape.full_layers)
         if prompt.profile.by_prompt
         or index in prompt.plan.rounded
-        or (own < np.where(alone[:, None], 0, followed[index].there)).any()
+        or changed[place]
         or (alone.any() and prompt.layers[index].reduced)
-        or (followed[index].new < prompt.layers[index].dense_tokens).any()  # padding goes
     }
 
 
-def _followed(prompt: Prompt, layer: BudgetLayer, budgets: IntArray, tokens: IntArray) -> Followed:
-    """Return what is known of a layer whose latest tokens have followed."""
-    visible = prompt.arrival.visible
+def _followed(prompt: Prompt, budgets: IntArray, tokens: IntArray) -> Followed:
+    """Return what is known of layers whose latest tokens have followed."""
+    visible, full = prompt.arrival.visible, list(prompt.profile.shape.full_layers)
+    dense = [layer.dense_tokens for layer in prompt.budget_layers]
     return Followed(
-        budgets=budgets,
-        kept=np.zeros_like(budgets) + layer.kept_lengths,
-        new=row_tokens(visible[:, prompt.n_seen - layer.dense_tokens :]),
+        budgets=budgets[:, full],
+        kept=prompt.stored_counts()[:, full] - np.array(dense)[:, None],
+        new=np.stack([row_tokens(visible[:, prompt.n_seen - own :]) for own in dense], axis=1),
         idle=row_tokens(visible[:, prompt.arrival.settled :]) == 0,
         tokens=tokens,
     )
 
 
-def _fits_behind(prompt: Prompt, followed: Mapping[int, Followed]) -> BoolArray:
+def _fits_behind(prompt: Prompt, followed: Followed) -> BoolArray:
     """Return whether a row's newest tokens fit behind what is kept, (batch,); scales included."""
     width, shape = widest(prompt.profile), prompt.profile.shape
-    room: IntArray | int = 0
-    for own in followed.values():
-        least = own.kept + np.minimum(own.new, prompt.profile.policy.window)[:, None]
-        taken = stored_bytes(least, width, shape).sum(axis=1)
-        room = room + stored_bytes(own.budgets, width, shape).sum(axis=1) - taken
-    return np.asarray(room) >= 0
+    new = np.minimum(followed.new, prompt.profile.policy.window)[:, :, None]
+    room = stored_bytes(followed.budgets, width, shape)
+    room = room - stored_bytes(followed.kept + new, width, shape)
+    return np.asarray(room.sum(axis=(1, 2)) >= 0)
 
 
 def _within(memory: int, budgets: IntArray, tokens: IntArray, profile: BudgetProfile) -> IntArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +19,15 @@ compete every 64 tokens)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """What a layer holds when it is brought back within its budgets.
+    """What layers hold when they are brought back within their budgets.
 
     Attributes
     ----------
-    budgets : ndarray of int64, (batch, n_kv_heads)
+    budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
         Of all tokens seen; at least sinks and window.
-    kept : ndarray of int64, (batch, n_kv_heads)
+    kept : ndarray of int64, (batch, n_layers, n_kv_heads)
         Entries that earlier evictions kept.
-    new : ndarray of int64, (batch,)
+    new : ndarray of int64, (batch, n_layers)
         Tokens since then, padding left out.
     idle : ndarray of bool, (batch,)
         Rows of which nothing has come since.
@@ -44,13 +43,8 @@ class Followed:
 
     @property
     def there(self) -> IntArray:
-        """Entries before, (batch, n_kv_heads)."""
-        return self.kept + self.new[:, None]
-
-    @property
-    def whole(self) -> BoolArray:
-        """Rows of which nothing has gone, (batch,)."""
-        return np.asarray((self.there == self.tokens[:, None]).all(axis=1))
+        """Entries before, (batch, n_layers, n_kv_heads)."""
+        return self.kept + self.new[:, :, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +57,18 @@ class Settling:
     ----------
     new_alone : ndarray of bool, (batch,)
         Rows in which what was kept stays, and only what followed competes.
-    targets : dict of int to ndarray of int64, (batch, n_kv_heads)
-        For each layer, how many stay of what competes. Where heads share them, each row's sum
-        over heads and layers counts.
+    targets : ndarray of int64, (batch, n_layers, n_kv_heads)
+        How many stay of what competes. Where heads share them, each row's sum over heads and
+        layers counts.
     """
 
     new_alone: BoolArray
-    targets: dict[int, IntArray]
+    targets: IntArray
 
     @classmethod
     def of(
         cls,
-        layers: Mapping[int, Followed],
+        followed: Followed,
         *,
         shared: bool,
         all_compete: BoolArray,
@@ -85,7 +79,7 @@ class Settling:
 
         Parameters
         ----------
-        layers : mapping of int to Followed
+        followed : Followed
         shared : bool
             Whether the heads of all layers share their budgets.
         all_compete : ndarray of bool, (batch,)
@@ -93,24 +87,19 @@ class Settling:
         window, protected : int
             Latest tokens that always stay; these and the sinks.
         """
-        room = {i: own.budgets - own.kept for i, own in layers.items()}
-        free = {i: room[i] - np.minimum(own.new, window)[:, None] for i, own in layers.items()}
-        whole = np.stack([own.whole for own in layers.values()])
+        budgets, there = followed.budgets, followed.there
+        room, new = budgets - followed.kept, followed.new[:, :, None]
+        free = room - np.minimum(new, window)
+        whole = (there == followed.tokens[:, None, None]).all(axis=2)  # nothing has gone
         if shared:
-            fits = np.stack([own.sum(axis=1) for own in free.values()]).sum(axis=0) >= 0
-            fits &= ~whole.all(axis=0)
+            fits = (free.sum(axis=(1, 2)) >= 0) & ~whole.all(axis=1)
         else:
-            fits = np.stack([(own >= 0).all(axis=1) for own in free.values()]).all(axis=0)
-            goes = np.stack([(own.budgets < own.there).any(axis=1) for own in layers.values()])
-            fits &= ~(whole & goes).any(axis=0)
-        fits |= np.stack([own.new == 0 for own in layers.values()]).all(axis=0)
-        new_alone: BoolArray = fits & ~all_compete
-        targets = {}
-        for i, own in layers.items():
-            new = own.new[:, None] + np.zeros_like(own.kept)
-            there = np.where(new_alone[:, None], new, own.there)
-            wanted = np.where(new_alone[:, None], room[i], own.budgets)
-            least = np.where(new_alone, window, protected)[:, None]
-            few = own.idle[:, None] | (there <= least).all(axis=1, keepdims=True)
-            targets[i] = np.where(few, there, wanted if shared else np.minimum(wanted, there))
-        return cls(new_alone=new_alone, targets=targets)
+            goes = (budgets < there).any(axis=2)
+            fits = (free >= 0).all(axis=(1, 2)) & ~(whole & goes).any(axis=1)
+        new_alone: BoolArray = (fits | (followed.new == 0).all(axis=1)) & ~all_compete
+        alone = new_alone[:, None, None]
+        there, wanted = np.where(alone, new, there), np.where(alone, room, budgets)
+        few = (there <= np.where(alone, window, protected)).all(axis=2, keepdims=True)
+        few |= followed.idle[:, None, None]
+        wanted = wanted if shared else np.minimum(wanted, there)
+        return cls(new_alone=new_alone, targets=np.where(few, there, wanted))

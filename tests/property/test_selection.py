@@ -61,31 +61,29 @@ SINKS, HEADS = 2, 2
 
 
 @st.composite
-def layers(draw, window):
+def several(draw, window):
     """Layers of some rows; what was kept is within the budgets of the tokens before."""
-    rows = draw(st.integers(1, 3))
-    new = np.array(draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows)))
-    size = {"min_size": rows * HEADS, "max_size": rows * HEADS}
-    found = {}
-    for layer in range(draw(st.integers(1, 3))):
-        kept = np.array(draw(st.lists(st.integers(SINKS + window, 60), **size)))
-        kept = kept.reshape(rows, HEADS)
-        if draw(st.booleans()):  # some rows are whole
-            kept[draw(st.integers(0, rows - 1))] = 60
-        more = np.array(draw(st.lists(st.integers(0, 40), **size))).reshape(rows, HEADS)
-        budgets = kept + np.minimum(more, new[:, None])
-        found[layer] = Followed(budgets=budgets, kept=kept, new=new, idle=new == 0, tokens=60 + new)
-    return found
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 3)), HEADS
+    kept = draw(hnp.arrays(np.int64, shape, elements=st.integers(SINKS + window, 60)))
+    whole = draw(hnp.arrays(bool, shape[:2]))
+    kept[whole] = 60  # of these nothing has gone
+    more = draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 40)))
+    new = draw(hnp.arrays(np.int64, shape[:1], elements=st.integers(0, 40)))
+    return Followed(
+        budgets=kept + np.minimum(more, new[:, None, None]),
+        kept=kept,
+        new=np.tile(new[:, None], shape[1]),
+        idle=new == 0,
+        tokens=60 + new,
+    )
 
 
 @given(data=st.data())
 def test_targets_are_within_the_room_and_the_newest_window_stays(data):
     window = data.draw(st.integers(1, 6), label="window")
-    followed = data.draw(layers(window), label="layers")
-    rows = len(followed[0].new)
+    followed = data.draw(several(window), label="layers")
     shared = data.draw(st.booleans(), label="shared")
-    flags = st.lists(st.booleans(), min_size=rows, max_size=rows)
-    everything = np.array(data.draw(flags, label="all compete"))
+    everything = data.draw(hnp.arrays(bool, len(followed.new)), label="all compete")
 
     def settled(layers, all_compete):
         return Settling.of(
@@ -97,36 +95,22 @@ def test_targets_are_within_the_room_and_the_newest_window_stays(data):
         )
 
     settling = settled(followed, everything)
-    alone = settling.new_alone
-    assert not (everything & alone).any()
-    assert settling.targets.keys() == followed.keys()
-    stored = {
-        index: own + followed[index].kept * alone[:, None]
-        for index, own in settling.targets.items()
-    }
-    for row in range(rows):
-        own = {
-            index: Followed(
-                **{name.name: getattr(one, name.name)[row : row + 1] for name in fields(one)}
-            )
-            for index, one in followed.items()
-        }
-        by_itself = settled(own, everything[row : row + 1])
-        assert by_itself.new_alone == alone[row]
-        for index, target in by_itself.targets.items():
-            assert (target == settling.targets[index][row]).all()
-        granted = sum(one.budgets.sum() for one in own.values())
-        assert sum(stored[index][row].sum() for index in own) <= granted
-    for index, one in followed.items():
-        target = settling.targets[index]
-        there = np.where(alone[:, None], one.new[:, None] + 0 * target, one.there)
-        assert (target[one.idle] == there[one.idle]).all()
-        if shared:
-            continue
-        assert (stored[index] <= one.budgets).all()
-        assert (target <= there).all()
-        least = np.where(alone, window, SINKS + window)[:, None]
-        assert (target >= np.minimum(there, least)).all()
+    alone, targets = settling.new_alone[:, None, None], settling.targets
+    assert not (everything & settling.new_alone).any()
+    stored = targets + followed.kept * alone
+    assert (stored.sum(axis=(1, 2)) <= followed.budgets.sum(axis=(1, 2))).all()
+    for row in range(len(targets)):
+        own = {one.name: getattr(followed, one.name)[row : row + 1] for one in fields(followed)}
+        by_itself = settled(Followed(**own), everything[row : row + 1])
+        assert by_itself.new_alone == settling.new_alone[row]
+        assert (by_itself.targets == targets[row]).all()
+    there = np.where(alone, followed.new[:, :, None], followed.there)
+    assert (targets[followed.idle] == there[followed.idle]).all()
+    if not shared:
+        assert (stored <= followed.budgets).all()
+        assert (targets <= there).all()
+        least = np.where(alone, window, SINKS + window)
+        assert (targets >= np.minimum(there, least)).all()
 
 
 @given(
