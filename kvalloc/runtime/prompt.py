@@ -27,8 +27,8 @@ from kvalloc.runtime.forward import Forward
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
 from kvalloc.runtime.unfinished import Unfinished
-from kvalloc.runtime.whole import WholePrompt
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
 __all__ = ["Prompt", "State"]
@@ -242,17 +242,18 @@ class Prompt:
         plan, policy = self.plan, self.plan.policy
         if not step.seen:
             self.schedule = plan.schedule(in_chunks=not step.completes)
-            self.whole = WholePrompt(plan) if self.schedule.holds else None
+            self.whole = WholePrompt() if self.schedule.holds else None
             late = not step.completes and plan.bits
             refusals.refuse(rounded_beyond_memory=late and plan.profile.fits_a_peak)
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         if self.whole is not None:
-            self.whole.add(arguments, step)
+            repeats = bool(repetitions(scorers_of(plan.wanted)))
+            self.whole.add(arguments, step, repeats=repeats)
             # any chunk may be the last one inside `prefill`
             more = step.prompt_tokens - int(step.visible.shape[1])
             visible = nn.functional.pad(step.visible, (0, more), value=True)
             targets = self._targets_of(visible, row_tokens(visible))
-            self.whole.check_room(step.visible, tokens, targets)
+            self.whole.check_room(step.visible, tokens, self._looks(targets), plan.limit)
             return {}
         in_chunks = step.seen or not step.completes
         refusals.refuse(
@@ -434,13 +435,21 @@ class Prompt:
         if not targets or self.whole is None:
             self._settle()
             return
-        looks = {layer: each for layer, each in self.plan.wanted.items() if layer in targets}
-        scorers = [scorer for each in looks.values() for scorer in each]
+        looks, decoder = self._looks(targets), self.plan.decoder()
+        scorers = scorers_of(looks)
         if repetitions(scorers):
+            assert decoder is not None, "it has just read the prompt"
+            held = self.whole.held(decoder, self.layers, visible)
             with self.half_way():
-                self.whole.repeat(self.layers, visible, looks, sinks=self.profile.policy.sinks)
+                noted = repeat_prompt(held, looks, sinks=self.profile.policy.sinks)
+                for index, own in noted.items():
+                    self.layers[index].unfinished.later |= own
         if not awaited_tokens(scorers):
             self.evict()
+
+    def _looks(self, targets: Mapping[int, IntArray]) -> Wanted:
+        """Return who looks beyond the prompt in the layers that are to evict."""
+        return {layer: each for layer, each in self.plan.wanted.items() if layer in targets}
 
     def evict_if_followed(self) -> None:
         """Let a held prompt evict, where as many tokens have followed as are awaited."""

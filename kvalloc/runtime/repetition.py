@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime.arrival import row_tokens
+from kvalloc.runtime.arrival import Step, row_tokens
+from kvalloc.runtime.refusals import token_ids
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.base import repetitions
+from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
     SHOWN_FIRST,
@@ -29,8 +31,9 @@ __all__ = [
     "HeldPrompt",
     "LaterNotes",
     "Wanted",
-    "check_context",
+    "WholePrompt",
     "repeat_prompt",
+    "scorers_of",
 ]
 
 
@@ -173,6 +176,98 @@ LaterNotes = dict[int, dict[Hashable, Observed]]
 Wanted = Mapping[int, Sequence[Scorer]]
 
 
+def scorers_of(wanted: Wanted) -> list[Scorer]:
+    """Return the scorers of all layers."""
+    return [scorer for each in wanted.values() for scorer in each]
+
+
+class WholePrompt:
+    """What is known of a prompt that is whole until all of its layers evict at once.
+
+    Attributes
+    ----------
+    positions : Tensor of int64, (batch, n_tokens)
+        On the host.
+    ids : Tensor of int64, (batch, n_tokens)
+        Its tokens, where the model is to repeat them.
+    """
+
+    def __init__(self) -> None:
+        self.positions = self.ids = torch.empty(0, 0, dtype=torch.long)
+
+    def add(self, arguments: Mapping[str, Any], step: Step, *, repeats: bool) -> None:
+        """Note a forward of the prompt; one that has failed may come again.
+
+        Parameters
+        ----------
+        arguments : mapping
+        step : Step
+        repeats : bool
+            Whether the model is to repeat the prompt.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the model is to repeat the prompt, but it comes as embeddings.
+        """
+        seen, end = step.seen, step.seen + step.new_tokens
+        if repeats:
+            use = "a scorer has the model repeat the prompt's tokens"
+            ids = token_ids(arguments, use, "choose another scorer")
+            self.ids = torch.cat([self.ids[:, :seen], ids], dim=1) if seen else ids
+        positions = arguments.get("position_ids")
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(seen, end)[None]
+        positions = positions.cpu().expand(step.batch, -1)
+        before = self.positions[:, :seen]
+        self.positions = torch.cat([before, positions], dim=1) if seen else positions
+
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with what is known of row ``rows[i]``."""
+        self.positions = self.positions[rows.cpu()]
+        if len(self.ids):
+            self.ids = self.ids[rows.to(self.ids.device)]
+
+    def next_positions(self, visible: Tensor) -> Tensor:
+        """Return the position of what follows each row, (batch,), on the host."""
+        return self.positions.masked_fill(~visible, -1).amax(dim=1) + 1
+
+    def check_room(
+        self, visible: Tensor, tokens: IntArray, looks: Wanted, limit: int | None
+    ) -> None:
+        """Refuse a prompt that does not fit the model's limit with what scorers want after it.
+
+        Parameters
+        ----------
+        visible : Tensor of bool, (batch, n_tokens)
+        tokens : ndarray of int64, (batch,)
+            Of each row of the complete prompt, padding left out.
+        looks : mapping of int to sequence of Scorer
+            Of the layers that will evict.
+        limit : int or None
+            Tokens that the model was made for.
+        """
+        scorers = scorers_of(looks)
+        passes = repetitions(scorers)
+        if awaited := awaited_tokens(scorers):
+            passes.append(Later(kind="following", tokens=awaited))
+        if limit is None or not passes:
+            return
+        places = self.next_positions(visible) + torch.from_numpy(tokens - row_tokens(visible))
+        for later in passes:
+            check_context(later, places.tolist(), tokens.tolist(), limit)
+
+    def held(self, decoder: nn.Module, layers: list[Any], visible: Tensor) -> HeldPrompt:
+        """Return the complete prompt, (batch, n_tokens), in the layers of a cache."""
+        return HeldPrompt(
+            decoder=decoder,
+            layers=layers,
+            visible=visible,
+            next_positions=self.next_positions(visible),
+            ids=self.ids,
+        )
+
+
 @torch.no_grad()
 def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNotes:
     """Make the repetitions that scorers ask for; the prompt is the same afterwards.
@@ -195,7 +290,7 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
         If a repetition goes beyond the tokens that the model was made for.
     """
     notes: LaterNotes = {layer: {} for layer in wanted}
-    for later in repetitions(scorer for each in wanted.values() for scorer in each):
+    for later in repetitions(scorers_of(wanted)):
         served = {
             layer: tuple({one.later_key: one for one in each if one.later == later}.values())
             for layer, each in wanted.items()

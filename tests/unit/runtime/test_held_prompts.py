@@ -181,7 +181,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(level, monkeypatch)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(name, monkeypatch):
-    monkeypatch.setattr("kvalloc.runtime.whole.repeat_prompt", None)
+    monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
     cache, plain = make_cache(model, profile), DynamicCache(config=model.config)
