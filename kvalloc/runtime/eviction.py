@@ -25,7 +25,7 @@ from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.selection import handed_out, keep_best, kept_places
+from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places
 from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
@@ -50,7 +50,7 @@ def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
             continue
         places = kept.nonzero_static(size=end - first, fill_value=0)
         for target, source in pairs:
-            entries, index = _flat(source, places)
+            entries, index = flat_entries(source, *places.unbind(1))
             torch.index_select(entries, 0, index, out=target[first:end])
     keys, values, positions = store
     return KeptEntries(
@@ -73,25 +73,6 @@ def _last(
 
 def _one(number: int | None) -> slice:
     return slice(None) if number is None else slice(number, number + 1)
-
-
-def _flat(states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries one after the other as they are stored, (n, dim), and where those of places are.
-
-    Parameters
-    ----------
-    states : Tensor, (batch, n_kv_heads, n_tokens, dim)
-        Copied only if its vectors do not stand at multiples of their size.
-    places : Tensor of int64, (n_kept, 3)
-    """
-    dim = int(states.shape[-1])
-    if states.stride(-1) != 1 or any(step % dim for step in states.stride()[:3]):
-        states = states.contiguous()
-    steps = [step // dim for step in states.stride()[:3]]
-    last = sum((size - 1) * step for size, step in zip(states.shape[:3], steps, strict=True))
-    index = sum(place * step for place, step in zip(places.unbind(1), steps, strict=True))
-    assert isinstance(index, Tensor)
-    return states.as_strided((last + 1, dim), (dim, 1)), index
 
 
 #: A piece of a layer: columns of its entries, these as they are stored where they stay, and which

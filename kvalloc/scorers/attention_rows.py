@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 _KEY_BLOCK_TOKENS = 256
 _WINDOW_ELEMENTS = 1 << 24
 
-_BEHIND, _ROWS = "behind", "rows"
-"""Under which states share those of `states_behind`, and these logits and weights of all rows."""
+_BEHIND, _WANTED, _ROWS = "behind", "wanted", "rows"
+"""Under which states share those of `states_behind`, which of their rows will be asked for again,
+and these."""
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
@@ -101,8 +102,12 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
             later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
             logits[..., -rows:].masked_fill_(later, float("-inf"))
         weights = attention_softmax(logits, states.sink_logits)
-        if states.behind and rows == states.queries.shape[2]:
-            states.shared[_ROWS] = logits, weights
+        if _WANTED in states.shared and rows == states.queries.shape[2]:
+            number, every = states.shared[_WANTED]
+            first = max(rows - number, 0)
+            first += (rows - 1 - first) % every  # the last is among them
+            known = logits[..., first::every, :], weights[..., first::every, :]
+            states.shared[_ROWS] = known[1].clone(), row_divisors(*known)
         return weights
     mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
@@ -174,14 +179,14 @@ def states_behind(
         mask = _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)
         mask = mask & ~protected_columns(states, sinks=0)[:, :, None]
     found = replace(states, queries=queries, mask=mask, behind=True)
+    if _WANTED in states.shared:
+        found.shared[_WANTED] = states.shared[_WANTED]
     states.shared[_BEHIND, ahead] = found
     return found
 
 
-def known_rows(
-    states: AttentionStates, rows: int, ahead: int, every: int
-) -> tuple[Tensor, Tensor] | None:
-    """Return logits and weights of the last queries that `states_behind` put there, if known.
+def want_rows(states: AttentionStates, rows: int, every: int) -> None:
+    """Let some of the rows be kept that `states_behind` puts there, for `known_rows`.
 
     Parameters
     ----------
@@ -189,23 +194,47 @@ def known_rows(
         What one layer's attention sees.
     rows : int
         How many of the last.
-    ahead : int
-        How far behind the newest token, positions.
     every : int
-        Only each N-th of these rows, the last among them.
+        Only each N-th of these, the last among them.
+    """
+    states.shared[_WANTED] = rows, every
+
+
+def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | None:
+    """Return what is known of the rows of `want_rows`, where they have voted.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    ahead : int
+        How far behind the newest token the queries were put, positions.
 
     Returns
     -------
-    tuple of Tensor of float32, each (batch, n_kv_heads, group, rows, n_tokens), or None
-        None where these or some of them were not computed.
+    tuple of Tensor of float32, or None
+        Weights, (batch, n_kv_heads, group, n_rows, n_tokens), and `row_divisors`. None where some
+        of these rows were not computed.
     """
-    found = states.shared.get((_BEHIND, ahead))
-    known: tuple[Tensor, Tensor] | None = None if found is None else found.shared.get(_ROWS)
-    if known is None or known[0].shape[3] < min(rows, states.queries.shape[2]):
+    found: AttentionStates | None = states.shared.get((_BEHIND, ahead))
+    if found is None or _WANTED not in found.shared:
         return None
-    first = (min(rows, known[0].shape[3]) - 1) % every
-    logits, weights = (each[..., -rows:, :][..., first::every, :] for each in known)
-    return logits, weights
+    wanted = min(found.shared[_WANTED][0], states.queries.shape[2])
+    return found.shared.get(_ROWS) if found.queries.shape[2] >= wanted else None
+
+
+def row_divisors(logits: Tensor, weights: Tensor) -> Tensor:
+    """Return the log of what the softmax divides each row by, from its largest logit and weight.
+
+    Parameters
+    ----------
+    logits, weights : Tensor of float32, (..., n_tokens)
+
+    Returns
+    -------
+    Tensor of float32, (..., 1)
+    """
+    return logits.amax(dim=-1, keepdim=True) - weights.amax(dim=-1, keepdim=True).log_()
 
 
 def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:

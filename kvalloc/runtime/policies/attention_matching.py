@@ -26,13 +26,15 @@ from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.quantization import round_first_keys
-from kvalloc.runtime.selection import gathered
+from kvalloc.runtime.selection import gathered, put_at
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.attention_rows import (
     attention_logits,
     attention_softmax,
     known_rows,
     queries_behind,
+    row_divisors,
+    want_rows,
 )
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Count, Positive
@@ -148,7 +150,8 @@ class AttentionMatching(Score):
         sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
         # what counts for nothing changes nothing: a head that keeps everything stays as it is
         counts = counts.reshape(*sizes.shape, -1) * ~kept.all(dim=-1, keepdim=True)
-        values, bias = states.values.clone(), torch.zeros(kept.shape, device=kept.device)
+        values = states.values.clone(memory_format=torch.contiguous_format)
+        bias = torch.zeros(kept.shape, device=kept.device)
         bias += 0.0 if states.bias is None else states.bias
         most_of = budgets.masked_fill((budgets == kept.shape[2]).all(dim=0), 0).amax(dim=0)
         for heads, most in _alike(most_of.tolist()):
@@ -162,8 +165,8 @@ class AttentionMatching(Score):
                 if states.bias is not None:
                     logits += bias[:, heads, None, None]
                 weights = attention_softmax(logits, sinks)
-            else:
-                logits, weights = known
+                known = weights, row_divisors(logits, weights)
+            weights, divisors = known
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :most]
@@ -173,11 +176,9 @@ class AttentionMatching(Score):
                 stored = gathered(states.keys[:, heads], places)
                 round_first_keys(stored, budgets[:, heads], states.key_bits[heads])
                 as_stored = attention_logits(own, stored, 0, n_queries)
-                # the largest logit and its weight tell by what a row is divided
-                whole = logits.amax(dim=-1, keepdim=True) - weights.amax(dim=-1, keepdim=True).log()
                 if states.bias is not None:
                     as_stored += added[:, :, None, None]
-                as_stored = as_stored.sub_(whole).exp_().flatten(2, 3)
+                as_stored = as_stored.sub_(divisors).exp_().flatten(2, 3)
             found = match_attention(
                 weights.flatten(2, 3),
                 states.values[:, heads],
@@ -189,23 +190,28 @@ class AttentionMatching(Score):
                 as_stored=as_stored,
                 others=sinks is not None,
             )
-            for at, head in enumerate(range(len(kept[0]))[heads]):
-                index = places[:, at, :, None].expand_as(found.values[:, at])
-                values[:, head].scatter_(1, index, found.values[:, at])
-                if found.logit_bias is not None:
-                    bias[:, head].scatter_(1, places[:, at], found.logit_bias[:, at])
+            put_at(values[:, heads], places, found.values)
+            if found.logit_bias is not None:
+                put_at(bias[:, heads, :, None], places, found.logit_bias[..., None])
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
     def _known(self, states: AttentionStates, heads: slice) -> tuple[Tensor, Tensor] | None:
-        """Return logits and weights of the references, where the same queries have just voted."""
+        """Return `known_rows` of the references, where the same queries have just voted."""
         if self.following:
             return None
         voted = [states.kv_head(head) for head in range(heads.start, heads.stop)]
-        known = [known_rows(one, self.rows, _AHEAD_TOKENS, self.every) for one in voted]
-        if any(one is None for one in known):
+        known = [found for one in voted if (found := known_rows(one, _AHEAD_TOKENS)) is not None]
+        if len(known) < len(voted):
             return None
-        logits, weights = (torch.cat(of_all, dim=1) for of_all in zip(*known, strict=True))
-        return logits, weights
+        every = zip(*known, strict=True)
+        weights, divisors = (own[0] if len(own) == 1 else torch.cat(own, dim=1) for own in every)
+        return weights, divisors
+
+    def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Return the scorer's; what it computes of the queries that are matched is kept."""
+        if self.rows and not self.following:
+            want_rows(states, self.rows, self.every)
+        return super().scores(states, sinks=sinks)
 
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
         """Return queries behind the prompt, and their weights: (batch, n_query_heads, n, ...)."""
