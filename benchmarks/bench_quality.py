@@ -31,6 +31,7 @@ from quality.tables import (
     ANYWHERE,
     CELLS_FOLDER,
     DEFAULT,
+    LEAST_KL,
     Ratio,
     Row,
     against_best,
@@ -44,6 +45,9 @@ from quality.tables import (
     where_peers_are_better,
 )
 
+from kvalloc.online.solved import grid_length, solve_share
+from kvalloc.prompts.intervals import interval
+
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
 CELLS = ("text", "own-answer", "facts-inside", "facts-after", "facts-second-turn")
@@ -56,6 +60,8 @@ WANTED = {
 }
 """Of the best peer's loss, by model and share; elsewhere two thirds."""
 MET, EQUAL, MISSED = "met", "equal", "MISSED"
+FIRST, OFF = "0-15", 1.5
+"""Positions of an answer whose loss is predicted, and how many times too much or too little."""
 
 
 def main() -> int:
@@ -122,6 +128,8 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
             print("facts that each cache's own answers hold")
             print("\n".join(answers))
         found = against_best(some, DEFAULT, cells)
+        if guess := predicted(some, model, share):
+            targets.append(guess)
         if "mean" not in found:
             continue
         whole = found["mean"]
@@ -147,6 +155,29 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
             note=f"prompts of each kind: {shown.prompts} ({', '.join(shown.cells)})",
         )  # fmt: skip
     return targets
+
+
+def predicted(rows: Sequence[Row], model: str, share: float) -> tuple[str, str] | None:
+    """What the fitted file that ships for a model predicts, over what its cells measured."""
+    file = FOLDER.parent / "profiles" / f"{model}.fitted.safetensors"
+    own = [row for row in rows if row["method"] == DEFAULT and row["kl"][FIRST][1]]
+    if not file.exists() or not own:
+        return None
+    solved = solve_share(str(file), share, grid_length(own[0]["context"]))
+    if solved is None or solved.expected_loss is None:
+        return None
+    cells: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in own:  # the latest of each prompt
+        cells[row["cell"]][row["digest"]] = row["kl"][FIRST][0]
+    kls, expected = [np.array([*each.values()]) for each in cells.values()], solved.expected_loss
+    measured = float(np.mean([each.mean() for each in kls]))
+    if max(expected, measured) < LEAST_KL:
+        return None
+    ratio = expected / measured
+    low, high = interval(kls, lambda means: expected / means) or (ratio, ratio)
+    said = f"{share:.0%}, predicted over measured loss of positions {FIRST}: {ratio:.2f}"
+    said += f" [{low:.2f}..{high:.2f}] of {min(map(len, kls))} prompts, within {OFF} times"
+    return said, MET if 1 / OFF <= ratio <= OFF else MISSED
 
 
 def verdict(found: Ratio, limit: float) -> str:

@@ -41,7 +41,7 @@ LOSS_KINDS, LOSS_CONTEXT, MAX_LOSS_PROMPTS = ("kl", "own", "facts", "needle"), 6
 """Kinds of the prompts that losses are measured on, their longest (half are half as long), and how
 many of given texts are taken at most."""
 
-ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 8, 1_000, (0.05, 0.1, 0.2)
+ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 24, 1_000, (0.05, 0.1, 0.2)
 """Other prompts, on which whole caches of these shares are measured."""
 
 
