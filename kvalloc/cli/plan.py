@@ -31,7 +31,7 @@ def plan(
     Losses are predicted from the model's fitted file: sums of single losses, corrected by what
     whole caches lost. Seconds are predicted from steps of the model and of its caches, which are
     measured first, in about half a minute. Tokens a second are those of all rows together while
-    they answer; reading the prompts, 1.3 times a plain prefill at any budget, is not in them.
+    they answer; reading the prompts, 1.2 times a plain prefill at any budget, is not in them.
 
     Parameters
     ----------

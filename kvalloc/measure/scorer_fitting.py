@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict
 
@@ -22,7 +22,7 @@ from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.curves import check_finite
 from kvalloc.measure.job import Steps, measured_samples
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import SampleSet
+from kvalloc.measure.sampling import Sample, SampleSet
 from kvalloc.measure.vote_weights import best_weight, vote_losses
 from kvalloc.models.structure import input_device
 from kvalloc.scorers.later_pass import LaterStep
@@ -235,18 +235,25 @@ class SurrogateFit:
         """
         n_samples, layers = len(self.samples.samples), len(self.shape.full_layers)
         steps = Steps(n_samples * layers, progress)
-        halves: dict[int, NormalEquations] = {}
-        losses: list[FloatArray] = []
+        sums: dict[int, Mapping[str, Any]] = {}
         failed: dict[int, Failed] = {}
         for index, result in measured_samples(
             engine, self.sums, range(n_samples), kept, steps, sample_steps=layers
         ):
             if isinstance(result, Failed):
                 failed[index] = result
-                continue
-            half, sums = self._half(index), NormalEquations(moments=result["moments"])
-            halves[half] = halves[half] + sums if half in halves else sums
-            losses.append(result["vote_losses"])
+            else:
+                sums[index] = result
+        return self.fitted(sums, failed)
+
+    def fitted(
+        self, sums: Mapping[int, Mapping[str, Any]], failed: Mapping[int, Failed]
+    ) -> FittedSurrogate:
+        """Return the fit of what `sums` has given of samples; see `run`."""
+        halves: dict[int, NormalEquations] = {}
+        for index, own in sums.items():
+            half, moments = self._half(index), NormalEquations(moments=own["moments"])
+            halves[half] = halves[half] + moments if half in halves else moments
         if len(halves) < 2:  # so that some failed: there are two samples at least
             raise failed[min(failed)].error
         first, second = halves[0], halves[1]
@@ -255,6 +262,7 @@ class SurrogateFit:
             for ridge in RIDGES
         }
         ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
+        losses = [own["vote_losses"] for own in sums.values()]
         votes_weight, votes_ratio = best_weight(np.stack(losses))
         return FittedSurrogate(
             shape=self.shape,
@@ -279,50 +287,77 @@ class SurrogateFit:
         return int(2 * index >= len(self.samples.samples))
 
     def sums(self, model: Any, index: int, advance: Advance) -> dict[str, Any]:
-        """Return what is kept of a sample: moments of its tokens, and losses by weight of votes."""
-        features, targets = self._rows(model, index, advance)
-        losses = vote_losses(model, self.shape, self.samples.samples[index], targets, SINKS)
-        moments = NormalEquations.of(features, targets).moments
-        return {"moments": moments, "vote_losses": losses}
+        """Return what is kept of a sample; see `sample_sums`."""
+        sample = self.samples.samples[index]
+        return sample_sums(model, self.shape, sample, f"sample {index}", advance)
 
-    def _rows(self, model: Any, index: int, advance: Advance) -> tuple[FloatArray, FloatArray]:
-        """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
-        import torch
 
-        from kvalloc.scorers.surrogate import entry_features
+def sample_sums(
+    model: Any, shape: ModelShape, sample: Sample, where: str, advance: Advance
+) -> dict[str, Any]:
+    """Return what is kept of a sample: moments of its tokens, and losses by weight of votes.
 
-        ids = torch.from_numpy(self.samples.samples[index].token_ids)
-        n_tokens, rows = ids.numel(), slice(SINKS, ids.numel())
-        first = torch.arange(n_tokens)
-        features: list[FloatArray] = []
-        targets: list[FloatArray] = []
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Reads the sample twice, one reading after the other.
+    shape : ModelShape
+    sample : Sample
+    where : str
+        Which one, for messages.
+    advance : callable
+        Called with 1 after each layer.
 
-        def look(states: AttentionStates) -> None:
-            keys, values = (one[:, :, :n_tokens] for one in (states.keys, states.values))
-            noted = None
-            for begin in range(0, n_tokens, PIECE):
-                repeated = first[begin : begin + PIECE]
-                second_copy = slice(n_tokens + begin, n_tokens + begin + repeated.numel())
-                second = replace(
-                    states,
-                    queries=states.queries[:, :, second_copy],
-                    keys=torch.cat([keys, states.keys[:, :, second_copy]], dim=2),
-                    observed=noted,
-                )
-                leading = first[:SINKS] if begin else None
-                step = LaterStep(n_prompt=n_tokens, repeated=repeated, leading=leading)
-                noted = TARGET.observe_later(second, step, sinks=SINKS)
-            assert noted is not None
-            assert noted.columns is not None  # `observe_later` made it
-            score = noted.columns.view(self.shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
-            prompt = replace(states, keys=keys, values=values)
-            targets.append(score.clamp_(min=LEAST_SCORE).log_().cpu().numpy())
-            features.append(entry_features(prompt)[0, :, rows].cpu().numpy())
-            what = f"the keys, values or scores of {self.shape.model_id} in layer {states.layer}"
-            check_finite(f"{what}, sample {index}", targets[-1], features[-1])
-            advance(1)
+    Raises
+    ------
+    SampleError
+        If a number is not finite.
+    """
+    features, targets = _rows(model, shape, sample, where, advance)
+    losses = vote_losses(model, shape, sample, targets, SINKS)
+    return {"moments": NormalEquations.of(features, targets).moments, "vote_losses": losses}
 
-        device = input_device(model)
-        twice = torch.cat([ids, ids])[None].to(device)
-        mini_prefill(model, twice, look, layers=self.shape.full_layers)
-        return np.stack(features), np.stack(targets)
+
+def _rows(
+    model: Any, shape: ModelShape, sample: Sample, where: str, advance: Advance
+) -> tuple[FloatArray, FloatArray]:
+    """Return features and log scores, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
+    import torch
+
+    from kvalloc.scorers.surrogate import entry_features
+
+    ids = torch.from_numpy(sample.token_ids)
+    n_tokens, rows = ids.numel(), slice(SINKS, ids.numel())
+    first = torch.arange(n_tokens)
+    features: list[FloatArray] = []
+    targets: list[FloatArray] = []
+
+    def look(states: AttentionStates) -> None:
+        keys, values = (one[:, :, :n_tokens] for one in (states.keys, states.values))
+        noted = None
+        for begin in range(0, n_tokens, PIECE):
+            repeated = first[begin : begin + PIECE]
+            second_copy = slice(n_tokens + begin, n_tokens + begin + repeated.numel())
+            second = replace(
+                states,
+                queries=states.queries[:, :, second_copy],
+                keys=torch.cat([keys, states.keys[:, :, second_copy]], dim=2),
+                observed=noted,
+            )
+            leading = first[:SINKS] if begin else None
+            step = LaterStep(n_prompt=n_tokens, repeated=repeated, leading=leading)
+            noted = TARGET.observe_later(second, step, sinks=SINKS)
+        assert noted is not None
+        assert noted.columns is not None  # `observe_later` made it
+        score = noted.columns.view(shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
+        prompt = replace(states, keys=keys, values=values)
+        targets.append(score.clamp_(min=LEAST_SCORE).log_().cpu().numpy())
+        features.append(entry_features(prompt)[0, :, rows].cpu().numpy())
+        what = f"the keys, values or scores of {shape.model_id} in layer {states.layer}, {where}"
+        check_finite(what, targets[-1], features[-1])
+        advance(1)
+
+    device = input_device(model)
+    twice = torch.cat([ids, ids])[None].to(device)
+    mini_prefill(model, twice, look, layers=shape.full_layers)
+    return np.stack(features), np.stack(targets)

@@ -75,6 +75,8 @@ class Setting:
         Whether the model's queries can be put behind the prompt, to which values are fitted.
     widths : tuple of int
         Widths at which entries may be stored.
+    learnt : str or None
+        A surrogate alone, fitted while the model was used.
     """
 
     shape: ModelShape
@@ -82,6 +84,7 @@ class Setting:
     file: str | None = None
     rotates: bool = True
     widths: tuple[int, ...] = WIDTHS
+    learnt: str | None = None
 
     def require_file(self, use: str, instead: str = "") -> str:
         """Return the fitted file.
@@ -185,8 +188,8 @@ class Way:
     @property
     def scorer(self) -> Scorer:
         """Return who chooses the entries: the surrogate, or the votes of the last tokens."""
-        if self.setting.file is not None:
-            return get_scorer("surrogate", file=self.setting.file, window=WINDOW)
+        if (file := self.setting.file or self.setting.learnt) is not None:
+            return get_scorer("surrogate", file=file, window=WINDOW)
         return latest_votes(window=WINDOW, rotates=self.setting.rotates)
 
     def profile(self, tokens: int | None) -> BudgetProfile:
@@ -285,7 +288,7 @@ class Decided(Way):
         The length at which the fitted file is solved.
     """
 
-    cost = 1.3
+    cost = 1.2
     text = "evicts while the prompt is read, as solved from {}"
     in_chunks = "holds the full cache until the prompt is complete, and evicts as solved from {}"
 
@@ -354,6 +357,23 @@ class Twice(Way):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Learnt(Way):
+    """A surrogate chooses that was fitted to a second read of earlier prompts."""
+
+    cost = 1.2
+    text = "holds the full cache until the prompt is complete, and evicts as learnt from {}"
+    fits_values = True
+
+    def peak_bytes(self, read: Rows) -> int:
+        """Return it; see `Way.peak_bytes`."""
+        return self._holding_bytes(read)
+
+    def says(self, *, chunked: bool) -> str:
+        """Return what it does, and from what; see `Way.says`."""
+        return self.text.format(self.setting.learnt)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Late(Way):
     """The prompt's last tokens and those that follow it choose, of the whole prompt."""
 
@@ -397,5 +417,7 @@ def chosen_way(
             return Whole.of(setting, tokens)
     if tokens is None or embedded:
         return Late(setting=setting)
+    if setting.learnt is not None:
+        return Learnt(setting=setting)
     again = tokens + min(PIECE, tokens) + CARRIED_TOKENS
     return (Late if limit is not None and again > limit else Twice)(setting=setting)

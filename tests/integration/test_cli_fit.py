@@ -9,7 +9,7 @@ def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here):
     ask = ("generate", models / "tiny", "--budget", "40%", "--prompt-file", folder / "prompt.txt")
     before = run(*ask).err
     assert "reads the prompt twice" in before
-    assert "'kvalloc fit' once, and one read does, 1.3 times a plain prefill" in before
+    assert "'kvalloc fit' once, and one read does, 1.2 times a plain prefill" in before
     said = run("fit", models / "tiny", *text)
     (file,) = fitted_here.iterdir()
     assert str(file) in said.out
