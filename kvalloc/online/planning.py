@@ -20,9 +20,9 @@ from kvalloc.models.structure import context_limit
 from kvalloc.online.default import Default
 from kvalloc.online.solved import grid_length, share_for_loss
 from kvalloc.online.ways import Decided, Rows, Setting
-from kvalloc.runtime.layer import SPARE
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.schedule import default_interval
+from kvalloc.runtime.tail import room_for
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_bytes, share_text, size
 
@@ -244,10 +244,10 @@ class Load:
         peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
         seen, end = prompt, prompt + answer
         while seen < end:
-            followed = min(default_interval(seen), end - seen)
-            kept = profile.retained_bytes_at(seen)
+            due, kept = default_interval(seen), profile.retained_bytes_at(seen)
+            followed = min(due, end - seen)
             parts.append((followed, seen, kept, followed * token // 2))
-            peak = max(peak, kept + (followed + followed // SPARE) * token)
+            peak = max(peak, kept + room_for(followed, due) * token)
             seen += followed
         return cls(
             share=way.setting.share,

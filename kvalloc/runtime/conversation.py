@@ -15,7 +15,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
-from kvalloc.runtime.layer import SPARE, BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.schedule import Event
 from kvalloc.runtime.unfinished import Queries
@@ -45,7 +45,7 @@ def cuts(prompt: Prompt, end: int) -> list[int]:
     what followed competes, if the memory does not take the forward whole.
     """
     arrival, seen, given = prompt.arrival, prompt.n_seen, prompt.given
-    every, token_bytes = prompt.schedule.every, _token_bytes(prompt)
+    every, token_bytes = prompt.schedule.every, prompt.token_bytes
     if given is not None:
         read = arrival.prompt_tokens if arrival.complete else given
         assert read is not None
@@ -177,19 +177,12 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, profile: BudgetPro
 def _due(prompt: Prompt, every: Event) -> int:
     """Return the column at which what followed competes."""
     settled = prompt.arrival.settled
-    return settled + every.interval(settled, _token_bytes(prompt))
-
-
-def _token_bytes(prompt: Prompt) -> int:
-    """Return the bytes of a token of each row, as the model makes it."""
-    shape = prompt.profile.shape
-    entry = shape.n_kv_heads * shape.plain_bytes_per_entry
-    return max(prompt.batch, 1) * len(shape.full_layers) * entry
+    return settled + every.interval(settled, prompt.token_bytes)
 
 
 def _following_bytes(prompt: Prompt, every: Event) -> int:
     """Return what sliding layers take, and what may follow before the next time."""
     slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
-    tokens = every.interval(prompt.n_seen, _token_bytes(prompt))
+    tokens = every.interval(prompt.n_seen, prompt.token_bytes)
     taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
-    return taken + (tokens + tokens // SPARE) * _token_bytes(prompt)
+    return taken + tokens * prompt.token_bytes

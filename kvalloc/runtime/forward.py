@@ -62,7 +62,8 @@ class Forward:
         if entries is None:
             return compute(states.mask)
         visible = step.following_visible(layer.dense_tokens, states.keys.device)
-        call = AttentionCall.of(states, visible)
+        own = states.keys is layer.keys and states.values is layer.values
+        call = AttentionCall.of(states, visible, tail=layer.tail if own else None)
         if tier is not None:
             if step.follows and not tier.reads_all(step.new_tokens):
                 return attend_again(call, entries.kept, tier), None

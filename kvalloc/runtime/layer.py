@@ -13,62 +13,11 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
+from kvalloc.runtime.tail import BLOCK_TOKENS, Length, Tail
 from kvalloc.runtime.tier import LayerTier
 from kvalloc.runtime.unfinished import Unfinished
 
-__all__ = [
-    "SPARE",
-    "BudgetLayer",
-]
-
-SPARE = 8
-"""Of so many tokens that were decoded, one more has room: they are not copied for each new one."""
-
-
-class Following:
-    """Keys and values in storage with some room, to which a token is added in place.
-
-    Attributes
-    ----------
-    buffers : tuple of Tensor, each (batch, n_kv_heads, room, head_dim)
-    tokens : int
-        So many of the first ones are there.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.buffers, self.tokens = (keys, values), int(keys.shape[2])
-        self._decoded = 0
-
-    @property
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (batch, n_kv_heads, tokens, head_dim) each, as views."""
-        keys, values = self.buffers
-        return keys.narrow(2, 0, self.tokens), values.narrow(2, 0, self.tokens)
-
-    def add(self, *states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values, (batch, n_kv_heads, n_new, head_dim) each; return all `states`."""
-        n_new = int(states[0].shape[2])
-        end, self._decoded = self.tokens + n_new, self._decoded + (n_new == 1)
-        if end > int(self.buffers[0].shape[2]) or self._frozen(states):
-            room = (*states[0].shape[:2], self._decoded // SPARE)
-            keys, values = (
-                torch.cat([old, new, new.new_empty(*room, new.shape[-1])], dim=2)
-                for old, new in zip(self.states, states, strict=True)
-            )
-            self.buffers = keys, values
-        else:
-            for buffer, new in zip(self.buffers, states, strict=True):
-                buffer.narrow(2, self.tokens, n_new).copy_(new)
-        self.tokens = end
-        return self.states
-
-    def _frozen(self, states: tuple[Tensor, ...]) -> bool:
-        """Whether the storage must not change: gradients go through it, or torch forbids it."""
-        if self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
-            return True
-        keys, values = self.buffers
-        needs = torch.is_grad_enabled() and any(one.requires_grad for one in states)
-        return needs or keys.requires_grad or values.requires_grad
+__all__ = ["BudgetLayer"]
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -89,6 +38,12 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Whether an eviction follows the next `update`, which then copies nothing that may go.
     seen_tokens : int
         Tokens seen, kept or not, padding included.
+    tail : Tail or None
+        Whose states keys and values are, once tokens have followed what is kept.
+    every : int
+        Tokens between two evictions of what followed, for which it gets room.
+    length : Length
+        How long tails are, on the device; all layers of a cache have the same.
     unfinished : Unfinished
         What is remembered until the prompt is complete.
     attention : AttentionStates or None
@@ -102,9 +57,11 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     keys: Any  # transformers calls them optional
     values: Any
     tier: LayerTier | None = None
+    every = BLOCK_TOKENS
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.length = Length()
         self._forget()
 
     def _forget(self) -> None:
@@ -113,7 +70,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.unfinished = Unfinished()
         self.attention: AttentionStates | None = None
         self.evicts_next = False
-        self._following: Following | None = None  # whose states keys and values are
+        self.tail: Tail | None = None
         if self.tier is not None:
             self.tier.forget()
 
@@ -169,7 +126,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def stored_tensors(self) -> list[Tensor]:
         """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
-        tensors += () if self._following is None else self._following.buffers
+        tensors += () if self.tail is None else self.tail.tensors()
         tensors += () if self.tier is None else self.tier.beside_entries
         return tensors if self.entries is None else [*tensors, *self.entries.tensors()]
 
@@ -192,14 +149,14 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.evicts_next and not self.dense_tokens:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
-            self._following = None
+            self.tail = None
             self.keys, self.values = key_states, value_states
         elif self.entries is None:
             super().update(key_states, value_states, *args, **kwargs)
         else:
-            if self._following is None:
-                self._following = Following(self.keys, self.values)
-            self.keys, self.values = self._following.add(key_states, value_states)
+            if self.tail is None:
+                self.tail = Tail(self.keys, self.values, self.length)
+            self.keys, self.values = self.tail.add(key_states, value_states, every=self.every)
         return self.keys, self.values
 
     def numbers(self) -> LayerEntries | None:
@@ -262,7 +219,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def _store(self, keys: Tensor, values: Tensor) -> None:
         """Copies, as dense ones: a slice would keep the storage of what is cut off alive."""
-        self._following = None
+        self.tail = None
         self.keys, self.values = (
             own.clone(memory_format=torch.contiguous_format) for own in (keys, values)
         )
@@ -298,7 +255,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows; one may be kept more than once."""
         super().batch_select_indices(indices)
-        self._following = None
+        self.tail = None
         if self.entries is not None:
             self.entries = self.entries.rows(indices)
         if self.tier is not None:

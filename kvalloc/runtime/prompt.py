@@ -28,6 +28,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
+from kvalloc.runtime.tail import BLOCK_TOKENS, Length
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
@@ -105,6 +106,9 @@ class Prompt:
         self.arrival = Arrival(plan.profile, announced)
         policy = plan.profile.policy
         self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
+        length = Length()
+        for layer in self.budget_layers:
+            layer.length = length
         self.forget()
 
     def forget(self) -> None:
@@ -181,6 +185,13 @@ class Prompt:
         """Columns seen after the prompt."""
         return self.n_seen - (self.arrival.prompt_tokens or 0)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token of each row, as the model makes it."""
+        shape = self.profile.shape
+        entry = shape.n_kv_heads * shape.plain_bytes_per_entry
+        return max(self.batch, 1) * len(shape.full_layers) * entry
+
     def stored_counts(self) -> IntArray:
         """Entries stored now, (batch, n_layers, n_kv_heads)."""
         shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
@@ -221,9 +232,11 @@ class Prompt:
         self._decide_on_arrival(arguments)
         step = self.arrival.step(self.n_seen, batch, new_tokens, mask)
         targets = {} if step.follows else self._begin_reading(arguments, step)
+        every, settled = self.schedule.every, self.arrival.settled
+        interval = every.interval(settled, self.token_bytes) if every else BLOCK_TOKENS
         for index, layer in enumerate(self.layers):
             if isinstance(layer, BudgetLayer):
-                layer.evicts_next = index in targets
+                layer.evicts_next, layer.every = index in targets, interval
         self.forward = Forward(
             step=step,
             targets=targets,

@@ -7,6 +7,7 @@ which has to be asked for by TRITON_INTERPRET=1 before the kernel is defined.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 from kvalloc.runtime.packed import LayerEntries
+from kvalloc.runtime.tail import Length, Tail
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -178,6 +180,18 @@ def cut(call: AttentionCall) -> AttentionCall:
     )
 
 
+def tailed(call: AttentionCall) -> AttentionCall:
+    """As a cache gives it: what followed in a tail, with room behind that holds no numbers."""
+    keys, values = (
+        torch.nn.functional.pad(one, (0, 0, 0, 70), value=math.nan)
+        for one in (call.keys, call.values)
+    )
+    tail = Tail(keys, values, Length())
+    tail.tokens = int(call.keys.shape[2])
+    keys, values = tail.states
+    return replace(call, keys=keys, values=values, tail=tail)
+
+
 def triton_cases(
     halves: tuple[torch.dtype, ...],
 ) -> Iterator[tuple[IntArray, list[int], int, int, int, int, bool, torch.dtype, int]]:
@@ -222,7 +236,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
             device=device,
         )  # fmt: skip
         entries = packed_of(stored, counts, bits)
-        for one in (call, cut(call)) if n_new > 1 else (call,):
+        for one in (tailed(call), cut(call)) if n_new > 1 else (tailed(call),):
             result = triton_attention(one, entries.kept, programs=programs)
             expected, _ = by_definition(one, unpacked(entries, counts))
             assert result.dtype == dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptLayer
+from kvalloc.runtime.tail import Tail
 
 __all__ = ["AttentionCall", "Backend"]
 
@@ -40,6 +41,8 @@ class AttentionCall:
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
         One more logit a query head, without a value.
+    tail : Tail or None
+        Whose states keys and values are; None where they are not those of any.
     """
 
     queries: Tensor
@@ -49,20 +52,22 @@ class AttentionCall:
     visible: Tensor | None = None
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    tail: Tail | None = None
 
     @classmethod
     def of(
-        cls, states: AttentionStates, visible: Tensor | None = None, *, first: int = 0
+        cls, states: AttentionStates, visible: Tensor | None = None, *, tail: Tail | None = None
     ) -> AttentionCall:
-        """Make a call of what attention sees; keys and values from ``first`` on followed."""
+        """Make a call of what attention sees; keys and values are of tokens that followed."""
         return cls(
             queries=states.queries,
-            keys=states.keys[:, :, first:] if first else states.keys,
-            values=states.values[:, :, first:] if first else states.values,
+            keys=states.keys,
+            values=states.values,
             scaling=states.scaling,
             visible=visible,
             softcap=states.softcap,
             sink_logits=states.sink_logits,
+            tail=tail,
         )
 
     def of_heads(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
@@ -74,6 +79,7 @@ class AttentionCall:
             keys=self.keys.index_select(1, heads),
             values=self.values.index_select(1, heads),
             sink_logits=None if sinks is None else sinks[query_heads],
+            tail=None,
         )
 
     def with_dense_vectors(self) -> AttentionCall:

@@ -68,6 +68,7 @@ def attend_again(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tenso
             keys=call.keys[:, :, :end],
             values=call.values[:, :, :end],
             visible=visible,
+            tail=None,
         )
         found.append(one(own, kept, tier))
     return torch.cat(found, dim=1)

@@ -5,7 +5,9 @@ equal length, whatever segment they belong to, so that long heads are shared by 
 they need. Each program leaves the partial softmax of its tile, and one more launch adds the
 partial softmaxes of each segment and writes the answer in its final layout. Tiles of what is kept
 are made once for each eviction. Lengths and numbers of tiles are arguments at run time, so a
-longer answer compiles nothing anew, and nothing here asks the device for a value.
+longer answer compiles nothing anew, and nothing here asks the device for a value. How much of a
+tail is there the kernels read on the device: they are launched for all of its room, so the same
+launch serves every token until it gets more.
 
 The kernels are in `kvalloc.runtime.attention.triton_kernels`, which is imported where there is
 Triton: torch for CUDA on Linux brings it along.
@@ -89,6 +91,9 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
+    tail, following = call.tail, (call.keys, call.values)
+    if tail is not None:  # launched for all the room that it has, with what is there on the device
+        following, n_following = tail.buffers, int(tail.buffers[0].shape[2])
     n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
     widths = tuple(part.bits for part in kept.parts)
     rows = min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1])
@@ -102,8 +107,8 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
     n_parts = work.count + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
-    visible = None if call.visible is None else call.visible.expand(batch, n_following)
-    sinks = call.sink_logits
+    visible = None if call.visible is None else call.visible.expand(batch, -1)
+    sinks, there = call.sink_logits, None if tail is None else tail.length
     counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
         "read_tile",
@@ -111,9 +116,9 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         (call.queries, *call.queries.stride()[:3]),
         ((work.tiles, work.segments), *(_stored(part) for part in kept.parts)),
         (
-            (call.keys, *call.keys.stride()[:3]),
-            (call.values, *call.values.stride()[:3]),
+            *((own, *own.stride()[:3]) for own in following),
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
+            there,
         ),
         partial,
         *(work.count, following_tiles, work.length, tile, n_following, counts),
@@ -125,7 +130,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         "add_tiles",
         (n_segments, row_blocks),
         *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
-        *(work.count, following_tiles, counts),
+        *(work.count, following_tiles, tile, n_following, there, counts),
         SIZES=sizes,
     )
     return output

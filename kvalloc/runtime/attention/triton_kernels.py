@@ -21,7 +21,7 @@ import triton.language as tl
 __all__ = ["Sizes", "add_tiles", "read_tile"]
 
 # Lengths change with every token: whether they are 1 or divide by 16 must compile nothing anew.
-_LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following")
+_LENGTHS = ("n_tiles", "following_tiles", "tile", "n_following", "length")
 
 
 class Codes(NamedTuple):
@@ -99,21 +99,26 @@ def read_tile(  # type: ignore[no-untyped-def]
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of
     ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment, ``tile``
-    entries each. ``kept`` are tiles and segments as `kvalloc.runtime.kept.Work` has them and, of
-    each part, keys, values, biases and scales; ``asked`` and ``followed`` are tensors with the
-    steps between their rows, heads and tokens.
+    entries each: room for ``n_following``, of which all are there or as many as stand on the
+    device; tiles beyond these are not written. ``kept`` are tiles and segments as
+    `kvalloc.runtime.kept.Work` has them and, of each part, keys, values, biases and scales;
+    ``asked`` and ``followed`` are tensors with the steps between their rows, heads and tokens, and
+    last the number of tokens that are there, or None for all.
     """
     queries, query_row, query_head, query_token = asked
     tiles, segments = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
     n_rows, n_new, n_kv_heads, group = counts
+    n_following = _there(n_following, followed[3])
     part = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     is_kept = part < n_tiles
     later = part - n_tiles  # negative for what is kept
     divisor = tl.maximum(following_tiles, 1)
+    if (part >= n_tiles) & (later % divisor * tile >= n_following):
+        return
     segment = tl.where(is_kept, tl.load(tiles + part, mask=is_kept, other=0), later // divisor)
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     asking = batch_row * query_row + (head * group + row // n_new) * query_head
@@ -157,15 +162,33 @@ def read_tile(  # type: ignore[no-untyped-def]
     tl.store(out + SIZES.value_dim + 1, total, mask=row < n_rows)
 
 
-@triton.jit(do_not_specialize=_LENGTHS[:2])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _there(n_following, there):  # type: ignore[no-untyped-def]
+    """Return how many tokens followed: all, or the number that stands on the device."""
+    if there is not None:
+        n_following = tl.load(there)
+    return n_following
+
+
+@triton.jit(do_not_specialize=_LENGTHS[:4])  # type: ignore[untyped-decorator, unused-ignore]
 def add_tiles(  # type: ignore[no-untyped-def]
-    partial, segments, sinks, output, n_tiles, following_tiles, counts, SIZES: tl.constexpr
+    partial,
+    segments,
+    sinks,
+    output,
+    n_tiles,
+    following_tiles,
+    tile,
+    n_following,
+    there,
+    counts,
+    SIZES: tl.constexpr,
 ):
     """Write one segment's answer from the softmaxes of its tiles, where the model wants it.
 
     Where the values of its part are turned, so is their sum, and nothing else is.
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
-    step between two of them.
+    step between two of them; ``there`` is what the last of ``followed`` is for `read_tile`.
     """
     n_rows, n_new, n_kv_heads, group = counts
     segment = tl.program_id(0).to(tl.int64)
@@ -192,7 +215,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
         turned = tl.reshape(turned, (SIZES.rows, SIZES.value_block))
         summed = tl.where(is_turned, turned, summed)
     first = n_tiles + segment * following_tiles
-    last, softmax = first + following_tiles, (most, total, summed)
+    last = first + tl.cdiv(_there(n_following, there), tile)
+    softmax = (most, total, summed)
     most, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
     place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member
     tl.store(

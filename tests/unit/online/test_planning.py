@@ -56,9 +56,9 @@ def plan(model, fitted_file):
 def way_at(model, fitted_file):
     """How the default serves a prompt at a share."""
 
-    def way(share):
+    def way(share, prompt=PROMPT):
         default = Default(share=share, options=CacheOptions(fitted=fitted_file))
-        chosen = chosen_way(default.setting(shape_of(model)), PROMPT)
+        chosen = chosen_way(default.setting(shape_of(model)), prompt)
         assert isinstance(chosen, Decided)
         return chosen
 
@@ -82,9 +82,11 @@ def test_a_cache_of_each_setting_stores_what_was_planned(tiny, model, plan, fitt
 
 
 def test_where_little_is_answered_the_peak_is_that_of_reading(model, plan, way_at):
-    for one in plan(answer=1).best:
-        kept = way_at(one.share).profile(PROMPT).retained_bytes_at(PROMPT, one.rows)
-        assert one.peak_bytes == kept + reading_bytes(shape_of(model), PROMPT, one.rows)
+    """One layer in full of a prompt that is longer than a block of tokens in all layers."""
+    prompt = 2 * PROMPT
+    for one in plan(prompt=prompt, answer=1).best:
+        kept = way_at(one.share, prompt).profile(prompt).retained_bytes_at(prompt, one.rows)
+        assert one.peak_bytes == kept + reading_bytes(shape_of(model), prompt, one.rows)
 
 
 def test_rows_are_the_fastest_that_fit_and_the_smallest_share_is_that_of_the_loss(

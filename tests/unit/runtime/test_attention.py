@@ -25,6 +25,7 @@ from attention_cases import (
     exact_numbers,
     packed_of,
     stored_of,
+    tailed,
     unpacked,
 )
 from hypothesis import given, settings
@@ -156,7 +157,7 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     counts = np.array([[100, 70]])
     stored = stored_of(counts, (128, 128), torch.bfloat16, biased=True)
     call = call_of(counts, (128, 128), torch.bfloat16, n_new=5, extras=True)
-    call = replace(call, visible=None)  # of padding a byte a token is read
+    call = tailed(replace(call, visible=None))  # of padding a byte a token is read
     entries = packed_of(stored, counts, [5, 3])
     before = sum(one.nbytes for one in entries.tensors())
     by_triton.triton_attention(call, entries.kept, programs=264)
