@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KEY_BLOCK_TOKENS = 256
+_BLOCK_ELEMENTS, _LEAST_ROWS = 1 << 18, 16
 _WINDOW_ELEMENTS = 1 << 24
 
 _BEHIND, _WANTED, _ROWS = "behind", "wanted", "rows"
@@ -71,6 +72,37 @@ def window_votes(
     return torch.cat([reduce(window_attention(one, window)) for one in heads], dim=1)
 
 
+def window_maxima(states: AttentionStates, window: int) -> Tensor:
+    """Return the largest weight that each entry gets from the window's rows.
+
+    A few rows after the other: all of them take memory that is taken anew for each layer.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    window : int
+        Rows wanted.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, group, n_tokens)
+    """
+    import torch
+
+    batch, n_kv_heads, n_tokens, _ = states.keys.shape
+    n_heads, n_new = states.queries.shape[1:3]
+    found = states.keys.new_zeros(
+        batch, n_kv_heads, n_heads // n_kv_heads, n_tokens, dtype=torch.float32
+    )
+    step = max(_BLOCK_ELEMENTS // max(found.numel(), 1), _LEAST_ROWS)
+    for first in range(max(n_new - window, 0), n_new, step):
+        largest = attention_rows(states, first, min(first + step, n_new)).amax(dim=3)
+        seen = found[..., : largest.shape[-1]]
+        torch.maximum(seen, largest, out=seen)
+    return found
+
+
 def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     """Return the attention weights of some of the new tokens, in float32.
 
@@ -91,7 +123,7 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
     rows, later_rows = end - first, states.queries.shape[2] - end
     n_tokens = states.keys.shape[2]
-    n_seen = n_tokens if states.gaps else n_tokens - later_rows
+    n_seen = n_tokens if states.gaps or states.behind else n_tokens - later_rows
     logits = attention_logits(states, states.keys[:, :, :n_seen], first, end)
     if states.bias is not None:
         logits += states.bias[:, :, None, None, :n_seen]
@@ -102,12 +134,12 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
             later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
             logits[..., -rows:].masked_fill_(later, float("-inf"))
         weights = attention_softmax(logits, states.sink_logits)
-        if _WANTED in states.shared and rows == states.queries.shape[2]:
+        if _WANTED in states.shared:
             number, every = states.shared[_WANTED]
-            first = max(rows - number, 0)
-            first += (rows - 1 - first) % every  # the last is among them
-            known = logits[..., first::every, :], weights[..., first::every, :]
-            states.shared[_ROWS] = known[1].clone(), row_divisors(*known)
+            begin = max(first, end + later_rows - number)
+            begin += (end + later_rows - 1 - begin) % every - first  # the last is among them
+            known = logits[..., begin::every, :], weights[..., begin::every, :]
+            states.shared.setdefault(_ROWS, []).append((known[1].clone(), row_divisors(*known)))
         return weights
     mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
@@ -216,11 +248,16 @@ def known_rows(states: AttentionStates, ahead: int) -> tuple[Tensor, Tensor] | N
         Weights, (batch, n_kv_heads, group, n_rows, n_tokens), and `row_divisors`. None where some
         of these rows were not computed.
     """
+    import torch
+
     found: AttentionStates | None = states.shared.get((_BEHIND, ahead))
     if found is None or _WANTED not in found.shared:
         return None
     wanted = min(found.shared[_WANTED][0], states.queries.shape[2])
-    return found.shared.get(_ROWS) if found.queries.shape[2] >= wanted else None
+    if found.queries.shape[2] < wanted or _ROWS not in found.shared:
+        return None
+    weights, divisors = (torch.cat(own, dim=3) for own in zip(*found.shared[_ROWS], strict=True))
+    return weights, divisors
 
 
 def row_divisors(logits: Tensor, weights: Tensor) -> Tensor:

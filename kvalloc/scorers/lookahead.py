@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import attention_rows, states_behind, window_votes
+from kvalloc.scorers.attention_rows import (
+    attention_rows,
+    states_behind,
+    window_maxima,
+    window_votes,
+)
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
@@ -125,8 +130,7 @@ class Lookahead(PooledScorer):
             if self.row_reduce == "mean":
                 votes = votes + window_votes(voting, self.votes, lambda rows: rows.sum(dim=3))
             else:
-                window = window_votes(voting, self.votes, lambda rows: rows.amax(dim=3))
-                votes = torch.maximum(votes, window)
+                votes = torch.maximum(votes, window_maxima(voting, self.votes))
             n_rows += min(self.votes, states.queries.shape[2])
         if self.row_reduce == "mean":
             votes = votes / n_rows.clamp(min=1)[:, None, None, None]
