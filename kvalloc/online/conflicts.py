@@ -65,7 +65,7 @@ CONFLICTS = (
         "either",
         beside=(
             *("cache", "document", "lossless", "across", "profile", "policy"),
-            *sorted({*TARGET} - {"budget"}),
+            *sorted({*TARGET} - {"budget", "memory"}),
             *DECIDING,
         ),
     ),

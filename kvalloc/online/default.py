@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting.costs import plain_bytes
+from kvalloc.accounting.costs import paging_bytes, plain_bytes
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -21,6 +21,7 @@ from kvalloc.formats.shipped_profiles import find_fitted, learnt_file, load_fitt
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
+from kvalloc.online import tiers
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
 from kvalloc.online.solved import WIDTHS, grid_length, share_for_loss, shares_of_rows
 from kvalloc.online.tiers import by_score, tier_width, with_pages
@@ -134,7 +135,8 @@ class Default:
             if self.options.tier is not None:
                 profile = profile.with_policy(by_score(profile.policy))
             share = way.setting.share if self.options.tier is None else self.share
-            text = _text(profile, way, alike, tokens, share=share, chunked=size.chunked)
+            read = Rows(max(alike), len(alike), tokens, size.chunked)
+            text = _text(profile, way, alike, read, share=share, peak=self._peak(way, read))
             text += BESIDE_TIER if self.options.tier is not None else way.advice(max(alike))
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
@@ -199,18 +201,21 @@ class Default:
         groups, memory = _alike(lengths, ways), self.options.memory
         if memory is None:
             return groups
-        setting = ways[0].setting
-        rest = [way if isinstance(way, Whole) else Early(setting=setting) for way in ways]
+        rest = [
+            way if isinstance(way, Whole) else self._early(ways[0].setting, length)
+            for way, length in zip(ways, lengths, strict=True)
+        ]
         early = _alike(lengths, rest)
-        needs = [0, 0]
+        making = paging_bytes(tokens, ways[0].setting.shape)
+        needs = [0 if self.options.tier is None else making] * 2
         for place, each in enumerate((groups, early)):
             for way, rows in each.items():
                 longest = max(lengths[row] for row in rows)
-                needs[place] += way.peak_bytes(Rows(longest, len(rows), tokens, chunked))
+                needs[place] += self._peak(way, Rows(longest, len(rows), tokens, chunked))
         if min(needs) > memory:
             n_rows = len(lengths)
             in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
-            full = max(needs[0], plain_bytes(setting.shape, tokens, n_rows))
+            full = max(needs[0], plain_bytes(ways[0].setting.shape, tokens, n_rows))
             raise InputError(
                 f"{option('memory', bytes_text(memory))} is {size(memory)}, but a prompt of "
                 f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
@@ -218,6 +223,20 @@ class Default:
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
         return groups if needs[0] <= memory else early
+
+    def _early(self, setting: Setting, tokens: int) -> Early:
+        """Return the way that takes least memory, with a tier at the share that pages leave it."""
+        if self.options.tier is None:
+            return Early(setting=setting)
+
+        def early(own: Setting, _: int) -> Early:
+            return Early(setting=own)
+
+        return early(with_pages(early, replace(setting, share=self.share), tokens), tokens)
+
+    def _peak(self, way: Way, read: Rows) -> int:
+        """Return the bytes that rows take while they are read."""
+        return way.peak_bytes(read) if self.options.tier is None else tiers.peak_bytes(way, read)
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:
@@ -232,21 +251,20 @@ def _text(
     profile: BudgetProfile,
     way: Way,
     lengths: Sequence[int],
-    columns: int,
+    read: Rows,
     *,
     share: float,
-    chunked: bool,
+    peak: int,
 ) -> str:
     """Return one line on rows of these lengths: their way, what is kept, peak and cost."""
-    shape, rows = profile.shape, len(lengths)
+    shape = profile.shape
     full = list(shape.full_layers)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))
     reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
-    cost, text = way.cost, way.says(chunked=chunked)
-    peak = way.peak_bytes(Rows(max(lengths), rows, columns, chunked))
+    cost, text = way.cost, way.says(chunked=read.chunked)
     if kept == 1:
-        cost, text, peak = Whole.cost, Whole.text, plain_bytes(shape, columns, rows)
+        cost, text, peak = Whole.cost, Whole.text, plain_bytes(shape, read.columns, read.n_rows)
         if reached > share < 1:
             text = f"keeps the prompt whole, which is too short for {share:.1%}"
     width = "at 16 bits"

@@ -6,19 +6,13 @@ import bisect
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvalloc.accounting.costs import (
-    BIAS_BYTES,
-    KEY_BLOCK_TOKENS,
-    SCALE_BYTES,
-    bits_fault,
-    head_bytes,
-)
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import bits_fault, head_bytes, paged_bytes
 from kvalloc.formats.budget_profile import Policy
-from kvalloc.online.ways import Setting, Way
-from kvalloc.runtime.tier import page_counts, range_bytes
+from kvalloc.online.ways import Rows, Setting, Way
 from kvalloc.shape import ModelShape
 
-__all__ = ["by_score", "tier_width", "with_pages"]
+__all__ = ["by_score", "peak_bytes", "tier_width", "with_pages"]
 
 _WIDE, _TOKENS, _PARTS = (8, 5, 4), 1024, 256
 
@@ -61,18 +55,24 @@ def with_pages(way_of: Callable[[Setting, int], Way], setting: Setting, tokens: 
 
     def over(part: int) -> bool:
         own = at(part)
-        profile = way_of(own, tokens).profile(tokens)
-        profile = profile.with_policy(by_score(profile.policy))
-        kept = profile.budgets_for(tokens)[list(own.shape.full_layers)]
-        pages = page_counts(tokens - kept)
-        # what follows may begin a page and a block of keys in each head: room for one of each, but
-        # for what the last block has left
-        entries, dim = kept + pages + 1, own.shape.head_dim
-        begun = 1 - (-(-entries // KEY_BLOCK_TOKENS) - entries / KEY_BLOCK_TOKENS)
-        stored = head_bytes(entries, own.bits, own.shape) + BIAS_BYTES * (pages + 1)
-        room = begun * dim * 2 * SCALE_BYTES + range_bytes(dim)
-        return float((stored + room).mean()) > whole
+        kept = _kept(way_of(own, tokens), tokens)
+        return float(paged_bytes(kept, tokens, own.bits, own.shape).mean()) > whole
 
     if not over(_PARTS):
         return setting
     return at(max(bisect.bisect_left(range(1, _PARTS), True, key=over), 1))
+
+
+def peak_bytes(way: Way, read: Rows) -> int:
+    """Return the bytes that rows take while they are read, pages and ranges included."""
+    bits, shape = 16 if read.chunked else way.setting.bits, way.setting.shape
+    kept = _kept(way, read.tokens)
+    beside = paged_bytes(kept, read.tokens, bits, shape) - head_bytes(kept, bits, shape)
+    return way.peak_bytes(read) + read.n_rows * int(beside.sum())
+
+
+def _kept(way: Way, tokens: int) -> IntArray:
+    """Return how many entries each head of the full layers keeps of a row."""
+    profile = way.profile(tokens)
+    profile = profile.with_policy(by_score(profile.policy))
+    return profile.budgets_for(tokens)[list(way.setting.shape.full_layers)]

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.accounting.costs import stored_bytes, within_bytes
+from kvalloc.accounting.costs import paged_bytes, paging_bytes, stored_bytes, within_bytes
 from kvalloc.accounting.stored import layer_tensors
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
+from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.schedule import Event
 from kvalloc.runtime.unfinished import Queries
 
@@ -27,7 +27,7 @@ def catch_up(prompt: Prompt) -> None:
     """Evict late, or settle what followed, where enough has followed."""
     prompt.evict_if_followed()
     every = prompt.schedule.every
-    if every and prompt.n_seen >= _due(prompt, every):
+    if every and (prompt.n_seen >= _due(prompt, every) or _is_full(prompt, every)):
         settle(prompt)
 
 
@@ -58,8 +58,7 @@ def cuts(prompt: Prompt, end: int) -> list[int]:
         return sorted(one for one in columns if max(seen + 1, given) <= one < end)
     if every is None or every.memory is None or not arrival.complete:
         return []
-    stored = sum(own.nbytes for layer in prompt.layers for own in layer_tensors(layer))
-    if stored + (end - seen) * token_bytes <= every.memory:
+    if end - seen <= prompt.free_tokens(every.memory):
         return []
     return [one for one in every.columns(arrival.settled, end, token_bytes) if one > seen]
 
@@ -77,7 +76,8 @@ def settle(prompt: Prompt) -> None:
     budgets = np.maximum(arrival.budgets(tokens), policy.protected_tokens)
     if every.memory is not None:
         left = every.memory - _following_bytes(prompt, every)
-        budgets = _within(left, budgets, tokens, prompt.profile)
+        with prompt.half_way():
+            budgets = _within(left, budgets, tokens, prompt)
     followed = _followed(prompt, budgets, tokens)
     all_compete = (tokens >= COMPETE_AGAIN * arrival.competed) | ~_fits_behind(prompt, followed)
     who = prompt.plan.after
@@ -145,8 +145,8 @@ def _fits_behind(prompt: Prompt, followed: Followed) -> BoolArray:
     return np.asarray(room.sum(axis=(1, 2)) >= 0)
 
 
-def _within(memory: int, budgets: IntArray, tokens: IntArray, profile: BudgetProfile) -> IntArray:
-    """Return budgets whose entries take at most so many bytes.
+def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) -> IntArray:
+    """Return budgets whose entries, and pages of all others, take at most so many bytes.
 
     Where the memory is all that is asked, they take as much of it as rows of so many tokens can,
     in the proportions that were decided.
@@ -156,22 +156,42 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, profile: BudgetPro
     memory : int
     budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
     tokens : ndarray of int64, (batch,)
-    profile : BudgetProfile
+    prompt : Prompt
         Whose budgets these are.
+
+    Raises
+    ------
+    InputError
+        If pages beside what is never evicted take more.
     """
-    result, full = budgets.copy(), list(profile.shape.full_layers)
+    profile, paged = prompt.profile, prompt.plan.options.tier is not None
+    result, full, shape = budgets.copy(), list(profile.shape.full_layers), profile.shape
+    bits = profile.widths[full]
     for row, own in enumerate(budgets[:, full]):
         if profile.fits_a_peak:
             own = np.minimum(own * tokens[row] // max(own.min(), 1), tokens[row])
         result[row, full] = within_bytes(
             own,
             memory // len(budgets),
-            16 if profile.bits is None else profile.bits[full],
-            profile.shape,
+            bits,
+            shape,
             least=profile.policy.protected_tokens,
             biased=profile.policy.biased,
+            tokens=int(tokens[row]) if paged else None,
         )
+        if paged:
+            needs = paged_bytes(result[row, full], int(tokens[row]), bits, shape).sum()
+            refuse(pages_beyond_memory=needs > memory // len(budgets) and (tokens[row],))
     return result
+
+
+def _is_full(prompt: Prompt, every: Event) -> bool:
+    """Return whether the memory has no room for one more token."""
+    if every.memory is None or not prompt.arrival.complete:
+        return False
+    layer = prompt.budget_layers[0]
+    has_room = layer.tail is not None and layer.tail.tokens < int(layer.tail.buffers[0].shape[2])
+    return not has_room and prompt.free_tokens(every.memory) < 1
 
 
 def _due(prompt: Prompt, every: Event) -> int:
@@ -185,4 +205,6 @@ def _following_bytes(prompt: Prompt, every: Event) -> int:
     slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
     tokens = every.interval(prompt.n_seen, prompt.token_bytes)
     taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
+    if prompt.plan.options.tier is not None:
+        taken += paging_bytes(prompt.n_seen, prompt.profile.shape)
     return taken + tokens * prompt.token_bytes

@@ -150,8 +150,9 @@ def build_cache(
     layers = make_layers(model, shape)
     if options.tier is not None:
         records = Records(options.tier)
+        share, in_pieces = options.read or READ, options.memory is not None
         for layer in layers:
             if isinstance(layer, BudgetLayer):
-                layer.tier = LayerTier(records, options.read or READ)
+                layer.tier = LayerTier(records, share, in_pieces=in_pieces)
     plan = Plan.of(profile, model, options, decide=decide)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

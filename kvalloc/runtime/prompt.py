@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.stored import layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
@@ -192,6 +193,12 @@ class Prompt:
         entry = shape.n_kv_heads * shape.plain_bytes_per_entry
         return max(self.batch, 1) * len(shape.full_layers) * entry
 
+    def free_tokens(self, memory: int) -> int:
+        """Return how many more tokens so many bytes have room for, beside all that is stored."""
+        tensors = (own for layer in self.layers for own in layer_tensors(layer))
+        stored = sum(int(storage.nbytes()) for storage, _, _ in storages(tensors))
+        return (memory - stored) // self.token_bytes
+
     def stored_counts(self) -> IntArray:
         """Entries stored now, (batch, n_layers, n_kv_heads)."""
         shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
@@ -234,6 +241,9 @@ class Prompt:
         targets = {} if step.follows else self._begin_reading(arguments, step)
         every, settled = self.schedule.every, self.arrival.settled
         interval = every.interval(settled, self.token_bytes) if every else BLOCK_TOKENS
+        if every and every.memory is not None and step.follows:
+            there = self.budget_layers[0].dense_tokens
+            interval = max(min(interval, there + self.free_tokens(every.memory)), 1)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, BudgetLayer):
                 layer.evicts_next, layer.every = index in targets, interval
@@ -257,7 +267,10 @@ class Prompt:
             self.schedule = plan.schedule(in_chunks=not step.completes)
             self.whole = WholePrompt() if self.schedule.holds else None
             late = not step.completes and plan.bits
-            refusals.refuse(rounded_beyond_memory=late and plan.profile.fits_a_peak)
+            refusals.refuse(
+                rounded_beyond_memory=late and plan.profile.fits_a_peak,
+                paged_in_chunks=not step.completes and plan.options.tier and plan.options.memory,
+            )
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         if self.whole is not None:
             repeats = bool(repetitions(scorers_of(plan.wanted)))

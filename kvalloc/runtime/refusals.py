@@ -115,6 +115,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         'load the model with attn_implementation="sdpa"',
         "other_batch": "the cache holds a batch of {0[0]}, but this input has one of {0[1]}; make "
         "a cache for each batch, or repeat the rows with cache.batch_repeat_interleave(n)",
+        "paged_in_chunks": "beside a tier, {option[memory]} is not kept while a prompt comes in "
+        "chunks; send it in one piece, or leave out either",
         "rounded_beyond_memory": "these budgets were decided for {option[memory]} at its peak, and "
         "of a prompt in chunks nothing is rounded before the last one; send it in one piece, or "
         "solve again without {option[bits]}",
@@ -172,6 +174,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "other_tokens": "token {0[0]} of these is not the one that the cache has read there: its "
         "{0[1]} tokens are another text, such as one whose chat template rewrote earlier turns; "
         "begin with a new cache, or pass the text as it was read",
+        "pages_beyond_memory": "{option[memory]} has no room for the pages of {0[0]:,} tokens "
+        "beside a tier; give more, or begin a new conversation",
         "turn_of_nothing": "a turn of no tokens: these are {0[0]}, and the cache has seen {0[1]} "
         "already; pass the whole text so far and what is said next",
         "turn_beyond": "{0[0]} tokens in the cache and {0[1]} that follow are beyond the {0[2]} "

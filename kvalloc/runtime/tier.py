@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import PAGE, SCALE_BYTES
@@ -21,7 +22,7 @@ from kvalloc.errors import InputError, option
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries, longer
 
-__all__ = ["RAM", "READ", "LayerTier", "Reads", "Records", "page_counts", "range_bytes"]
+__all__ = ["RAM", "READ", "LayerTier", "Reads", "Records"]
 
 RAM = "ram"
 """Name of the tier that lies in memory, off the device where that is a GPU."""
@@ -159,10 +160,13 @@ class LayerTier:
         Those of all layers of a cache.
     share : float
         Of the entries seen, how many each KV head reads for a decoded token, at most.
+    in_pieces : bool
+        Whether one row and KV head is brought in after the other, and never a layer: so that
+        `kvalloc.accounting.costs.paging_bytes` lie beside what is stored, and no more.
     """
 
-    def __init__(self, records: Records, share: float) -> None:
-        self.records, self.share = records, share
+    def __init__(self, records: Records, share: float, *, in_pieces: bool = False) -> None:
+        self.records, self.share, self.in_pieces = records, share, in_pieces
         self.forget()
 
     def forget(self) -> None:
@@ -181,7 +185,12 @@ class LayerTier:
 
     def reads_all(self, new_tokens: int) -> bool:
         """Return whether so many tokens may together read everything."""
-        return new_tokens * self.share >= 1
+        return new_tokens * self.share >= 1 and not self.in_pieces
+
+    def _pieces(self, n_segments: int) -> list[slice]:
+        """Return the segments that are worked on together."""
+        step = 1 if self.in_pieces else n_segments
+        return [slice(first, first + step) for first in range(0, n_segments, step)]
 
     @property
     def columns(self) -> int:
@@ -214,21 +223,31 @@ class LayerTier:
         batch, n_heads, n_new, _ = keys.shape
         if not n_new:
             return
-        both = [own.detach().flatten(0, 1).float() for own in (keys, values)]
+        both = [own.detach().flatten(0, 1) for own in (keys, values)]
+        pieces = self._pieces(batch * n_heads)
         if not self.columns:
             hidden = ~visible.to(keys.device).repeat_interleave(n_heads, dim=0)[..., None]
-            self.ranges = [_range(own, hidden) for own in both]
+            ranges = [[_range(own[one].float(), hidden[one]) for one in pieces] for own in both]
+            self.ranges = [
+                (torch.cat([one for one, _ in own]), torch.cat([one for _, one in own]))
+                for own in ranges
+            ]
             self.numbers = self.numbers.new_empty(0, batch)
             self._visible = self._visible.new_empty(batch, 0)
-        coded = [_coded(own, *among) for own, among in zip(both, self.ranges, strict=True)]
-        parts = [scale.view(torch.uint8) for _, scale in coded]
-        parts += [codes.view(torch.uint8) for codes, _ in coded]
-        size = sum(int(part.shape[-1]) for part in parts)
-        records = torch.cat(parts, dim=-1).transpose(0, 1).reshape(-1, size)
-        first = self.records.add(records)
+        records = torch.cat([self._coded(both, one).cpu() for one in pieces])
+        first = self.records.add(records.transpose(0, 1).flatten(0, 1))
         numbers = first + torch.arange(0, n_new * batch * n_heads, n_heads).view(n_new, batch)
         self.numbers = torch.cat([self.numbers, numbers])
         self._visible = torch.cat([self._visible, visible], dim=1)
+
+    def _coded(self, both: Sequence[Tensor], piece: slice) -> Tensor:
+        """Return records of some segments, (n_segments, n, size)."""
+        coded = [
+            _coded(own[piece].float(), middle[piece], half[piece])
+            for own, (middle, half) in zip(both, self.ranges, strict=True)
+        ]
+        parts = [scale.view(torch.uint8) for _, scale in coded]
+        return torch.cat([*parts, *(codes.view(torch.uint8) for codes, _ in coded)], dim=-1)
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -294,14 +313,18 @@ class LayerTier:
 
     def everything(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of all entries, float32, (batch, n_kv_heads, n, head_dim)."""
-        batch, device = int(self.numbers.shape[1]), self.ranges[0][0].device
-        n_segments = len(self.ranges[0][0])
-        heads = torch.arange(n_segments // batch)
-        numbers = (self.numbers.T[:, None] + heads[:, None]).reshape(-1)
-        records = self.records.read(numbers).to(device).view(n_segments, self.columns, -1)
-        keys, values = self._decoded(records, self.ranges)
-        shape = batch, n_segments // batch, self.columns
-        return keys.view(*shape, -1), values.view(*shape, -1)
+        keys, values = self._segments(slice(None))
+        shape = int(self.numbers.shape[1]), -1, self.columns, int(keys.shape[-1])
+        return keys.view(shape), values.view(shape)
+
+    def _segments(self, piece: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some segments, float32, (n_segments, n, head_dim)."""
+        n_segments, device = len(self.ranges[0][0]), self.ranges[0][0].device
+        heads = torch.arange(n_segments // int(self.numbers.shape[1]))
+        numbers = (self.numbers.T[:, None] + heads[:, None]).flatten(0, 1)[piece]
+        records = self.records.read(numbers.flatten()).to(device)
+        ranges = [[own[piece] for own in among] for among in self.ranges]
+        return self._decoded(records.view(*numbers.shape, -1), ranges)
 
     def _decoded(self, records: Tensor, ranges: Any) -> tuple[Tensor, Tensor]:
         """Return the numbers of records, (..., head_dim) each."""
@@ -349,25 +372,27 @@ class LayerTier:
         gone = self._visible.repeat_interleave(n_heads, dim=0)
         segments = np.repeat(np.arange(part.lengths.size), part.lengths.ravel())
         gone[torch.from_numpy(segments), part.positions.long().cpu()] = False
-        keys, values = (own.flatten(0, 1) for own in self.everything())
-        members = _similar(keys, gone.to(keys.device))
-        counts = np.asarray(page_counts(gone.sum(dim=1).numpy()))
-        there = members >= 0
-        sizes = there.sum(dim=-1)
-        rows = torch.arange(len(keys), device=keys.device)[:, None, None]
-        weights = (there / sizes.clamp(min=1)[..., None])[..., None]
-        means = [
-            torch.cat([own[:count] for own, count in zip(mean, counts.tolist(), strict=True)])
-            for mean in ((own[rows, members] * weights).sum(dim=2) for own in (keys, values))
-        ]
-        answers = KeptEntries(
-            keys=means[0].to(kept.like[0].dtype),
-            values=means[1].to(kept.like[1].dtype),
-            positions=part.positions.new_full((len(means[0]),), NO_COLUMN),
-            lengths=counts.reshape(batch, n_heads),
-        )
+        found = [self._paged(one, gone[one]) for one in self._pieces(len(gone))]
+        members = pad_sequence([own for of_piece, *_ in found for own in of_piece], True, -1)
         self._reads, self.pages = None, Pages.of(members, batch)
+        answers = KeptEntries(
+            keys=torch.cat([keys for _, keys, _ in found]).to(kept.like[0].dtype),
+            values=torch.cat([values for *_, values in found]).to(kept.like[1].dtype),
+            positions=part.positions.new_full((int(self.pages.counts.sum()),), NO_COLUMN),
+            lengths=self.pages.counts,
+        )
         return LayerEntries.packed(longer(answers, part), bits)
+
+    def _paged(self, piece: slice, gone: Tensor) -> tuple[Tensor, ...]:
+        """Return the members of some segments' pages, and their mean keys and values, (n, dim)."""
+        keys, values = self._segments(piece)
+        members = _similar(keys, gone.to(keys.device))
+        there = members >= 0
+        weights = (there / there.sum(dim=-1, keepdim=True).clamp(min=1))[..., None]
+        rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+        both = (own[rows, members].mul_(weights).sum(dim=2) for own in (keys, values))
+        means = [mean[there[..., 0]] for mean in both]
+        return members, *means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,16 +462,6 @@ class Pages:
         )
 
 
-def range_bytes(head_dim: int) -> int:
-    """Return the bytes of the ranges of a head's channels, which lie with its kept entries."""
-    return 4 * head_dim * torch.float32.itemsize  # middle and half of key and value
-
-
-def page_counts(evicted: IntArray) -> IntArray:
-    """Return how many pages so many evicted entries take."""
-    return np.asarray(-(-evicted // PAGE))
-
-
 def _similar(keys: Tensor, gone: Tensor) -> Tensor:
     """Return pages of entries with similar keys: halved along the direction of most difference.
 
@@ -472,7 +487,7 @@ def _similar(keys: Tensor, gone: Tensor) -> Tensor:
         there = torch.arange(columns.shape[1], device=keys.device) < count[:, None]
         segment = torch.arange(len(columns), device=keys.device) * n_segments // len(columns)
         own = keys[segment[:, None], columns]
-        own = (own - _mean(own, there)[:, None]) * there[..., None]
+        own.sub_(_mean(own, there)[:, None]).mul_(there[..., None])
         along = own.new_ones(len(own), dim, 1)
         for _ in range(DIRECTIONS):
             along = own.mT @ (own @ along)

@@ -12,7 +12,7 @@ from factories import make_bits, make_scores, make_shared_scores
 from live_storage import LiveStorage, peak_bytes
 
 import kvalloc
-from kvalloc.accounting.costs import plain_bytes
+from kvalloc.accounting.costs import paging_bytes, plain_bytes
 from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
@@ -111,13 +111,14 @@ SOLVED = {
 }
 SERVED = {
     "decided": {"level": "head", "solver": "greedy"},
-    "default": {"budget": "20%"},
+    "default": {"budget": "60%"},
+    "beside a tier": {"budget": "20%", "tier": "folder"},
 }
 
 
 @pytest.mark.parametrize(("dtype", "padded"), ROWS)
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
-def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
+def test_memory_is_a_peak(way, dtype, padded, monkeypatch, tmp_path):
     for place in ("kvalloc.online.ways", "kvalloc.scorers.lookahead"):
         monkeypatch.setattr(f"{place}.LATEST_VOTES", 8)  # what scores take is not the cache's
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
@@ -140,12 +141,22 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
         found = watched.peaks(lambda: read(past_key_values=cache))
     else:
         if "budget" in SERVED[way]:
-            early = Early(setting=Default.parse(**SERVED[way]).setting(shape))
-            memory = early.peak_bytes(Rows(TOKENS, 2, TOKENS))
+            monkeypatch.chdir(tmp_path)
+            tmp_path.joinpath("folder").mkdir()
+            options = CacheOptions(tier=SERVED[way].get("tier"))
+            default = Default.parse(SERVED[way]["budget"], options)
+            early = default._early(default.setting(shape), TOKENS)
+            memory = default._peak(early, Rows(TOKENS, 2, TOKENS))
+            memory += paging_bytes(TOKENS, shape) if "tier" in SERVED[way] else 0
         with kvalloc.apply(model, memory=memory, **SERVED[way]) as applied:
             found = watched.peaks(read)[-len(plain) :]  # without the mini-prefill
         assert applied.last_cache is not None
         cache = applied.last_cache
+        for token in tiny.prompt(40, 2).split(1, dim=1):  # what follows fits as well
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            with torch.no_grad():
+                model(token, attention_mask=mask, past_key_values=cache)
+            assert cache.retained_bytes <= memory
     assert cache.reduced
     assert 0.4 * memory < max(a - b for a, b in zip(found, plain, strict=True)) <= memory
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from factories import make_shape
 from hostile_files import Tensors
+from live_storage import peak_bytes
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.accounting.costs import PAGE
+from kvalloc.accounting.costs import PAGE, paging_bytes, range_bytes
 from kvalloc.errors import InputError
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import CacheOptions
@@ -22,7 +24,7 @@ from kvalloc.runtime.attention.tiered import attend_again
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.tier import LayerTier, Reads, Records, range_bytes
+from kvalloc.runtime.tier import LayerTier, Reads, Records
 
 CONTEXT, READ = 90, 0.1
 
@@ -163,6 +165,25 @@ def test_pages_hold_every_evicted_entry_once_beside_its_like():
             own = [keys[row, head, one.long()] for one in some]
             spread.append(sum(float((one - one.mean(dim=0)).square().sum()) for one in own))
     assert all(similar < 0.4 * near for similar, near in zip(*[iter(spread)] * 2, strict=True))
+
+
+@pytest.mark.parametrize(("n", "dim"), [(1000, 64), (1030, 64), (300, 16)])
+def test_making_pages_of_one_head_after_the_other_takes_what_is_said_and_makes_the_same(n, dim):
+    shape = make_shape(n_layers=1, n_kv_heads=3, head_dim=dim)
+    generator = torch.Generator().manual_seed(n)
+    keys, values = torch.randn(2, 1, 3, n, dim, generator=generator)
+    visible, kept = torch.ones(1, n, dtype=torch.bool), torch.rand(1, 3, n) < 0.3
+    positions, counts = torch.arange(n, dtype=torch.int32), kept.sum(dim=-1).numpy()
+    whole = LayerEntries.whole(KeptEntries.of(keys, values, positions, kept, counts))
+    made = []
+    for in_pieces in (False, True):
+        tier = LayerTier(Records("ram"), READ, in_pieces=in_pieces)
+        tier.add(keys, values, visible)
+        taken = peak_bytes(lambda: made.append((tier.packed(whole, np.full(3, 8)), tier)))  # noqa: B023
+    (parts, tier), (own, alone) = [(one.parts[0], tier) for one, tier in made]
+    assert taken <= paging_bytes(n, shape) + own.keys.nbytes + own.values.nbytes + n * 3 * 4
+    assert torch.equal(alone.pages.members, tier.pages.members)
+    assert torch.equal(own.values, parts.values)
 
 
 def test_what_is_read_is_within_the_share():
