@@ -288,10 +288,15 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def tier_bytes(self) -> int | None:
-        """Bytes in the slow tier, which are not among those that are retained; None without one."""
-        layers = [own.budget_layers[0].tier for own in self._prompts]
-        found = [tier.records.nbytes for tier in layers if tier is not None]
-        return sum(found) if found else None
+        """Bytes in the slow tier, those that say what lies where included; None without one.
+
+        They are not among those that are retained.
+        """
+        every = (layer.tier for own in self._prompts for layer in own.budget_layers)
+        tiers = [tier for tier in every if tier is not None]
+        records = {id(tier.records): tier.records.nbytes for tier in tiers}
+        tables: int = sum(own.nbytes for tier in tiers for own in tier.tables)
+        return sum(records.values()) + tables if tiers else None
 
     @property
     def share(self) -> float:

@@ -183,6 +183,12 @@ class LayerTier:
         found = [own for among in self.ranges for own in among]
         return found if self.pages is None else [*found, self.pages.bias]
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """Return what says on the host which records are whose, and what is in which page."""
+        pages = [] if self.pages is None else [self.pages.members]
+        return [self.numbers, self._visible, *pages]
+
     def reads_all(self, new_tokens: int) -> bool:
         """Return whether so many tokens may together read everything."""
         return new_tokens * self.share >= 1 and not self.in_pieces
