@@ -14,6 +14,7 @@ from kvalloc.accounting.stored import layer_tensors
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
+from kvalloc.runtime.kept import work_bytes
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.refusals import refuse
@@ -75,7 +76,8 @@ def settle(prompt: Prompt) -> None:
     tokens = row_tokens(arrival.visible)
     budgets = np.maximum(arrival.budgets(tokens), policy.protected_tokens)
     if every.memory is not None:
-        left = every.memory - _following_bytes(prompt, every)
+        most = np.maximum(budgets, tokens[:, None, None]) if prompt.profile.fits_a_peak else budgets
+        left = every.memory - _following_bytes(prompt, every, most)
         with prompt.half_way():
             budgets = _within(left, budgets, tokens, prompt)
     followed = _followed(prompt, budgets, tokens)
@@ -200,11 +202,21 @@ def _due(prompt: Prompt, every: Event) -> int:
     return settled + every.interval(settled, prompt.token_bytes)
 
 
-def _following_bytes(prompt: Prompt, every: Event) -> int:
-    """Return what sliding layers take, and what may follow before the next time."""
+def _following_bytes(prompt: Prompt, every: Event, most: IntArray) -> int:
+    """Return what is taken beside the entries: by sliding layers, what follows, and lists of tiles.
+
+    Parameters
+    ----------
+    prompt : Prompt
+    every : Event
+    most : ndarray of int64, (batch, n_layers, n_kv_heads)
+        Entries that are kept, at most.
+    """
     slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
     tokens = every.interval(prompt.n_seen, prompt.token_bytes)
     taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
     if prompt.plan.options.tier is not None:
         taken += paging_bytes(prompt.n_seen, prompt.profile.shape)
+    if prompt.budget_layers[0].keys.is_cuda:  # where a kernel reads by lists
+        taken += work_bytes(int(most.sum()), most.size)
     return taken + tokens * prompt.token_bytes

@@ -15,7 +15,20 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["KeptEntries", "KeptLayer", "Spans", "Work", "halved", "on_device", "parted"]
+__all__ = [
+    "SHORTEST_TILE",
+    "KeptEntries",
+    "KeptLayer",
+    "Spans",
+    "Work",
+    "halved",
+    "on_device",
+    "parted",
+    "work_bytes",
+]
+
+SHORTEST_TILE = 16
+"""Entries that are worth a program: as few as tensor cores multiply."""
 
 
 def halved(*numbers: Tensor) -> list[Tensor]:
@@ -240,6 +253,11 @@ class Work:
     segments: Tensor
 
 
+def work_bytes(entries: int, segments: int) -> int:
+    """Return the most bytes that `Work` takes of so many entries in so many segments."""
+    return 4 * (entries // SHORTEST_TILE + segments) + 24 * segments
+
+
 @dataclass(frozen=True, eq=False)
 class KeptLayer:
     """Kept entries of all KV heads of a layer.
@@ -265,7 +283,7 @@ class KeptLayer:
         return found.reshape(-1, 4)
 
     def work(self, length: int) -> Work:
-        """Return the tiles of so many entries, made once for each eviction.
+        """Return the tiles of so many entries, made once for each eviction; the latest are kept.
 
         Parameters
         ----------
@@ -273,6 +291,7 @@ class KeptLayer:
             A multiple of `KEY_BLOCK_TOKENS`, or what divides it.
         """
         if length not in self._work:
+            self._work.clear()
             tiles, _ = _cut(self.spans[:, 1] - self.spans[:, 0], length)
             bounds = np.searchsorted(tiles, np.arange(len(self.spans) + 1))
             segments = np.column_stack([self.spans, bounds[:-1], bounds[1:]])

@@ -31,15 +31,12 @@ from kvalloc.accounting.costs import (
     turns,
 )
 from kvalloc.runtime.attention.call import AttentionCall, Backend
-from kvalloc.runtime.kept import KeptEntries, KeptLayer
+from kvalloc.runtime.kept import SHORTEST_TILE, KeptEntries, KeptLayer
 
 __all__ = ["TritonBackend", "triton_attention"]
 
 _ROWS = (16, 64)
 """Query rows of a program: at least, because of the tensor cores, and at most."""
-
-_SHORTEST_TILE = 16
-"""Entries that are worth a program: as few as tensor cores multiply."""
 
 _WARP_NUMBERS = 512
 """Numbers of the keys read together that are worth a warp: below it reads byte by byte."""
@@ -147,7 +144,7 @@ def _tile_length(n_entries: int, programs: int) -> int:
 
     Those that a program reads together share a key scale, so a tile is a part of a block or blocks.
     """
-    each = max(-(-n_entries // programs), _SHORTEST_TILE)
+    each = max(-(-n_entries // programs), SHORTEST_TILE)
     if each > KEY_BLOCK_TOKENS:
         return -(-each // KEY_BLOCK_TOKENS) * KEY_BLOCK_TOKENS
     return _power_of_two(each)

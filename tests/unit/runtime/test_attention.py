@@ -41,6 +41,7 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
+from kvalloc.runtime.kept import work_bytes
 
 needs_kernel = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
@@ -162,7 +163,8 @@ def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch, tmp_
     before = sum(one.nbytes for one in entries.tensors())
     by_triton.triton_attention(call, entries.kept, programs=264)
     tiles = sum(-(-int(count) // 16) for count in counts.ravel())
-    assert sum(one.nbytes for one in entries.tensors()) - before == 4 * tiles + 24 * counts.size
+    noted = sum(one.nbytes for one in entries.tensors()) - before
+    assert noted == 4 * tiles + 24 * counts.size <= work_bytes(int(counts.sum()), counts.size)
     assert compiled == [("read_tile", True), ("add_tiles", False)]
 
 
