@@ -59,6 +59,8 @@ WANTED = {
     "gemma-3-270m": {0.2: 0.07, 0.1: 0.3, 0.05: 0.5},
 }
 """Of the best peer's loss, by model and share; elsewhere two thirds."""
+PICTURED = 600
+"""Tokens of the prompts that the pictures are of."""
 MET, EQUAL, MISSED = "met", "equal", "MISSED"
 FIRST, OFF = "0-15", 1.5
 """Positions of an answer whose loss is predicted, and how many times too much or too little."""
@@ -82,6 +84,8 @@ def main() -> int:
         if not rows:
             continue
         print(f"\n{folder.name}, prompts of {asked.context:,} tokens")
+        if asked.context == PICTURED:
+            picture(rows, folder.name)
         for said, verdict in report(rows, folder.name, [share / 100 for share in asked.shares]):
             print(f"  {verdict:6}  {said}")
             missed |= verdict == MISSED
@@ -113,7 +117,7 @@ def versions(python: Path) -> str:
 
 
 def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tuple[str, str]]:
-    """Print the tables of a model and draw its picture; what was to be reached, and whether."""
+    """Print the tables of a model; what was to be reached, and whether."""
     targets = []
     for share in shares:
         some = at_share(rows, share)
@@ -146,6 +150,11 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
         better = where_peers_are_better(some, DEFAULT, cells, [ANYWHERE])
         said = f"a peer surely loses less in a cell: {'; '.join(better) or 'in none'}"
         targets.append((f"{share:.0%}, {DEFAULT}: {said}", MISSED if better else MET))
+    return targets
+
+
+def picture(rows: Sequence[Row], model: str) -> None:
+    """Draw loss against bytes."""
     shown = shown_in(rows)
     if shown.lines:
         name = "shares.png" if model == DEMO else f"shares-{model}.png"
@@ -154,7 +163,6 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
             title=f"{model}: long answers, held-out prompts",
             note=f"prompts of each kind: {shown.prompts} ({', '.join(shown.cells)})",
         )  # fmt: skip
-    return targets
 
 
 def predicted(rows: Sequence[Row], model: str, share: float) -> tuple[str, str] | None:
