@@ -179,10 +179,10 @@ def predicted(rows: Sequence[Row], model: str, share: float) -> tuple[str, str] 
         cells[row["cell"]][row["digest"]] = row["kl"][FIRST][0]
     kls, expected = [np.array([*each.values()]) for each in cells.values()], solved.expected_loss
     measured = float(np.mean([each.mean() for each in kls]))
-    if max(expected, measured) < LEAST_KL:
+    ends = interval(kls, lambda means: expected / means)
+    if max(expected, measured) < LEAST_KL or ends is None:
         return None
-    ratio = expected / measured
-    low, high = interval(kls, lambda means: expected / means) or (ratio, ratio)
+    ratio, (low, high) = expected / measured, ends
     said = f"{share:.0%}, predicted over measured loss of positions {FIRST}: {ratio:.2f}"
     said += f" [{low:.2f}..{high:.2f}] of {min(map(len, kls))} prompts, within {OFF} times"
     return said, MET if 1 / OFF <= ratio <= OFF else MISSED
