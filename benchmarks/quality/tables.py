@@ -71,11 +71,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """Without the rows of prompts that have changed since."""
-    prompts = {(row["cell"], row["seed"], row["number"]): row["digest"] for row in rows}
-    return [
-        row for row in rows if prompts[row["cell"], row["seed"], row["number"]] == row["digest"]
-    ]
+    """The latest row of each method, share and prompt, if the prompt has not changed since."""
+    digests = {(row["cell"], row["seed"], row["number"]): row["digest"] for row in rows}
+    latest = {
+        (row["cell"], row["digest"], row["method"], row["share"]): row
+        for row in rows
+        if digests[row["cell"], row["seed"], row["number"]] == row["digest"]
+    }
+    return [*latest.values()]
 
 
 def earlier_rounding(row: Row) -> bool:
