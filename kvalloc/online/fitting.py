@@ -42,7 +42,7 @@ LOSS_KINDS, LOSS_CONTEXT, MAX_LOSS_PROMPTS = ("kl", "own", "facts", "needle"), 6
 many of given texts are taken at most."""
 
 ERROR_PROMPTS, ERROR_SEED, ERROR_SHARES = 24, 1_000, (0.05, 0.1, 0.2)
-"""Other prompts, on which whole caches of these shares are measured."""
+"""Other prompts, on which whole caches of these shares are measured; fewer shorter ones."""
 
 
 @keywords_of(FitOptions)
@@ -181,11 +181,13 @@ def _samples(
         count, lengths = count or EACH_KIND * len(KINDS), (short, short // 2)
         how: dict[str, Any] = {"kinds": LOSS_KINDS, "question": "both"}
         made = partial(calibration_prompts, tokenizer)
-        others = made(ERROR_PROMPTS, lengths, seed=ERROR_SEED, **how)
+        # shorter prompts have room for fewer different ones; in each form and kind the same number
+        n_others = max(ERROR_PROMPTS * short // LOSS_CONTEXT // 8, 1) * 8
+        others = made(n_others, lengths, seed=ERROR_SEED, **how)
         return (
             choose(made(count, context, seed=seed), context, seed, count),
             choose(made(count, lengths, seed=seed, **how), short, seed, count),
-            choose(others, short, seed, ERROR_PROMPTS),
+            choose(others, short, seed, n_others),
         )
     texts = [given] if isinstance(given, str) else list(given)
     second = choose(texts, context, seed, count)

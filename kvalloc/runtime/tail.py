@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_TOKENS", "Length", "Tail", "room_for"]
+__all__ = ["BLOCK_TOKENS", "FIRST_TOKENS", "Length", "Tail", "room_for"]
 
 BLOCK_TOKENS = 64
 """Tokens that a tail gets room for at a time: until then none is copied, and no address changes."""
 
 
+FIRST_TOKENS = 8
+"""So many of the first that come one by one take no room to spare: a short answer to a short prompt
+would store more than that prompt."""
+
+
 def room_for(tokens: int, every: int) -> int:
     """Return the tokens that there is room for where so many have come, one after the other.
 
-    Whole blocks, but no more than come before the next eviction.
+    Those alone at first, then whole blocks, but no more than come before the next eviction.
 
     Parameters
     ----------
@@ -22,6 +27,8 @@ def room_for(tokens: int, every: int) -> int:
     every : int
         Tokens between two evictions.
     """
+    if tokens <= FIRST_TOKENS:
+        return tokens
     return min(-(-tokens // one) * one for one in (BLOCK_TOKENS, every))
 
 
@@ -68,7 +75,7 @@ class Tail:
 
     def __init__(self, keys: Tensor, values: Tensor, length: Length) -> None:
         self.buffers, self.tokens = (keys, values), int(keys.shape[2])
-        self._length = length
+        self._length, self._alone = length, 0  # how many have come one by one
 
     @property
     def length(self) -> Tensor:
@@ -97,9 +104,10 @@ class Tail:
             Tokens between two evictions.
         """
         n_new, frozen = int(states[0].shape[2]), self._frozen(states)
-        end = self.tokens + n_new
+        end, self._alone = self.tokens + n_new, self._alone + (n_new == 1)
         if frozen or end > int(self.buffers[0].shape[2]):
-            room = end if frozen or n_new > 1 else room_for(end, every)
+            few = n_new > 1 or self._alone <= FIRST_TOKENS
+            room = end if frozen or few else room_for(end, every)
             shape = (*states[0].shape[:2], room - end)
             keys, values = (
                 torch.cat([old, new, new.new_empty(*shape, new.shape[-1])], dim=2)

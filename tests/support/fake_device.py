@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvalloc.runtime.tail import FIRST_TOKENS
+
 __all__ = ["DeviceWaitError", "Launches", "decoded_on_fake_device", "evicted_on_fake_device"]
 
 _NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
 
-WARM = 8
+WARM = FIRST_TOKENS + 1
 """Tokens that are decoded before: what is made once for each eviction is made then, and what
 followed has room for one more."""
 

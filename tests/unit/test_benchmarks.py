@@ -58,7 +58,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path, monkeypatch):
 def test_a_call_names_a_benchmark_a_part_and_options():
     assert parts_of(["solvers", "scale", "--quick"]) == ("solvers", ["scale"], ["--quick"])
     name, parts, options = parts_of(["quality", "--shares", "20"])
-    assert (name, parts, options) == ("quality", ["peers"], ["--shares", "20"])
+    assert (name, parts, options) == ("quality", ["peers", "long"], ["--shares", "20"])
 
 
 # The tables of the quality benchmark, on cells made by hand

@@ -15,7 +15,7 @@ from fake_device import (
 from prompt_runs import AT_ONCE, run
 
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.tail import BLOCK_TOKENS
+from kvalloc.runtime.tail import BLOCK_TOKENS, FIRST_TOKENS
 
 TOKENS = 60
 
@@ -39,14 +39,13 @@ def runs_of(tensors):
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("options", [{}, AT_ONCE])
 def test_what_is_kept_stays_where_it_is_while_decoding(model, profile, options):
-    """What followed as well, in room for a block, which is counted; with biases as well."""
+    """What followed as well, but the first, in room for a block, which is counted; with biases."""
     cache, shadow = make_cache(model, profile, **options), tiny.Shadow(model)
     ids, layer, places = tiny.prompt(TOKENS, 2), cache.layers[0], []
     run(model, ids, cache)
     shadow.logits(ids)
     shadow.follow(cache, combined=bool(options))
     stored = cache.retained_bytes
-    added = BLOCK_TOKENS * cache._prompt.token_bytes
     for step in range(1, 25):
         token = tiny.prompt(1, 2, seed=step)
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
@@ -54,9 +53,11 @@ def test_what_is_kept_stays_where_it_is_while_decoding(model, profile, options):
         places.append((layer.entries.parts[0].keys, *layer.tail.buffers))
         lists = [own for one in cache.layers for own in one.entries.kept.tensors()]
         beside = sum(own.nbytes for own in [*lists, *layer.length.tensors()])  # on a GPU
-        assert cache.retained_bytes == stored + added + beside
+        room = step if step <= FIRST_TOKENS else BLOCK_TOKENS
+        assert cache.retained_bytes == stored + room * cache._prompt.token_bytes + beside
         assert layer.dense_tokens == step
-    assert [runs_of(own) for own in zip(*places, strict=True)] == [[24]] * 3
+    kept, *followed = (runs_of(own) for own in zip(*places, strict=True))
+    assert (kept, followed) == ([24], [[1] * FIRST_TOKENS + [24 - FIRST_TOKENS]] * 2)
     for tokens in (3, 1):  # a question sees one tensor of both
         question = tiny.prompt(tokens, 2, seed=9)
         assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
