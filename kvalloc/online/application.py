@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -13,7 +14,12 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.request import RequestOptions
-from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import (
+    InputError,
+    KVAllocError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+)
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
@@ -286,14 +292,21 @@ class Applied:
         """Learn from the prompts of a fresh cache that were read twice."""
         read = zip(prompts, cache.row_profiles, strict=False)
         twice = [ids for ids, own in read if own.policy.scorer == Reconstruction.name]
-        if self._learning is None or not twice or not self.active:
+        learning = self._learning
+        if learning is None or not twice:
             return
-        end_serving(self._decoder, self._read)  # the model reads them as if nothing were applied
-        try:
-            for ids in twice:
-                self._learning.read(self._model, ids)
-        finally:
-            serve(self._decoder, self._read)
+        with learning.lock:
+            if not self.active:
+                return
+            end_serving(self._decoder, self._read)  # the model reads as if nothing were applied
+            try:
+                for ids in twice:
+                    learning.read(self._model, ids)
+            except (KVAllocError, OSError) as error:  # the answer stands
+                self._learning = None
+                warnings.warn(f"nothing is learnt from prompts: {error}", stacklevel=3)
+            finally:
+                serve(self._decoder, self._read)
 
     def __enter__(self) -> Applied:
         if not self.active:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 from kvalloc.accounting import IntArray
+from kvalloc.errors import UnsupportedModelError, option
 from kvalloc.formats.shipped_profiles import learnt_file
 from kvalloc.measure.sampling import Sample, SampleSet
 from kvalloc.measure.scorer_fitting import SurrogateFit, sample_sums
+from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.shape import ModelShape
 
@@ -31,10 +34,15 @@ class Learning:
     ----------
     shape : ModelShape
         Of the model.
+
+    Attributes
+    ----------
+    lock : Lock
+        Of one thread that reads.
     """
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape = shape
+        self._shape, self.lock = shape, threading.Lock()
         self._samples: list[Sample] = []
         self._sums: list[dict[str, Any]] = []
 
@@ -72,8 +80,21 @@ _LEARNING: weakref.WeakKeyDictionary[Any, Learning] = weakref.WeakKeyDictionary(
 
 
 def learning_of(model: Any) -> Learning:
-    """Return what is learnt of a model, for as long as it lives."""
-    return _LEARNING.setdefault(model, Learning(shape_of(model)))
+    """Return what is learnt of a model, for as long as it lives.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model does not rotate halves of its keys.
+    """
+    if not rotates_halves(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not rotate halves of its keys, so no surrogate can be "
+            f"fitted to it; leave out {option('fit_as_you_go')}"
+        )
+    if model not in _LEARNING:
+        _LEARNING[model] = Learning(shape_of(model))
+    return _LEARNING[model]
 
 
 def _nothing(layers: int) -> None:

@@ -12,7 +12,7 @@ from transformers import CohereConfig, CohereForCausalLM
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, plain_bytes, stored_bytes
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.shipped_profiles import load_surrogate
@@ -392,3 +392,18 @@ def test_prompts_that_are_read_twice_teach_how_later_ones_are_read_once(
     found = load_surrogate(str(file))
     assert (found.samples, found.context_tokens) == (4, TOKENS + 3)
     assert run(model, short, budget="20%").profile.policy.scorer == "reconstruction"  # not asked
+
+
+def test_what_cannot_be_learnt_costs_no_answer(tiny, model, tmp_path, monkeypatch):
+    """A model of another rotation is refused at once; a folder that cannot be made is a warning."""
+    (tmp_path / "learnt").write_text("no folder")
+    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path))
+    monkeypatch.setattr(learning, "ENOUGH_TOKENS", 4 * TOKENS)
+    with kvalloc.apply(model, budget="20%", fit_as_you_go=True):
+        for number in range(3):
+            model.generate(tiny.prompt(TOKENS, seed=number), max_new_tokens=1)
+        with pytest.warns(UserWarning, match="nothing is learnt from prompts: .*learnt"):
+            assert model.generate(tiny.prompt(TOKENS, seed=3), max_new_tokens=1).shape[1] > TOKENS
+    monkeypatch.setattr(learning, "rotates_halves", lambda model: False)
+    with pytest.raises(UnsupportedModelError, match="does not rotate .* leave out fit_as_you_go"):
+        kvalloc.apply(model, budget="20%", fit_as_you_go=True)
