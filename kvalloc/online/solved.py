@@ -30,7 +30,7 @@ FEW_BELOW = 0.15
 """Shares of the bytes below which few entries stay."""
 
 LOOSE = 0.01
-"""Largest distance of the dual bound that says enough; where few heads have budgets it is larger."""
+"""Largest gap of a dual bound that says enough; where few heads have budgets it is larger."""
 
 _STEPS = 8
 """Lengths of the grid between one and its double."""
