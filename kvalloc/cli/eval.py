@@ -70,8 +70,6 @@ class EvalOptions(TypedDict, total=False):
         Longest prompt, tokens; 1024 by default, and `prompts` as long as they are.
     seed : int, default 0
         Seed of the prompts.
-    into_profile : bool
-        Also write each budget profile's rows into its own file.
     output : Path
         Also write rows and every answer to a file.
     """
@@ -93,7 +91,6 @@ class EvalOptions(TypedDict, total=False):
     samples: Annotated[int | None, Option("N", PROMPTS, least=1)]
     context: Annotated[int | None, Option("N", PROMPTS, least=1)]
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
-    into_profile: Annotated[bool | None, Option("", RESULTS)]
     output: Annotated[Path | None, Option("OUT.json", RESULTS)]
     fitted: Annotated[Path | None, Option("FILE", MODEL)]
     allow_other_model: Annotated[bool | None, Option("", MODEL)]
@@ -146,7 +143,6 @@ def eval(model: str, **given: Any) -> None:
     if "output" in options:
         check_writable(options["output"], stream=True)
     profiles = _profiles(options)
-    files = _files(options["profile"]) if "into_profile" in options else {}
     peers = read_peers(options["peer"], profiles.values())
     tasks = _tasks(options)
     context = options.get("context", DEFAULT_CONTEXT)
@@ -174,8 +170,6 @@ def eval(model: str, **given: Any) -> None:
     )
     if "output" in options:
         result.save(options["output"])
-    for name, file in files.items():
-        profiles[name].replace(evaluation=result.of(name)).save(file)
     _note_slid_out(result.rows[0])
     print_result(result.rows, lambda: print_evaluation(result.rows), always=True)
 
@@ -204,19 +198,6 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
 def _applied(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the `kvalloc.apply` that is compared; none where none is."""
     return {name: options[name] for name in ("budget", "fitted", *BUDGET_BY) if name in options}
-
-
-def _files(names: Sequence[str]) -> dict[str, Path]:
-    """Return the files to write evaluations into; refuse shipped profiles."""
-    from kvalloc.files import check_writable
-
-    for name in names:
-        if not Path(name).is_file():
-            raise InputError(
-                f"--into-profile writes files, and {name} is no file here; give a copy of it"
-            )
-        check_writable(name)
-    return {Path(name).stem: Path(name) for name in names}
 
 
 def _tasks(options: Mapping[str, Any]) -> list[Task]:

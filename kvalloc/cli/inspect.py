@@ -10,7 +10,7 @@ from kvalloc.cli.eval import print_evaluation
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_verbose, note, print_fields, print_json, print_result, wants_json
 from kvalloc.report import wording
-from kvalloc.report.terminal import budget_picture, hanging, layer_bars
+from kvalloc.report.terminal import budget_picture, layer_bars
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -72,14 +72,6 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
         spread = {"min_tokens": low, "mean_tokens": mean, "max_tokens": high}
         print_json({"file": file, **profile.record(), **spread})
         return
-    if rows := profile.evaluation_rows:
-        settings = (profile.evaluation or {}).get("settings")
-        known = settings if isinstance(settings, dict) else {}
-        split, seed = known.get("split", "unknown"), known.get("seed", "unknown")
-        where = f"prompts of the split {split}, seed {seed}"
-        print(hanging(f"measured on {where}; KL in nats per token", 0))
-        print_evaluation(rows)
-        print()
     print_fields({"budget profile": file, **wording.budget_fields(profile, brief=not is_verbose())})
     print("\n".join(["", *wording.cap_lines(profile)]))
     print("\n".join(budget_picture(profile)))

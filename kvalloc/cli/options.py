@@ -126,7 +126,7 @@ RARE = frozenset(
         *("cap", "loss_policies", "measure_prompts", "average"),
         *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
-        *("peer", "plain_bits", "metric", "turns", "answer_tokens", "into_profile"),
+        *("peer", "plain_bits", "metric", "turns", "answer_tokens"),
         *("decode_every", "seed", "recompute", "tier", "read"),
         *("fitted", "allow_other_model"),
     }

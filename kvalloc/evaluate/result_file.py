@@ -42,7 +42,7 @@ def evaluation_of(
     return Evaluation(
         shape=shape,
         settings={**settings, "text_digest": text_digest(cases)},
-        profiles={name: one.replace(evaluation=None).digest for name, one in profiles.items()},
+        profiles={name: one.digest for name, one in profiles.items()},
         rows=tuple(plain),
         prompts=tuple(
             {

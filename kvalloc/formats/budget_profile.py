@@ -264,9 +264,6 @@ class BudgetProfile(JsonRecord):
     created: str = ""
     """ISO date, UTC."""
 
-    evaluation: dict[str, Any] | None = None
-    """What ``kvalloc eval --into-profile`` measured with exactly these budgets: settings, rows."""
-
     @computed_field  # type: ignore[prop-decorator]
     @property
     def gap(self) -> float | None:
@@ -323,12 +320,6 @@ class BudgetProfile(JsonRecord):
         return np.full_like(self.budgets, 16) if self.bits is None else self.bits
 
     @property
-    def evaluation_rows(self) -> list[dict[str, Any]]:
-        """Return what was measured with these budgets; a file may state anything there."""
-        rows = (self.evaluation or {}).get("rows")
-        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-    @property
     def optimal_by_word(self) -> str:
         """The solver on whose word alone this is optimal; empty where a bound shows it."""
         known = self.termination != "optimal" or self.bound_source == "dual"
@@ -367,7 +358,6 @@ class BudgetProfile(JsonRecord):
             "policy": policy,
             "other_policies": (),
             "unit_policies": None,
-            "evaluation": None,
             "measured_loss": None,
         }
         budgets = self.budgets

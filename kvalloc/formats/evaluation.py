@@ -66,8 +66,7 @@ class Evaluation(JsonRecord):
     ``text_digest``, SHA-256 over the token ids of all prompts and questions."""
 
     profiles: dict[str, str]
-    """Digest of each budget profile by the name of its rows; an earlier evaluation inside the
-    profile does not count."""
+    """Digest of each budget profile by the name of its rows."""
 
     rows: Annotated[tuple[EvaluationRow, ...], FailFast()]
     """For each task the full cache first, then the methods."""
@@ -89,29 +88,3 @@ class Evaluation(JsonRecord):
         )
 
     __str__ = __repr__
-
-    def of(self, name: str) -> dict[str, Any]:
-        """Return the part about one method, small enough for a budget profile.
-
-        Parameters
-        ----------
-        name : str
-            The method.
-
-        Returns
-        -------
-        dict
-            Settings and rows, without wall times, which are the machine's, and without prompts.
-        """
-        timed = ("prefill_seconds", "decode_tokens_per_second")
-        return {
-            "created": self.created,
-            "versions": self.versions,
-            "model": self.shape.model_id,
-            "settings": self.settings,
-            "rows": [
-                {key: value for key, value in row.items() if key not in timed}
-                for row in self.rows
-                if row["name"] == name
-            ],
-        }

@@ -18,7 +18,6 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.formats.shipped_profiles import load_file
-from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import model_text
 from kvalloc.shape import ModelShape
 
@@ -148,16 +147,13 @@ class Material:
             yield by, what, best, [row for row in points if row[by] is not None]
 
     def measured_rows(self) -> list[Row]:
-        """Return the rows of evaluations, also of those in budget profiles, without full caches."""
-        rows = [
-            _measured(row, source, str(row["name"]))
+        """Return the rows of evaluations, without full caches."""
+        return [
+            _measured(row, source)
             for source, evaluation in self.evaluations.items()
             for row in evaluation.rows
             if row["name"] != "full"
         ]
-        for name, profile in self.profiles.items():
-            rows += [_measured(row, name, name) for row in profile.evaluation_rows]
-        return rows
 
 
 def _traced(scores: ScoreProfile, level: Any, objective: Any) -> list[FrontierPoint]:
@@ -179,22 +175,17 @@ def _facts(point: FrontierPoint) -> Row:
     }
 
 
-def _measured(row: Mapping[str, Any], source: str, name: str) -> Row:
-    """Return a row of an evaluation for a picture; what is left out or no number is None."""
-
-    def number(value: object) -> float | None:
-        return value if isinstance(value, int | float) else None
-
-    ends = row.get("ci95")
-    low, high = map(number, ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
+def _measured(row: Mapping[str, Any], source: str) -> Row:
+    """Return a row of an evaluation for a picture; unknown is None."""
+    ends = row["ci95"]
+    low, high = ends if ends and len(ends) == 2 else (None, None)
     return {
         "source": source,
-        "name": name,
-        "task": f"{row.get('task', '-')}, {number_text(row.get('context'), ',', '?')} tokens",
-        "share": number(row.get("share_of_16_bits", row.get("kept_share"))),
+        "task": f"{row['task']}, {row['context']:,} tokens",
+        "share": row["share_of_16_bits"],
         "low": low,
         "high": high,
-        **{key: number(row.get(key)) for key in ("kl", "top1_agreement", "score", "n")},
+        **{key: row[key] for key in ("name", "kl", "top1_agreement", "score", "n")},
     }
 
 

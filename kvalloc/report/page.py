@@ -257,8 +257,6 @@ def _evaluated_tables(material: Material) -> Iterator[Table]:
         for source, evaluation in material.evaluations.items()
         for row in evaluation.rows
     ]
-    for name, profile in material.profiles.items():
-        rows += [{**row, "from": name, "name": name} for row in profile.evaluation_rows]
     captions = (
         "Measured harm: KL to the full cache in nats per token, and scores",
         "Each method against the first one, the first one against the full cache",

@@ -475,20 +475,14 @@ def evaluation_tables(
     """Yield headings and cells of an evaluation's rows, then of methods against each other.
 
     The first method is held against the full cache, each other one against the first: against the
-    full cache the rows say it already. Rows inside a budget profile may hold anything.
+    full cache the rows say it already.
     """
-    shown = []
-    for row in rows:
-        pieces = row.get("kl_by_position")
-        shown.append({**row, **pieces} if isinstance(pieces, dict) else row)
-    yield _table(COLUMNS, shown)
+    yield _table(COLUMNS, [{**row, **row["kl_by_position"]} for row in rows])
     paired = [
         {**row, **one}
-        for row in shown
-        if isinstance(row.get("paired"), list)
+        for row in rows
         for one in row["paired"][-1:]
-        if isinstance(one, dict)
-        and any(one.get(name) is not None for name in ("kl_ratio", "score_difference"))
+        if any(one.get(name) is not None for name in ("kl_ratio", "score_difference"))
     ]
     if paired:
         yield _table(PAIRED, paired)
@@ -504,7 +498,7 @@ def _table(
 
 def _cell(value: Any, form: str) -> str:
     if form == "bytes":
-        return size(value) if isinstance(value, int) else "-"
+        return size(value)
     if isinstance(value, list):
         return "..".join(number_text(end, form, "-") for end in value) or "-"
     return str(value) if isinstance(value, str) else number_text(value, form, "-")

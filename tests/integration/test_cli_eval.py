@@ -83,20 +83,3 @@ def test_eval_puts_budgets_for_each_prompt_beside_stored_ones(models, profiles, 
     assert 0 < each["retained_bytes"] < full["retained_bytes"]
     alone = run("eval", models / "tiny", *target)
     assert alone.json[1]["kl"] == each["kl"]
-
-
-def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder):
-    copy, prompts = folder / "copy.json", folder / "q.jsonl"
-    record = {"context": "w1 w2 " * 20, "input": "w3", "answers": ["w7"]}
-    prompts.write_text("\n".join([json.dumps(record)] * 2))
-    copy.write_bytes((profiles / "tiny.json").read_bytes())
-    before = load_profile(copy)
-    ran = run(
-        *("eval", models / "tiny", "--profile", copy, "--prompts", prompts, "--json"),
-        *("--question-at", "after", "--metric", "exact", "--into-profile"),
-    )
-    after = load_profile(copy)
-    assert after.evaluation["settings"]["question_at"] == "after"
-    [row] = after.evaluation["rows"]
-    assert row["kl"] == ran.json[1]["kl"] > 0
-    assert after.replace(evaluation=None) == before

@@ -68,7 +68,7 @@ class Job:
 
 PROFILE = "profile model --text text.txt --context 48 --scorer xkv:window=4"
 MEASURED = "--level head --measure model --measure-prompts prompts.jsonl"
-EVALUATED = "--prompts questions.jsonl --answer-tokens 4 --into-profile"
+EVALUATED = "--prompts questions.jsonl --answer-tokens 4"
 JOBS = {
     "profile": Job(
         f"{PROFILE} --samples 5 --loss fast -o out.safetensors", "model text.txt", resumes=True
@@ -89,7 +89,7 @@ JOBS = {
     ),
     "eval": Job(
         f"eval model --profile budgets.json {EVALUATED} -o out.json",
-        *("model budgets.json questions.jsonl", "out.json budgets.json"),
+        *("model budgets.json questions.jsonl", "out.json"),
     ),
     "report": Job(
         "report scores.safetensors budgets.json -o out.html",

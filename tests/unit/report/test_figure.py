@@ -55,10 +55,9 @@ def test_an_overview_has_a_panel_for_each_thing_and_equal_budgets_once(tmp_path,
 )
 def test_plot_draws_what_is_asked_for(tmp_path, scores, what, words):
     scores.save(tmp_path / "s.safetensors")
-    evaluation = {"rows": [{"task": "needle", "context": 40, "kl": 0.1, "share_of_16_bits": 0.5}]}
-    budgets = solve(scores, budget=0.5, objective="mean", solver="uniform")
-    budgets.replace(evaluation=evaluation).save(tmp_path / "p.json")
-    files = (tmp_path / "s.safetensors", tmp_path / "p.json")
+    solve(scores, budget=0.5, objective="mean", solver="uniform").save(tmp_path / "p.json")
+    make_evaluation(make_row("p")).save(tmp_path / "r.json")
+    files = [tmp_path / name for name in ("s.safetensors", "p.json", "r.json")]
     ran = run("report", *files, "-o", tmp_path / "x.svg", *what)
     assert ran.code == 0, ran.err
     name = what[1] if what else "budgets"

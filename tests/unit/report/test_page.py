@@ -85,18 +85,6 @@ def test_what_files_leave_out_is_said(files, tmp_path):
         assert said in (tmp_path / "r.html").read_text("utf-8")
 
 
-def test_an_evaluation_of_another_form_and_a_shorter_prompt_do_no_harm(files, tmp_path):
-    rows = [
-        {"task": 3, "kl": "x", "context": "y", "n": 6.5, "paired": 3, "kl_by_position": [1]},
-        *({"kl": 0.1, "ci95": ["low", 1], "paired": [1]}, {"paired": [{"kl_ratio": "x"}]}, 7),
-    ]
-    odd = make_budget_profile(np.full((3, 2), 5), context_tokens=5, evaluation={"rows": rows})
-    odd.save(tmp_path / "odd.json")
-    write_report([files / "s.safetensors", tmp_path / "odd.json"], tmp_path / "r.html")
-    assert "<td>3</td>" in (tmp_path / "r.html").read_text("utf-8")
-    assert run("inspect", tmp_path / "odd.json").code == 0
-
-
 def test_text_of_a_file_is_text_on_the_page(tmp_path):
     nasty = "</script><script>alert(1)</script>"
     make_scores(text_description=nasty).save(tmp_path / "s.safetensors")
