@@ -31,7 +31,15 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, KeptLayer, Spans, halved, on_device, parted
 from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
 
-__all__ = ["LayerEntries", "key_numbers", "longer", "rounded_layers", "unpack", "value_numbers"]
+__all__ = [
+    "LayerEntries",
+    "key_numbers",
+    "longer",
+    "rounded_layers",
+    "segment_keys",
+    "unpack",
+    "value_numbers",
+]
 
 STEPS = 8
 """In so many steps a layer is rounded, which takes several times the bytes of the numbers.
@@ -86,7 +94,7 @@ def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:
     """Return the numbers that entries stand for, of the types of ``like``."""
     keys, values, scales = entries.keys, entries.values, entries.key_scales
     if scales is not None:
-        keys = _key_numbers(keys, scales, entries.spans, entries.bits)
+        keys = segment_keys(entries)
         values = value_numbers(values, entries.bits, int(like[1].shape[-1]))
         values = rotated(values) if turns(entries.bits, int(values.shape[-1])) else values
     keys, values = keys.to(like[0].dtype), values.to(like[1].dtype)
@@ -253,11 +261,12 @@ def _padded(numbers: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
 
 
-def _key_numbers(rows: Tensor, scales: Tensor, spans: Spans, bits: int) -> Tensor:
-    """Return keys of segments, float32, (n, head_dim), with scales as `KeptEntries` has them."""
-    starts, ends = spans.key_blocks()
-    each = on_device(np.repeat(np.arange(len(starts)), ends - starts), rows.device)
-    return key_numbers(rows, scales[each], bits)
+def segment_keys(entries: KeptEntries) -> Tensor:
+    """Return the keys of entries below 16 bits, float32, (n, head_dim)."""
+    assert entries.key_scales is not None
+    starts, ends = entries.spans.key_blocks()
+    each = on_device(np.repeat(np.arange(len(starts)), ends - starts), entries.keys.device)
+    return key_numbers(entries.keys, entries.key_scales[each], entries.bits)
 
 
 def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:

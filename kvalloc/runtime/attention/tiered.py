@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,18 +13,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import (
-    KEY_BLOCK_TOKENS,
-    PLANES,
-    VALUE_BLOCK_CHANNELS,
-    WIDTHS,
-    code_bytes,
-    turns,
-)
+from kvalloc.accounting.costs import turns
 from kvalloc.runtime.attention import cpu
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import KeptEntries, KeptLayer, on_device
-from kvalloc.runtime.packed import value_numbers
+from kvalloc.runtime.packed import segment_keys, value_numbers
 from kvalloc.runtime.quantization import rotated
 from kvalloc.runtime.tier import LayerTier
 
@@ -117,8 +108,10 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     (kept,) = layer.parts
     (batch, n_heads), dim = call.keys.shape[:2], int(call.queries.shape[-1])
     queries = call.queries.reshape(batch * n_heads, -1, dim).float() * call.scaling
-    lengths = kept.spans.lengths
-    logits = _capped(call, _kept_logits(queries, kept))
+    lengths, value_dim = kept.spans.lengths, int(call.values.shape[-1])
+    kept_keys = _padded(segment_keys(kept), lengths)
+    kept_values = _padded(value_numbers(kept.values, kept.bits, value_dim), lengths)
+    logits = _capped(call, queries @ kept_keys.mT)
     logits.masked_fill_(_beyond(lengths, logits), -torch.inf)
     pages = tier.pages
     assert pages is not None
@@ -139,7 +132,8 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     sizes = [int(part.shape[-1]) for part in parts]
     weights = torch.cat(parts, dim=-1).softmax(dim=-1)
     coarse, again, beside = torch.split(weights, sizes, dim=-1)
-    found = _kept_values(coarse, kept, int(call.values.shape[-1]))
+    found = coarse @ kept_values
+    found = rotated(found) if turns(kept.bits, value_dim) else found
     found += again @ values
     following = call.values.flatten(0, 1).float()
     found += beside[..., : following.shape[1]] @ following
@@ -223,76 +217,6 @@ def _beyond(lengths: IntArray, like: Tensor) -> Tensor:
 def _padded(own: Tensor, lengths: IntArray) -> Tensor:
     """Return segments one below the other, (n_segments, longest, ...), with zeros behind."""
     return pad_sequence([*torch.split(own, lengths.tolist())], batch_first=True)
-
-
-def _kept_logits(queries: Tensor, kept: KeptEntries) -> Tensor:
-    """Return the logits of kept entries, (n_segments, group, n), n in whole blocks of keys.
-
-    A block's scales are put into the queries, so that codes are multiplied as they are.
-    """
-    assert kept.key_scales is not None
-    spans, dim = kept.spans, int(queries.shape[-1])
-    scales, rows = _padded(kept.key_scales, spans.blocks).float(), _padded(kept.keys, spans.lengths)
-    room = scales.shape[1] * KEY_BLOCK_TOKENS
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, room - rows.shape[1]))
-    rows = rows.view(*scales.shape[:2], KEY_BLOCK_TOKENS, -1)
-    steps, least = scales.unbind(dim=2)
-    asked = queries[:, None] * steps[:, :, None]
-    logits = queries[:, None] @ least[..., None]
-    for codes, factor in _planes(rows, WIDTHS[kept.bits].keys, dim):
-        per, n_bytes = len(codes), int(codes.shape[-1])
-        own = torch.nn.functional.pad(asked, (0, per * n_bytes - dim)) * factor
-        own = own.view(*own.shape[:-1], n_bytes, per).permute(4, 0, 1, 2, 3)
-        logits = logits + (own @ codes.mT).sum(dim=0)
-    return logits.transpose(1, 2).flatten(2)
-
-
-def _kept_values(weights: Tensor, kept: KeptEntries, dim: int) -> Tensor:
-    """Return the weighted sums of kept values, (n_segments, group, dim)."""
-    rows = _padded(kept.values, kept.spans.lengths)
-    weights = weights[..., : rows.shape[1]]
-    width, n_blocks = WIDTHS[kept.bits].values, -(-dim // VALUE_BLOCK_CHANNELS)
-    if n_blocks > 1 and dim % VALUE_BLOCK_CHANNELS:
-        values = value_numbers(rows.flatten(0, 1), kept.bits, dim)
-        found = weights @ values.view(*rows.shape[:2], dim)
-        return rotated(found) if turns(kept.bits, dim) else found
-    scales = rows[..., code_bytes(width, dim) :].contiguous().view(torch.float16).float()
-    scaled = weights[:, None] * scales[..., ::2].mT[:, :, None]  # (n_segments, n_blocks, group, n)
-    found = (weights @ scales[..., 1::2])[..., None]
-    for codes, factor in _planes(rows, width, dim):
-        own = codes.view(*codes.shape[:-1], n_blocks, -1).transpose(2, 3)
-        sums = (scaled * factor) @ own  # (slots, n_segments, n_blocks, group, bytes)
-        sums = sums.permute(1, 3, 2, 4, 0).flatten(3)[..., : dim // n_blocks]
-        found = found + sums
-    found = found.flatten(2)
-    return rotated(found) if turns(kept.bits, dim) else found
-
-
-def _planes(rows: Tensor, bits: int, dim: int) -> Iterator[tuple[Tensor, float]]:
-    """Yield the planes of packed rows (..., n_bytes), and what a code of each counts.
-
-    Codes are float32, (slots, ..., bytes): the channel of slot i of byte j is ``j * slots + i``.
-    """
-    first, factor = 0, 1.0
-    for width in PLANES[bits]:
-        end = first + code_bytes(width, dim)
-        own = rows[..., first:end].contiguous()
-        if width == 8:
-            yield own[None].float(), factor
-        else:
-            flat = own.flatten()
-            flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4)).view(torch.int32)
-            words = (flat >> _shifts(width, own.device)) & (0x01010101 * (2**width - 1))
-            codes = words.view(torch.uint8)[:, : own.numel()]
-            yield codes.view(-1, *own.shape).float(), factor
-        first, factor = end, factor * 2**width
-
-
-@cache
-def _shifts(width: int, device: torch.device) -> Tensor:
-    """Return where numbers of so many bits begin in a byte, int32, (8 / width, 1)."""
-    with torch.inference_mode(False):
-        return torch.arange(0, 8, width, dtype=torch.int32, device=device)[:, None]
 
 
 def _following_logits(call: AttentionCall, queries: Tensor) -> Tensor:
