@@ -27,7 +27,7 @@ from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.prompt import Prompt, State
+from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.verifier import Verifier
 from kvalloc.units import share_text, size
@@ -173,12 +173,6 @@ class BudgetCache(Cache, hooks.HookedCache):
     def arrival(self) -> Arrival:
         """What has come: tokens, padding, whose budgets."""
         return self._prompt.arrival
-
-    @property
-    def state(self) -> State:
-        """How far the prompt has come."""
-        state = max(self._prompts, key=lambda prompt: prompt.awaited_tokens).state
-        return state if self.interrupted is None else State.INTERRUPTED
 
     @property
     def prompt_complete(self) -> bool:

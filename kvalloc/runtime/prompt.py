@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -33,26 +32,7 @@ from kvalloc.runtime.tail import BLOCK_TOKENS, Length
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
-__all__ = ["Prompt", "State"]
-
-
-class State(Enum):
-    """How far a prompt has come."""
-
-    ARRIVING = "arriving"
-    """Nothing of it is there, or some of its chunks."""
-
-    HELD = "held"
-    """It is complete and whole: tokens that follow are awaited."""
-
-    EVICTED = "evicted"
-    """What is not to stay has gone, and nothing has followed yet."""
-
-    FOLLOWING = "following"
-    """Tokens have followed it."""
-
-    INTERRUPTED = "interrupted"
-    """Something failed half-way, and only a reset helps."""
+__all__ = ["Prompt"]
 
 
 class Prompt:
@@ -137,17 +117,6 @@ class Prompt:
     def interrupted(self) -> str | None:
         """Why only a reset helps; None where it goes on."""
         return self._broken or (None if self.forward is None else refusals.HALF_WAY)
-
-    @property
-    def state(self) -> State:
-        """How far it has come."""
-        if self.interrupted is not None:
-            return State.INTERRUPTED
-        if not self.arrival.complete:
-            return State.ARRIVING
-        if self.whole is not None:
-            return State.HELD
-        return State.FOLLOWING if self.n_following else State.EVICTED
 
     @property
     def awaited_tokens(self) -> int:

@@ -15,7 +15,6 @@ from kvalloc.runtime import make_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.prompt import State
 from kvalloc.runtime.selection import handed_out
 
 CONTEXT, PROTECTED = 90, 6
@@ -115,7 +114,7 @@ def test_the_best_of_each_layers_heads_stay_where_it_is_read(family):
     profile = at_once(model)
     cache = build_cache(model, profile, CacheOptions(by_layer=True))
     run(model, ids, cache)
-    assert cache.state is State.EVICTED
+    assert cache.reduced
     scores = naive_scores(model, ids, profile)
     budgets = profile.budgets_for(CONTEXT)
     for place, layer in enumerate(profile.shape.full_layers):

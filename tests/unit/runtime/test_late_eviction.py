@@ -12,7 +12,6 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime import answer, make_cache
-from kvalloc.runtime.prompt import State
 from kvalloc.scorers.later_pass import CARRIED_TOKENS
 
 # Policies that look at what follows a prompt: a full cache until it has followed, then budgets
@@ -39,7 +38,7 @@ def test_it_is_the_full_cache_until_enough_has_followed(family, dtype, level):
         DynamicCache(config=model.config),
         tiny.prompt(CONTEXT, 2),
     )
-    assert cache.state is State.ARRIVING
+    assert not cache.prompt_complete
     layers = list(profile.shape.full_layers)
     for number in range(AWAITED + 1):
         assert cache.reduced == (number > AWAITED)
@@ -47,7 +46,6 @@ def test_it_is_the_full_cache_until_enough_has_followed(family, dtype, level):
         following = cache.get_seq_length() - CONTEXT
         assert following == number
         assert cache.awaited_tokens == AWAITED - number
-        assert cache.state is (State.HELD if number < AWAITED else State.FOLLOWING)
         ids = tiny.prompt(1, 2, seed=number)
     kept = cache.kept_tokens_by_row[:, layers] - AWAITED
     assert (kept == profile.budgets_for(CONTEXT)[layers]).all()
@@ -79,7 +77,7 @@ def test_a_question_in_one_piece_counts_and_its_end_votes(model):
     asked = make_cache(model, profile)
     run(model, ids, asked)
     assert list(answer(model, asked, tiny.prompt(AWAITED), max_new_tokens=2))
-    assert asked.state is State.HELD  # the answer was written on a copy
+    assert asked.awaited_tokens  # the answer was written on a copy
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -144,7 +142,7 @@ def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(model, tmp_pa
     assert (twin.reduced, cache.reduced) == (True, False)
     cache.evict()
     cache.evict()  # there is nothing left to do
-    assert cache.state is State.FOLLOWING
+    assert (cache.reduced, cache.awaited_tokens) == (True, 0)
     cache.save(tmp_path / "cache.kv")
     loaded = kvalloc.load_cache(tmp_path / "cache.kv", model)
     question = tiny.prompt(4, seed=4)
@@ -152,11 +150,11 @@ def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(model, tmp_pa
     twin.reset()
     run(model, ids, twin)
     twin.reset()
-    assert twin.state is State.ARRIVING
+    assert not twin.prompt_complete
     run(model, ids, twin)
     twin.evict()  # nobody has followed: the window alone votes
     kept = twin.kept_tokens
-    assert twin.state is State.EVICTED
+    assert (twin.reduced, twin.awaited_tokens) == (True, 0)
     assert (kept == profile.budgets_for(CONTEXT)).all()
 
 
