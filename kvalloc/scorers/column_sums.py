@@ -81,28 +81,3 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
         block = weights[first:end, None]
         columns[..., : attention.shape[-1]] += (attention * block).sum(dim=2)
     return columns
-
-
-def last_rows(states: AttentionStates, tokens: range) -> Tensor:
-    """Return weights of rows, 1 for those of certain last tokens.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        What one layer's attention sees.
-    tokens : range
-        Which tokens, by the places of their keys.
-
-    Returns
-    -------
-    Tensor of float32, (n_new_tokens,)
-        On the host. Where the keys of some are gone, all rows of the states: the caller has
-        made sure that there are no others.
-    """
-    import torch
-
-    weights = torch.ones(states.queries.shape[2])
-    if not states.gaps:
-        place = torch.arange(states.keys.shape[2] - len(weights), states.keys.shape[2])
-        weights *= (place >= tokens.start) & (place < tokens.stop)
-    return weights

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.column_sums import last_rows, weighted_rows
+from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import latest_votes
 from kvalloc.scorers.parameters import Parameterized
 
@@ -302,25 +303,26 @@ class RankedPolicy(EvictionPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class VotedPolicy(RankedPolicy):
-    """A policy that ranks entries by the attention that some rows of the prompt pay, added up.
+    """A policy that ranks entries by the attention that the prompt's last rows pay, added up.
 
-    The scorer is not used: the cache holds the rows' queries back.
+    How many rows is `query_rows`. The scorer is not used: the cache holds the rows' queries back.
     """
 
     @abstractmethod
-    def voters(self, n_tokens: int) -> range:
-        """Return the places of the rows of a prompt of so many tokens."""
-
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """Return the rows' votes; see `RankedPolicy.rankings`."""
-        voters = self.voters(int(states.keys.shape[2]))
-        return (weighted_rows(states, last_rows(states, voters)),)
+    def query_rows(self, n_tokens: int) -> int:
+        """Return how many of a prompt's last rows vote."""
 
     @property
     def observes(self) -> bool:
         """Return False: the rows' queries are held back by the cache."""
         return False
 
-    def query_rows(self, n_tokens: int) -> int:
-        """Return the number of rows from the first voter to the end."""
-        return max(n_tokens - self.voters(n_tokens).start, 0)
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
+        """Return the rows' votes; see `RankedPolicy.rankings`.
+
+        Where the keys of some rows are gone, all rows of the states vote: there are no others.
+        """
+        votes = torch.ones(states.queries.shape[2])
+        if not states.gaps:
+            votes[: max(len(votes) - self.query_rows(int(states.keys.shape[2])), 0)] = 0
+        return (weighted_rows(states, votes),)

@@ -72,9 +72,9 @@ class MPCache(VotedPolicy):
                 f"{self.fine_tokens}; choose sizes of which one divides the other"
             )
 
-    def voters(self, n_tokens: int) -> range:
-        """Return the last rows; see `VotedPolicy.voters`."""
-        return range(n_tokens - math.ceil(n_tokens * self.rows_share), n_tokens)
+    def query_rows(self, n_tokens: int) -> int:
+        """Return how many rows vote; see `VotedPolicy.query_rows`."""
+        return math.ceil(n_tokens * self.rows_share)
 
     def keep_ranked(
         self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]

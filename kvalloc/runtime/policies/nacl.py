@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Limits, Rankings, VotedPolicy
 from kvalloc.runtime.selection import best_entries, evictable, free_counts
@@ -34,10 +33,7 @@ class NaCl(VotedPolicy):
     scorer : Scorer
         Not used.
     proxy_share : float
-        Share of a row's tokens, at its end, that are proxies unless they are named.
-    proxy_start, proxy_stop : int, optional
-        The proxies by name, as a range of the row's tokens without padding: the place of the
-        question. Both or none.
+        Share of a row's tokens, at its end, that are proxies: where the question stands.
     random_share : float
         Share of the budget left after the proxies that is drawn at random.
     seed : int
@@ -46,7 +42,7 @@ class NaCl(VotedPolicy):
     Raises
     ------
     InputError
-        If a parameter is out of range, or the named proxies are beyond the prompt.
+        If a parameter is out of range.
 
     References
     ----------
@@ -59,44 +55,12 @@ class NaCl(VotedPolicy):
     reference = "NaCl (Chen et al., 2024), Algorithm 1"
 
     proxy_share: Share = 0.1
-    proxy_start: int | None = None
-    proxy_stop: int | None = None
     random_share: Share = 0.7
     seed: Count = 0
 
-    def __post_init__(self) -> None:
-        """Check; see `Parameterized`."""
-        super().__post_init__()
-        start, stop = self.proxy_start, self.proxy_stop
-        if (start is None) != (stop is None) or (
-            start is not None and stop is not None and not 0 <= start < stop
-        ):
-            raise InputError(
-                f"policy nacl: proxy_start {start} and proxy_stop {stop} name no range of tokens; "
-                "give both, with 0 <= start < stop"
-            )
-
-    def voters(self, n_tokens: int) -> range:
-        """Return the places of the proxies; see `VotedPolicy.voters`."""
-        if self.proxy_start is not None and self.proxy_stop is not None:
-            return range(self.proxy_start, self.proxy_stop)
-        return range(n_tokens - max(math.ceil(n_tokens * self.proxy_share), 1), n_tokens)
-
-    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
-        """Return the proxies' votes F; see `RankedPolicy.rankings`.
-
-        Raises
-        ------
-        InputError
-            If a proxy that is named is beyond the prompt.
-        """
-        n_tokens = int(states.keys.shape[2])
-        if (self.proxy_stop or 0) > n_tokens:
-            raise InputError(
-                f"policy nacl: proxy_stop is {self.proxy_stop}, but a prompt has only "
-                f"{n_tokens} tokens"
-            )
-        return super().rankings(states, **limits)
+    def query_rows(self, n_tokens: int) -> int:
+        """Return how many of a row's last tokens are proxies; see `VotedPolicy.query_rows`."""
+        return max(math.ceil(n_tokens * self.proxy_share), 1)
 
     def keep_ranked(
         self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
@@ -105,9 +69,8 @@ class NaCl(VotedPolicy):
         (scores,) = rankings
         free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
         n_tokens = int(scores.shape[2])
-        proxies = self.voters(n_tokens)
-        first = max(proxies.start, limits["sinks"])
-        stop = max(min(proxies.stop, n_tokens - limits["window"]), first)
+        first = max(n_tokens - self.query_rows(n_tokens), limits["sinks"])
+        stop = max(n_tokens - limits["window"], first)
         n_own = counts.clamp(max=stop - first)
         place = torch.arange(n_tokens, device=free.device)
         own = free & (place >= first) & (place < stop)
