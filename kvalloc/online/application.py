@@ -45,8 +45,6 @@ from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, settin
 from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.units import keywords_of, parse_bytes, parse_share
 
-__all__ = ["Applied", "apply"]
-
 _APPLIED = "_kvalloc_applied"
 
 

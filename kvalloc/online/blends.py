@@ -33,8 +33,6 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import refuse
 from kvalloc.units import parse_share
 
-__all__ = ["DEFAULT_SHARE", "blend"]
-
 DEFAULT_SHARE = 0.15
 """CacheBlend's."""
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from kvalloc.allocation.request import TARGETS
 from kvalloc.errors import InputError, OptionNames, option
 
-__all__ = ["CONFLICTS", "TARGET", "check_conflicts"]
-
 TARGET = tuple(kind.keyword for kind in TARGETS)
 DECIDING = (
     *("level", "min_tokens", "max_tokens", "page"),

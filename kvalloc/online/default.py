@@ -32,8 +32,6 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_share, share_text, size
 
-__all__ = ["Default"]
-
 _TARGETS = {"budget", "target_loss"}
 _LOG = logging.getLogger(__name__)
 

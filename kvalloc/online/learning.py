@@ -15,8 +15,6 @@ from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.shape import ModelShape
 
-__all__ = ["Learning", "learning_of"]
-
 ENOUGH_TOKENS, LEAST_PROMPTS = 8_192, 4
 """Tokens and prompts from which it is fitted: half of what ``kvalloc fit`` takes."""
 

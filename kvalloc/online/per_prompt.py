@@ -31,8 +31,6 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
 
-__all__ = ["PromptOptions", "PromptTarget"]
-
 NOT_OF_A_PROMPT = RequestOptions.__annotations__.keys() - {
     *("target_retention", "target_loss", "budget", "budget_tokens", "memory"),
     *("level", "min_tokens", "max_tokens", "page"),

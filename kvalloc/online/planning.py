@@ -26,8 +26,6 @@ from kvalloc.runtime.tail import room_for
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_bytes, share_text, size
 
-__all__ = ["BatchPlan", "PlannedBatch", "plan_batch"]
-
 BEST, STEP = 5, 1.5
 """Settings that are given, and by how much the share grows from one to the next that is tried."""
 

@@ -12,8 +12,6 @@ from kvalloc.formats.budget_profile import Policy
 from kvalloc.online.ways import Rows, Setting, Way
 from kvalloc.shape import ModelShape
 
-__all__ = ["by_score", "peak_bytes", "tier_width", "with_pages"]
-
 _WIDE, _TOKENS, _PARTS = (8, 5, 4), 1024, 256
 
 

@@ -24,8 +24,6 @@ from kvalloc.runtime.lossless import Sampling, lossless_tokens
 from kvalloc.runtime.refusals import refuse
 from kvalloc.units import check_temperature
 
-__all__ = ["answer"]
-
 
 def answer(
     model: Any,

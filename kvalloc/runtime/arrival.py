@@ -13,8 +13,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 
-__all__ = ["Arrival", "Step", "row_tokens"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -32,8 +32,6 @@ from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.verifier import Verifier
 from kvalloc.units import share_text, size
 
-__all__ = ["BudgetCache"]
-
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a forward that are of rows."""
 

@@ -9,8 +9,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-__all__ = ["Checks", "ensure"]
-
 Noted = list[tuple[Tensor, Callable[[], None]]]
 
 _noted: ContextVar[Noted | None] = ContextVar("kvalloc_checks", default=None)

@@ -12,8 +12,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.refusals import token_ids
 
-__all__ = ["Decide", "prompt_rows", "row_decisions"]
-
 
 class Decide(Protocol):
     """Decides budgets from prompts. Holds no model and nothing of a prompt: caches share it."""

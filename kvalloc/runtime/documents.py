@@ -29,8 +29,6 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.scorers.attention_rows import window_attention
 
-__all__ = ["CHECK_LAYER", "DenseLayer", "Documents"]
-
 CHECK_LAYER = 1
 """Where it is seen how values change: the first layer whose input knows what stands in front."""
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["joined", "part", "unread"]
-
 BY_TOKEN = ("input_ids", "position_ids", "cache_position", "token_type_ids")
 """Arguments of a decoder whose last axis are the new tokens."""
 

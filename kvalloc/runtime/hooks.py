@@ -49,17 +49,6 @@ from kvalloc.runtime import refusals
 from kvalloc.runtime.attention.masks import mask_function, stored_mask
 from kvalloc.runtime.drafts import joined
 
-__all__ = [
-    "HookedCache",
-    "end_serving",
-    "give_to_copies",
-    "keep_from_copies",
-    "named_arguments",
-    "retain",
-    "serve",
-]
-
-
 _numbers = itertools.count()
 _caches: weakref.WeakValueDictionary[int, HookedCache] = weakref.WeakValueDictionary()
 

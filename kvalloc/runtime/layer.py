@@ -17,8 +17,6 @@ from kvalloc.runtime.tail import BLOCK_TOKENS, Length, Tail
 from kvalloc.runtime.tier import LayerTier
 from kvalloc.runtime.unfinished import Unfinished
 
-__all__ = ["BudgetLayer"]
-
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Stores what is kept of the prompt and all that followed, and answers for all tokens seen.

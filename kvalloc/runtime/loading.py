@@ -22,8 +22,6 @@ from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.saving import KEPT
 from kvalloc.runtime.tier import RAM, Records
 
-__all__ = ["filled_cache", "load_cache"]
-
 
 def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = False) -> Any:
     """Load a cache as it was when it was saved, for the same model.

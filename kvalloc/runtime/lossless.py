@@ -19,8 +19,6 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.refusals import is_assisted, refuse, setting
 from kvalloc.runtime.verifier import LONGEST_DRAFT, Verifier
 
-__all__ = ["Sampling", "check_lossless", "generate_lossless", "lossless_tokens", "verify_with"]
-
 ROUNDING = {4: 12.0, 2: 3.0}
 """Times the precision of the model's numbers, by their bytes, by which the logits of two tokens may
 differ and be called a tie: several tokens in one forward can round otherwise than one at a time

@@ -27,8 +27,6 @@ from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.tier import READ, LayerTier, Records
 from kvalloc.shape import ModelShape
 
-__all__ = ["build_cache", "make_cache", "make_layers"]
-
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
     """Cache layers for the model, its full-attention ones replaced by `BudgetLayer`.

@@ -10,8 +10,6 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime import refusals
 from kvalloc.runtime.policies import changed_policy
 
-__all__ = ["CacheOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:

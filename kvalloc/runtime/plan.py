@@ -23,8 +23,6 @@ from kvalloc.runtime.repetition import Wanted
 from kvalloc.runtime.schedule import Schedule, layer_groups, schedule_of
 from kvalloc.shape import HALF_BYTES
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:

@@ -32,8 +32,6 @@ from kvalloc.runtime.tail import BLOCK_TOKENS, Length
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
-__all__ = ["Prompt"]
-
 
 class Prompt:
     """Follows one prompt of a cache after the other, of rows that are kept in one way.

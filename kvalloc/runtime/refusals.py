@@ -25,27 +25,6 @@ from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 
-__all__ = [
-    "BROKEN_OFF",
-    "COMPILED_MAKES_NONE",
-    "HALF_WAY",
-    "REFUSALS",
-    "UNCOMPILED",
-    "at_least_1",
-    "check_forward",
-    "check_generate",
-    "check_kept",
-    "check_model",
-    "check_profile",
-    "is_assisted",
-    "new_tokens_shape",
-    "refuse",
-    "setting",
-    "shared_layers",
-    "token_ids",
-    "warn_of_plain",
-]
-
 HALF_WAY = (
     "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
     "start with the prompt again"

@@ -27,15 +27,6 @@ from kvalloc.scorers.later_pass import (
     LaterStep,
 )
 
-__all__ = [
-    "HeldPrompt",
-    "LaterNotes",
-    "Wanted",
-    "WholePrompt",
-    "repeat_prompt",
-    "scorers_of",
-]
-
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """What a layer holds of some rows of a prompt, which stays as it is, and later tokens.

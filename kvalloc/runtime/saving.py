@@ -20,8 +20,6 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.tier import LayerTier
 
-__all__ = ["KEPT", "save_cache", "stored"]
-
 KEPT = {
     "kept_keys": "keys",
     "kept_values": "values",

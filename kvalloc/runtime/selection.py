@@ -14,18 +14,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.runtime.checks import ensure
 
-__all__ = [
-    "best_entries",
-    "evictable",
-    "flat_entries",
-    "free_counts",
-    "gathered",
-    "handed_out",
-    "keep_best",
-    "kept_places",
-    "put_at",
-]
-
 
 def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
     """Mask of what each KV head keeps: sinks, window, and the best of the rest.

@@ -22,8 +22,6 @@ from kvalloc.errors import InputError, option
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries, longer
 
-__all__ = ["RAM", "READ", "LayerTier", "Reads", "Records"]
-
 RAM = "ram"
 """Name of the tier that lies in memory, off the device where that is a GPU."""
 

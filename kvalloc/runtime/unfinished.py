@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kvalloc.models.attention import Observed
 
-__all__ = ["LAYER", "Part", "Queries", "Unfinished", "part_of"]
-
 #: A row and a KV head of a layer; None stands for all of them.
 Part: TypeAlias = tuple[int | None, int | None]
 

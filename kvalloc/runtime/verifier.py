@@ -8,8 +8,6 @@ from typing import Any
 
 from kvalloc.accounting.stored import layer_tensors
 
-__all__ = ["LONGEST_DRAFT", "Verifier"]
-
 LONGEST_DRAFT, EVEN_ODDS = 16, 0.5
 """A draft is as long as the odds are even that all of it is accepted, and never longer."""
 

@@ -18,8 +18,6 @@ from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
 from kvalloc.runtime.kept import KeptLayer
 
-__all__ = ["BACKENDS", "attend", "chosen"]
-
 _LOG = logging.getLogger(__name__)
 
 BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), TorchBackend())

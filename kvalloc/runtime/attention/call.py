@@ -13,8 +13,6 @@ from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptLayer
 from kvalloc.runtime.tail import Tail
 
-__all__ = ["AttentionCall", "Backend"]
-
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read."""
 

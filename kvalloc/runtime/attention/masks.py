@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["MaskFunction", "mask_function", "stored_mask"]
-
 #: One of transformers' own. Eager attention adds its mask to the logits; sdpa takes True for what
 #: is seen; flash attention is causal by itself, aligned at the end, and takes the padding alone,
 #: (batch, n_tokens); flex attention takes a `BlockMask`.

@@ -21,8 +21,6 @@ from kvalloc.runtime.packed import segment_keys, value_numbers
 from kvalloc.runtime.quantization import rotated
 from kvalloc.runtime.tier import LayerTier
 
-__all__ = ["attend_again"]
-
 _KERNEL = cpu.CpuBackend()
 
 

@@ -18,8 +18,6 @@ from kvalloc.runtime.kept import KeptEntries, KeptLayer
 from kvalloc.runtime.packed import key_numbers, value_numbers
 from kvalloc.runtime.quantization import rotated
 
-__all__ = ["TorchBackend"]
-
 SCRATCH_NUMBERS = 1 << 18
 """Numbers that the logits of one step may take, or entries that are converted; one segment's
 entries, and one new token's logits, are always done at once."""
