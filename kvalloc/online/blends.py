@@ -131,10 +131,8 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
     found = build_cache(documents.model, profile, options)
     for index, layer in enumerate(documents.layers):
         layer.fill(found.layers[index], n_tokens, profile.widths[index])
-    arrival = found.arrival
-    arrival.prompt_tokens = arrival.settled = n_tokens
-    arrival.complete, arrival.competed = True, np.array([n_tokens])
-    arrival.visible = torch.ones(1, n_tokens, dtype=torch.bool)
+    visible = torch.ones(1, n_tokens, dtype=torch.bool)
+    found.arrival.resume(visible, n_tokens, competed=np.array([n_tokens]))
     ids = documents.ids[:n_tokens]
     found.read_ids = ids[None] if bool((ids >= 0).all()) else None
     return found

@@ -89,18 +89,40 @@ class Arrival:
         Whose budgets hold.
     announced : int or None
         Columns of the prompt, if they were announced.
+
+    Attributes
+    ----------
+    open : bool
+        Whether all forwards are of the prompt, see `BudgetCache.prefill`.
+    prompt_tokens : int or None
+        Columns of the prompt that have come; None before the first.
+    complete : bool
+        Whether the whole prompt has come.
+    settled : int
+        Columns up to the latest eviction, which are within the budget.
+    competed : ndarray of int64, (batch,)
+        Tokens of each row when all of it last competed.
+    visible : Tensor of bool, (batch, n_seen)
+        False marks padding. On the host.
+    shown_rows : ndarray of int64, (batch,), or None
+        Tokens of each row of a prompt that was shown before it comes.
+    row_profiles : tuple of BudgetProfile or None
+        Whose budgets each row keeps, where they were decided from the prompt.
     """
 
     def __init__(self, profile: BudgetProfile, announced: int | None) -> None:
-        self._profile = profile
-        self.announced = announced
+        self._profile, self.announced = profile, announced
+        self.open = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Get ready for a new prompt."""
         self.prompt_tokens: int | None = None
         self.complete = False
-        self.settled = 0  # columns up to the latest eviction, which are within the budget
-        self.competed = np.zeros(0, np.int64)  # tokens of each row when all of it last competed
-        self.open = False
+        self.settled = 0
+        self.competed = np.zeros(0, np.int64)
         self.visible = torch.ones(0, 0, dtype=torch.bool)
-        self.shown_rows: IntArray | None = None  # tokens of each row of a prompt yet to come
+        self.shown_rows: IntArray | None = None
         self.row_profiles: tuple[BudgetProfile, ...] | None = None
 
     def _profiles_of(self, batch: int) -> tuple[BudgetProfile, ...] | None:
@@ -114,12 +136,6 @@ class Arrival:
                 f"{batch}; call cache.reset() and decide for these rows"
             )
         return tuple(one for one in self.row_profiles for _ in range(times))
-
-    def afresh(self) -> Arrival:
-        """The same for a new prompt."""
-        fresh = Arrival(self._profile, self.announced)
-        fresh.open = self.open
-        return fresh
 
     def step(self, seen: int, batch: int, new_tokens: int, mask: object) -> Step:
         """What the next forward is; raises where it cannot be served, and changes nothing.
@@ -172,6 +188,18 @@ class Arrival:
         if not step.follows:
             self.prompt_tokens = step.seen + step.new_tokens
             self.complete = step.completes
+
+    def resume(
+        self,
+        visible: Tensor,
+        prompt_tokens: int,
+        competed: IntArray,
+        row_profiles: tuple[BudgetProfile, ...] | None = None,
+    ) -> None:
+        """Go on behind a complete prompt, and what followed it, all of which is settled."""
+        self.visible, self.complete, self.settled = visible, True, int(visible.shape[1])
+        self.prompt_tokens, self.competed = prompt_tokens, competed
+        self.row_profiles = row_profiles
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has seen."""

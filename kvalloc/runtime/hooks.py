@@ -233,9 +233,7 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
     if module is None:
         return
     with _lock:
-        entry = _installed(module)
-        if entry is None:
-            return
+        entry: _Installed = vars(module)[_INSTALLED]
         entry.caches -= 1
         if entry.caches == 0:
             del vars(module)[_INSTALLED]

@@ -93,11 +93,8 @@ def filled_cache(
                     first = layer.tier.load(own, there, first)
         else:
             layer.cumulative_length = header.seen_tokens
-    arrival = cache.arrival
-    arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
-    arrival.settled, arrival.competed = header.seen_tokens, np.array(header.competed_tokens)
-    arrival.row_profiles = header.row_profiles
-    arrival.visible = visible
+    competed = np.array(header.competed_tokens)
+    cache.arrival.resume(visible, header.prompt_tokens, competed, header.row_profiles)
     if (ids := header.ids) is not None:
         cache.read_ids = torch.tensor([ids])
     return cache

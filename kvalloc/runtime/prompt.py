@@ -92,7 +92,7 @@ class Prompt:
 
     def forget(self) -> None:
         """Get ready for a new prompt."""
-        self.arrival = self.arrival.afresh()
+        self.arrival.forget()
         self.profile = self.plan.profile
         self.schedule = self.plan.schedule(in_chunks=False)
         self.decision_seconds: float | None = None

@@ -80,6 +80,11 @@ class AttentionCall:
             tail=None,
         )
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return logits within the soft cap, where there is one."""
+        cap = self.softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
     def with_dense_vectors(self) -> AttentionCall:
         """Return the call with each vector's numbers side by side; copy only where they are not."""
         queries, keys, values = (

@@ -109,7 +109,7 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     lengths, value_dim = kept.spans.lengths, int(call.values.shape[-1])
     kept_keys = _padded(segment_keys(kept), lengths)
     kept_values = _padded(value_numbers(kept.values, kept.bits, value_dim), lengths)
-    logits = _capped(call, queries @ kept_keys.mT)
+    logits = call.capped(queries @ kept_keys.mT)
     logits.masked_fill_(_beyond(lengths, logits), -torch.inf)
     pages = tier.pages
     assert pages is not None
@@ -123,7 +123,7 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
         own.view(*columns.shape, -1)
         for own in tier.entries(columns.clamp(min=0).flatten(), segments)
     )
-    read = _capped(call, queries @ keys.mT).masked_fill((columns < 0)[:, None], -torch.inf)
+    read = call.capped(queries @ keys.mT).masked_fill((columns < 0)[:, None], -torch.inf)
     logits = torch.nn.functional.pad(logits, (0, 1))  # a place for what is not chosen
     logits.scatter_(2, places[:, None].expand(-1, queries.shape[1], -1), -torch.inf)
     parts = [logits[..., :-1], read, beside]
@@ -201,11 +201,6 @@ def _largest(numbers: Tensor, counts: IntArray, batch: int) -> tuple[Tensor, Ten
     return places, torch.arange(most, device=places.device) >= found[:, None]
 
 
-def _capped(call: AttentionCall, logits: Tensor) -> Tensor:
-    cap = call.softcap
-    return logits if cap is None else (logits / cap).tanh() * cap
-
-
 def _beyond(lengths: IntArray, like: Tensor) -> Tensor:
     """Return which places are beyond the end of a segment, (n_segments, 1, n)."""
     ends = on_device(lengths, like.device)
@@ -219,7 +214,7 @@ def _padded(own: Tensor, lengths: IntArray) -> Tensor:
 
 def _following_logits(call: AttentionCall, queries: Tensor) -> Tensor:
     """Return the logits of what followed, (n_segments, group, n), and that of a sink behind."""
-    logits = _capped(call, queries @ call.keys.flatten(0, 1).float().mT)
+    logits = call.capped(queries @ call.keys.flatten(0, 1).float().mT)
     if call.visible is not None:
         hidden = ~call.visible.repeat_interleave(call.keys.shape[1], dim=0)
         logits = logits.masked_fill(hidden[:, None], -torch.inf)

@@ -64,7 +64,8 @@ def _attend(call: AttentionCall, kept: KeptEntries, output: Tensor) -> None:
     # under autocast products would have another type
     with torch.autocast(output.device.type, enabled=False):
         for segments in _together(call, kept):
-            step = max(SCRATCH_NUMBERS // _logits_of_a_token(call, kept, segments), 1)
+            n_keys = int(kept.spans.lengths[segments.start]) + call.keys.shape[2]
+            step = max(SCRATCH_NUMBERS // (len(grouped[segments]) * grouped.shape[1] * n_keys), 1)
             entries = _numbers(call, kept, segments)
             for first in range(0, n_new, step):
                 tokens = slice(first, min(first + step, n_new))
@@ -88,13 +89,6 @@ def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
             step = max(SCRATCH_NUMBERS // max(numbers, 1), 1)
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
-
-
-def _logits_of_a_token(call: AttentionCall, kept: KeptEntries, segments: slice) -> int:
-    length = int(kept.spans.lengths[segments.start])
-    group = call.queries.shape[1] // call.keys.shape[1]
-    n_keys = length + int(call.keys.shape[2])
-    return int(segments.stop - segments.start) * group * n_keys
 
 
 def _numbers(
@@ -140,9 +134,7 @@ def _answers(
         for states in (call.keys, call.values)
     )
     rows = queries.flatten(1, 2).to(kept_keys.dtype) * call.scaling
-    logits = torch.cat([rows @ kept_keys.mT, rows @ keys.mT], dim=-1)
-    if call.softcap is not None:
-        logits = (logits / call.softcap).tanh() * call.softcap
+    logits = call.capped(torch.cat([rows @ kept_keys.mT, rows @ keys.mT], dim=-1))
     if bias is not None:
         logits[..., :n_kept] += bias
     if (hidden := _hidden(call, segments, tokens)) is not None:
