@@ -63,9 +63,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     verifier: Verifier | None = None  # see `kvalloc.runtime.lossless`
     read_ids: Tensor | None = None  # what `generate` read and wrote, where that is known
 
-    def __init__(
-        self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] = ()) -> None:
         super().__init__(layers=prompts[0].layers)
         self.decoder = prompts[0].plan.decoder
         self._before: list[BudgetCache] = []  # copies from before what drafts made due
@@ -88,13 +86,10 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         return cls([own._prompt for _, own in caches], [rows for rows, _ in caches])
 
-    def _regroup(
-        self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def _regroup(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> None:
         """Note which rows are kept alike, and by whom."""
-        self._prompts, self._rows = list(prompts), None if len(prompts) == 1 else rows
-        self.layers = prompts[0].layers
-        self._places = [torch.tensor(own) for own in self._rows or ()]
+        self._prompts, self.layers = list(prompts), prompts[0].layers
+        self._places = [torch.tensor(own) for own in rows] if len(prompts) > 1 else []
         self._order = torch.cat(self._places).argsort() if self._places else None
 
     @property
@@ -634,11 +629,12 @@ class BudgetCache(Cache, hooks.HookedCache):
         if not self.batch:
             return
         rows = (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()
-        if self._rows is None:
+        if not self._places:
             self._prompt.select(rows)
             return
         prompts, now = [], []
-        for was, prompt in zip(self._rows, self._prompts, strict=True):
+        for place, prompt in zip(self._places, self._prompts, strict=True):
+            was = place.tolist()
             if own := [row for row, old in enumerate(rows.tolist()) if old in was]:
                 prompt.select(torch.tensor([was.index(int(rows[row])) for row in own]))
                 prompts.append(prompt)
