@@ -80,6 +80,11 @@ class AttentionCall:
             tail=None,
         )
 
+    @property
+    def work_type(self) -> torch.dtype:
+        """In which torch's operations compute: at least float32."""
+        return torch.promote_types(self.queries.dtype, torch.float32)
+
     def capped(self, logits: Tensor) -> Tensor:
         """Return logits within the soft cap, where there is one."""
         cap = self.softcap

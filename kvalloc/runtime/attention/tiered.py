@@ -105,10 +105,11 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     """Return what one token of each row is answered, (batch, 1, n_query_heads, value_dim)."""
     (kept,) = layer.parts
     (batch, n_heads), dim = call.keys.shape[:2], int(call.queries.shape[-1])
-    queries = call.queries.reshape(batch * n_heads, -1, dim).float() * call.scaling
+    work = call.work_type
+    queries = call.queries.reshape(batch * n_heads, -1, dim).to(work) * call.scaling
     lengths, value_dim = kept.spans.lengths, int(call.values.shape[-1])
-    kept_keys = _padded(segment_keys(kept), lengths)
-    kept_values = _padded(value_numbers(kept.values, kept.bits, value_dim), lengths)
+    kept_keys = _padded(segment_keys(kept).to(work), lengths)
+    kept_values = _padded(value_numbers(kept.values, kept.bits, value_dim).to(work), lengths)
     logits = call.capped(queries @ kept_keys.mT)
     logits.masked_fill_(_beyond(lengths, logits), -torch.inf)
     pages = tier.pages
@@ -120,7 +121,7 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     places, columns = _chosen(mass, kept, tier)
     segments = torch.arange(len(lengths), device=mass.device).repeat_interleave(columns.shape[1])
     keys, values = (
-        own.view(*columns.shape, -1)
+        own.view(*columns.shape, -1).to(work)
         for own in tier.entries(columns.clamp(min=0).flatten(), segments)
     )
     read = call.capped(queries @ keys.mT).masked_fill((columns < 0)[:, None], -torch.inf)
@@ -131,9 +132,9 @@ def _token(call: AttentionCall, layer: KeptLayer, tier: LayerTier) -> Tensor:
     weights = torch.cat(parts, dim=-1).softmax(dim=-1)
     coarse, again, beside = torch.split(weights, sizes, dim=-1)
     found = coarse @ kept_values
-    found = rotated(found) if turns(kept.bits, value_dim) else found
+    found = rotated(found).to(work) if turns(kept.bits, value_dim) else found
     found += again @ values
-    following = call.values.flatten(0, 1).float()
+    following = call.values.flatten(0, 1).to(work)
     found += beside[..., : following.shape[1]] @ following
     return found.view(batch, 1, -1, found.shape[-1]).to(call.queries.dtype)
 
@@ -214,11 +215,15 @@ def _padded(own: Tensor, lengths: IntArray) -> Tensor:
 
 def _following_logits(call: AttentionCall, queries: Tensor) -> Tensor:
     """Return the logits of what followed, (n_segments, group, n), and that of a sink behind."""
-    logits = call.capped(queries @ call.keys.flatten(0, 1).float().mT)
+    logits = call.capped(queries @ call.keys.flatten(0, 1).to(queries.dtype).mT)
     if call.visible is not None:
         hidden = ~call.visible.repeat_interleave(call.keys.shape[1], dim=0)
         logits = logits.masked_fill(hidden[:, None], -torch.inf)
     if call.sink_logits is None:
         return logits
-    sinks = call.sink_logits.float().view(call.keys.shape[1], -1, 1).repeat(len(call.keys), 1, 1)
+    sinks = (
+        call.sink_logits.to(queries.dtype)
+        .view(call.keys.shape[1], -1, 1)
+        .repeat(len(call.keys), 1, 1)
+    )
     return torch.cat([logits, sinks], dim=-1)

@@ -75,17 +75,13 @@ def _attend(call: AttentionCall, kept: KeptEntries, output: Tensor) -> None:
                 )
 
 
-def _work_type(call: AttentionCall) -> torch.dtype:
-    return torch.promote_types(call.queries.dtype, torch.float32)
-
-
 def _together(call: AttentionCall, kept: KeptEntries) -> Iterator[slice]:
     """Yield segments that are computed together: equally long, as many as fit the scratch."""
     for first, last in kept.spans.runs:
         length = int(kept.spans.lengths[first])
         numbers = length * (call.queries.shape[-1] + call.values.shape[-1])
         step = last - first
-        if kept.keys.dtype != _work_type(call):
+        if kept.keys.dtype != call.work_type:
             step = max(SCRATCH_NUMBERS // max(numbers, 1), 1)
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
@@ -107,7 +103,7 @@ def _numbers(
         keys = key_numbers(keys, scales, kept.bits)
         values = value_numbers(values, kept.bits, int(call.values.shape[-1]))
     bias = None if kept.bias is None else kept.bias[own].view(count, 1, -1)
-    length, work = len(keys) // count, _work_type(call)
+    length, work = len(keys) // count, call.work_type
     keys, values = (one.view(count, length, one.shape[-1]).to(work) for one in (keys, values))
     return keys, values, bias
 
