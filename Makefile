@@ -279,5 +279,5 @@ bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen .venv-oldest .venv-sbom build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -f kvalloc/runtime/attention/_cpu.*so
+	rm -f kvalloc/runtime/attention/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

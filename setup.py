@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: the kernel for decoding on the CPU, where a compiler is at hand.
 
-Without one the installation goes on, and torch's operations do the kernel's work.
+On x86 it is built twice, for processors with AVX-512 and without. Without a compiler the
+installation goes on, and torch's operations do the kernel's work.
 """
 
 import hashlib
@@ -12,16 +13,21 @@ from setuptools import Extension, setup
 
 SOURCE = "kvalloc/runtime/attention/cpu.c"
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-Wno-psabi"]
+BUILDS = {"_cpu": FLAGS}
 if platform.machine() == "x86_64":
     FLAGS += ["-mavx2", "-mfma", "-mf16c"]
+    BUILDS["_cpu_avx512"] = [*FLAGS, "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"]
 
-kernel = Extension(
-    "kvalloc.runtime.attention._cpu",
-    [SOURCE],
-    # By it `kvalloc.runtime.attention.cpu` knows a library that was built from this very source.
-    define_macros=[("SOURCE_DIGEST", hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest())],
-    extra_compile_args=FLAGS,
-    libraries=["m"],
-    optional=True,
-)
-setup(ext_modules=[kernel] if sys.platform == "linux" else [])
+kernels = [
+    Extension(
+        f"kvalloc.runtime.attention.{name}",
+        [SOURCE],
+        # By it `kvalloc.runtime.attention.cpu` knows a library built from this very source.
+        define_macros=[("SOURCE_DIGEST", hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest())],
+        extra_compile_args=flags,
+        libraries=["m"],
+        optional=True,
+    )
+    for name, flags in BUILDS.items()
+]
+setup(ext_modules=kernels if sys.platform == "linux" else [])

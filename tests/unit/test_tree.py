@@ -241,7 +241,8 @@ def test_a_page_and_a_picture_need_neither_torch_nor_an_optimizer():
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(kvalloc.__path__, "kvalloc.")
-    if not module.ispkg and not module.name.endswith(("__main__", "._cpu"))  # C, for ctypes
+    if not module.ispkg
+    and not module.name.endswith(("__main__", "._cpu", "._cpu_avx512"))  # C, for ctypes
 )
 
 NEEDS = {"kvalloc.runtime.attention.triton": "triton", "kvalloc.interop.lm_eval": "lm_eval"}

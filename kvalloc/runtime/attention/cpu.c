@@ -16,8 +16,12 @@
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
+#define LANES 16
+#else
 #define LANES 8
-#define WIDTH (2 * LANES) /* numbers of a vector are filled up to a multiple of it */
+#endif
+#define WIDTH 16 /* numbers of a vector are filled up to a multiple of it */
 #define BLOCK 64 /* entries read together; as many share a key scale */
 #define SCALE_CHANNELS 64 /* channels of a value that share a scale */
 #define MOST_ROWS 256
@@ -25,13 +29,19 @@
 #define LEAST_SHARE 256 /* entries that are worth a thread; also, so no share is empty */
 #define LOWEST -1e38f
 #define LOG2_E 1.44269504088896340736f
+#define AHEAD 32768 /* bytes: what is read is fetched so far before */
+#define PAGE 4096
+#define LINE 64
 #define INLINE static inline __attribute__((always_inline))
 
 /* aligned(4): they are read from wherever an entry begins */
-typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias));
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint8_t byte_vec __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t lanes __attribute__((vector_size(32)));
 
 /* Of codes it is how many bits they have. */
 enum kind { FLOAT16 = 16, BFLOAT16, FLOAT32 = 32 };
@@ -85,21 +95,34 @@ typedef struct {
     int following; /* 1: of the tokens that followed, which new tokens need not all see */
 } span;
 
-static inline vec all(float number) {
-    return (vec){number, number, number, number, number, number, number, number};
-}
+static inline vec all(float number) { return number - (vec){0}; }
 
 #if defined(__clang__)
-#define LANES_OF(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#define LANES_OF(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
-#define LANES_OF(x, ...) __builtin_shuffle(x, (ivec){__VA_ARGS__})
+#define LANES_OF(x, y, ...) __builtin_shuffle(x, y, (lanes){__VA_ARGS__})
 #endif
 
+static inline eight folded(vec x) {
+    eight parts[2] = {{0}, {0}};
+    memcpy(parts, &x, sizeof x);
+    return parts[0] + parts[1];
+}
+
+/* Write the sums of four vectors. */
+INLINE void sums_of(const vec *x, float *out) {
+    eight a = folded(x[0]), b = folded(x[1]), c = folded(x[2]), d = folded(x[3]);
+    a = LANES_OF(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + LANES_OF(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    c = LANES_OF(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + LANES_OF(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    a = LANES_OF(a, c, 0, 1, 8, 9, 4, 5, 12, 13) + LANES_OF(a, c, 2, 3, 10, 11, 6, 7, 14, 15);
+    a += LANES_OF(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+    for (int i = 0; i < 4; i++) out[i] = a[i];
+}
+
 static inline float sum_of(vec x) {
-    x += LANES_OF(x, 4, 5, 6, 7, 0, 1, 2, 3);
-    x += LANES_OF(x, 2, 3, 0, 1, 6, 7, 4, 5);
-    x += LANES_OF(x, 1, 0, 3, 2, 5, 4, 7, 6);
-    return x[0];
+    float sums[4];
+    sums_of((vec[4]){x}, sums);
+    return sums[0];
 }
 
 /* 2^x for x <= 0, to 1e-7 of it; 0 below the smallest normal number. */
@@ -125,7 +148,11 @@ static inline vec from_bfloat16(half_vec x) {
 
 static inline vec from_float16(half_vec x) {
 #ifdef __F16C__
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtph_ps((__m256i)x);
+#else
     return (vec)_mm256_cvtph_ps((__m128i)x);
+#endif
 #else
     uvec wide = __builtin_convertvector(x, uvec);
     uvec special = (uvec)((wide & 0x7C00) == 0x7C00) & 0x7F800000;
@@ -158,35 +185,47 @@ static inline int64_t value_bytes(int kind, int64_t dim) {
     return code_bytes(kind, dim) + (kind < FLOAT16 ? 4 * scales : 0);
 }
 
-/* Eight codes: the low bits of all, and where `high` is not NULL one more bit of each. */
+/* Compilers make a vector of bytes wider one by one. */
+static inline uvec from_bytes(const char *x) {
+#if defined(__AVX512F__)
+    return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
+#elif defined(__AVX2__)
+    return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x));
+#else
+    return __builtin_convertvector(*(const byte_vec *)x, uvec);
+#endif
+}
+
+/* Codes of a vector: the low bits of all, and where `high` is not NULL one more bit of each. */
 INLINE vec from_codes(const char *low, int bits, const char *high) {
-    const unsigned one = bits, fifth = bits > 4 ? 0 : 4 * bits; /* in another word, above 4 */
-    const uvec places = {0,     one,         2 * one,         3 * one,
-                         fifth, fifth + one, fifth + 2 * one, fifth + 3 * one};
-    const uvec lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    uint32_t first = 0, second;
-    memcpy(&first, low, bits < 4 ? bits : 4);
-    memcpy(&second, bits > 4 ? low + 4 : (char *)&first, sizeof second);
-    uvec many = {first, first, first, first, second, second, second, second};
-    many = (many >> places) & ((1 << bits) - 1);
+    uvec numbers, many = {0}, one = {0};
+    for (int i = 0; i < LANES; i++) numbers[i] = i;
+    if (bits == 8) return __builtin_convertvector((ivec)from_bytes(low), vec);
+    uint32_t words[2] = {0}; /* a vector's codes of 4 bits are in two words at most */
+    memcpy(words, low, LANES * bits / 8);
+    uvec second = (uvec)(numbers * (unsigned)bits >= 32);
+    many = ((words[0] + many) & ~second) | ((words[1] + many) & second);
+    many = (many >> (numbers * (unsigned)bits & 31)) & ((1u << bits) - 1);
     if (high) {
-        unsigned byte = (unsigned)*(const uint8_t *)high << bits;
-        uvec last = {byte, byte, byte, byte, byte, byte, byte, byte};
-        many |= (last >> lanes) & (1 << bits);
+        uint32_t last = 0;
+        memcpy(&last, high, LANES / 8);
+        one = last + one;
+        many |= (one >> numbers & 1) << bits;
     }
     return __builtin_convertvector((ivec)many, vec);
 }
 
-/* Eight channels of a row of `dim` from `first` on; fewer are left at its end. */
-INLINE vec eight(const char *row, int kind, int64_t first, int64_t dim) {
-    char own[32] = {0}, last[1] = {0};
-    int bits = low_bits(kind); /* as many bytes have eight channels */
+/* A vector of a row of `dim` channels from `first` on; fewer are left at its end. */
+INLINE vec channels(const char *row, int kind, int64_t first, int64_t dim) {
+    char own[4 * LANES] = {0}, last[LANES / 8] = {0};
+    int bits = low_bits(kind);
     int64_t left = dim - first;
-    const char *high = bits < bits_of(kind) ? row + low_bytes(kind, dim) + first / LANES : 0;
-    row += first / LANES * bits;
+    const char *high = bits < bits_of(kind) ? row + low_bytes(kind, dim) + first / 8 : 0;
+    row += first / 8 * bits;
     if (left < LANES) {
         if (left > 0) memcpy(own, row, (bits * left + 7) / 8);
-        if (left <= 0 && high) high = last;
+        if (high && left > 0) memcpy(last, high, (left + 7) / 8);
+        if (high) high = last;
         row = own;
     }
     switch (kind) {
@@ -194,6 +233,17 @@ INLINE vec eight(const char *row, int kind, int64_t first, int64_t dim) {
     case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
     case FLOAT16: return from_float16(*(const half_vec *)row);
     default: return from_codes(row, bits, high);
+    }
+}
+
+/* Fetch what will be read after what is read now, so many bytes: a line of each of several pages at
+   a time, for the processor itself reads ahead in each page, and in more of them faster. */
+INLINE void fetch(const char *now, int64_t bytes) {
+    const uintptr_t pages = AHEAD / PAGE, step = pages * LINE;
+    uintptr_t from = ((uintptr_t)now + step - 1) / step * step;
+    for (; from < (uintptr_t)now + bytes; from += step) {
+        const char *next = (char *)((from / AHEAD + 1) * AHEAD + from % AHEAD / pages);
+        for (uintptr_t page = 0; page < pages; page++) __builtin_prefetch(next + page * PAGE);
     }
 }
 
@@ -205,8 +255,7 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
                         int64_t width, const float *steps, const float *leasts, float *out) {
     const char *scales = rows + code_bytes(kind, dim);
     for (int64_t i = 0; i < n; i++, rows += row_bytes, scales += row_bytes, out += width) {
-        const char *next = rows + BLOCK * row_bytes; /* fetched while this block is computed */
-        for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte);
+        fetch(rows, row_bytes);
         for (int64_t first = 0; first < width; first += SCALE_CHANNELS) {
             int64_t end = first + SCALE_CHANNELS < width ? first + SCALE_CHANNELS : width;
             vec step = all(1.0f), least = all(0.0f);
@@ -217,7 +266,7 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
             for (int64_t d = first; d < end; d += LANES) {
                 if (kind < FLOAT16 && steps)
                     step = *(const vec *)(steps + d), least = *(const vec *)(leasts + d);
-                vec x = eight(rows, kind, d, dim);
+                vec x = channels(rows, kind, d, dim);
                 if (kind < FLOAT16) x = x * step + least;
                 *(vec *)(out + d) = x;
             }
@@ -251,65 +300,82 @@ static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim
               own->keys);
 }
 
-/* Eight numbers of a row that has as many as its width. */
+/* A vector of a row that has as many numbers as its width. */
 INLINE vec at(int kind, const char *row, int64_t d) {
     if (kind == FLOAT32) return *(const vec *)(row + 4 * d);
     half_vec own = *(const half_vec *)(row + 2 * d);
     return kind == FLOAT16 ? from_float16(own) : from_bfloat16(own);
 }
 
-/* Halves come from memory: what is read next is fetched while this block is computed. */
-INLINE void fetch(int kind, const char *row, int64_t d, int64_t width) {
-    if (kind != FLOAT32 && d % 32 == 0) __builtin_prefetch(row + 2 * (BLOCK * width + d));
+/* Products of some query rows, at most 4, with some keys, at most 4. */
+INLINE void products(int rows, int entries, int kind, const float *queries, float (*logits)[BLOCK],
+                     const char *keys, int64_t i, int64_t width) {
+    vec found[4][4] = {0};
+    for (int64_t d = 0; d < width; d += LANES)
+        for (int e = 0; e < entries; e++) {
+            vec key = at(kind, keys + (i + e) * width * bits_of(kind) / 8, d);
+            for (int r = 0; r < rows; r++)
+                found[r][e] += key * *(const vec *)(queries + r * width + d);
+        }
+    for (int r = 0; r < rows; r++)
+        if (entries == 4) sums_of(found[r], logits[r] + i);
+        else for (int e = 0; e < entries; e++) logits[r][i + e] = sum_of(found[r][e]);
 }
 
-/* Products of some query rows, at most 4, with keys: logits[row][entry]. */
+/* Products of some query rows, at most 4, with keys: logits[row][entry]; what comes behind keys that
+   are `stored`, 1 or 0, is fetched. */
 INLINE void some_logits(int rows, int kind, const float *queries, float (*logits)[BLOCK],
-                        const char *keys, int64_t n, int64_t width) {
-    for (int64_t i = 0; i < n; i++, keys += width * bits_of(kind) / 8) {
-        vec found[4] = {{0}, {0}, {0}, {0}};
-        for (int64_t d = 0; d < width; d += LANES) {
-            vec key = at(kind, keys, d);
-            fetch(kind, keys, d, width);
-            for (int r = 0; r < rows; r++) found[r] += key * *(const vec *)(queries + r * width + d);
-        }
-        for (int r = 0; r < rows; r++) logits[r][i] = sum_of(found[r]);
+                        const char *keys, int64_t n, int64_t width, int64_t stored) {
+    const int together = LANES == 8 && rows > 3 ? 2 : 4; /* as registers are there for */
+    int64_t i = 0, bytes = width * bits_of(kind) / 8;
+    for (; i + together <= n; i += together) {
+        fetch(keys + i * bytes, stored * together * bytes);
+        products(rows, together, kind, queries, logits, keys, i, width);
     }
+    for (; i < n; i++) products(rows, 1, kind, queries, logits, keys, i, width);
 }
 
-/* Add weighted values to some rows, at most 4; sixteen channels of each stay in registers. */
-INLINE void some_values(int rows, int kind, float *summed, float (*weights)[BLOCK],
-                        const char *values, int64_t n, int64_t width) {
-    for (int64_t d = 0; d < width; d += WIDTH) {
-        vec low[4], high[4];
-        for (int r = 0; r < rows; r++) {
-            low[r] = *(vec *)(summed + r * width + d);
-            high[r] = *(vec *)(summed + r * width + d + LANES);
-        }
-        for (int64_t i = 0; i < n; i++) {
-            const char *row = values + i * width * bits_of(kind) / 8;
-            vec x = at(kind, row, d), y = at(kind, row, d + LANES);
-            fetch(kind, row, d, width);
-            for (int r = 0; r < rows; r++) {
-                vec weight = all(weights[r][i]);
-                low[r] += weight * x;
-                high[r] += weight * y;
-            }
-        }
-        for (int r = 0; r < rows; r++) {
-            *(vec *)(summed + r * width + d) = low[r];
-            *(vec *)(summed + r * width + d + LANES) = high[r];
-        }
+/* Add some channels, so many vectors, of weighted values to some rows, at most 4. */
+INLINE void add_channels(int rows, int vecs, int kind, float *summed, float (*weights)[BLOCK],
+                         const char *values, int64_t n, int64_t width, int64_t first,
+                         int64_t stored) {
+    int64_t row_bytes = width * bits_of(kind) / 8, bytes = vecs * LANES * bits_of(kind) / 8;
+    const char *part = values + n * first * bits_of(kind) / 8;
+    vec own[4][4], x[4];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++)
+            own[r][v] = *(vec *)(summed + r * width + first + v * LANES);
+    for (int64_t i = 0; i < n; i++, part += bytes) {
+        fetch(part, stored * bytes); /* all channels together those of all values */
+        for (int v = 0; v < vecs; v++) x[v] = at(kind, values + i * row_bytes, first + v * LANES);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vecs; v++) own[r][v] += weights[r][i] * x[v];
     }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++)
+            *(vec *)(summed + r * width + first + v * LANES) = own[r][v];
+}
+
+/* Add weighted values to some rows, at most 4. */
+INLINE void some_values(int rows, int kind, float *summed, float (*weights)[BLOCK],
+                        const char *values, int64_t n, int64_t width, int64_t stored) {
+    const int vecs = LANES == 8 && rows > 3 ? 2 : 4; /* as registers are there for */
+    int64_t first = 0;
+    for (; first + vecs * LANES <= width; first += vecs * LANES)
+        add_channels(rows, vecs, kind, summed, weights, values, n, width, first, stored);
+    for (; first < width; first += WIDTH)
+        add_channels(rows, WIDTH / LANES, kind, summed, weights, values, n, width, first, stored);
 }
 
 /* Some rows after the other, with their number known, the kind, and a common width. */
-#define ROWS_OF(some, kind, width, of_rows, logits, entries) \
+#define SOME(some, rows, kind, width, of_rows, logits, entries, stored) \
+    some(rows, kind, of_rows + r * width, logits + r, entries, n, width, r ? 0 : stored)
+#define ROWS_OF(some, kind, width, ...) \
     for (int64_t r = 0; r < n_rows; r += 4) { \
-        if (n_rows - r > 3) some(4, kind, of_rows + r * width, logits + r, entries, n, width); \
-        else if (n_rows - r > 2) some(3, kind, of_rows + r * width, logits + r, entries, n, width); \
-        else if (n_rows - r > 1) some(2, kind, of_rows + r * width, logits + r, entries, n, width); \
-        else some(1, kind, of_rows + r * width, logits + r, entries, n, width); \
+        if (n_rows - r > 3) SOME(some, 4, kind, width, __VA_ARGS__); \
+        else if (n_rows - r > 2) SOME(some, 3, kind, width, __VA_ARGS__); \
+        else if (n_rows - r > 1) SOME(some, 2, kind, width, __VA_ARGS__); \
+        else SOME(some, 1, kind, width, __VA_ARGS__); \
     }
 #define WIDTHS_OF(some, kind, width, ...) \
     if (width == 64) ROWS_OF(some, kind, 64, __VA_ARGS__) \
@@ -387,14 +453,11 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
     while (first < end) {
         int64_t stop = first / BLOCK * BLOCK + BLOCK, n = (stop < end ? stop : end) - first;
         const char *keys = of->keys + first * key_bytes, *values = of->values + first * row_bytes;
-        if (of->value_kind == FLOAT32)
-            for (int64_t byte = 0; byte < n * row_bytes; byte += 64)
-                __builtin_prefetch(values + byte);
         if (!keys_as_they_are) {
             keys_as_floats(of, first, n, key_dim, own);
             keys = (const char *)own->keys;
         }
-        ALL_ROWS(some_logits, key_kind, key_width, own->queries, logits, keys)
+        ALL_ROWS(some_logits, key_kind, key_width, own->queries, logits, keys, keys_as_they_are)
         finish_logits(given, segment, of, first, n, logits);
         weigh(given, n, logits, to, value_width);
         if (!values_as_they_are) {
@@ -402,7 +465,8 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
                       own->values);
             values = (const char *)own->values;
         }
-        ALL_ROWS(some_values, value_kind, value_width, to->summed, logits, values)
+        ALL_ROWS(some_values, value_kind, value_width, to->summed, logits, values,
+                 values_as_they_are)
         first += n;
     }
 }
@@ -635,7 +699,7 @@ static void span_logits(const arguments *given, int64_t segment, const span *of,
     for (int64_t first = 0; first < of->count; first += BLOCK) {
         int64_t n = of->count - first < BLOCK ? of->count - first : BLOCK;
         keys_as_floats(of, first, n, given->key_dim, own);
-        ALL_ROWS(some_logits, FLOAT32, width, own->queries, logits, (const char *)own->keys)
+        ALL_ROWS(some_logits, FLOAT32, width, own->queries, logits, (const char *)own->keys, 0)
         finish_logits(given, segment, of, first, n, logits);
         for (int64_t r = 0; r < n_rows; r++)
             memcpy(out + r * room + first, logits[r], sizeof(float) * ((n + LANES - 1) / LANES * LANES));
@@ -653,7 +717,7 @@ static void span_values(const arguments *given, const span *of, scratch *own, co
         for (int64_t r = 0; r < n_rows; r++)
             memcpy(some[r], weights + r * room + first, sizeof(float) * n);
         as_floats(of->value_kind, of->values + first * bytes, bytes, n, dim, width, 0, 0, own->values);
-        ALL_ROWS(some_values, FLOAT32, width, summed, some, (const char *)own->values)
+        ALL_ROWS(some_values, FLOAT32, width, summed, some, (const char *)own->values, 0)
     }
 }
 

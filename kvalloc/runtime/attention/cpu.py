@@ -3,7 +3,8 @@
 What `kvalloc.runtime.attention.triton` is on CUDA: each entry is read once, as it is stored
 (float32, half precision, codes of 8 to 3 bits), by threads that share all entries of a layer
 equally, however different segments are. `cpu.c` is built when kvalloc is installed where there is a
-compiler (setup.py), and by ``make kernel``; without it torch's operations do the same, slower.
+compiler (setup.py), and by ``make kernel``: on x86 twice, of which the processor's own is taken.
+Without it torch's operations do the same, slower.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvalloc.accounting.costs import WIDTHS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 
-__all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "place", "unavailable"]
+__all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "built", "place", "unavailable"]
 
 SWITCH = "KVALLOC_CPU_KERNEL"
 """Environment variable: at 0 torch's operations do the work; else the path of another build."""
@@ -146,7 +147,7 @@ def _load() -> ctypes.CDLL | str:
         return "the processor has no AVX2"
     reason = "it was not built: install kvalloc where there is a C compiler, or 'make kernel'"
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest().encode()
-    for path in [Path(given)] if given else sorted(_SOURCE.parent.glob("_cpu.*so")):
+    for path in [Path(given)] if given else built():
         try:
             library = ctypes.CDLL(str(path))
             own = (ctypes.c_char * len(digest)).in_dll(library, "source_digest").raw
@@ -157,6 +158,13 @@ def _load() -> ctypes.CDLL | str:
             return library
         reason = f"{path.name} was built from another cpu.c; install kvalloc anew, or 'make kernel'"
     return reason
+
+
+def built() -> list[Path]:
+    """Return the files of the kernel that are for this processor, the fastest first."""
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    names = ("_cpu_avx512", "_cpu") if wide else ("_cpu",)
+    return [path for name in names for path in sorted(_SOURCE.parent.glob(f"{name}.*so"))]
 
 
 def openmp_libraries() -> list[str]:
