@@ -21,8 +21,6 @@ from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.schedule import Event
 from kvalloc.runtime.unfinished import Queries
 
-__all__ = ["catch_up", "cuts", "room_for_drafts", "settle"]
-
 
 def catch_up(prompt: Prompt) -> None:
     """Evict late, or settle what followed, where enough has followed."""

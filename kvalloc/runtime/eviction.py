@@ -30,8 +30,6 @@ from kvalloc.runtime.unfinished import LAYER, Part, Queries, part_of
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
-__all__ = ["Eviction", "widest"]
-
 
 def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
     """What is kept of all pieces, in fresh storage; one gather each, without asking the device."""

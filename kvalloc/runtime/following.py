@@ -8,8 +8,6 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 
-__all__ = ["COMPETE_AGAIN", "Followed", "Settling"]
-
 COMPETE_AGAIN = 1.5
 """Everything that is kept competes again when so many times the tokens have been seen as when it
 did before; until then what is new competes for the places that it brought. Entries at fewer bits

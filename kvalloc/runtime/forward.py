@@ -20,8 +20,6 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.selection import gathered
 
-__all__ = ["Forward"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:

@@ -15,18 +15,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.shape import HALF_BYTES
 
-__all__ = [
-    "SHORTEST_TILE",
-    "KeptEntries",
-    "KeptLayer",
-    "Spans",
-    "Work",
-    "halved",
-    "on_device",
-    "parted",
-    "work_bytes",
-]
-
 SHORTEST_TILE = 16
 """Entries that are worth a program: as few as tensor cores multiply."""
 

@@ -31,16 +31,6 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, KeptLayer, Spans, halved, on_device, parted
 from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
 
-__all__ = [
-    "LayerEntries",
-    "key_numbers",
-    "longer",
-    "rounded_layers",
-    "segment_keys",
-    "unpack",
-    "value_numbers",
-]
-
 STEPS = 8
 """In so many steps a layer is rounded, which takes several times the bytes of the numbers.
 

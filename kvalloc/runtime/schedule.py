@@ -13,8 +13,6 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.scorers.base import awaited_tokens
 
-__all__ = ["Event", "Schedule", "When", "default_interval", "schedule_of"]
-
 EVERY, OF_SEEN = 64, 16
 """Tokens after which a conversation is brought back within its budget: a full block of keys, and
 where more of this share of the tokens seen, so that to do so takes the same part of the time."""

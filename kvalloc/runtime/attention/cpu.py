@@ -28,8 +28,6 @@ from kvalloc.accounting.costs import WIDTHS, turns
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 
-__all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "built", "place", "unavailable"]
-
 SWITCH = "KVALLOC_CPU_KERNEL"
 """Environment variable: at 0 torch's operations do the work; else the path of another build."""
 
