@@ -19,7 +19,7 @@ import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,12 +62,15 @@ class HookedCache(ABC):
     layers: list[Any]
     decoder: weakref.ref[nn.Module]
     number: Tensor  # its own, by which the operations of a compiled forward find it
+    in_place: bool  # whether the next token is decoded in place, see `kvalloc.runtime.in_place`
+    handle: Tensor  # stands for all the storage that it reads and writes
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give every cache, a copy too, a number."""
         cache = super().__new__(cls)
         number = next(_numbers)
         cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
+        cache.in_place, cache.handle = False, cache.number
         _caches[number] = cache
         return cache
 
@@ -95,6 +98,18 @@ class HookedCache(ABC):
     @abstractmethod
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward, also one that failed."""
+
+    @abstractmethod
+    def reserve(self) -> None:
+        """Get ready for a token that is decoded in place, if it can be."""
+
+    @abstractmethod
+    def count(self) -> None:
+        """Count a token that has begun and is decoded in place."""
+
+    @abstractmethod
+    def decode(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Answer one layer's attention to a token that is decoded in place."""
 
 
 Serve: TypeAlias = Callable[
@@ -148,8 +163,19 @@ class _Installed:
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
 
 
-_ATTENTION = "kvalloc_token"
-"""Name of the attention of a compiled decoder."""
+_ATTENTION, _IN_PLACE = "kvalloc_token", "kvalloc_in_place"
+"""Names of the attention of a compiled decoder, whose second one a CUDA graph repeats."""
+
+GRAPHED = ("cuda",)
+"""Types of devices on which tokens are decoded in place."""
+
+MOST_GRAPHS = 256
+"""Handles at most: torch keeps a graph for each, and frees none."""
+
+_handles: dict[Hashable, Tensor] = {}
+
+_decoding = threading.local()
+"""What the thread decodes in place: a graph that is captured has no number to find it by."""
 
 _HOOK = -1
 """Number of the hooks, which torch counts from 0."""
@@ -215,6 +241,7 @@ def _install(decoder: nn.Module) -> _Installed:
     for hook in (_before, _after):  # Dynamo follows them into a graph, but never begins with them
         set_code_exec_strategy(hook.__code__, _NEVER_FIRST)
     register_implementation(_ATTENTION, _attention)
+    register_implementation(_IN_PLACE, _attention_in_place)
     keep_from_copies(decoder, _without_hooks)
     handles = (
         decoder.register_forward_pre_hook(_before, with_kwargs=True),
@@ -431,9 +458,25 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 """What an operation changes stands in a cache, and not in its arguments: no graph repeats it."""
 
 
+def handle_of(places: Hashable, device: torch.device) -> Tensor | None:
+    """Return what stands for storage in these places in the arguments of a captured graph.
+
+    torch captures anew where a graph was captured with another one. None where there are too many.
+    """
+    if places not in _handles and len(_handles) < MOST_GRAPHS:
+        with torch.inference_mode(False):
+            handle = torch.zeros(1, 1, 1, 1, device=device)
+        # what torch._dynamo.mark_static_address sets, which imports Dynamo
+        vars(handle)["_dynamo_static_input_type"] = "unguarded"
+        _handles[places] = handle
+    return _handles.get(places)
+
+
 @torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
-def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Begin a forward of one token; returns the cache's number again, and the tokens seen."""
+def _begin_token(
+    number: Tensor, tokens: Tensor, mask: Tensor | None, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    """Begin a forward of one token; returns it, so that all comes after, and the tokens seen."""
     cache, decoder = _cache_of(number)
     seen = cache.layers[0].get_seq_length()
     name = "inputs_embeds" if tokens.ndim > 2 else "input_ids"
@@ -441,13 +484,21 @@ def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[T
     _close(entry, completed=False)
     arguments = {name: tokens, "attention_mask": mask}
     _begin(decoder, entry, cache, arguments, decoded=True)
+    if in_place:
+        try:
+            cache.count()
+        except BaseException:
+            _close(entry, completed=False)
+            raise
+        entry.open_forwards[threading.get_ident()].attended = len(cache.layers)
+        _decoding.entry, _decoding.cache = entry, weakref.proxy(cache)
     # filled there: a number of the host would be copied, for which it waits
-    return number.clone(), torch.full((), seen, dtype=torch.long, device=tokens.device)
+    return tokens.clone(), torch.full((), seen, dtype=torch.long, device=tokens.device)
 
 
 @_begin_token.register_fake
-def _(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(number), tokens.new_empty((), dtype=torch.long)
+def _(number: Tensor, tokens: Tensor, mask: Tensor | None, in_place: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tokens), tokens.new_empty((), dtype=torch.long)
 
 
 @torch.library.custom_op("kvalloc::attend", mutates_args=(), tags=_UNSEEN)
@@ -461,27 +512,61 @@ def _attend_token(
     softcap: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Add a token to a layer and attend; what is to happen after the last layer happens here."""
+    """Add a token to a layer and attend."""
     cache, decoder = _cache_of(number)
     entry: _Installed = vars(decoder)[_INSTALLED]
     forward = entry.open_forwards[threading.get_ident()]
     given = {"scaling": scaling, "softcap": softcap, "sliding_window": sliding_window}
     named = {name: one for name, one in given.items() if one is not None}
-    completed = False
+    query = query.clone()  # a cache may note it, and a compiler gives its storage to others
     try:
         keys, values = cache.update(key, value, layer)  # type: ignore[attr-defined]
         mask = _token_mask(decoder, query, keys, forward.visible)
         output, _ = entry.switch.answer(forward.attend, layer, query, keys, values, mask, **named)
-        completed = True
-    finally:
-        if not completed or forward.attended == len(cache.layers):
-            _close(entry, completed=completed)
+    except BaseException:
+        _close(entry, completed=False)
+        raise
     return output.to(query.dtype).contiguous()
 
 
 @_attend_token.register_fake
 def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.library.custom_op("kvalloc::decode", mutates_args=())
+def _decode_token(handle: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    """Add a token to a layer in place and attend: all that a graph repeats.
+
+    What it writes is no argument, as it is read here alone; that storage is where it was when a
+    graph was captured, its handle says.
+    """
+    try:
+        output: Tensor = _decoding.cache.decode(layer, query, key, value)
+    except BaseException:
+        _close(_decoding.entry, completed=False)
+        raise
+    return output.to(query.dtype).contiguous()
+
+
+@_decode_token.register_fake
+def _(handle: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.library.custom_op("kvalloc::end", mutates_args=(), tags=_UNSEEN)
+def _end_token(number: Tensor, hidden: Tensor) -> Tensor:
+    """End a forward of one token, whose last states are given and returned: entries may go."""
+    cache, decoder = _cache_of(number)
+    _close(vars(decoder)[_INSTALLED], completed=True)
+    if hidden.device.type in GRAPHED:
+        cache.reserve()
+    return hidden.clone()
+
+
+@_end_token.register_fake
+def _(number: Tensor, hidden: Tensor) -> Tensor:
+    return torch.empty_like(hidden)
 
 
 def _cache_of(number: Tensor) -> tuple[HookedCache, nn.Module]:
@@ -544,6 +629,18 @@ def _attention(
     return output, None
 
 
+def _attention_in_place(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Answer a layer of a token that is decoded in place; the handle is where its mask is."""
+    return torch.ops.kvalloc.decode(attention_mask, query, key, value, module.layer_idx), None
+
+
 def _before_traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -571,19 +668,26 @@ def _before_traced(
         or kwargs.get("output_attentions")
     ):
         torch._dynamo.graph_break(msg=refusals.UNCOMPILED)
-    number, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))
-    set_implementation(module.config, _ATTENTION)
-    decoding = _Decoding(cache, seen, implementation)
-    return (), {**kwargs, "attention_mask": number, "past_key_values": decoding}
+    in_place, mask = cache.in_place, kwargs.get("attention_mask")
+    tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, mask, in_place)
+    set_implementation(module.config, _IN_PLACE if in_place else _ATTENTION)
+    changed = {
+        "input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens,
+        "attention_mask": cache.handle if in_place else cache.number,
+        "past_key_values": _Decoding(cache, seen, implementation),
+    }
+    return (), {**kwargs, **changed}
 
 
 def _after_token(module: nn.Module, token: _Decoding, output: Any) -> Any:
     """Give the config its implementation back, and the output its cache."""
     set_implementation(module.config, token.implementation)
+    if output is None:  # it failed
+        return None
+    hidden = torch.ops.kvalloc.end(token.cache.number, output[0])
     if isinstance(output, tuple):
-        return tuple(token.cache if one is token else one for one in output)
-    if output is not None:  # None where it failed
-        output.past_key_values = token.cache
+        return hidden, *(token.cache if one is token else one for one in output[1:])
+    output.last_hidden_state, output.past_key_values = hidden, token.cache
     return output
 
 

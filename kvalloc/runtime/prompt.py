@@ -28,7 +28,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
-from kvalloc.runtime.tail import BLOCK_TOKENS, Length
+from kvalloc.runtime.tail import BLOCK_TOKENS, Place
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
@@ -85,9 +85,9 @@ class Prompt:
         self.arrival = Arrival(plan.profile, announced)
         policy = plan.profile.policy
         self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
-        length = Length()
+        newest, slot = Place(), Place()
         for layer in self.budget_layers:
-            layer.length = length
+            layer.newest, layer.slot = newest, slot
         self.forget()
 
     def forget(self) -> None:
@@ -206,11 +206,7 @@ class Prompt:
         self._decide_on_arrival(arguments)
         step = self.arrival.step(self.n_seen, batch, new_tokens, mask)
         targets = {} if step.follows else self._begin_reading(arguments, step)
-        every, settled = self.schedule.every, self.arrival.settled
-        interval = every.interval(settled, self.token_bytes) if every else BLOCK_TOKENS
-        if every and every.memory is not None and step.follows:
-            there = self.budget_layers[0].dense_tokens
-            interval = max(min(interval, there + self.free_tokens(every.memory)), 1)
+        interval = self.interval(follows=step.follows)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, BudgetLayer):
                 layer.evicts_next, layer.every = index in targets, interval
@@ -223,6 +219,17 @@ class Prompt:
         )
         reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
         return mask is None and not reduced and not bool(step.visible.all())
+
+    def interval(self, *, follows: bool = True) -> int:
+        """Return the tokens between two evictions for which a layer has room, at most."""
+        every = self.schedule.every
+        if every is None:
+            return BLOCK_TOKENS
+        interval = every.interval(self.arrival.settled, self.token_bytes)
+        if every.memory is None or not follows:
+            return interval
+        there = self.budget_layers[0].dense_tokens
+        return max(min(interval, there + self.free_tokens(every.memory)), 1)
 
     def _begin_reading(self, arguments: Mapping[str, Any], step: Step) -> dict[int, IntArray]:
         """Return how many entries each layer keeps once it has read a forward of the prompt.
@@ -276,7 +283,7 @@ class Prompt:
         queries, notes = states.queries.detach(), layer.unfinished
         if step.follows:
             if self.schedule.every:
-                wanted = self._wanted_following(step)
+                wanted = self.wanted_following(step.seen + step.new_tokens)
                 notes.latest.add(queries, step.columns, wanted, padded=step.padded)
             return
         evicts, remember = index in targets, not step.completes or self.goes_on_observing
@@ -302,9 +309,9 @@ class Prompt:
             elif not (self.whole or evicts):
                 eviction.observe(layer)
 
-    def _wanted_following(self, step: Step) -> int:
-        """Return how many of the latest queries of each row may be asked for after a forward."""
-        who, end = self.plan.after, step.seen + step.new_tokens
+    def wanted_following(self, end: int) -> int:
+        """Return how many of the latest queries of each row may be asked for at a column."""
+        who = self.plan.after
         if who.observes or self.given is not None:  # drafts may be taken back
             return end
         return max(who.query_rows(end), self.schedule.awaited if self.whole else 0)

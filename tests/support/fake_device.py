@@ -75,6 +75,9 @@ def decoded_on_fake_device(
 ) -> collections.Counter[str]:
     """What a token launches that is decoded after a prompt and `WARM` tokens.
 
+    Then another one is decoded in place, without the model; what that launches is counted by names
+    with "in place, " in front.
+
     Parameters
     ----------
     make_model : callable
@@ -108,7 +111,20 @@ def decoded_on_fake_device(
             launches.counts.clear()
             with launches:
                 model(ids, past_key_values=cache)
-    return launches.counts
+        counts = launches.counts.copy()
+        cache.reserve()
+        assert cache.in_place
+        launches.counts.clear()
+        with launches:
+            cache.begin_forward(cache.decoder(), {"input_ids": ids})
+            cache.count()
+            for index, layer in enumerate(cache.layers):
+                heads = layer.attention.queries.shape[1], *[layer.keys.shape[1]] * 2
+                sizes = [(rows, own, 1, layer.keys.shape[3]) for own in heads]
+                cache.decode(index, *(torch.empty(size, device="meta") for size in sizes))
+        return counts + collections.Counter(
+            {f"in place, {name}": number for name, number in launches.counts.items()}
+        )
 
 
 def evicted_on_fake_device(model: Any, cache: Any, mask: Tensor, following: int = 0) -> int:

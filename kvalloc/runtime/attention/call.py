@@ -119,6 +119,9 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
+    counts_on_device: ClassVar[bool] = False
+    """Whether it reads on the device how many tokens of a tail are there."""
+
     def unavailable(self) -> str | None:
         """Return why it can serve nothing on this machine, in words; None where it can."""
         return None

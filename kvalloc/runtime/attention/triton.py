@@ -46,6 +46,7 @@ class TritonBackend(Backend):
     """Entries on CUDA, read by kernels in Triton."""
 
     name = "CUDA kernel"
+    counts_on_device = True
 
     def unavailable(self) -> str | None:
         """Return whether Triton or a CUDA device is missing."""
@@ -105,7 +106,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     visible = None if call.visible is None else call.visible.expand(batch, -1)
-    sinks, there = call.sink_logits, None if tail is None else tail.length
+    sinks, newest = call.sink_logits, None if tail is None else tail.newest
     counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
         "read_tile",
@@ -115,7 +116,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         (
             *((own, *own.stride()[:3]) for own in following),
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
-            there,
+            newest,
         ),
         partial,
         *(work.count, following_tiles, work.length, tile, n_following, counts),
@@ -127,7 +128,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         "add_tiles",
         (n_segments, row_blocks),
         *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
-        *(work.count, following_tiles, tile, n_following, there, counts),
+        *(work.count, following_tiles, tile, n_following, newest, counts),
         SIZES=sizes,
     )
     return output

@@ -99,11 +99,11 @@ def read_tile(  # type: ignore[no-untyped-def]
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of
     ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment, ``tile``
-    entries each: room for ``n_following``, of which all are there or as many as stand on the
-    device; tiles beyond these are not written. ``kept`` are tiles and segments as
-    `kvalloc.runtime.kept.Work` has them and, of each part, keys, values, biases and scales;
+    entries each: room for ``n_following``, of which all are there, or those up to the newest, whose
+    place stands on the device; tiles beyond these are not written. ``kept`` are tiles and segments
+    as `kvalloc.runtime.kept.Work` has them and, of each part, keys, values, biases and scales;
     ``asked`` and ``followed`` are tensors with the steps between their rows, heads and tokens, and
-    last the number of tokens that are there, or None for all.
+    last the place of the newest token that is there, or None for all.
     """
     queries, query_row, query_head, query_token = asked
     tiles, segments = kept[0]
@@ -163,10 +163,10 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _there(n_following, there):  # type: ignore[no-untyped-def]
-    """Return how many tokens followed: all, or the number that stands on the device."""
-    if there is not None:
-        n_following = tl.load(there)
+def _there(n_following, newest):  # type: ignore[no-untyped-def]
+    """Return how many tokens followed: all, or those up to the newest."""
+    if newest is not None:
+        n_following = tl.load(newest) + 1
     return n_following
 
 
@@ -180,7 +180,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
     following_tiles,
     tile,
     n_following,
-    there,
+    newest,
     counts,
     SIZES: tl.constexpr,
 ):
@@ -188,7 +188,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
 
     Where the values of its part are turned, so is their sum, and nothing else is.
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
-    step between two of them; ``there`` is what the last of ``followed`` is for `read_tile`.
+    step between two of them; ``newest`` is what the last of ``followed`` is for `read_tile`.
     """
     n_rows, n_new, n_kv_heads, group = counts
     segment = tl.program_id(0).to(tl.int64)
@@ -215,7 +215,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
         turned = tl.reshape(turned, (SIZES.rows, SIZES.value_block))
         summed = tl.where(is_turned, turned, summed)
     first = n_tiles + segment * following_tiles
-    last = first + tl.cdiv(_there(n_following, there), tile)
+    last = first + tl.cdiv(_there(n_following, newest), tile)
     softmax = (most, total, summed)
     most, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
     place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member

@@ -2,11 +2,17 @@
 
 import copy
 import gc
+import importlib.util
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+import replayed_graph
 import runtime_oracle as tiny
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -14,6 +20,8 @@ from transformers import CompileConfig
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime import hooks, in_place
+from kvalloc.runtime.tail import FIRST_TOKENS
 
 LENGTHS = (60, 41, 77)
 WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
@@ -25,6 +33,23 @@ def no_graphs():
     with torch.no_grad():
         yield
     torch.compiler.reset()
+
+
+class Compiler(CompileCounter):
+    """Counts graphs; what operations of ours have read is overwritten, as compilers reuse it."""
+
+    def __call__(self, graph, inputs):
+        super().__call__(graph, inputs)
+        return _Reusing(graph).run
+
+
+class _Reusing(torch.fx.Interpreter):
+    def call_function(self, target, args, kwargs):
+        found = super().call_function(target, args, kwargs)
+        if target in (torch.ops.kvalloc.attend, torch.ops.kvalloc.decode):
+            for states in args[1:4]:
+                states.fill_(float("nan"))
+        return found
 
 
 def profile_for(model, tokens, widths=None, **options):
@@ -72,7 +97,7 @@ def both(model, compiled, make, ids, tokens, *, exact=True, **inputs):
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_one_graph_serves_all_prompts(widths):
     """Of other ragged lengths, with evictions between the tokens, and where no cache is left."""
-    model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), CompileCounter()
+    model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), Compiler()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
     for tokens in LENGTHS:
         profile = profile_for(model, tokens, WIDTHS[widths])
@@ -81,7 +106,7 @@ def test_one_graph_serves_all_prompts(widths):
             compiled,
             partial(kvalloc.make_cache, model, profile),
             tiny.prompt(tokens, batch=2, seed=tokens),
-            64,
+            66,  # an eviction comes after 64
         )
         assert cache.reduced
         del cache
@@ -131,6 +156,23 @@ def test_every_policy_is_served(model, policy):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     make = partial(kvalloc.make_cache, model, tiny.make_profile(model, 60, 0.5), policy=policy)
     both(model, compiled, make, tiny.prompt(60), 40)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_what_is_decoded_in_place_can_be_repeated():
+    """As a CUDA graph does: the same launches, token after token, give the logits of the model.
+
+    In a process of its own: Triton reads TRITON_INTERPRET when the kernel is defined.
+    """
+    paths = [str(Path(replayed_graph.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, replayed_graph.__file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("wrap", ["model", "decoder", "inside"])
@@ -279,3 +321,39 @@ def test_a_model_that_breaks_the_graph_decodes_all_the_same(model, whole):
     handle.remove()
     assert model.config._attn_implementation == "sdpa"
     assert caches[1].interrupted is None
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """Tokens are decoded in place, as on CUDA; returns the places of all that each one reads."""
+    found = []
+    count = in_place.count
+
+    def noted(prompt):
+        assert prompt.forward is not None
+        layers = prompt.budget_layers
+        found.append([own.data_ptr() for layer in layers for own in layer.in_place_tensors()])
+        return count(prompt)
+
+    monkeypatch.setattr(hooks, "GRAPHED", ("cpu",))
+    monkeypatch.setattr(in_place, "count", noted)
+    return found
+
+
+@pytest.mark.parametrize("options", [{"decode_every": 100}, {"decode_every": 30}])
+@pytest.mark.usefixtures("either_way")
+def test_tokens_are_decoded_in_place(placed, options):
+    """To the bit, and nothing moves between two evictions: one graph more, for all prompts."""
+    model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), Compiler()
+    compiled, tokens = torch.compile(model, fullgraph=True, backend=graphs), FIRST_TOKENS + 1 + 64
+    for length in LENGTHS[:2]:
+        make = partial(
+            kvalloc.make_cache, model, profile_for(model, length, [8, 5, 4, 3]), **options
+        )
+        cache = both(model, compiled, make, tiny.prompt(length, batch=2, seed=length), tokens)
+        assert cache.reduced
+        evictions = (tokens - 1) // options["decode_every"]
+        assert len(placed) == 64
+        assert len(set(map(tuple, placed))) == 1 + evictions
+        placed.clear()
+    assert graphs.frame_count == 2

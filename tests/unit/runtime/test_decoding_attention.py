@@ -52,7 +52,7 @@ def test_what_is_kept_stays_where_it_is_while_decoding(model, profile, options):
         # held, or its place would be given again
         places.append((layer.entries.parts[0].keys, *layer.tail.buffers))
         lists = [own for one in cache.layers for own in one.entries.kept.tensors()]
-        beside = sum(own.nbytes for own in [*lists, *layer.length.tensors()])  # on a GPU
+        beside = sum(own.nbytes for own in [*lists, *layer.newest.tensors()])  # on a GPU
         room = step if step <= FIRST_TOKENS else BLOCK_TOKENS
         assert cache.retained_bytes == stored + room * cache._prompt.token_bytes + beside
         assert layer.dense_tokens == step
@@ -135,6 +135,10 @@ def test_a_decoded_token_asks_nothing_of_the_device(level, bits, padding):
     assert found["index_select"] == 0
     assert found["fill_"] == 1  # how many followed, in all layers
     assert found["cat"] == 2 * tiny.N_LAYERS + 1  # the model's own, where it turns positions
+    found = {name.removeprefix("in place, "): n for name, n in found.items() if "place" in name}
+    # key, value and queries are written where the numbers of `fill_` say
+    each = {"read_tile": 1, "add_tiles": 1, "index_copy_": 3}
+    assert found == {"fill_": 2, **{name: n * tiny.N_LAYERS for name, n in each.items()}}
 
 
 def test_the_device_that_is_not_there_says_what_is_asked_of_it():
