@@ -21,7 +21,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.tail import Length, Tail
+from kvalloc.runtime.tail import Place, Tail
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -186,7 +186,7 @@ def tailed(call: AttentionCall) -> AttentionCall:
         torch.nn.functional.pad(one, (0, 0, 0, 70), value=math.nan)
         for one in (call.keys, call.values)
     )
-    tail = Tail(keys, values, Length())
+    tail = Tail(keys, values, Place())
     tail.tokens = int(call.keys.shape[2])
     keys, values = tail.states
     return replace(call, keys=keys, values=values, tail=tail)
