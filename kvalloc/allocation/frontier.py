@@ -82,7 +82,6 @@ def frontier(
     scores: ScoreProfile | str | Path,
     *,
     points: int = 50,
-    shares: Sequence[float] | None = None,
     solver: str | Solver = "auto",
     time_limit: float | None = None,
     request: Request | None = None,
@@ -97,10 +96,7 @@ def frontier(
     scores : ScoreProfile, str or Path
         Measured retention curves, or their file.
     points : int
-        Sizes, spaced geometrically in bytes (fewer where they fall together); ignored with
-        ``shares``.
-    shares : sequence of float, optional
-        Sizes as budgets instead, each a share.
+        Sizes, spaced geometrically in bytes (fewer where they fall together).
     solver, notify
         As in `kvalloc.solve`.
     time_limit : float, optional
@@ -120,7 +116,7 @@ def frontier(
     Raises
     ------
     InputError
-        If there are no points or a share is out of range.
+        If there are fewer than two points.
     InfeasibleError
         If no size is enough for the side constraints; says what would be.
     SolverError
@@ -141,7 +137,7 @@ def frontier(
         traced = trace_frontier(
             posed.problem,
             chosen,
-            _capacities(posed, points, shares),
+            _capacities(posed, points),
             whole_bytes=posed.curves.costs.full,
             time_limit_seconds=time_limit,
             progress=progress,
@@ -160,15 +156,9 @@ def frontier(
     )
 
 
-def _capacities(posed: PosedRequest, points: int, shares: Sequence[float] | None) -> list[int]:
+def _capacities(posed: PosedRequest, points: int) -> list[int]:
     """Return the bytes of each size, rising, up to what shares are of."""
     problem, costs = posed.problem, posed.curves.costs
-    if shares is not None:
-        if not shares or min(shares) <= 0 or max(shares) > 1:
-            raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
-        targets = (replace(posed.request.target, value=share) for share in sorted(shares))
-        sizes = (one.capacity(costs, floor_cost=0) for one in targets)
-        return [size for size in sizes if size is not None]
     if points < 2:
         raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
     smallest, grain = problem.min_cost_bytes, problem.lattice_bytes

@@ -198,8 +198,8 @@ def test_tables_that_cannot_be_are_refused(fault):
 
 def test_frontiers_and_differences_tell_of_policies():
     scores = make_choices(3)
-    points = frontier(scores, shares=[0.3, 0.6, 1.0], level="head", objective="loss")
-    assert points[0].retention is None
+    points = frontier(scores, points=4, level="head", objective="loss")
+    assert points[1].retention is None
     assert points[-1].retention == pytest.approx(1.0)
     asked = {"budget": "40%", "level": "head", **LOSS}
     together = solve(scores, **asked)

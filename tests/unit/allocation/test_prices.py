@@ -248,21 +248,21 @@ def test_points_are_optimal_and_rise(level, page):
 
 def test_points_agree_with_solving_alone():
     scores = make_scores(2)
-    for point, share in zip(frontier(scores, shares=[0.3, 0.6]), [0.3, 0.6], strict=True):
-        alone = kvalloc.solve(scores, budget=share)
+    for point in frontier(scores, points=4):
+        alone = kvalloc.solve(scores, budget=min(point.share + 1e-6, 1.0))
         assert point.value == alone.objective
         assert point.cost_bytes == alone.retained_bytes
+
+
+def test_one_point_is_no_frontier():
+    with pytest.raises(InputError, match="a frontier of 1 points is no line"):
+        frontier(make_scores(0), points=1)
 
 
 def test_a_rule_stays_below_its_bound():
     points = frontier(make_scores(5), points=8, solver="pyramid")
     assert all(point.value <= point.bound for point in points)
     assert any(point.value < point.bound - 1e-6 for point in points)
-
-
-def test_shares_beyond_everything_are_refused():
-    with pytest.raises(InputError, match="shares of the frontier"):
-        frontier(make_scores(0), shares=[0.5, 1.5])
 
 
 # Several solvers beside each other, and the difference between two budget profiles
