@@ -91,9 +91,8 @@ class Plan:
             If the policy cannot bound the memory.
         """
         policy, every = policies_of(profile), options.decode_every
-        refusals.refuse(
-            no_decode_every=every is not None and not refusals.at_least_1(every) and (every,)
-        )
+        counts = every is None or (type(every) is int and every >= 1)
+        refusals.refuse(no_decode_every=not counts and (every,))
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
         holds = schedule_of(profile, policy, options, in_chunks=False).holds

@@ -205,11 +205,6 @@ def refuse(**conditions: object) -> None:
             raise error(message.format(found, option=OptionNames()))
 
 
-def at_least_1(value: Any) -> bool:
-    """Return whether a value is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def check_profile(profile: BudgetProfile) -> None:
     """Refuse budgets that this runtime does not enforce.
 
@@ -221,18 +216,13 @@ def check_profile(profile: BudgetProfile) -> None:
     """
     name, kind = profile.policy.name, policy_class(profile.policy.name)
     fewest = int(profile.widths.min())
-    shared = shared_layers(profile)
+    shared = shared_text(profile.share_groups) if profile.share_groups else ""
     compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
     refuse(
         bits_are_compared=compared and (fewest, name),
         shared_by_policies=profile.unit_policies is not None and shared,
         shared_unranked=shared and not issubclass(kind, RankedPolicy) and (shared, name),
     )
-
-
-def shared_layers(profile: BudgetProfile) -> str:
-    """Return which layers share entries, for a message; empty where none do."""
-    return shared_text(profile.share_groups) if profile.share_groups else ""
 
 
 def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
