@@ -14,7 +14,7 @@ from kvalloc.accounting.stored import layer_tensors
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
 from kvalloc.runtime.following import COMPETE_AGAIN, Followed, Settling
-from kvalloc.runtime.kept import work_bytes
+from kvalloc.runtime.kept import WORK_BYTES
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.refusals import refuse
@@ -216,5 +216,5 @@ def _following_bytes(prompt: Prompt, every: Event, most: IntArray) -> int:
     if prompt.plan.options.tier is not None:
         taken += paging_bytes(prompt.n_seen, prompt.profile.shape)
     if prompt.budget_layers[0].keys.is_cuda:  # where a kernel reads by lists
-        taken += work_bytes(int(most.sum()), most.size)
+        taken += WORK_BYTES * most.size
     return taken + tokens * prompt.token_bytes

@@ -226,24 +226,22 @@ class Work:
 
     Attributes
     ----------
-    length, count : int
-        Entries of a tile, at most, and tiles.
-    tiles : Tensor of int32, (count,)
-        Segment of each; those of one segment follow each other.
-    segments : Tensor of int32, (n_segments, 6)
-        Start, end, first key scale and part of each segment, its first tile and the one after its
-        last.
+    length : int
+        Entries of a tile, at most.
+    room : int
+        Tiles of as many entries in as many segments, at most; how many there are says the last
+        segment.
+    segments : Tensor of int32, (n_segments, 5)
+        Start, end, first key scale and part of each segment, and tiles up to its end.
     """
 
     length: int
-    count: int
-    tiles: Tensor
+    room: int
     segments: Tensor
 
 
-def work_bytes(entries: int, segments: int) -> int:
-    """Return the most bytes that `Work` takes of so many entries in so many segments."""
-    return 4 * (entries // SHORTEST_TILE + segments) + 24 * segments
+WORK_BYTES = 20
+"""Bytes of a segment in `Work`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +269,7 @@ class KeptLayer:
         return found.reshape(-1, 4)
 
     def work(self, length: int) -> Work:
-        """Return the tiles of so many entries, made once for each eviction; the latest are kept.
+        """Return tiles of so many entries, made once for each eviction; the latest are kept.
 
         Parameters
         ----------
@@ -280,21 +278,18 @@ class KeptLayer:
         """
         if length not in self._work:
             self._work.clear()
-            tiles, _ = _cut(self.spans[:, 1] - self.spans[:, 0], length)
-            bounds = np.searchsorted(tiles, np.arange(len(self.spans) + 1))
-            segments = np.column_stack([self.spans, bounds[:-1], bounds[1:]])
-            device = self.parts[0].keys.device
+            lengths = self.spans[:, 1] - self.spans[:, 0]
+            segments = np.column_stack([self.spans, np.cumsum(-(-lengths // length))])
             self._work[length] = Work(
                 length=length,
-                count=len(tiles),
-                tiles=on_device(tiles.astype(np.int32), device),
-                segments=on_device(segments.astype(np.int32), device),
+                room=int(lengths.sum()) // length + len(lengths),
+                segments=on_device(segments.astype(np.int32), self.parts[0].keys.device),
             )
         return self._work[length]
 
     def tensors(self) -> list[Tensor]:
         """Return what is stored beside the entries for reading them."""
-        return [own for one in self._work.values() for own in (one.tiles, one.segments)]
+        return [one.segments for one in self._work.values()]
 
     @cached_property
     def _work(self) -> dict[int, Work]:

@@ -2,11 +2,12 @@
 
 The entries that are kept and the tokens that followed are cut into tiles (segment, start, end) of
 equal length, whatever segment they belong to, so that long heads are shared by as many programs as
-they need. Each program leaves the partial softmax of its tile, and one more launch adds the
-partial softmaxes of each segment and writes the answer in its final layout. Tiles of what is kept
-are made once for each eviction. Lengths and numbers of tiles are arguments at run time, so a
-longer answer compiles nothing anew, and nothing here asks the device for a value. How much of a
-tail is there the kernels read on the device: they are launched for all of its room, so the same
+they need. Each program leaves the partial softmax of its tile, and one more launch adds the partial
+softmaxes of each segment and writes the answer in its final layout. Which tiles of what is kept
+belong to which segment stands on the device, made once for each eviction; as many programs are
+launched as entries of that number can need. Lengths and numbers of tiles are arguments at run time,
+so a longer answer compiles nothing anew, and nothing here asks the device for a value. How much of
+a tail is there the kernels read on the device: they are launched for all of its room, so the same
 launch serves every token until it gets more.
 
 The kernels are in `kvalloc.runtime.attention.triton_kernels`, which is imported where there is
@@ -102,7 +103,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
     sizes = _sizes(head_dim, value_dim, rows, widths, columns, call.queries.dtype)
     tile = max(_tile_length(n_segments * n_following, programs), columns)
     following_tiles = -(-n_following // tile)
-    n_parts = work.count + n_segments * following_tiles
+    n_parts = work.room + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     visible = None if call.visible is None else call.visible.expand(batch, -1)
@@ -112,14 +113,14 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         "read_tile",
         (n_parts, row_blocks),
         (call.queries, *call.queries.stride()[:3]),
-        ((work.tiles, work.segments), *(_stored(part) for part in kept.parts)),
+        (work.segments, *(_stored(part) for part in kept.parts)),
         (
             *((own, *own.stride()[:3]) for own in following),
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
             newest,
         ),
         partial,
-        *(work.count, following_tiles, work.length, tile, n_following, counts),
+        *(work.room, following_tiles, work.length, tile, n_following, n_segments, counts),
         (call.scaling, call.softcap),
         SIZES=sizes,
         num_warps=max(1, min(4, columns * sizes.head_block // _WARP_NUMBERS)),
@@ -128,7 +129,7 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
         "add_tiles",
         (n_segments, row_blocks),
         *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
-        *(work.count, following_tiles, tile, n_following, newest, counts),
+        *(work.room, following_tiles, work.length, tile, n_following, newest, counts),
         SIZES=sizes,
     )
     return output

@@ -21,7 +21,7 @@ import triton.language as tl
 __all__ = ["Sizes", "add_tiles", "read_tile"]
 
 # Lengths change with every token: whether they are 1 or divide by 16 must compile nothing anew.
-_LENGTHS = ("n_tiles", "following_tiles", "tile", "n_following", "length")
+_LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following", "n_segments")
 
 
 class Codes(NamedTuple):
@@ -91,22 +91,23 @@ def read_tile(  # type: ignore[no-untyped-def]
     length,
     tile,
     n_following,
+    n_segments,
     counts,
     factors,
     SIZES: tl.constexpr,
 ):
     """Write the softmax of one block of query rows over one tile, kept or following.
 
-    Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of
-    ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment, ``tile``
-    entries each: room for ``n_following``, of which all are there, or those up to the newest, whose
-    place stands on the device; tiles beyond these are not written. ``kept`` are tiles and segments
-    as `kvalloc.runtime.kept.Work` has them and, of each part, keys, values, biases and scales;
-    ``asked`` and ``followed`` are tensors with the steps between their rows, heads and tokens, and
-    last the place of the newest token that is there, or None for all.
+    Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of at
+    most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
+    ``tile`` entries each: room for ``n_following``, of which all are there, or those up to the
+    newest, whose place stands on the device; tiles beyond these are not written. ``kept`` are
+    segments as `kvalloc.runtime.kept.Work` has them and, of each part, keys, values, biases and
+    scales; ``asked`` and ``followed`` are tensors with the steps between their rows, heads and
+    tokens, and last the place of the newest token that is there, or None for all.
     """
     queries, query_row, query_head, query_token = asked
-    tiles, segments = kept[0]
+    segments = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
     n_rows, n_new, n_kv_heads, group = counts
@@ -117,9 +118,11 @@ def read_tile(  # type: ignore[no-untyped-def]
     is_kept = part < n_tiles
     later = part - n_tiles  # negative for what is kept
     divisor = tl.maximum(following_tiles, 1)
-    if (part >= n_tiles) & (later % divisor * tile >= n_following):
+    segment = _segment_of(part, segments, tl.where(is_kept, n_segments, 0))
+    nothing_follows = (part >= n_tiles) & (later % divisor * tile >= n_following)
+    if nothing_follows | (segment == n_segments):
         return
-    segment = tl.where(is_kept, tl.load(tiles + part, mask=is_kept, other=0), later // divisor)
+    segment = tl.where(is_kept, segment, later // divisor)
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     asking = batch_row * query_row + (head * group + row // n_new) * query_head
     asking += (row % n_new) * query_token
@@ -131,8 +134,8 @@ def read_tile(  # type: ignore[no-untyped-def]
     most = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
     total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
     summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
-    own, softmax = segments + segment * 6, (most, total, summed)
-    before = (part - tl.load(own + 4)) * length
+    own, softmax = segments + segment * 5, (most, total, summed)
+    before = (part - _first_tile(own, length)) * length
     start = tl.load(own) + before
     end = tl.where(is_kept, tl.minimum(start + length, tl.load(own + 1)), start)
     first_scale, width = tl.load(own + 2) + before // SIZES.key_block, tl.load(own + 3)
@@ -163,6 +166,24 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _segment_of(tile, segments, n_segments):  # type: ignore[no-untyped-def]
+    """Return the segment of a tile of kept entries: as many as end before it."""
+    found = tl.zeros([], dtype=tl.int64)
+    for first in range(0, n_segments, 64):
+        own = first + tl.arange(0, 64)
+        inside = own < n_segments
+        ends = tl.load(segments + own * 5 + 4, mask=inside, other=0)
+        found += tl.sum((inside & (ends <= tile)).to(tl.int64))
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _first_tile(segment, length):  # type: ignore[no-untyped-def]
+    """Return the first tile of a segment."""
+    return tl.load(segment + 4) - tl.cdiv(tl.load(segment + 1) - tl.load(segment), length)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _there(n_following, newest):  # type: ignore[no-untyped-def]
     """Return how many tokens followed: all, or those up to the newest."""
     if newest is not None:
@@ -170,7 +191,7 @@ def _there(n_following, newest):  # type: ignore[no-untyped-def]
     return n_following
 
 
-@triton.jit(do_not_specialize=_LENGTHS[:4])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=_LENGTHS[:5])  # type: ignore[untyped-decorator, unused-ignore]
 def add_tiles(  # type: ignore[no-untyped-def]
     partial,
     segments,
@@ -178,6 +199,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
     output,
     n_tiles,
     following_tiles,
+    length,
     tile,
     n_following,
     newest,
@@ -203,8 +225,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
     if sinks is not None:
         most = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
-    own = segments + segment * 6
-    width, first, last = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+    own = segments + segment * 5
+    width, first, last = tl.load(own + 3), _first_tile(own, length), tl.load(own + 4)
     softmax = _add_parts(partial, first, last, n_rows, row, (most, total, summed), SIZES)
     most, total, summed = softmax
     if SIZES.turned:
