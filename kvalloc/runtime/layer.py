@@ -261,17 +261,20 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def _with(self, entries: KeptEntries, bits: IntArray | None, stays: BoolArray) -> LayerEntries:
         """Return entries, in some rows behind what was kept before; see `keep_numbers`."""
 
-        def fresh(some: KeptEntries) -> LayerEntries:
-            return LayerEntries.whole(some) if bits is None else LayerEntries.packed(some, bits)
+        def fresh(some: KeptEntries, before: LayerEntries | None) -> LayerEntries:
+            if bits is None:
+                return LayerEntries.whole(some)
+            return LayerEntries.packed(some, bits, before)
 
-        before = self.numbers() if stays.any() else None
-        if before is None:
-            return fresh(entries)
+        before = self.numbers() if stays.any() else self.entries
+        if before is None or not stays.any():
+            return fresh(entries, before)
         if stays.all():
             return before.with_more(entries)
         rows = np.flatnonzero(stays), np.flatnonzero(~stays)
         more, others = (entries.of_rows(own) for own in rows)
-        parts = [before.rows(torch.from_numpy(rows[0])).with_more(more), fresh(others)]
+        held, gone = (before.rows(torch.from_numpy(own)) for own in rows)
+        parts = [held.with_more(more), fresh(others, gone)]
         return LayerEntries.joined(parts, np.concatenate(rows).argsort())
 
     def keep(self, entries: LayerEntries, following: int = 0) -> None:

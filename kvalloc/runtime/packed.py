@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -61,20 +62,37 @@ def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray
     return {layer: widths[layer] for layer in full if every or (widths[layer] != 16).any()}
 
 
-def pack(numbers: KeptEntries, bits: int, n_steps: int) -> KeptEntries:
-    """Return numbers of the model's type at so many bits, rounded in as many steps."""
+def pack(
+    numbers: KeptEntries, bits: int, n_steps: int, before: KeptEntries | None = None
+) -> KeptEntries:
+    """Return numbers of the model's type at so many bits, rounded in as many steps.
+
+    The first block of each segment keeps the key scales that it had before, where they cover what
+    is in it now. It holds the sinks, which stay for ever and are attended to most: what they lose
+    each time that they are rounded by other scales adds up.
+    """
     if bits == 16:
         return numbers.halved()
-    keys, key_scales = _packed_segments(numbers, bits, n_steps)
+    keys, key_scales = _packed_segments(numbers, bits, n_steps, before)
     steps = [_packed_values(values, bits) for values in numbers.values.chunk(n_steps)]
     return replace(numbers, keys=keys, values=torch.cat(steps), key_scales=key_scales, bits=bits)
 
 
-def _packed_segments(numbers: KeptEntries, bits: int, n_steps: int) -> tuple[Tensor, Tensor]:
-    """Return keys and key scales of all segments as `KeptEntries` has them."""
+def _packed_segments(
+    numbers: KeptEntries, bits: int, n_steps: int, before: KeptEntries | None
+) -> tuple[Tensor, Tensor]:
+    """Return keys and key scales of all segments as `KeptEntries` has them; see `pack`."""
     spans = numbers.spans
-    steps = spans.block_places().chunk(n_steps)
-    blocks = [_packed_keys(numbers.keys[places], bits) for places in steps]
+    places = spans.block_places()
+    known = numbers.keys.new_full((len(places), 2, numbers.keys.shape[1]), nan, dtype=torch.float16)
+    if before is not None and before.key_scales is not None:
+        both = (spans.lengths > 0) & (before.spans.lengths > 0)
+        first, old = (
+            on_device(own.first_scales[:-1][both], spans.device) for own in (spans, before.spans)
+        )
+        known[first] = before.key_scales[old]
+    steps = zip(places.chunk(n_steps), known.chunk(n_steps), strict=True)
+    blocks = [_packed_keys(numbers.keys[own], bits, scales) for own, scales in steps]
     keys, key_scales = (torch.cat(own) for own in zip(*blocks, strict=True))
     filled, _ = parted(keys, spans.lengths, spans.blocks * KEY_BLOCK_TOKENS)
     return torch.cat(filled), key_scales
@@ -164,7 +182,7 @@ def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
 
 
-def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _packed_keys(blocks: Tensor, bits: int, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return blocks of keys of one head each as they are stored.
 
     Parameters
@@ -172,6 +190,8 @@ def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks : Tensor, (n_blocks, 64, head_dim)
     bits : int
         Of `WIDTHS`, but not 16.
+    before : Tensor of float16, (n_blocks, 2, head_dim), optional
+        Scales to be kept; see `kvalloc.runtime.quantization.coded`.
 
     Returns
     -------
@@ -180,7 +200,7 @@ def _packed_keys(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         Of each block and channel the scale and the minimum.
     """
     width = WIDTHS[bits].keys
-    codes, scales = coded(blocks.float(), width, dim=1)
+    codes, scales = coded(blocks.float(), width, dim=1, before=before)
     return packed_codes(codes.flatten(0, 1), width), scales
 
 
@@ -312,7 +332,9 @@ class LayerEntries:
 
     @classmethod
     @torch.no_grad()
-    def packed(cls, entries: KeptEntries, bits: IntArray) -> LayerEntries:
+    def packed(
+        cls, entries: KeptEntries, bits: IntArray, before: LayerEntries | None = None
+    ) -> LayerEntries:
         """Round and pack entries of all KV heads.
 
         Parameters
@@ -321,6 +343,8 @@ class LayerEntries:
             Numbers of the model's type.
         bits : ndarray of int64, (n_kv_heads,)
             Of `WIDTHS`.
+        before : LayerEntries, optional
+            What was kept until now, of the same rows; see `pack`.
         """
         like = entries.keys[:0].clone(), entries.values[:0].clone()
         blocks, parts = entries.spans.blocks.reshape(entries.lengths.shape), []
@@ -329,7 +353,10 @@ class LayerEntries:
             n_blocks = int(blocks[:, heads].sum())
             share = -(-STEPS * n_blocks // max(int(blocks.sum()), 1))
             n_steps = max(1, min(share, n_blocks // STEP_BLOCKS))
-            parts.append(pack(entries.of_heads(heads.tolist()), width, n_steps))
+            own = entries.of_heads(heads.tolist())
+            known = () if before is None else before.parts
+            old = next((one for one in known if (one.bits, one.heads) == (width, own.heads)), None)
+            parts.append(pack(own, width, n_steps, old))
         return cls(parts=tuple(parts), like=like)
 
     @cached_property

@@ -127,8 +127,21 @@ def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+def coded(
+    blocks: Tensor, bits: int, dim: int = -1, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return blocks of float32, which lie along one axis, as codes and their scales.
+
+    Parameters
+    ----------
+    blocks : Tensor
+    bits : int
+    dim : int
+        The axis.
+    before : Tensor of float16, optional
+        Scales by which numbers of a block were rounded before, as they are returned; NaN for none.
+        They are kept where they cover all of the block to half a step, and those numbers come back
+        as they are.
 
     Returns
     -------
@@ -142,6 +155,11 @@ def coded(blocks: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     scale, least = torch.split(scales, 1, dim=dim)
     torch.amin(blocks, dim, keepdim=True, out=least)
     torch.amax(blocks, dim, keepdim=True, out=scale).sub_(least).div_(levels)
+    if before is not None:
+        step, first = torch.split(before.float(), 1, dim=dim)
+        beyond = least - first + levels * (scale - step)  # of the last code
+        covers = torch.maximum(first - least, beyond) <= step / 2
+        scales = torch.where(covers, before.float(), scales)
     scales = scales.clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).half()
     scale, least = torch.split(scales, 1, dim=dim)
     wide = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps

@@ -61,6 +61,33 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
             assert own.positions.tolist() == list(range(table[row, head]))
 
 
+@pytest.mark.parametrize("bits", [8, 5, 4, 3])
+def test_sinks_are_rounded_once_however_often_the_entries_beside_them_change(bits):
+    """What is attended to most would else lose a little whenever anything is rounded anew."""
+    torch.manual_seed(bits)
+    lengths, places = np.array([[100]]), torch.arange(100, dtype=torch.int32)
+
+    def packed(keys, values, before=None):
+        entries = KeptEntries(keys=keys, values=values, positions=places, lengths=lengths)
+        found = LayerEntries.packed(entries, np.array([bits]), before)
+        return found, found.numbers().parts[0]
+
+    keys, values = torch.rand(100, 64), torch.rand(100, 64)
+    keys[50], keys[51] = -0.9, 1.4  # the least and the largest leave
+    before, first = packed(keys, values)
+    now = first
+    for _ in range(3):
+        stays = torch.cat([torch.arange(4), 4 + torch.randperm(46)[:30]])
+        keys, values = (
+            torch.cat([own[stays], torch.rand(66, 64)]) for own in (now.keys, now.values)
+        )
+        anew = packed(keys, values)[1]
+        before, now = packed(keys, values, before)
+        assert (anew.keys[:4] != first.keys[:4]).any()
+        assert torch.equal(now.keys[:4], first.keys[:4])
+        torch.testing.assert_close(now.values[:4], first.values[:4])
+
+
 def test_three_bits_are_for_powers_of_two():
     with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
         rotated(torch.zeros(1, 6))
