@@ -118,7 +118,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         new = new.expand(*self.keys.shape[:2], -1)
         if self.entries is None:
             return new
-        found = torch.cat([self.entries.padded_positions(), new], dim=-1).sort(dim=-1).values
+        found = torch.cat([self.entries.padded()[2], new], dim=-1).sort(dim=-1).values
         found = found[..., : int((found != NO_COLUMN).sum(dim=-1).max())]
         return found.masked_fill(found == NO_COLUMN, -1)
 

@@ -416,14 +416,6 @@ class LayerEntries:
         """Return the same entries as numbers of the model's type."""
         return replace(self, parts=tuple(unpack(part, self.like) for part in self.parts))
 
-    def padded_positions(self) -> Tensor:
-        """Columns of each segment, (batch, n_kv_heads, most); `NO_COLUMN` beyond its end."""
-        shape = (*self.lengths.shape, int(self.lengths.max()))
-        found = self.parts[0].positions.new_full((int(np.prod(shape)),), NO_COLUMN)
-        for part in self.parts:
-            found[self._padded_places(part)] = part.positions
-        return found.view(shape)
-
     def _padded_places(self, part: KeptEntries) -> Tensor:
         """Return where the entries of a part stand among those of all rows and heads, padded."""
         (n_rows, n_heads), most = self.lengths.shape, int(self.lengths.max())

@@ -122,7 +122,7 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
     for one in (more, again):
         stored_bytes = head_bytes(one.lengths, widths[None], shape, biased=biased)
         assert stored_in(one) == int(stored_bytes.sum())
-    padded, half = more.padded_positions(), dtype == torch.float32
+    padded, half = more.padded()[2], dtype == torch.float32
     pieces_of_more, pieces_of_again = pieces_of(more), pieces_of(again)
     for row, head in np.ndindex(*table.shape):
         new, width = kept[row, head].nonzero()[:, 0], bits[head]
