@@ -37,6 +37,9 @@ class Forward:
         Chooses what a decoded token reads.
     full_layers : tuple of int
         Layers that have budgets.
+    noted : int or None
+        Number of latest queries of each row that are stored; None where they are not, or where the
+        forward is of the prompt.
     """
 
     step: Step
@@ -44,6 +47,7 @@ class Forward:
     mask_function: MaskFunction
     reader: Reader | None
     full_layers: tuple[int, ...]
+    noted: int | None
     _masks: dict[tuple[int, int, torch.device], Any] = field(default_factory=dict)
 
     def answer(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:

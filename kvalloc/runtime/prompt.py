@@ -216,6 +216,9 @@ class Prompt:
             mask_function=masks,
             reader=self.reader,
             full_layers=self.profile.shape.full_layers,
+            noted=self.wanted_following(step.seen + step.new_tokens)
+            if step.follows and self.schedule.every
+            else None,
         )
         reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
         return mask is None and not reduced and not bool(step.visible.all())
@@ -282,9 +285,8 @@ class Prompt:
             layer.attention = _without_tokens(states)
         queries, notes = states.queries.detach(), layer.unfinished
         if step.follows:
-            if self.schedule.every:
-                wanted = self.wanted_following(step.seen + step.new_tokens)
-                notes.latest.add(queries, step.columns, wanted, padded=step.padded)
+            if forward.noted is not None:
+                notes.latest.add(queries, step.columns, forward.noted, padded=step.padded)
             return
         evicts, remember = index in targets, not step.completes or self.goes_on_observing
         if not (self.whole or evicts or remember):

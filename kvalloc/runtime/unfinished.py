@@ -98,7 +98,9 @@ class Queries:
             self._keep_latest(most)
         elif columns.shape[1] > most:
             self.pieces = [_last(columns, queries, most)]
-        elif columns.shape[1] > 1 or len(self.pieces) > most:
+        elif columns.shape[1] == 1:  # so is every piece that follows the first ones
+            del self.pieces[: max(len(self.pieces) - most, 0)]
+        else:
             tokens = sum(int(own.shape[1]) for own, _ in self.pieces)
             while len(self.pieces) > 1 and (tokens := tokens - self.pieces[0][0].shape[1]) >= most:
                 del self.pieces[0]

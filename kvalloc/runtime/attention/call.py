@@ -100,16 +100,16 @@ class AttentionCall:
 
     def kernel_refusal(self, kept: KeptLayer) -> str | None:
         """Return why no kernel reads this call's types, in words; None where each one does."""
-        given = [self.queries, self.keys, self.values]
-        numbers = [part for part in kept.parts if part.bits == 16]
-        stored = [own for part in numbers for own in (part.keys, part.values)]
-        if any(one.dtype != self.queries.dtype for one in given):
+        if not self.queries.dtype == self.keys.dtype == self.values.dtype:
             # as under autocast where a model normalises queries and keys
             return "queries, keys and values have several types"
-        for dtype in (self.queries.dtype, *(one.dtype for one in stored)):
-            if dtype not in KERNEL_TYPES:
-                return f"it does not read {dtype}"
-        if torch.is_grad_enabled() and any(one.requires_grad for one in (*given, *stored)):
+        stored = [own for part in kept.parts if part.bits == 16 for own in (part.keys, part.values)]
+        for one in (self.queries, *stored):
+            if one.dtype not in KERNEL_TYPES:
+                return f"it does not read {one.dtype}"
+        if torch.is_grad_enabled() and any(
+            one.requires_grad for one in (self.queries, self.keys, self.values, *stored)
+        ):
             return "it gives no gradients"
         return None
 
