@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_TOKENS", "FIRST_TOKENS", "Place", "Tail", "room_for"]
-
 BLOCK_TOKENS = 64
 """Tokens that a tail gets room for at a time: until then none is copied, and no address changes."""
 
