@@ -415,14 +415,17 @@ static void weigh(const arguments *given, int64_t n, float (*logits)[BLOCK], sof
                   int64_t width) {
     for (int64_t r = 0; r < given->n_rows; r++) {
         vec highest = all(to->most[r]), total = all(0.0f);
+        ivec any = {0};
         for (int64_t i = 0; i < n; i += LANES) {
             vec x = *(const vec *)(logits[r] + i);
             ivec more = x > highest;
+            any |= more;
             highest = (vec)(((ivec)x & more) | ((ivec)highest & ~more));
         }
-        float most = highest[0];
-        for (int lane = 1; lane < LANES; lane++) most = highest[lane] > most ? highest[lane] : most;
-        if (most > to->most[r]) {
+        float most = to->most[r];
+        if (sum_of(__builtin_convertvector(any, vec)) < 0.0f) {
+            for (int lane = 0; lane < LANES; lane++)
+                most = highest[lane] > most ? highest[lane] : most;
             float factor = exp2f(to->most[r] - most);
             to->most[r] = most;
             to->total[r] *= factor;
