@@ -4,7 +4,8 @@
 
 - one row of 2,048 tokens over a plain cache;
 - ``--batch`` rows of ``--tokens`` over the model with a cache of a few tokens, whose time no cache
-  can save: with the model's products as torch makes them, and by oneDNN (`packed_products`);
+  can save: with the model's products as torch makes them, and by oneDNN (`packed_products`), both
+  with entries as the model makes them (float32) and at 16 bits, as `kvalloc.apply` stores them;
 - the same compiled over uncompiled.
 
 What is compared runs in turns, each with a cache of its own. Threads are torch's
@@ -20,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import Row, guarded, median_of, print_rows, ratio_of
+from _common import InTurns, Row, guarded, median_of, print_rows, ratio_of
 from bench_runtime import FEW_TOKENS, parse_arguments, real, shortened
 from packed_products import packed_products
-from runtime_rows import Decoding, decode, kernel_state, prefill
+from runtime_rows import Decoding, at_bits, decode, kernel_state, prefill
 from transformers import DynamicCache
 
 SHORT_TOKENS = 2048
@@ -47,29 +48,41 @@ def rows_of(model: Any, by_head: Any, arguments: Any) -> Iterator[Row]:
     alone = shortened(model, plain, np.full(len(plain.layers), FEW_TOKENS))
     alone.batch_repeat_interleave(long.rows)
     runs = {"ours": partial(short.run, short.cache(by_head)), "plain": partial(short.run, plain)}
-    yield compared(short, runs, "plain", "ours", "a plain cache", 1.3)
+    yield compared(short, short.in_turns(runs), "plain", "ours", "a plain cache", 1.3)
     head = long.cache(by_head)
-    runs = {"ours": partial(long.run, copy.deepcopy(head)), "alone": partial(long.run, alone)}
+    runs = {"ours": partial(long.run, copy.deepcopy(head))}
+    runs["ours at 16 bits"] = partial(long.run, long.cache(at_bits(by_head, 16)))
+    runs["alone"] = partial(long.run, alone)
     name = "the model with an empty cache"
-    yield compared(long, runs, "alone", "ours", name, 0.88)
+    yield from compared_all(long, runs, name, 0.88)
     with packed_products(model, long.rows):
-        yield compared(long, runs, "alone", "ours", f"{name}, products by oneDNN", 0.8)
+        yield from compared_all(long, runs, f"{name}, products by oneDNN", 0.8)
     compiled = torch.compile(model)
     runs = {"ours": partial(long.run, copy.deepcopy(head))}
     runs["compiled"] = partial(decode, compiled, head, long.rows, long.new_tokens)
-    yield compared(long, runs, "ours", "compiled", "ours that is not compiled", 1.1)
+    timed = long.in_turns(runs)
+    yield compared(long, timed, "ours", "compiled", "ours that is not compiled", 1.1)
+
+
+def compared_all(
+    decoding: Decoding, runs: Mapping[str, Callable[[], None]], name: str, target: float
+) -> Iterator[Row]:
+    """Return the rows of all caches over the model alone, which decode in turns."""
+    timed = decoding.in_turns(runs)
+    for own in runs:
+        if own != "alone":
+            yield compared(decoding, timed, "alone", own, name, target)
 
 
 def compared(
     decoding: Decoding,
-    runs: Mapping[str, Callable[[], None]],
+    timed: InTurns,
     other: str,
     own: str,
     name: str,
     target: float,
 ) -> Row:
-    """Return the row of two caches that decode in turns."""
-    timed = decoding.in_turns(runs)
+    """Return the row of two caches that decoded in turns."""
     milliseconds = [1e3 * median_of(timed, one) / decoding.new_tokens for one in (own, other)]
     return {
         "name": f"decode by head, {own} / {name}, {decoding}, tokens a second",
