@@ -85,7 +85,7 @@ def test_rows_name_what_they_are_compared_to_and_end_with_all_tasks():
     json.dumps(result, allow_nan=False)
 
 
-def test_a_file_holds_every_answer_and_a_profile_takes_its_own_rows(tmp_path):
+def test_a_file_holds_every_answer(tmp_path):
     case = Case(input_ids=(1, 2, 3), turns=(Turn(answers=("x",)),), source="text")
     cases = {"t": [case] * 2, "u": [case] * 2}
     result = evaluation_of(make_shape(), scores(), settings={"seed": 1}, profiles={}, cases=cases)
@@ -95,6 +95,3 @@ def test_a_file_holds_every_answer_and_a_profile_takes_its_own_rows(tmp_path):
     assert len(result.prompts) == 2 * 2 * 3
     assert result.prompts[0]["prompt_tokens"] == 3
     assert result.prompts[0]["right"] == [["x"]]
-    own = result.of("b")
-    assert [row["task"] for row in own["rows"]] == ["t", "u", ALL_TASKS]
-    assert not any("seconds" in key for row in own["rows"] for key in row)
