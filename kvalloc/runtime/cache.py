@@ -481,11 +481,12 @@ class BudgetCache(Cache, hooks.HookedCache):
         """Get ready for a token that is decoded in place, if it can be."""
         storage = in_place.storage(self._prompt) if self._order is None else ()
         if not _same(storage, self._storage):
-            self._storage = ()
-            places = in_place.places(self._prompt) if storage else None
-            handle = None if places is None else hooks.handle_of(places, self.layers[0].device)
-            if handle is not None:
-                self._storage, self.handle = storage, handle
+            found = in_place.tables(self._prompt) if storage else None
+            self._storage = () if found is None else storage
+            if found is not None:
+                self.take_handle(found[0], self.layers[0].device)
+                hooks.write_tables(self.handle, found[1])
+                in_place.warm_up(self._prompt, self.handle)
         self.in_place = bool(self._storage)
 
     def count(self) -> None:
@@ -494,7 +495,8 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def decode(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Answer one layer's attention to a token that is decoded in place."""
-        return in_place.decode(self.layers[layer], queries, keys, values)
+        table = self.handle[0, 0, layer]
+        return in_place.decode(self.layers[layer], table, queries, keys, values)
 
     def _is_split(self, layer: int) -> bool:
         """Whether any group has evicted something of a layer, so that they differ."""
@@ -690,7 +692,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         memo[id(self.number)], memo[id(self.handle)] = clone.number, clone.handle
-        memo[id(self._storage)] = ()
+        memo[id(self._storage)], memo[id(self.handles)] = (), clone.handles
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for prompt in clone._prompts:
             prompt.forked()

@@ -36,6 +36,7 @@ from torch._C._dynamo.eval_frame import (
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import (
     AttentionStates,
@@ -63,16 +64,29 @@ class HookedCache(ABC):
     decoder: weakref.ref[nn.Module]
     number: Tensor  # its own, by which the operations of a compiled forward find it
     in_place: bool  # whether the next token is decoded in place, see `kvalloc.runtime.in_place`
-    handle: Tensor  # stands for all the storage that it reads and writes
+    handle: Tensor  # says where the storage is that it reads and writes, (1, 1, n_layers, PLACES)
+    handles: dict[Hashable, Tensor]  # all that it has, by what is launched with them
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give every cache, a copy too, a number."""
         cache = super().__new__(cls)
         number = next(_numbers)
         cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
-        cache.in_place, cache.handle = False, cache.number
+        cache.in_place, cache.handle, cache.handles = False, cache.number, {}
+        weakref.finalize(cache, _give_back, cache.handles).atexit = False
         _caches[number] = cache
         return cache
+
+    def take_handle(self, launched: Hashable, device: torch.device) -> None:
+        """Take a handle that no other cache that is alive has.
+
+        torch captures a graph for each, whose launches depend on nothing but what stands in it.
+        """
+        key = launched, len(self.layers), device
+        if key not in self.handles:
+            free = _free_handles.setdefault(key, [])
+            self.handles[key] = free.pop() if free else _new_handle(len(self.layers), device)
+        self.handle = self.handles[key]
 
     @property
     @abstractmethod
@@ -169,10 +183,10 @@ _ATTENTION, _IN_PLACE = "kvalloc_token", "kvalloc_in_place"
 GRAPHED = ("cuda",)
 """Types of devices on which tokens are decoded in place."""
 
-MOST_GRAPHS = 256
-"""Handles at most: torch keeps a graph for each, and frees none."""
+PLACES = 10 + 4 * len(WIDTHS)
+"""Numbers of a layer in a handle."""
 
-_handles: dict[Hashable, Tensor] = {}
+_free_handles: dict[Hashable, list[Tensor]] = {}
 
 _decoding = threading.local()
 """What the thread decodes in place: a graph that is captured has no number to find it by."""
@@ -458,18 +472,25 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 """What an operation changes stands in a cache, and not in its arguments: no graph repeats it."""
 
 
-def handle_of(places: Hashable, device: torch.device) -> Tensor | None:
-    """Return what stands for storage in these places in the arguments of a captured graph.
+def _new_handle(n_layers: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        handle = torch.zeros(1, 1, n_layers, PLACES, dtype=torch.long, device=device)
+    # what torch._dynamo.mark_static_address sets, which imports Dynamo
+    vars(handle)["_dynamo_static_input_type"] = "unguarded"
+    return handle
 
-    torch captures anew where a graph was captured with another one. None where there are too many.
-    """
-    if places not in _handles and len(_handles) < MOST_GRAPHS:
-        with torch.inference_mode(False):
-            handle = torch.zeros(1, 1, 1, 1, device=device)
-        # what torch._dynamo.mark_static_address sets, which imports Dynamo
-        vars(handle)["_dynamo_static_input_type"] = "unguarded"
-        _handles[places] = handle
-    return _handles.get(places)
+
+def _give_back(handles: dict[Hashable, Tensor]) -> None:
+    for key, handle in handles.items():
+        _free_handles[key].append(handle)
+
+
+def write_tables(handle: Tensor, numbers: list[list[int]]) -> None:
+    """Write numbers of each layer in a handle."""
+    own = torch.zeros(handle.shape[2:], dtype=torch.long)
+    for layer, some in enumerate(numbers):
+        own[layer, : len(some)] = torch.tensor(some, dtype=torch.long)
+    handle[0, 0].copy_(own)
 
 
 @torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
@@ -538,8 +559,8 @@ def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> 
 def _decode_token(handle: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """Add a token to a layer in place and attend: all that a graph repeats.
 
-    What it writes is no argument, as it is read here alone; that storage is where it was when a
-    graph was captured, its handle says.
+    What it writes is no argument, as it is read here alone; where that storage is stands in the
+    handle.
     """
     try:
         output: Tensor = _decoding.cache.decode(layer, query, key, value)

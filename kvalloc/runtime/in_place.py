@@ -1,22 +1,23 @@
 """A decoded token that changes nothing but numbers in storage that is there: a CUDA graph's.
 
 1. `storage`, after a token, on the host: whether the next one can be, and what it reads and writes.
-   A graph that was captured while this was the same may be replayed.
+   Where that is, `tables` says, and what is launched: one graph serves all that launch the same.
 2. `count`, before it, on the host: counts it in each layer, and says on the device where it goes.
 3. `decode`, in each layer, on the device alone: writes it, and attends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.attention.backends import attend, chosen
+from kvalloc.runtime.attention.backends import chosen
 from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.kept import KeptLayer
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.tail import FIRST_TOKENS
@@ -66,44 +67,67 @@ def count(prompt: Prompt) -> tuple[object, ...]:
     return found
 
 
-def decode(layer: BudgetLayer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def decode(
+    layer: BudgetLayer, table: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """Write a token that was counted, and attend to all that a layer stores.
 
     Parameters
     ----------
     layer : BudgetLayer
+    table : Tensor of int64, (n_places,)
+        What `tables` gives of the layer, on the device.
     queries, keys, values : Tensor, (batch, n_heads, 1, head_dim)
 
     Returns
     -------
     Tensor, (batch, 1, n_query_heads, value_dim)
     """
-    layer.write(queries, keys, values)
     assert layer.entries is not None
-    return attend(_call(layer, queries), layer.entries.kept)
+    call, kept = _call(layer, queries), layer.entries.kept
+    backend = chosen(call, kept)
+    if backend.repeats:
+        return backend.repeat(call, kept, (queries, keys, values), table)
+    layer.write(queries, keys, values)
+    return backend.attend(call, kept)
+
+
+def tables(prompt: Prompt) -> tuple[Hashable, list[list[int]]] | None:
+    """Return what a token launches in all layers, and the numbers of each that this depends on.
+
+    None where the same launches cannot serve other tokens.
+    """
+    keys, numbers = [], []
+    for layer, call, kept in _calls(prompt):
+        backend = chosen(call, kept)
+        if backend.repeats:
+            found = backend.table(call, kept)
+        else:
+            found = None if layer.keys.is_cuda else ("launched by the host", [])
+        if found is None:
+            return None
+        keys.append(found[0])
+        numbers.append(found[1])
+    return tuple(keys), numbers
 
 
 @torch.no_grad()
-def places(prompt: Prompt) -> Hashable:
-    """Return where all stands that a token reads and writes, and how large it is.
+def warm_up(prompt: Prompt, handle: Tensor) -> None:
+    """Attend once in each layer, so that whatever is compiled for it is there."""
+    for index, (_, call, kept) in enumerate(_calls(prompt)):
+        backend = chosen(call, kept)
+        if backend.repeats:
+            backend.repeat(call, kept, None, handle[0, 0, index])
 
-    Attends once in each layer, so that whatever is made or compiled for it is there. None where
-    its kernels do not read on the device how many tokens there are.
-    """
-    found = []
+
+def _calls(prompt: Prompt) -> Iterator[tuple[BudgetLayer, AttentionCall, KeptLayer]]:
+    """Yield each layer, what a token of nothing asks, and what it keeps."""
     for layer in prompt.budget_layers:
         assert layer.attention is not None
         assert layer.entries is not None
         heads, head_dim = layer.attention.queries.shape[1::2]
-        call = _call(layer, layer.attention.queries.new_zeros(layer.batch, heads, 1, head_dim))
-        backend = chosen(call, layer.entries.kept)
-        if backend.counts_on_device:
-            backend.attend(call, layer.entries.kept)
-        elif call.queries.is_cuda:
-            return None
-        tensors = (*layer.in_place_tensors(), call.sink_logits)
-        found += [(own.data_ptr(), own.shape, own.dtype) for own in tensors if own is not None]
-    return tuple(found)
+        queries = layer.attention.queries.new_zeros(layer.batch, heads, 1, head_dim)
+        yield layer, _call(layer, queries), layer.entries.kept
 
 
 def _call(layer: BudgetLayer, queries: Tensor) -> AttentionCall:
@@ -111,4 +135,5 @@ def _call(layer: BudgetLayer, queries: Tensor) -> AttentionCall:
     states: AttentionStates = replace(
         layer.attention, queries=queries, keys=layer.keys, values=layer.values
     )
-    return AttentionCall.of(states, tail=layer.tail)
+    call = AttentionCall.of(states, tail=layer.tail)
+    return replace(call, latest=layer.latest_queries)

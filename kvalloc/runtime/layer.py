@@ -187,13 +187,13 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         ring = self.unfinished.latest.ring
         return self.entries, None if self.tail is None else self.tail.buffers, ring
 
-    def in_place_tensors(self) -> list[Tensor]:
-        """Return all tensors of `in_place`, and those that say what of them is there."""
-        assert self.entries is not None
-        assert self.tail is not None
-        ring = self.unfinished.latest.ring
-        found = [*self.entries.tensors(), *self.tail.tensors()]
-        return found if ring is None else [*found, ring, *self.slot.tensors()]
+    @property
+    def latest_queries(self) -> tuple[Tensor, Tensor] | None:
+        """Ring of the latest queries, and the latest token's place there on the device."""
+        latest = self.unfinished.latest
+        if latest.ring is None:
+            return None
+        return latest.ring, self.slot.on(latest.ring.device, latest.slot)
 
     def count(self, columns: Tensor) -> None:
         """Count a token, in these columns, (batch, 1), on the host and on the device."""
@@ -207,19 +207,14 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def _say_where(self) -> None:
         """Write on the device where the newest token stands."""
         assert self.tail is not None
-        _ = self.tail.newest, self._slot
+        _ = self.tail.newest, self.latest_queries
 
     def write(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write the token that was counted, (batch, n_heads, 1, head_dim) each, on the device."""
         self._tail().write(keys, values)
-        if self._slot is not None:
-            self.unfinished.latest.write(queries, self._slot)
-
-    @property
-    def _slot(self) -> Tensor | None:
-        """Where the latest token's queries stand in their ring, on the device; None without one."""
-        latest = self.unfinished.latest
-        return None if latest.ring is None else self.slot.on(latest.ring.device, latest.slot)
+        if self.latest_queries is not None:
+            ring, slot = self.latest_queries
+            ring.index_copy_(2, slot, queries)
 
     def numbers(self) -> LayerEntries | None:
         """Return what is kept, as the slow tier has it where there is one; None if all is dense."""

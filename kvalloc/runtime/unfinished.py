@@ -48,7 +48,7 @@ class Queries:
         return (self.taken - 1) % int(self.pieces[0][0].shape[1])
 
     def reserve(self, room: int, like: Tensor) -> None:
-        """Become a ring of so many of the latest, which `count` counts and `write` writes.
+        """Become a ring of so many of the latest, which `count` counts.
 
         Parameters
         ----------
@@ -74,10 +74,6 @@ class Queries:
         assert self.taken is not None
         self.taken += 1
         self.pieces[0][0][:, self.slot] = columns[:, 0]
-
-    def write(self, queries: Tensor, slot: Tensor) -> None:
-        """Write a token's queries in the ring, at a place that stands on their device, (1,)."""
-        self.pieces[0][1].index_copy_(2, slot, queries)
 
     def add(self, queries: Tensor, columns: Tensor, most: int, *, padded: bool) -> None:
         """Add those of a forward, and forget what is not among so many of the latest of a row.

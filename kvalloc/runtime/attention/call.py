@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -41,6 +42,9 @@ class AttentionCall:
         One more logit a query head, without a value.
     tail : Tail or None
         Whose states keys and values are; None where they are not those of any.
+    latest : tuple of Tensor, or None
+        Of a token that is decoded in place, the ring of the latest queries, (batch, n_query_heads,
+        room, head_dim), and its place there, on the device, (1,).
     """
 
     queries: Tensor
@@ -51,6 +55,7 @@ class AttentionCall:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     tail: Tail | None = None
+    latest: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(
@@ -119,8 +124,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
-    counts_on_device: ClassVar[bool] = False
-    """Whether it reads on the device how many tokens of a tail are there."""
+    repeats: ClassVar[bool] = False
+    """Whether the same launches serve other tokens and evictions; see `repeat`."""
 
     def unavailable(self) -> str | None:
         """Return why it can serve nothing on this machine, in words; None where it can."""
@@ -133,3 +138,24 @@ class Backend(ABC):
     @abstractmethod
     def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
         """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim)."""
+
+    def repeat(
+        self, call: AttentionCall, kept: KeptLayer, token: tuple[Tensor, ...] | None, table: Tensor
+    ) -> Tensor:
+        """Write a token into the tail, and its queries into their ring, and attend.
+
+        Parameters
+        ----------
+        call : AttentionCall
+            With a tail.
+        kept : KeptLayer
+        token : tuple of Tensor, (batch, n_heads, 1, head_dim) each, or None
+            Queries, keys and values; None to attend alone.
+        table : Tensor of int64, (n_places,)
+            Numbers of `table`, on the device: launches are the same as long as its key is.
+        """
+        raise NotImplementedError
+
+    def table(self, call: AttentionCall, kept: KeptLayer) -> tuple[Hashable, list[int]] | None:
+        """Return a key of what is launched to `repeat` a call, and the numbers it depends on."""
+        raise NotImplementedError

@@ -332,7 +332,10 @@ def placed(monkeypatch):
     def noted(prompt):
         assert prompt.forward is not None
         layers = prompt.budget_layers
-        found.append([own.data_ptr() for layer in layers for own in layer.in_place_tensors()])
+        stored = (part for layer in layers for part in (layer.entries, layer.tail))
+        rings = (own for layer in layers for own in layer.latest_queries)
+        tensors = (own for part in stored for own in part.tensors())
+        found.append([own.data_ptr() for own in (*tensors, *rings)])
         return count(prompt)
 
     monkeypatch.setattr(hooks, "GRAPHED", ("cpu",))
