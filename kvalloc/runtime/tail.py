@@ -15,7 +15,7 @@ would store more than that prompt."""
 
 
 IN_PLACE_TOKENS = 256
-"""So many get room at once where they are written in place: a graph is captured for each room."""
+"""So many get room at once where they are written in place: tables are written for each room."""
 
 
 def room_for(tokens: int, every: int) -> int:
