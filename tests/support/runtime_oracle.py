@@ -164,6 +164,7 @@ class Shadow:
         self.cache = DynamicCache(config=self.model.config)
         self.shown: dict[int, torch.Tensor] = {}
         self.bias: dict[int, torch.Tensor] = {}
+        self.steps: dict[int, torch.Tensor] = {}  # half those of each segment's first keys
 
     def logits(
         self, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: Any
@@ -215,8 +216,9 @@ class Shadow:
 
         A number in the middle between two codes is rounded up or down by the last bit of what the
         model computed, which no two programs share: hence the stored one is taken. It has to be
-        the oracle's own one rounded: within half a step of its block. What a policy has put into
-        entries that stay is held against loops elsewhere.
+        the oracle's own one rounded: within half a step of its block, or where that is the first
+        one of its keys, of what it was before. What a policy has put into entries that stay is held
+        against loops elsewhere.
 
         Parameters
         ----------
@@ -230,6 +232,8 @@ class Shadow:
             if entries is None or not (combined or entries.is_rounded):
                 continue
             bias = torch.zeros(*entries.lengths.shape, self.cache.get_seq_length())
+            none = torch.zeros(*entries.lengths.shape, own.keys.shape[-1], 1).to(own.keys)
+            steps = self.steps.setdefault(layer, none)
             for (row, head), piece in pieces_of(entries).items():
                 width, keys, values = WIDTHS[piece.bits], piece.keys, piece.values
                 extra, places = piece.bias, piece.positions.long().cpu()
@@ -246,8 +250,12 @@ class Shadow:
                     for (exact, rounded), bits in zip(
                         pairs, (width.keys, width.values), strict=True
                     ):
-                        off = (exact - rounded).abs()
-                        assert (off <= half_step(exact, bits)).all(), float(off.max())
+                        off, most = (exact - rounded).abs(), half_step(exact, bits)
+                        if exact is pairs[0][0] and bits < 16:  # keys
+                            first = most[:, :64]
+                            first[:] = torch.maximum(first, steps[row, head])
+                            steps[row, head] = first.amax(dim=1, keepdim=True)
+                        assert (off <= most).all(), float(off.max())
                 own.keys[row, head, places], own.values[row, head, places] = stored
             if combined:
                 self.bias[layer] = bias
@@ -255,7 +263,7 @@ class Shadow:
     def reorder(self, rows: torch.Tensor) -> None:
         """Let row i continue what row ``rows[i]`` holds."""
         self.cache.reorder_cache(rows)
-        for held in (self.shown, self.bias):
+        for held in (self.shown, self.bias, self.steps):
             for layer in held:
                 held[layer] = held[layer][rows]
 
