@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Where each folder of the tree is found in the wheel; the links in kvalloc/ are not folders.
 PLACES = {"kvalloc/": "kvalloc/", "solvers/": "kvalloc/solvers/", "profiles/": "kvalloc/profiles/"}
-KERNEL = re.compile(r"kvalloc/runtime/attention/_cpu\..*so$")  # built where there is a compiler
+KERNEL = re.compile(r"kvalloc/runtime/attention/_cpu(_avx512)?\..*so$")  # where there is a compiler
 HEAVY = ("torch", "transformers", "matplotlib")
 
 USE_THE_INSTALLED_PACKAGE = """
