@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -144,24 +143,19 @@ def test_every_build_answers_as_torch_does(monkeypatch, path, dtype):
         torch.testing.assert_close(answer, expected, atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("compiler", [None, "no-such-compiler"])
-def test_a_wheel_carries_it_where_there_is_a_compiler(tree, tmp_path, compiler):
-    """And is built all the same where there is none."""
-    environment = {**os.environ, **({"CC": compiler} if compiler else {})}
+def test_a_wheel_is_built_where_there_is_no_compiler(tree, tmp_path):
+    """And carries every build where there is one: `make wheel-test` looks."""
     command = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
     done = subprocess.run(
         [sys.executable, "-c", command.format(str(tmp_path))],
         cwd=tree,
-        env=environment,
+        env={**os.environ, "CC": "no-such-compiler"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    held = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    builds = {name.removeprefix("kvalloc/runtime/attention/").split(".")[0] for name in held}
-    wanted = {"_cpu", "_cpu_avx512"} if platform.machine() == "x86_64" else {"_cpu"}
-    assert builds == (wanted if compiler is None and cpu.unavailable() is None else set())
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
 
 def test_the_command_line_says_what_is_missing(monkeypatch):
