@@ -84,8 +84,10 @@ class HookedCache(ABC):
         """
         key = launched, len(self.layers), device
         if key not in self.handles:
-            free = _free_handles.setdefault(key, [])
-            self.handles[key] = free.pop() if free else _new_handle(len(self.layers), device)
+            with _lock:
+                free = _free_handles.setdefault(key, [])
+                taken = free.pop() if free else None
+            self.handles[key] = _new_handle(len(self.layers), device) if taken is None else taken
         self.handle = self.handles[key]
 
     @property

@@ -84,15 +84,18 @@ def _packed_segments(
     """Return keys and key scales of all segments as `KeptEntries` has them; see `pack`."""
     spans = numbers.spans
     places = spans.block_places()
-    known = numbers.keys.new_full((len(places), 2, numbers.keys.shape[1]), nan, dtype=torch.float16)
+    steps, known = places.chunk(n_steps), None
     if before is not None and before.key_scales is not None:
+        shape = (len(places), 2, numbers.keys.shape[1])
+        known = numbers.keys.new_full(shape, nan, dtype=torch.float16)
         both = (spans.lengths > 0) & (before.spans.lengths > 0)
         first, old = (
             on_device(own.first_scales[:-1][both], spans.device) for own in (spans, before.spans)
         )
         known[first] = before.key_scales[old]
-    steps = zip(places.chunk(n_steps), known.chunk(n_steps), strict=True)
-    blocks = [_packed_keys(numbers.keys[own], bits, scales) for own, scales in steps]
+    scales = [None] * len(steps) if known is None else known.chunk(n_steps)
+    pairs = zip(steps, scales, strict=True)
+    blocks = [_packed_keys(numbers.keys[own], bits, some) for own, some in pairs]
     keys, key_scales = (torch.cat(own) for own in zip(*blocks, strict=True))
     filled, _ = parted(keys, spans.lengths, spans.blocks * KEY_BLOCK_TOKENS)
     return torch.cat(filled), key_scales
