@@ -18,7 +18,6 @@ import inspect
 import itertools
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
@@ -51,17 +50,16 @@ from kvalloc.runtime.attention.masks import mask_function, stored_mask
 from kvalloc.runtime.drafts import joined
 
 _numbers = itertools.count()
-_caches: weakref.WeakValueDictionary[int, HookedCache] = weakref.WeakValueDictionary()
+_caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-class HookedCache(ABC):
-    """What the hooks ask of a cache.
+class HookedCache:
+    """What hooks and graphs know a cache by; what they ask of it is `BudgetCache`'s.
 
     A base class and no protocol: whether an argument is one is asked while Dynamo traces, too.
     """
 
     layers: list[Any]
-    decoder: weakref.ref[nn.Module]
     number: Tensor  # its own, by which the operations of a compiled forward find it
     in_place: bool  # whether the next token is decoded in place, see `kvalloc.runtime.in_place`
     handle: Tensor  # says where the storage is that it reads and writes, (1, 1, n_layers, PLACES)
@@ -90,46 +88,9 @@ class HookedCache(ABC):
             self.handles[key] = _new_handle(len(self.layers), device) if taken is None else taken
         self.handle = self.handles[key]
 
-    @property
-    @abstractmethod
-    def prompt_complete(self) -> bool:
-        """Return whether all that comes follows the prompt."""
-
-    @abstractmethod
-    def begin_forward(
-        self, decoder: nn.Module, arguments: Mapping[str, Any]
-    ) -> Mapping[str, Any] | None:
-        """Check a forward before anything of it runs; returns the arguments to change, if any."""
-
-    @abstractmethod
-    def ahead(
-        self, decoder: nn.Module, arguments: Mapping[str, Any]
-    ) -> tuple[list[Any], Mapping[str, Any]]:
-        """Run what has to come first of a forward; returns outputs, and arguments of the rest."""
-
-    @abstractmethod
-    def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Answer one layer's attention."""
-
-    @abstractmethod
-    def end_forward(self, *, completed: bool) -> None:
-        """Clean up after a forward, also one that failed."""
-
-    @abstractmethod
-    def reserve(self) -> None:
-        """Get ready for a token that is decoded in place, if it can be."""
-
-    @abstractmethod
-    def count(self) -> None:
-        """Count a token that has begun and is decoded in place."""
-
-    @abstractmethod
-    def decode(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Answer one layer's attention to a token that is decoded in place."""
-
 
 Serve: TypeAlias = Callable[
-    [Mapping[str, Any], Callable[[HookedCache], dict[str, Any]]], dict[str, Any] | None
+    [Mapping[str, Any], Callable[[Any], dict[str, Any]]], dict[str, Any] | None
 ]
 """Given a forward's arguments, and what begins it with a cache; returns what that does, or None."""
 
@@ -140,7 +101,7 @@ class _OpenForward:
 
     Attributes
     ----------
-    cache : HookedCache
+    cache : BudgetCache
     outputs : list
         Of what came first of it.
     begun : bool
@@ -155,7 +116,7 @@ class _OpenForward:
         What of Dynamo's is to watch Python again after it.
     """
 
-    cache: HookedCache
+    cache: Any
     outputs: list[Any] = field(default_factory=list)
     begun: bool = False
     token: Token[Any] | None = None
@@ -179,8 +140,8 @@ class _Installed:
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
 
 
-_ATTENTION, _IN_PLACE = "kvalloc_token", "kvalloc_in_place"
-"""Names of the attention of a compiled decoder, whose second one a CUDA graph repeats."""
+_ATTENTION = "kvalloc_token"
+"""Name of the attention of a compiled decoder."""
 
 GRAPHED = ("cuda",)
 """Types of devices on which tokens are decoded in place."""
@@ -257,7 +218,6 @@ def _install(decoder: nn.Module) -> _Installed:
     for hook in (_before, _after):  # Dynamo follows them into a graph, but never begins with them
         set_code_exec_strategy(hook.__code__, _NEVER_FIRST)
     register_implementation(_ATTENTION, _attention)
-    register_implementation(_IN_PLACE, _attention_in_place)
     keep_from_copies(decoder, _without_hooks)
     handles = (
         decoder.register_forward_pre_hook(_before, with_kwargs=True),
@@ -375,7 +335,7 @@ def _before_eager(
 def _begin(
     module: nn.Module,
     entry: _Installed,
-    cache: HookedCache,
+    cache: Any,
     arguments: Mapping[str, Any],
     *,
     decoded: bool = False,
@@ -450,7 +410,7 @@ def _close(entry: _Installed, *, completed: bool) -> list[Any]:
     return [] if forward is None else forward.outputs
 
 
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache | None:
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     among = (kwargs.get("past_key_values"), *args)
     return next((one for one in among if isinstance(one, HookedCache)), None)
 
@@ -543,7 +503,7 @@ def _attend_token(
     named = {name: one for name, one in given.items() if one is not None}
     query = query.clone()  # a cache may note it, and a compiler gives its storage to others
     try:
-        keys, values = cache.update(key, value, layer)  # type: ignore[attr-defined]
+        keys, values = cache.update(key, value, layer)
         mask = _token_mask(decoder, query, keys, forward.visible)
         output, _ = entry.switch.answer(forward.attend, layer, query, keys, values, mask, **named)
     except BaseException:
@@ -592,12 +552,10 @@ def _(number: Tensor, hidden: Tensor) -> Tensor:
     return torch.empty_like(hidden)
 
 
-def _cache_of(number: Tensor) -> tuple[HookedCache, nn.Module]:
+def _cache_of(number: Tensor) -> tuple[Any, nn.Module]:
     """Return a cache and its model, which are alive while a forward with them runs."""
     cache = _caches[int(number)]
-    decoder = cache.decoder()
-    assert decoder is not None
-    return cache, decoder
+    return cache, cache.decoder()
 
 
 def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, visible: Tensor | None) -> Any:
@@ -621,7 +579,7 @@ def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, visible: Tensor
 class _Decoding(Cache):
     """What a compiled decoder sees of a cache: new keys and values, and how many tokens came."""
 
-    def __init__(self, cache: HookedCache, seen: Tensor, implementation: str) -> None:
+    def __init__(self, cache: Any, seen: Tensor, implementation: str) -> None:
         self.cache, self.seen, self.implementation = cache, seen, implementation
         self.layers = []
 
@@ -645,23 +603,13 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Answer a layer of a compiled decoder; a cache's number is in the place of its mask."""
+    """Answer a layer of a compiled decoder; a cache's number or handle is where its mask is."""
+    if attention_mask.shape[-1] == PLACES:  # a token that a CUDA graph repeats
+        return torch.ops.kvalloc.decode(attention_mask, query, key, value, module.layer_idx), None
     output = torch.ops.kvalloc.attend(
         attention_mask, query, key, value, module.layer_idx, scaling, softcap, sliding_window
     )
     return output, None
-
-
-def _attention_in_place(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Answer a layer of a token that is decoded in place; the handle is where its mask is."""
-    return torch.ops.kvalloc.decode(attention_mask, query, key, value, module.layer_idx), None
 
 
 def _before_traced(
@@ -693,7 +641,7 @@ def _before_traced(
         torch._dynamo.graph_break(msg=refusals.UNCOMPILED)
     in_place, mask = cache.in_place, kwargs.get("attention_mask")
     tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, mask, in_place)
-    set_implementation(module.config, _IN_PLACE if in_place else _ATTENTION)
+    set_implementation(module.config, _ATTENTION)
     changed = {
         "input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens,
         "attention_mask": cache.handle if in_place else cache.number,

@@ -85,11 +85,7 @@ def decode(
     """
     assert layer.entries is not None
     call, kept = _call(layer, queries), layer.entries.kept
-    backend = chosen(call, kept)
-    if backend.repeats:
-        return backend.repeat(call, kept, (queries, keys, values), table)
-    layer.write(queries, keys, values)
-    return backend.attend(call, kept)
+    return chosen(call, kept).repeat(call, kept, (queries, keys, values), table)
 
 
 def tables(prompt: Prompt) -> tuple[Hashable, list[list[int]]] | None:
@@ -98,13 +94,8 @@ def tables(prompt: Prompt) -> tuple[Hashable, list[list[int]]] | None:
     None where the same launches cannot serve other tokens.
     """
     keys, numbers = [], []
-    for layer, call, kept in _calls(prompt):
-        backend = chosen(call, kept)
-        if backend.repeats:
-            found = backend.table(call, kept)
-        else:
-            found = None if layer.keys.is_cuda else ("launched by the host", [])
-        if found is None:
+    for call, kept in _calls(prompt):
+        if (found := chosen(call, kept).table(call, kept)) is None:
             return None
         keys.append(found[0])
         numbers.append(found[1])
@@ -114,20 +105,18 @@ def tables(prompt: Prompt) -> tuple[Hashable, list[list[int]]] | None:
 @torch.no_grad()
 def warm_up(prompt: Prompt, handle: Tensor) -> None:
     """Attend once in each layer, so that whatever is compiled for it is there."""
-    for index, (_, call, kept) in enumerate(_calls(prompt)):
-        backend = chosen(call, kept)
-        if backend.repeats:
-            backend.repeat(call, kept, None, handle[0, 0, index])
+    for index, (call, kept) in enumerate(_calls(prompt)):
+        chosen(call, kept).repeat(call, kept, None, handle[0, 0, index])
 
 
-def _calls(prompt: Prompt) -> Iterator[tuple[BudgetLayer, AttentionCall, KeptLayer]]:
-    """Yield each layer, what a token of nothing asks, and what it keeps."""
+def _calls(prompt: Prompt) -> Iterator[tuple[AttentionCall, KeptLayer]]:
+    """Yield what a token of nothing asks of each layer, and what that keeps."""
     for layer in prompt.budget_layers:
         assert layer.attention is not None
         assert layer.entries is not None
         heads, head_dim = layer.attention.queries.shape[1::2]
         queries = layer.attention.queries.new_zeros(layer.batch, heads, 1, head_dim)
-        yield layer, _call(layer, queries), layer.entries.kept
+        yield _call(layer, queries), layer.entries.kept
 
 
 def _call(layer: BudgetLayer, queries: Tensor) -> AttentionCall:

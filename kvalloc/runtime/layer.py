@@ -209,13 +209,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         assert self.tail is not None
         _ = self.tail.newest, self.latest_queries
 
-    def write(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write the token that was counted, (batch, n_heads, 1, head_dim) each, on the device."""
-        self._tail().write(keys, values)
-        if self.latest_queries is not None:
-            ring, slot = self.latest_queries
-            ring.index_copy_(2, slot, queries)
-
     def numbers(self) -> LayerEntries | None:
         """Return what is kept, as the slow tier has it where there is one; None if all is dense."""
         if self.entries is None or self.tier is None:

@@ -124,9 +124,6 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
-    repeats: ClassVar[bool] = False
-    """Whether the same launches serve other tokens and evictions; see `repeat`."""
-
     def unavailable(self) -> str | None:
         """Return why it can serve nothing on this machine, in words; None where it can."""
         return None
@@ -154,8 +151,18 @@ class Backend(ABC):
         table : Tensor of int64, (n_places,)
             Numbers of `table`, on the device: launches are the same as long as its key is.
         """
-        raise NotImplementedError
+        if token is not None:
+            assert call.tail is not None
+            queries, *states = token
+            call.tail.write(*states)
+            if call.latest is not None:
+                ring, slot = call.latest
+                ring.index_copy_(2, slot, queries)
+        return self.attend(call, kept)
 
     def table(self, call: AttentionCall, kept: KeptLayer) -> tuple[Hashable, list[int]] | None:
-        """Return a key of what is launched to `repeat` a call, and the numbers it depends on."""
-        raise NotImplementedError
+        """Return a key of what is launched to `repeat` a call, and the numbers it depends on.
+
+        None where the same launches cannot serve other tokens and evictions.
+        """
+        return None if call.queries.is_cuda else ("launched by the host", [])

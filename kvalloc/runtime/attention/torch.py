@@ -126,8 +126,7 @@ def _answers(
     n_segments, group, n_tokens, _ = queries.shape
     n_kept, n_following = kept_keys.shape[1], call.keys.shape[2]
     keys, values = (
-        states.reshape(-1, n_following, states.shape[-1])[segments].to(kept_keys.dtype)
-        for states in (call.keys, call.values)
+        states.flatten(0, 1)[segments].to(kept_keys.dtype) for states in (call.keys, call.values)
     )
     rows = queries.flatten(1, 2).to(kept_keys.dtype) * call.scaling
     logits = call.capped(torch.cat([rows @ kept_keys.mT, rows @ keys.mT], dim=-1))

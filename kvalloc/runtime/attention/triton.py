@@ -51,7 +51,6 @@ class TritonBackend(Backend):
     """Entries on CUDA, read by kernels in Triton."""
 
     name = "CUDA kernel"
-    repeats = True
 
     def unavailable(self) -> str | None:
         """Return whether Triton or a CUDA device is missing."""
