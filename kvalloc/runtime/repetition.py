@@ -29,7 +29,9 @@ from kvalloc.scorers.later_pass import (
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """What a layer holds of some rows of a prompt, which stays as it is, and later tokens.
+    """What a layer holds of some rows of a prompt, for one forward of later tokens.
+
+    Nothing of either is stored, so that what both are together goes with the layer's attention.
 
     Parameters
     ----------
@@ -43,15 +45,7 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Tokens of each row.
     sliding : bool
         Whether its attention is that of a sliding window.
-
-    Attributes
-    ----------
-    keys, values : Tensor, (n_rows, n_kv_heads, n_later, head_dim)
-        Of the later tokens alone.
     """
-
-    keys: Any  # transformers calls them optional
-    values: Any
 
     def __init__(
         self,
@@ -65,26 +59,25 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._held, self._rows, self._columns, self._tokens = held, rows, columns, tokens
         self.is_sliding = sliding
-        self.lazy_initialization(*held)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add later tokens; returns all keys and values."""
-        later = super().update(key_states, value_states, *args, **kwargs)
+        """Return all keys and values, those of later tokens behind."""
         held = (_taken(_taken(own, 0, self._rows), 2, self._columns) for own in self._held)
-        keys, values = (torch.cat(pair, dim=-2) for pair in zip(held, later, strict=True))
+        pairs = zip(held, (key_states, value_states), strict=True)
+        keys, values = (torch.cat(pair, dim=-2) for pair in pairs)
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the prompt and later ones."""
-        return self._tokens + (0 if self.keys.numel() == 0 else int(self.keys.shape[-2]))
+        """Return the number of tokens of the prompt."""
+        return self._tokens
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return length and offset of what new tokens see: what is shown counts as the last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         hidden = self._tokens - len(self._columns)
-        return self.get_seq_length() - hidden + int(new), hidden
+        return self._tokens - hidden + int(new), hidden
 
 
 def _taken(states: Tensor, axis: int, places: Tensor) -> Tensor:
