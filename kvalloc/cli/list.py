@@ -14,7 +14,7 @@ from kvalloc.problem.registry import json_value, load, names, plugin_options
 _PLUGINS = {
     "solvers": ("kvalloc.problem.solver:Solver", "solve ... --solver"),
     "scorers": ("kvalloc.scorers:Scorer", "profile ... --scorer"),
-    "policies": ("kvalloc.runtime.policies:EvictionPolicy", "generate ... --policy"),
+    "policies": ("kvalloc.runtime.policies.base:EvictionPolicy", "generate ... --policy"),
 }
 """Class of each kind of plug-in, and the option that takes one."""
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.measure.sampling import Sample
     from kvalloc.models.attention import Compute, Observed
-    from kvalloc.runtime.policies import EvictionPolicy
+    from kvalloc.runtime.policies.base import EvictionPolicy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
 

@@ -367,7 +367,14 @@ class BudgetCache(Cache, hooks.HookedCache):
         InputError
             If the layer is a sliding one, or no prompt has been seen.
         """
-        indices = [prompt.kept_indices(layer) for prompt in self._prompts]
+        refusals.refuse(
+            kept_by_sliding=not isinstance(self.layers[layer], BudgetLayer) and (layer,),
+            kept_of_nothing=not self.batch or self.arrival.prompt_tokens is None,
+        )
+        indices = [
+            prompt.layers[layer].kept_positions(prompt.arrival.prompt_tokens)
+            for prompt in self._prompts
+        ]
         most = max(int(own.shape[-1]) for own in indices)
         pad = nn.functional.pad
         found: Tensor = self._in_order(

@@ -21,8 +21,7 @@ from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import NO_COLUMN
-from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
-from kvalloc.runtime.policies.base import Limits
+from kvalloc.runtime.policies.base import EvictionPolicy, Limits, RankedPolicy
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import flat_entries, handed_out, keep_best, kept_places

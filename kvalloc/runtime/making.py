@@ -152,5 +152,5 @@ def build_cache(
         for layer in layers:
             if isinstance(layer, BudgetLayer):
                 layer.tier = LayerTier(records, share, in_pieces=in_pieces)
-    plan = Plan.of(profile, model, options, decide=decide)
+    plan = Plan(profile, model, options, decide=decide)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

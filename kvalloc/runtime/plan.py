@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
 
-from kvalloc.accounting import IntArray
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import rounded_layers
-from kvalloc.runtime.policies import EvictionPolicy, policies_of
+from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.repetition import Wanted
 from kvalloc.runtime.schedule import Schedule, layer_groups, schedule_of
 from kvalloc.shape import HALF_BYTES
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """What holds for all prompts of a cache, and is shared by its copies.
 
@@ -55,69 +50,42 @@ class Plan:
         Tokens that the model was made for.
     after : EvictionPolicy
         Who chooses among what is kept and what has followed the prompt.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If the policy cannot bound the memory.
     """
 
-    profile: BudgetProfile
-    policy: EvictionPolicy
-    options: CacheOptions
-    decide: Decide | None
-    decoder: weakref.ref[nn.Module]
-    name: str
-    bits: Mapping[int, IntArray]
-    halves: Mapping[int, IntArray]
-    groups: Groups
-    rounded: frozenset[int]
-    wanted: Wanted
-    limit: int | None
-    after: EvictionPolicy
-
-    def __deepcopy__(self, memo: object) -> Plan:
-        return self
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         profile: BudgetProfile,
         model: nn.Module,
         options: CacheOptions,
         *,
         decide: Decide | None,
-    ) -> Plan:
-        """Return the plan of a cache.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the policy cannot bound the memory.
-        """
-        policy, every = policies_of(profile), options.decode_every
+    ) -> None:
+        self.policy, every = policies_of(profile), options.decode_every
         counts = every is None or (type(every) is int and every >= 1)
         refusals.refuse(no_decode_every=not counts and (every,))
-        looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
-        wanted = {layer: each for layer, each in looks.items() if each}
-        holds = schedule_of(profile, policy, options, in_chunks=False).holds
-        beyond = profile.fits_a_peak and (holds or policy.combines)
-        refusals.refuse(beyond_memory=beyond and policy.name)
+        self.profile, self.options, self.decide = profile, options, decide
+        self.decoder, self.name = weakref.ref(decoder_of(model)), type(model).__name__
+        looks = {layer: self.policy.later_scorers(layer) for layer in profile.shape.full_layers}
+        self.wanted: Wanted = {layer: each for layer, each in looks.items() if each}
+        beyond = self.schedule(in_chunks=False).holds or self.policy.combines
+        refusals.refuse(beyond_memory=profile.fits_a_peak and beyond and self.policy.name)
         wide = next(model.parameters()).itemsize > HALF_BYTES
-        bits = rounded_layers(profile, every=wide and profile.reduces)
-        groups = layer_groups(profile)
-        return cls(
-            profile=profile,
-            policy=policy,
-            options=options,
-            decide=decide,
-            decoder=weakref.ref(decoder_of(model)),
-            name=type(model).__name__,
-            bits=bits,
-            halves={layer: np.full_like(own, 16) for layer, own in bits.items()} if wide else {},
-            groups=groups,
-            rounded=frozenset(
-                layer for group in groups if not bits.keys().isdisjoint(group) for layer in group
-            ),
-            wanted=wanted,
-            limit=context_limit(model),
-            after=policy.again(rotates=rotates_halves(model)),
-        )
+        self.bits = rounded_layers(profile, every=wide and profile.reduces)
+        halves = {layer: np.full_like(own, 16) for layer, own in self.bits.items()}
+        self.halves = halves if wide else {}
+        self.groups = layer_groups(profile)
+        together = (group for group in self.groups if not self.bits.keys().isdisjoint(group))
+        self.rounded = frozenset(layer for group in together for layer in group)
+        self.limit = context_limit(model)
+        self.after = self.policy.again(rotates=rotates_halves(model))
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self
 
     def schedule(self, *, in_chunks: bool) -> Schedule:
         """Return when entries go of a prompt that comes in one forward, or in chunks."""

@@ -26,7 +26,7 @@ from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.forward import Forward
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
-from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
 from kvalloc.runtime.tail import BLOCK_TOKENS, Place
 from kvalloc.runtime.unfinished import Unfinished
@@ -175,14 +175,6 @@ class Prompt:
             if isinstance(layer, BudgetLayer):
                 counts[:, index] += layer.kept_lengths
         return counts
-
-    def kept_indices(self, index: int) -> Tensor:
-        """Columns of the entries that a layer keeps, see `BudgetCache.kept_indices`."""
-        layer, n_prompt = self.layers[index], self.arrival.prompt_tokens
-        refusals.refuse(kept_by_sliding=not isinstance(layer, BudgetLayer) and (index,))
-        refusals.refuse(kept_of_nothing=not layer.batch or n_prompt is None)
-        positions: Tensor = layer.kept_positions(n_prompt)
-        return positions
 
     # One forward
 

@@ -23,7 +23,8 @@ from kvalloc.models.attention import base_implementation
 from kvalloc.models.structure import has_compiled_layers
 from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.checks import ensure
-from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
+from kvalloc.runtime.policies import policy_class
+from kvalloc.runtime.policies.base import EvictionPolicy, RankedPolicy
 
 HALF_WAY = (
     "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "

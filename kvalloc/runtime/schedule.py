@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.scorers.base import awaited_tokens
 
 EVERY, OF_SEEN = 64, 16

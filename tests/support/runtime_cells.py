@@ -30,13 +30,8 @@ from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime import load_cache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.policies import (
-    EvictionPolicy,
-    RankedPolicy,
-    changed_policy,
-    policy_class,
-    policy_names,
-)
+from kvalloc.runtime.policies import changed_policy, policy_class, policy_names
+from kvalloc.runtime.policies.base import EvictionPolicy, RankedPolicy
 from kvalloc.scorers import get_scorer
 
 CONTEXT, BATCH = 90, 2

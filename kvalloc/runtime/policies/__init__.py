@@ -20,22 +20,9 @@ from kvalloc.problem.registry import (
     read_named,
     typed_options,
 )
-from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.scorers import Scorer, get_scorer
-
-__all__ = [
-    "ByHead",
-    "Combined",
-    "EvictionPolicy",
-    "RankedPolicy",
-    "changed_policy",
-    "get_policy",
-    "policies_of",
-    "policy_class",
-    "policy_names",
-    "policy_of",
-]
 
 
 def policy_names() -> list[str]:

@@ -34,7 +34,8 @@ from kvalloc.runtime import CacheOptions, answer, loading, make_cache, refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.lossless import verify_with
 from kvalloc.runtime.making import build_cache
-from kvalloc.runtime.policies import EvictionPolicy, changed_policy, get_policy
+from kvalloc.runtime.policies import changed_policy, get_policy
+from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
