@@ -171,15 +171,15 @@ class LayerTier:
         """Begin anew with no entries."""
         self.numbers = torch.empty(0, 0, dtype=torch.long)  # of head 0, (n_columns, batch)
         self._visible = torch.empty(0, 0, dtype=torch.bool)  # (batch, n_columns)
-        self.ranges: list[tuple[Tensor, Tensor]] = []  # of keys and values, (n_segments, 1, dim)
+        # of keys and values the middle and half, (2, 2, n_segments, 1, dim)
+        self.ranges = torch.empty(2, 2, 0, 1, 0)
         self.pages: Pages | None = None
         self._reads: Reads | None = None  # until entries change
 
     @property
     def beside_entries(self) -> list[Tensor]:
         """Return what lies with the kept entries, and not in the slow tier."""
-        found = [own for among in self.ranges for own in among]
-        return found if self.pages is None else [*found, self.pages.bias]
+        return [self.ranges] if self.pages is None else [self.ranges, self.pages.bias]
 
     @property
     def tables(self) -> list[Tensor]:
@@ -232,10 +232,7 @@ class LayerTier:
         if not self.columns:
             hidden = ~visible.to(keys.device).repeat_interleave(n_heads, dim=0)[..., None]
             ranges = [[_range(own[one].float(), hidden[one]) for one in pieces] for own in both]
-            self.ranges = [
-                (torch.cat([one for one, _ in own]), torch.cat([one for _, one in own]))
-                for own in ranges
-            ]
+            self.ranges = torch.stack([torch.cat(own, dim=1) for own in ranges])
             self.numbers = self.numbers.new_empty(0, batch)
             self._visible = self._visible.new_empty(batch, 0)
         records = torch.cat([self._coded(both, one).cpu() for one in pieces])
@@ -257,12 +254,11 @@ class LayerTier:
     def saved(self) -> dict[str, Tensor]:
         """Return what a file has of a layer beside its records."""
         assert self.pages is not None
-        ranges = [own[:, 0] for among in self.ranges for own in among]
-        return {"ranges": torch.stack(ranges), "pages": self.pages.members}
+        return {"ranges": self.ranges[..., 0, :].flatten(0, 1), "pages": self.pages.members}
 
     def ordered(self) -> Tensor:
         """Return all records, uint8, (n_columns * batch * n_kv_heads, size), on the host."""
-        n_heads = len(self.ranges[0][0]) // self.numbers.shape[1]
+        n_heads = self.ranges.shape[2] // self.numbers.shape[1]
         return self.records.read((self.numbers[..., None] + torch.arange(n_heads)).flatten())
 
     def load(self, saved: Mapping[str, Tensor], visible: Tensor, first: int) -> int:
@@ -277,11 +273,10 @@ class LayerTier:
             Number of the first of the layer's `ordered` records.
         """
         batch, columns = visible.shape
-        ranges, self._visible = saved["ranges"][:, :, None], visible
-        n_segments = int(ranges.shape[1])
+        n_segments, self._visible = int(saved["ranges"].shape[1]), visible
+        self.ranges = saved["ranges"].view(2, 2, n_segments, 1, -1)
         end = first + columns * n_segments
         self.numbers = torch.arange(first, end, n_segments // batch).view(columns, batch)
-        self.ranges = [(ranges[0], ranges[1]), (ranges[2], ranges[3])]
         self.pages = Pages.of(saved["pages"], batch)
         return end
 
@@ -292,12 +287,8 @@ class LayerTier:
         batch, self.numbers = int(self.numbers.shape[1]), self.numbers[:, rows]
         self._visible, self._reads = self._visible[rows], None
         self.pages = None if self.pages is None else self.pages.of_rows(rows)
-
-        def selected(own: Tensor) -> Tensor:
-            each = own.view(batch, -1, *own.shape[1:])[rows.to(own.device)]
-            return each.flatten(0, 1)
-
-        self.ranges = [(selected(middle), selected(half)) for middle, half in self.ranges]
+        by_row = self.ranges.view(2, 2, batch, -1, *self.ranges.shape[3:])
+        self.ranges = by_row[:, :, rows.to(by_row.device)].flatten(2, 3)
 
     def entries(self, columns: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of some entries, float32, (n, head_dim) each.
@@ -308,12 +299,11 @@ class LayerTier:
             Where each stands in its row, and of which row and KV head it is:
             ``row * n_kv_heads + head``.
         """
-        n_heads = len(self.ranges[0][0]) // self.numbers.shape[1]
+        n_heads = self.ranges.shape[2] // self.numbers.shape[1]
         own = segments.cpu()
         numbers = self.numbers[columns.cpu(), own // n_heads] + own % n_heads
         records = self.records.read(numbers).to(segments.device, non_blocking=True)
-        ranges = [[each[segments, 0] for each in among] for among in self.ranges]
-        return self._decoded(records, ranges)
+        return self._decoded(records, self.ranges[:, :, segments, 0])
 
     def everything(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of all entries, float32, (batch, n_kv_heads, n, head_dim)."""
@@ -323,15 +313,14 @@ class LayerTier:
 
     def _segments(self, piece: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of some segments, float32, (n_segments, n, head_dim)."""
-        n_segments, device = len(self.ranges[0][0]), self.ranges[0][0].device
+        n_segments = int(self.ranges.shape[2])
         heads = torch.arange(n_segments // int(self.numbers.shape[1]))
         numbers = (self.numbers.T[:, None] + heads[:, None]).flatten(0, 1)[piece]
-        records = self.records.read(numbers.flatten()).to(device)
-        ranges = [[own[piece] for own in among] for among in self.ranges]
-        return self._decoded(records.view(*numbers.shape, -1), ranges)
+        records = self.records.read(numbers.flatten()).to(self.ranges.device)
+        return self._decoded(records.view(*numbers.shape, -1), self.ranges[:, :, piece])
 
-    def _decoded(self, records: Tensor, ranges: Any) -> tuple[Tensor, Tensor]:
-        """Return the numbers of records, (..., head_dim) each."""
+    def _decoded(self, records: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of records, (..., head_dim) each; ranges are (2, 2, ..., head_dim)."""
         scales = records[..., :SCALES_BYTES].contiguous().view(torch.float16).float() / CODES
         found, first = [], SCALES_BYTES
         for place, (middle, half) in enumerate(ranges):
@@ -517,13 +506,13 @@ def _mean(numbers: Tensor, there: Tensor) -> Tensor:
     return (numbers * there[..., None]).sum(dim=1) / count
 
 
-def _range(numbers: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the middle of each channel's numbers and half of their range, (n_segments, 1, dim)."""
+def _range(numbers: Tensor, hidden: Tensor) -> Tensor:
+    """Return the middle of each channel's numbers and half their range, (2, n_segments, 1, dim)."""
     low = numbers.masked_fill(hidden, torch.inf).amin(dim=1, keepdim=True)
     high = numbers.masked_fill(hidden, -torch.inf).amax(dim=1, keepdim=True)
     none = low > high  # a row of padding alone
     middle, half = ((high + low) / 2).masked_fill(none, 0), ((high - low) / 2)
-    return middle, half.masked_fill(none | (half == 0), 1)
+    return torch.stack([middle, half.masked_fill(none | (half == 0), 1)])
 
 
 def _coded(numbers: Tensor, middle: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:

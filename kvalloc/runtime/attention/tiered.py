@@ -84,7 +84,7 @@ _READINGS: WeakKeyDictionary[KeptLayer, tuple[_Reading, Any]] = WeakKeyDictionar
 def _token_in_c(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tensor:
     """Return the same as `_token`, from the CPU's kernel."""
     if kept not in _READINGS:
-        [part], pages, (keys, values) = kept.parts, tier.pages, tier.ranges
+        [part], pages, ranges = kept.parts, tier.pages, tier.ranges.contiguous().flatten(0, 1)
         assert pages is not None
         reads, numbers = tier.reads(part.lengths), tier.numbers.contiguous()
         pointed = [numbers, part.positions, pages.members, pages.bias]
@@ -92,9 +92,9 @@ def _token_in_c(call: AttentionCall, kept: KeptLayer, tier: LayerTier) -> Tensor
         arrays = [counts, np.cumsum(counts) - counts, reads.again, reads.pages]
         arrays = [np.ascontiguousarray(own) for own in arrays]
         places = [own.data_ptr() for own in pointed] + [own.ctypes.data for own in arrays]
-        places += [own.data_ptr() for own in (*keys, *values)]
+        places += [own.data_ptr() for own in ranges]
         sizes = numbers.shape[1], *pages.members.shape[1:]
-        _READINGS[kept] = _Reading(0, *places, *sizes), (pointed, arrays, keys, values)
+        _READINGS[kept] = _Reading(0, *places, *sizes), (pointed, arrays, ranges)
     reading, (before, added) = _READINGS[kept][0], tier.records.parts
     reading.before, reading.n_before = cpu.place(before), tier.records.n_before
     reading.records = cpu.place(added)  # moves as it grows
