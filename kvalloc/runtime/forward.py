@@ -80,7 +80,7 @@ class Forward:
         states = _behind(entries.dense, states)
         if self.reader is not None and one and visible is None:
             place = self.full_layers.index(states.layer)
-            indices = self.reader.read(states, place=place, positions=entries.columns[0])
+            indices = self.reader.read(states, place=place, kept=entries)
             if indices is None:
                 return compute(None, states.keys, states.values)
             return compute(None, gathered(states.keys, indices), gathered(states.values, indices))

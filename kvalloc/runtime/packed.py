@@ -313,7 +313,7 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     return from_codes(blocks, scales[..., :1], scales[..., 1:]).flatten(1)[:, :head_dim]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerEntries:
     """Kept entries of one layer, at the bits of each of its KV heads.
 

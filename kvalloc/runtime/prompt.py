@@ -101,7 +101,6 @@ class Prompt:
         self.given: int | None = None
         self.checks = Checks()  # of the forward or the eviction that runs now
         self._broken: str | None = None
-        self.entries_changed()
 
     def forked(self) -> None:
         """Go on as the prompt of a copy of the cache, which no hook and no ``with`` will end."""
@@ -413,12 +412,6 @@ class Prompt:
             if group[-1] in targets:
                 layers = [self.layers[index] for index in group]
                 eviction.evict(layers, [targets[index] for index in group])
-        self.entries_changed()
-
-    def entries_changed(self) -> None:
-        """Forget what was noted of entries for reading them."""
-        if self.reader is not None:
-            self.reader.forget()
 
     # A prompt that is complete
 
@@ -527,7 +520,6 @@ class Prompt:
         self.arrival.select(rows)
         if self.whole is not None:
             self.whole.select(rows)
-        self.entries_changed()
 
     def check_crop(self, remove: int) -> None:
         """Refuse to take so many tokens back where that cannot be right."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.column_sums import weighted_rows
 from kvalloc.scorers.lookahead import latest_votes
@@ -55,7 +56,7 @@ class Reader(ABC):
     """Chooses what one decoded token reads of what is stored. It belongs to one cache."""
 
     @abstractmethod
-    def read(self, states: AttentionStates, *, place: int, positions: Tensor) -> Tensor | None:
+    def read(self, states: AttentionStates, *, place: int, kept: LayerEntries) -> Tensor | None:
         """Choose the entries that the new token attends to in one layer.
 
         Parameters
@@ -64,18 +65,15 @@ class Reader(ABC):
             One new token; its keys are the stored ones.
         place : int
             Place of the layer among those that can be reduced, from 0.
-        positions : Tensor, (batch, n_kv_heads, n_prompt)
-            Original positions of the first entries, which are the prompt's.
+        kept : LayerEntries
+            The first of the entries, as many in all rows and heads; another where they have
+            changed.
 
         Returns
         -------
         Tensor of int64, (batch, n_kv_heads, n_read), or None
             Entries in increasing order; None for all.
         """
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Drop what was noted of the entries: they have changed."""
 
 
 @dataclass(frozen=True, kw_only=True)

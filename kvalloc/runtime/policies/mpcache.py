@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies.base import Limits, Rankings, Reader, VotedPolicy
 from kvalloc.runtime.selection import best_entries, keep_best, kept_places
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
@@ -111,21 +113,22 @@ class ClusterReader(Reader):
     def __init__(self, settings: MPCache, *, sinks: int, window: int) -> None:
         self._settings = settings
         self._sinks, self._window = sinks, window
-        self._clusters: dict[int, tuple[Tensor, Tensor]] = {}  # coarse and fine, by place
+        self._clusters = WeakKeyDictionary[LayerEntries, tuple[Tensor, Tensor]]()  # coarse and fine
         self._led: tuple[int, Tensor, Tensor] | None = None
 
-    def read(self, states: AttentionStates, *, place: int, positions: Tensor) -> Tensor | None:
+    def read(self, states: AttentionStates, *, place: int, kept: LayerEntries) -> Tensor | None:
         """Choose the entries that the new token attends to; see `Reader.read`."""
-        settings = self._settings
+        settings, (positions, _) = self._settings, kept.columns
         n_coarse = (int(positions.shape[-1]) - self._window - self._sinks) // settings.coarse_tokens
         if n_coarse < 2:
+            self._led = None
             return None
         entries = slice(self._sinks, self._sinks + n_coarse * settings.coarse_tokens)
         where = positions[..., entries].long().contiguous()
         nearest = None
         if settings.share_layers and place >= _FIRST_PAIR and place % 2:
             nearest = self._follow(place, where, n_coarse)
-        inside = self._compare(states, place, entries) if nearest is None else nearest
+        inside = self._compare(states, kept, entries) if nearest is None else nearest
         inside = inside.repeat_interleave(settings.fine_tokens, dim=-1)
         if nearest is None:
             self._led = (place, where, inside)
@@ -137,11 +140,6 @@ class ClusterReader(Reader):
         )
         return kept_places(read, counts).view(*counts.shape, -1)
 
-    def forget(self) -> None:
-        """Drop the clusters: the entries have changed."""
-        self._clusters.clear()
-        self._led = None
-
     def _counts(self, n_coarse: int) -> tuple[int, int]:
         """Return the numbers of coarse and of fine clusters that are read."""
         settings = self._settings
@@ -149,13 +147,13 @@ class ClusterReader(Reader):
         parts = settings.coarse_tokens // settings.fine_tokens
         return coarse, math.ceil(settings.fine_share * coarse * parts)
 
-    def _compare(self, states: AttentionStates, place: int, entries: slice) -> Tensor:
+    def _compare(self, states: AttentionStates, kept: LayerEntries, entries: slice) -> Tensor:
         """Return which fine clusters are nearest to the query, (batch, n_kv_heads, n_fine)."""
         settings = self._settings
-        clusters = self._clusters.get(place)
+        clusters = self._clusters.get(kept)
         if clusters is None:
             keys = states.keys[:, :, entries]
-            clusters = self._clusters[place] = (
+            clusters = self._clusters[kept] = (
                 _summary(keys, settings.coarse_tokens, settings.alpha),
                 _summary(keys, settings.fine_tokens, settings.alpha),
             )

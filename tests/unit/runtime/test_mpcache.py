@@ -11,6 +11,8 @@ from prompt_runs import policy, run
 from scorer_oracle import full_attention, make_states
 
 import kvalloc
+from kvalloc.runtime.kept import KeptEntries
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies.mpcache import ClusterReader
 
 SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
@@ -37,11 +39,20 @@ def read_in_loops(states, row, head, *, start, n_coarse):
     return sorted(entry for first in fine for entry in range(first, first + 4))
 
 
+def kept_at(n, step=1, batch=1):
+    """Entries of two heads at every so many columns, whose numbers are in the states."""
+    lengths = np.full((batch, 2), n)
+    positions = torch.arange(0, step * n, step, dtype=torch.int32).repeat(2 * batch)
+    none = torch.empty(len(positions), 1)
+    part = KeptEntries(keys=none, values=none, positions=positions, lengths=lengths)
+    return LayerEntries.whole(part)
+
+
 def test_clusters_agree_with_loops():
     states = make_states(batch=2, n_tokens=53, n_new_tokens=1)
     reader = small().reader(sinks=2, window=4)
     # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
-    found = reader.read(states, place=0, positions=torch.arange(50).expand(2, 2, -1))
+    found = reader.read(states, place=0, kept=kept_at(50, batch=2))
     assert found is not None
     for row, head in np.ndindex(2, 2):
         inside = read_in_loops(states, row, head, start=2, n_coarse=5)
@@ -62,7 +73,7 @@ def test_the_static_half_sums_the_last_rows():
 def test_short_prompts_are_read_whole():
     states = make_states(n_tokens=20, n_new_tokens=1)
     reader = small().reader(sinks=2, window=4)
-    assert reader.read(states, place=0, positions=torch.arange(19).expand(1, 2, -1)) is None
+    assert reader.read(states, place=0, kept=kept_at(19)) is None
 
 
 def test_the_second_of_a_pair_reads_what_the_first_does():
@@ -70,19 +81,17 @@ def test_the_second_of_a_pair_reads_what_the_first_does():
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     for share, places, same in ((True, (2, 3), 1), (True, (0, 1), 0), (False, (2, 3), 0)):
         reader = small(share_layers=share).reader(sinks=2, window=4)
-        led = reader.read(first, place=places[0], positions=torch.arange(50).expand(1, 2, -1))
-        follows = reader.read(second, place=places[1], positions=torch.arange(50).expand(1, 2, -1))
+        led = reader.read(first, place=places[0], kept=kept_at(50))
+        follows = reader.read(second, place=places[1], kept=kept_at(50))
         assert torch.equal(led, follows) == bool(same)
 
 
 def test_a_follower_with_other_entries_reads_its_nearest_positions():
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
-    positions = torch.arange(50).expand(1, 2, -1)
     reader = small().reader(sinks=2, window=4)
-    led = reader.read(first, place=2, positions=positions)
+    led = reader.read(first, place=2, kept=kept_at(50))
     # the follower's entry i is position 2 i: its cluster c covers positions 8 c .. 8 c + 7
-    spread = positions * 2
-    follows = reader.read(second, place=3, positions=spread)
+    follows = reader.read(second, place=3, kept=kept_at(50, step=2))
     assert follows.shape == led.shape
     for head in range(2):
         read = set(led[0, head].tolist()) & set(range(2, 42))
@@ -137,7 +146,7 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(monkeypatch, attention):
 
     def noted(self, states, **kwargs):
         indices = function(self, states, **kwargs)
-        stored = kwargs["positions"].long()
+        stored = kwargs["kept"].columns[0].long()
         inside = [row[row < stored.shape[-1]] for row in indices.flatten(0, 1)]
         flat = zip(stored.flatten(0, 1), inside, strict=True)
         read[states.layer] = torch.stack([own[i] for own, i in flat]).view(2, 2, -1)
