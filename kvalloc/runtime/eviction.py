@@ -59,15 +59,6 @@ def _collected(targets: IntArray, chosen: Iterator[Choice]) -> KeptEntries:
     )
 
 
-def _last(
-    number: int, positions: Tensor, own: AttentionStates, kept: Tensor
-) -> tuple[Tensor, AttentionStates, Tensor]:
-    """Return the last so many of what a piece chooses from, all new, and what is kept of them."""
-    first = int(own.keys.shape[2]) - number
-    own = replace(own, keys=own.keys[:, :, first:], values=own.values[:, :, first:], bias=None)
-    return positions[..., first:], own, kept[..., int(kept.shape[2]) - number :]
-
-
 def _one(number: int | None) -> slice:
     return slice(None) if number is None else slice(number, number + 1)
 
@@ -468,18 +459,18 @@ class Eviction:
     ) -> Iterator[Choice]:
         """One piece after the other, so that only one is taken apart at a time."""
         for part in pieces:
-            front, scored = source.front(part), (source.index, part) in self.scored
-            own, positions = self._candidates(source, part, new_alone=scored and front > 0)
-            n_new = int(own.keys.shape[2]) - (0 if scored else front)
-            budgets = _part_budgets(targets, part) + front
+            front = source.front(part)
+            own, positions = self._candidates(source, part, new_alone=front > 0)
+            n_tokens, budgets = int(own.keys.shape[2]), _part_budgets(targets, part)
             kept = torch.ones_like(own.keys[..., 0], dtype=torch.bool)
             if together is not None:
                 kept = together.get(part, kept).to(kept.device)  # none: nothing of this row goes
-            elif bool((budgets < front + n_new).any()):
-                kept = self._kept(part, own, budgets, sinks=front or self.sinks)
+            elif bool((budgets < n_tokens).any()):
+                kept = self._kept(part, own, budgets + front, sinks=front or self.sinks)
+                kept = kept[..., -n_tokens:]  # what is in front stays where it is stored
                 check_kept(self.policy, kept, budgets)
-            if front:  # this stays where it is stored
-                yield part, *_last(n_new, positions, own, kept)
+            if front:
+                yield part, positions, own, kept
                 continue
             if self.remember and self.policy.observes:
                 noted = self.policy.observe(own, sinks=self.sinks)

@@ -1,7 +1,5 @@
 """Which entries stay, whatever the scores are, and how many of what competes."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 from factories import make_shape
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvalloc.accounting.costs import BIT_WIDTHS, head_bytes, within_bytes
-from kvalloc.runtime.following import Followed, Settling
+from kvalloc.runtime.conversation import targets_of
 from kvalloc.runtime.selection import keep_best
 
 # What holds for the selection of entries whatever the scores
@@ -57,59 +55,23 @@ def test_selection(case):
 # How many entries stay of what competes, whatever is there
 
 
-SINKS, HEADS = 2, 2
-
-
-@st.composite
-def several(draw, window):
-    """Layers of some rows; what was kept is within the budgets of the tokens before."""
-    shape = draw(st.integers(1, 3)), draw(st.integers(1, 3)), HEADS
-    kept = draw(hnp.arrays(np.int64, shape, elements=st.integers(SINKS + window, 60)))
-    whole = draw(hnp.arrays(bool, shape[:2]))
-    kept[whole] = 60  # of these nothing has gone
-    more = draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 40)))
-    new = draw(hnp.arrays(np.int64, shape[:1], elements=st.integers(0, 40)))
-    return Followed(
-        budgets=kept + np.minimum(more, new[:, None, None]),
-        kept=kept,
-        new=np.tile(new[:, None], shape[1]),
-        idle=new == 0,
-        tokens=60 + new,
-    )
-
-
 @given(data=st.data())
 def test_targets_are_within_the_room_and_the_newest_window_stays(data):
-    window = data.draw(st.integers(1, 6), label="window")
-    followed = data.draw(several(window), label="layers")
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(2)), label="shape")
+    least = data.draw(hnp.arrays(np.int64, (shape[0], 1, 1), elements=st.integers(1, 8)))
+    room = least + data.draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 60)))
+    there = data.draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 90)))
+    idle = data.draw(hnp.arrays(bool, shape[:1]), label="idle")
     shared = data.draw(st.booleans(), label="shared")
-    everything = data.draw(hnp.arrays(bool, len(followed.new)), label="all compete")
-
-    def settled(layers, all_compete):
-        return Settling.of(
-            layers,
-            shared=shared,
-            all_compete=all_compete,
-            window=window,
-            protected=SINKS + window,
-        )
-
-    settling = settled(followed, everything)
-    alone, targets = settling.new_alone[:, None, None], settling.targets
-    assert not (everything & settling.new_alone).any()
-    stored = targets + followed.kept * alone
-    assert (stored.sum(axis=(1, 2)) <= followed.budgets.sum(axis=(1, 2))).all()
+    targets = targets_of(room, there, idle, least=least, shared=shared)
     for row in range(len(targets)):
-        own = {one.name: getattr(followed, one.name)[row : row + 1] for one in fields(followed)}
-        by_itself = settled(Followed(**own), everything[row : row + 1])
-        assert by_itself.new_alone == settling.new_alone[row]
-        assert (by_itself.targets == targets[row]).all()
-    there = np.where(alone, followed.new[:, :, None], followed.there)
-    assert (targets[followed.idle] == there[followed.idle]).all()
+        own = room[row : row + 1], there[row : row + 1], idle[row : row + 1]
+        alone = targets_of(*own, least=least[row : row + 1], shared=shared)
+        assert (alone == targets[row]).all()
+    assert (targets[idle] == there[idle]).all()
+    assert (targets[~idle] <= room[~idle]).all()
     if not shared:
-        assert (stored <= followed.budgets).all()
         assert (targets <= there).all()
-        least = np.where(alone, window, SINKS + window)
         assert (targets >= np.minimum(there, least)).all()
 
 
