@@ -17,7 +17,7 @@ from kvalloc.runtime.kept import WORK_BYTES
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.refusals import refuse
-from kvalloc.runtime.schedule import Event
+from kvalloc.runtime.schedule import Settlement
 from kvalloc.runtime.unfinished import Queries
 
 COMPETE_AGAIN = 1.5
@@ -214,7 +214,7 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) ->
     return result
 
 
-def _is_full(prompt: Prompt, every: Event) -> bool:
+def _is_full(prompt: Prompt, every: Settlement) -> bool:
     """Return whether the memory has no room for one more token."""
     if every.memory is None or not prompt.arrival.complete:
         return False
@@ -223,19 +223,19 @@ def _is_full(prompt: Prompt, every: Event) -> bool:
     return not has_room and prompt.free_tokens(every.memory) < 1
 
 
-def _due(prompt: Prompt, every: Event) -> int:
+def _due(prompt: Prompt, every: Settlement) -> int:
     """Return the column at which what followed competes."""
     settled = prompt.arrival.settled
     return settled + every.interval(settled, prompt.token_bytes)
 
 
-def _following_bytes(prompt: Prompt, every: Event, most: IntArray) -> int:
+def _following_bytes(prompt: Prompt, every: Settlement, most: IntArray) -> int:
     """Return what is taken beside the entries: by sliding layers, what follows, and lists of tiles.
 
     Parameters
     ----------
     prompt : Prompt
-    every : Event
+    every : Settlement
     most : ndarray of int64, (batch, n_layers, n_kv_heads)
         Entries that are kept, at most.
     """

@@ -295,7 +295,7 @@ class Prompt:
         wanted = eviction.wanted_rows()
         most = max(wanted, step.new_tokens if every else 0)
         notes.prompt.add(queries, step.columns, most, padded=step.padded)
-        group = self.schedule.prompt.together(index)
+        group = next(layers for layers in self.plan.groups if index in layers)
         with self.checks.noted():  # the host reads once a forward what it has to know
             if evicts and index == group[-1]:
                 self.evict_layers(eviction, {one: targets[one] for one in group})

@@ -1,10 +1,9 @@
-"""When entries go: the events of a prompt and of what follows it, as data."""
+"""When entries go of a prompt and of what follows it, as data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -18,38 +17,20 @@ EVERY, OF_SEEN = 64, 16
 where more of this share of the tokens seen, so that to do so takes the same part of the time."""
 
 
-class When(Enum):
-    """What has happened when entries go."""
-
-    LAYER_READ = "a layer, or the last of a group, has read a forward of the prompt"
-    PROMPT_READ = "the prompt is complete"
-    FOLLOWED = "so many tokens have followed the prompt"
-    EVERY = "so many tokens have followed the latest eviction, or a turn has been answered"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Event:
-    """One time at which entries go.
+class Settlement:
+    """When what follows a prompt competes: every so many tokens, and when a turn is answered.
 
     Attributes
     ----------
-    when : When
-    scope : Groups
-        Layers that evict at once. Where each prompt hands out the budgets, their heads compete.
     tokens : int or None
-        Number of tokens of ``FOLLOWED`` and ``EVERY``; None where it grows with the tokens seen.
+        Number of tokens after the latest eviction; None where it grows with the tokens seen.
     memory : int or None
         Number of bytes that the budgets of all tokens seen, and what may follow, never exceed.
     """
 
-    when: When
-    scope: Groups
-    tokens: int | None = None
-    memory: int | None = None
-
-    def together(self, layer: int) -> tuple[int, ...]:
-        """Return the layers that evict at once with this one, in order."""
-        return next(layers for layers in self.scope if layer in layers)
+    tokens: int | None
+    memory: int | None
 
     def interval(self, settled: int, token_bytes: int) -> int:
         """Return the number of tokens after which what follows so many competes.
@@ -74,20 +55,22 @@ class Event:
 
 
 class Schedule(NamedTuple):
-    """When entries of a prompt go, and of what follows it; None where nothing ever goes."""
+    """When entries of a prompt go, and of what follows it.
 
-    prompt: Event
-    every: Event | None
+    Attributes
+    ----------
+    holds : bool
+        Whether a prompt stays whole until all layers evict at once, when it is complete or tokens
+        have followed it; else a layer, or the last of a group, evicts once it has read it.
+    awaited : int
+        Number of tokens that have to follow a prompt before anything of it goes.
+    every : Settlement or None
+        None where nothing ever goes of what follows.
+    """
 
-    @property
-    def holds(self) -> bool:
-        """Return whether a prompt stays whole until all layers evict at once."""
-        return self.prompt.when is not When.LAYER_READ
-
-    @property
-    def awaited(self) -> int:
-        """Return the number of tokens that have to follow a prompt before anything of it goes."""
-        return self.prompt.tokens or 0
+    holds: bool
+    awaited: int
+    every: Settlement | None
 
 
 def layer_groups(profile: BudgetProfile) -> Groups:
@@ -120,12 +103,6 @@ def schedule_of(
     later = [scorer for layer in full for scorer in policy.later_scorers(layer)]
     # a group evicts after its last layer, when the queries of its others have gone
     whole = policy.holds and (in_chunks or bool(profile.share_groups))
-    if awaited := awaited_tokens(later):
-        prompt = Event(when=When.FOLLOWED, scope=(full,), tokens=awaited)
-    elif later or whole or (profile.by_prompt and not options.by_layer):
-        prompt = Event(when=When.PROMPT_READ, scope=(full,))
-    else:
-        prompt = Event(when=When.LAYER_READ, scope=layer_groups(profile))
-    tokens, memory = options.decode_every, options.memory
-    every = Event(when=When.EVERY, scope=(full,), tokens=tokens, memory=memory)
-    return Schedule(prompt, every if profile.reduces else None)
+    holds = bool(later) or whole or (profile.by_prompt and not options.by_layer)
+    every = Settlement(tokens=options.decode_every, memory=options.memory)
+    return Schedule(holds, awaited_tokens(later), every if profile.reduces else None)

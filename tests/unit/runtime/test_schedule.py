@@ -8,14 +8,12 @@ from factories import make_budget_profile, make_shape
 from kvalloc.online.ways import AWAITED, Early, Late, Setting, Twice, Whole
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.policies import policies_of
-from kvalloc.runtime.schedule import When, schedule_of
+from kvalloc.runtime.schedule import layer_groups, schedule_of
 
 TOKENS = 400
 SHAPE = make_shape(n_layers=4)
 SETTING = Setting(shape=SHAPE, share=0.2)
-READ = (When.LAYER_READ, ((0,), (1,), (2,), (3,)))
-HELD = (When.PROMPT_READ, ((0, 1, 2, 3),))
-FOLLOWED = (When.FOLLOWED, ((0, 1, 2, 3),))
+READ, HELD = False, True
 
 
 def profile_of(way):
@@ -35,26 +33,23 @@ def stored(**changes):
         (profile_of(Early), True, READ, READ, 0),
         (profile_of(Early), False, HELD, HELD, 0),
         (profile_of(Twice), True, HELD, HELD, 0),
-        (profile_of(Late), False, FOLLOWED, FOLLOWED, AWAITED),
+        (profile_of(Late), False, HELD, HELD, AWAITED),
         (make_budget_profile([[8, 9]] * 4), False, READ, READ, 0),
         (stored(), False, READ, HELD, 0),
         (stored(share_groups=((2, 3),)), False, HELD, HELD, 0),
-        (
-            make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),)),
-            False,
-            (When.LAYER_READ, ((0,), (1,), (2, 3))),
-            (When.LAYER_READ, ((0,), (1,), (2, 3))),
-            0,
-        ),
+        (make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),)), False, READ, READ, 0),
     ],
 )
 def test_a_prompt_goes_by_layer_or_whole(profile, by_layer, in_one, in_chunks, awaited):
     options = CacheOptions(by_layer=by_layer, decode_every=7)
     for chunks, expected in ((False, in_one), (True, in_chunks)):
         found = schedule_of(profile, policies_of(profile), options, in_chunks=chunks)
-        assert (found.prompt.when, found.prompt.scope) == expected
-        assert found.awaited == awaited
-        assert (found.every.when, found.every.tokens) == (When.EVERY, 7)
+        assert (found.holds, found.awaited, found.every.tokens) == (expected, awaited, 7)
+
+
+def test_layers_that_share_entries_evict_together():
+    profile = make_budget_profile([[8, 8]] * 4, share_groups=((2, 3),))
+    assert layer_groups(profile) == ((0,), (1,), (2, 3))
 
 
 def test_nothing_competes_later_where_all_of_a_prompt_stays():
