@@ -48,13 +48,8 @@ class Checks:
     def read(self) -> None:
         """Fail as the first condition wants that does not hold, if any does not; forget them."""
         noted, self._noted = self._noted, []
-        found = _values([holds for holds, _ in noted]) if noted else []
+        flags = [holds.to(noted[0][0].device) for holds, _ in noted]
+        found = torch.stack(flags).tolist() if flags else []  # read from the device at once
         for holds, (_, fail) in zip(found, noted, strict=True):
             if not holds:
                 fail()
-
-
-def _values(flags: list[Tensor]) -> list[bool]:
-    """Read them from the device at once."""
-    found: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    return found

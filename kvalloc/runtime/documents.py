@@ -146,11 +146,15 @@ class DenseLayer:
         layer.seen_tokens = seen
         if self.kept is None:
             return
-        keys, values, kept = (own[:, :, :seen] for own in (self.keys, self.values, self.kept))
-        columns = torch.arange(seen, dtype=torch.int32, device=keys.device)
-        entries = KeptEntries.of(keys, values, columns, kept, kept.sum(dim=2).cpu().numpy())
-        if self.bias is not None:
-            entries = replace(entries, bias=self.bias[:, :, :seen][kept])
+        kept = self.kept[:, :, :seen]
+        columns = torch.arange(seen, dtype=torch.int32, device=kept.device)
+        entries = KeptEntries(
+            keys=self.keys[:, :, :seen][kept],
+            values=self.values[:, :, :seen][kept],
+            positions=columns.expand_as(kept)[kept],
+            bias=None if self.bias is None else self.bias[:, :, :seen][kept],
+            lengths=kept.sum(dim=2).cpu().numpy(),
+        )
         packed, whole = LayerEntries.packed, LayerEntries.whole
         layer.entries = packed(entries, bits) if self.rounded else whole(entries)
 

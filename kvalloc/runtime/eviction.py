@@ -91,11 +91,7 @@ class Source:
 
     def __init__(self, layer: BudgetLayer, states: AttentionStates, stays: BoolArray) -> None:
         self.layer, self.states, self.stays = layer, states, stays & layer.reduced
-
-    @property
-    def index(self) -> int:
-        """Index of the layer in the model."""
-        return self.states.layer
+        self.lengths = layer.kept_lengths  # of what was kept, (batch, n_kv_heads) or (1, 1)
 
     @property
     def apart(self) -> BoolArray:
@@ -103,11 +99,6 @@ class Source:
         entries = self.layer.entries
         even = entries is None or entries.even
         return np.asarray(~self.stays & (not even))
-
-    @property
-    def lengths(self) -> IntArray:
-        """Entries that were kept, (batch, n_kv_heads) or (1, 1)."""
-        return self.layer.kept_lengths
 
     @property
     def beside(self) -> IntArray:
@@ -444,7 +435,7 @@ class Eviction:
                 scores = policy.scores(own, sinks=sinks)
                 later = (own.later or {}).items()
                 notes = {key: replace(noted, columns=None) for key, noted in later}
-                self.scored[source.index, part] = scores, notes
+                self.scored[source.states.layer, part] = scores, notes
             for place, evictable in enumerate(scores[..., sinks:end]):
                 by_row[place if part[0] is None else part[0]] += evictable
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
@@ -520,7 +511,7 @@ class Eviction:
                 first, states = layer.tier.columns, layer.all_but(self.following)
                 layer.tier.add(*states, self.visible[:, first : self._end(layer)])
             source = self._source(layer)
-            stays, bits = source.stays, self.bits.get(source.index)
+            stays, bits = source.stays, self.bits.get(source.states.layer)
             entries = _collected(own, self._choices(source, own, pieces, together, observed))
             del source  # it keeps alive what goes
             layer.keep_numbers(entries, bits, following=self.following, stays=stays)

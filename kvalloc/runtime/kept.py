@@ -100,8 +100,9 @@ class Spans:
 
     def key_blocks(self) -> tuple[IntArray, IntArray]:
         """Return the first entry of each block of keys and the one after its last, (n_blocks,)."""
-        own, before = _cut(self.lengths, KEY_BLOCK_TOKENS)
-        starts = self.starts[own] + before
+        own = np.repeat(np.arange(len(self.blocks)), self.blocks)
+        place = np.arange(len(own)) - self.first_scales[own]  # of each block in its segment
+        starts = self.starts[own] + place * KEY_BLOCK_TOKENS
         return starts, np.minimum(starts + KEY_BLOCK_TOKENS, self.ends[own])
 
     def block_places(self) -> Tensor:
@@ -109,13 +110,6 @@ class Spans:
         starts, ends = self.key_blocks()
         places = np.minimum(starts[:, None] + np.arange(KEY_BLOCK_TOKENS), ends[:, None] - 1)
         return on_device(places, self.device)
-
-
-def _cut(lengths: IntArray, length: int) -> tuple[IntArray, IntArray]:
-    """Return of pieces of at most so many entries the segment, and the entries before it there."""
-    counts = -(-lengths // length)
-    own = np.repeat(np.arange(len(counts)), counts)
-    return own, (np.arange(len(own)) - (np.cumsum(counts) - counts)[own]) * length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,30 +152,6 @@ class KeptEntries:
     def spans(self) -> Spans:
         """Where each segment is."""
         return Spans(self.lengths.reshape(-1), self.keys.device)
-
-    @classmethod
-    def of(
-        cls, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, counts: IntArray
-    ) -> KeptEntries:
-        """Return a copy of what is kept of dense entries, without a wait for the device.
-
-        Parameters
-        ----------
-        keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
-        positions : Tensor of int32, (n,)
-        kept : Tensor of bool, (batch, n_kv_heads, n)
-            Which entries these are, on any device.
-        counts : ndarray of int64, (batch, n_kv_heads)
-            How many are kept of each segment.
-        """
-        places = kept.nonzero_static(size=int(counts.sum()))
-        row, head, token = places.to(keys.device, non_blocking=True).unbind(1)
-        return cls(
-            keys=keys[row, head, token],
-            values=values[row, head, token],
-            positions=positions[token],
-            lengths=counts,
-        )
 
     def halved(self) -> KeptEntries:
         """Return the same with its numbers at 16 bits."""

@@ -28,7 +28,6 @@ from kvalloc.accounting.costs import (
     code_bytes,
     turns,
 )
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import KeptEntries, KeptLayer, Spans, halved, on_device, parted
 from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
 
@@ -46,20 +45,6 @@ saves no memory that counts. At 2,048 tokens steps of 8 take an eighth more of a
 
 NO_COLUMN = torch.iinfo(torch.int32).max
 """Where a place of no entry stands: behind all tokens, so that none sees it."""
-
-
-def rounded_layers(profile: BudgetProfile, *, every: bool) -> dict[int, IntArray]:
-    """Return the bits of each KV head, (n_kv_heads,), of the layers that are rounded.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-    every : bool
-        Whether all layers are, to 16 bits at least; else those with fewer bits anywhere.
-    """
-    widths = profile.widths
-    full = profile.shape.full_layers
-    return {layer: widths[layer] for layer in full if every or (widths[layer] != 16).any()}
 
 
 def pack(

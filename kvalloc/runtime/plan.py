@@ -13,7 +13,6 @@ from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.packed import rounded_layers
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.repetition import Wanted
 from kvalloc.runtime.schedule import Schedule, layer_groups, schedule_of
@@ -65,9 +64,9 @@ class Plan:
         *,
         decide: Decide | None,
     ) -> None:
-        self.policy, every = policies_of(profile), options.decode_every
-        counts = every is None or (type(every) is int and every >= 1)
-        refusals.refuse(no_decode_every=not counts and (every,))
+        self.policy, tokens = policies_of(profile), options.decode_every
+        counts = tokens is None or (type(tokens) is int and tokens >= 1)
+        refusals.refuse(no_decode_every=not counts and (tokens,))
         self.profile, self.options, self.decide = profile, options, decide
         self.decoder, self.name = weakref.ref(decoder_of(model)), type(model).__name__
         looks = {layer: self.policy.later_scorers(layer) for layer in profile.shape.full_layers}
@@ -75,7 +74,9 @@ class Plan:
         beyond = self.schedule(in_chunks=False).holds or self.policy.combines
         refusals.refuse(beyond_memory=profile.fits_a_peak and beyond and self.policy.name)
         wide = next(model.parameters()).itemsize > HALF_BYTES
-        self.bits = rounded_layers(profile, every=wide and profile.reduces)
+        every, widths = wide and profile.reduces, profile.widths
+        full = profile.shape.full_layers
+        self.bits = {own: widths[own] for own in full if every or (widths[own] != 16).any()}
         halves = {layer: np.full_like(own, 16) for layer, own in self.bits.items()}
         self.halves = halves if wide else {}
         self.groups = layer_groups(profile)

@@ -4,7 +4,7 @@ import numpy as np
 import packing_loop
 import pytest
 import torch
-from attention_cases import packed_of, stored_of
+from attention_cases import kept_of, packed_of, stored_of
 from factories import make_shape
 from fake_device import Launches
 from hypothesis import given, settings
@@ -114,7 +114,7 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
     keys, values = torch.randn(2, BATCH, HEADS, n_new, 8).to(dtype)
     columns = torch.arange(600, 600 + n_new, dtype=torch.int32)
     kept = torch.rand(BATCH, HEADS, n_new) < torch.rand(BATCH, HEADS, 1) * 1.5 - 0.2
-    added = KeptEntries.of(keys, values, columns, kept, kept.sum(dim=2).numpy())
+    added = kept_of(keys, values, columns, kept, kept.sum(dim=2).numpy())
     more = entries.with_more(added)
     rows = [more.rows(torch.tensor([row])) for row in order]
     again = LayerEntries.joined(rows, np.argsort(order))
@@ -177,7 +177,7 @@ def test_what_followed_is_packed_in_few_launches_and_no_wait(bits, most, size):
         assert keys.shape[2] == counts.max()
         assert launches.counts.total() <= most
         launches.counts.clear()
-        more = KeptEntries.of(*new, columns, every, counts * 0 + 64)
+        more = kept_of(*new, columns, every, counts * 0 + 64)
         layer.keep(layer.entries.with_more(more))
     assert (layer.entries.lengths == counts + 64).all()
     assert layer.dense_tokens == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
+from attention_cases import kept_of
 from factories import make_shape
 from hostile_files import Tensors
 from live_storage import peak_bytes
@@ -21,7 +22,6 @@ from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.tiered import attend_again
-from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.tier import LayerTier, Reads, Records
@@ -104,7 +104,7 @@ def test_attention_is_the_sum_over_what_is_read_and_what_answers_as_it_is(bits, 
     kept = torch.rand(batch, heads, n, generator=generator) < torch.tensor([0.2, 0.6])[:, None]
     kept &= visible[:, None]
     counts = kept.sum(dim=-1).numpy()
-    whole = KeptEntries.of(keys, values, torch.arange(n, dtype=torch.int32), kept, counts)
+    whole = kept_of(keys, values, torch.arange(n, dtype=torch.int32), kept, counts)
     packed = tier.packed(LayerEntries.whole(whole), np.full(heads, bits))
     sinks = torch.randn(heads * group, generator=generator) if changes.get("sinks") else None
     shown = torch.ones(batch, near, dtype=torch.bool)
@@ -148,7 +148,7 @@ def test_pages_hold_every_evicted_entry_once_beside_its_like():
     tier = LayerTier(Records("ram"), READ)
     tier.add(keys, keys, visible)
     positions = torch.arange(300, dtype=torch.int32)
-    whole = KeptEntries.of(keys, keys, positions, kept, kept.sum(dim=-1).numpy())
+    whole = kept_of(keys, keys, positions, kept, kept.sum(dim=-1).numpy())
     tier.packed(LayerEntries.whole(whole), np.full(2, 3))
     pages, spread = tier.pages, []
     for row, head in np.ndindex(2, 2):
@@ -174,7 +174,7 @@ def test_making_pages_of_one_head_after_the_other_takes_what_is_said_and_makes_t
     keys, values = torch.randn(2, 1, 3, n, dim, generator=generator)
     visible, kept = torch.ones(1, n, dtype=torch.bool), torch.rand(1, 3, n) < 0.3
     positions, counts = torch.arange(n, dtype=torch.int32), kept.sum(dim=-1).numpy()
-    whole = LayerEntries.whole(KeptEntries.of(keys, values, positions, kept, counts))
+    whole = LayerEntries.whole(kept_of(keys, values, positions, kept, counts))
     made = []
     for in_pieces in (False, True):
         tier = LayerTier(Records("ram"), READ, in_pieces=in_pieces)
