@@ -346,7 +346,8 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         arguments = named_arguments(generate, args, kwargs)
         cache, ids = kwargs.get("past_key_values"), _prompt(arguments)
         prompts: list[IntArray] = []
-        if cache is None and not setting(model, arguments, "is_assistant"):
+        fresh = cache is None and not setting(model, arguments, "is_assistant")
+        if fresh:
             check_generate(model, arguments)
             chunked = _is_chunked(model, arguments)
             size = PromptSize(chunked=chunked)
@@ -373,11 +374,22 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
                 kwargs["custom_generate"] = partial(generate_lossless, streamer=streamer)
             elif is_assisted(model, arguments):
                 cache.activate_past_recording(int(ids.shape[1]))
-        output = generate(*args, **kwargs)
-        if isinstance(cache, BudgetCache):
-            cache.end_turn()
-            cache.read_ids = getattr(output, "sequences", output)
-            applied._learn(cache, prompts)
+        if not isinstance(cache, BudgetCache):
+            return generate(*args, **kwargs)
+        seen = cache.get_seq_length()
+        try:
+            output = generate(*args, **kwargs)
+        except BaseException:
+            cache.take_back(seen)
+            raise
+        if fresh:  # what runs the model beside it, such as guidance, made caches of its own
+            applied.last_cache = cache
+        cache.end_turn()
+        beams = (setting(model, arguments, "num_beams") or 1) > 1  # rows are not those returned
+        known = ids is not None and ids.ndim == 2 and not beams
+        written = getattr(output, "sequences", output)
+        cache.read_ids = written[:, : cache.get_seq_length()] if known else None
+        applied._learn(cache, prompts)
         return output
 
     setattr(reduced_generate, _APPLIED, applied)
@@ -394,6 +406,8 @@ def _check_turn(cache: BudgetCache, ids: Tensor) -> None:
         The whole text so far, (rows, tokens), or its embeddings, which are not compared.
     """
     seen, tokens = cache.get_seq_length(), int(ids.shape[1])
+    if cache.interrupted is not None:
+        raise UnsupportedRequestError(cache.interrupted)
     if not seen or ids.ndim > 2:
         return
     before = cache.read_ids

@@ -62,7 +62,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     layers: list[Any]  # each with keys: `make_layers` refuses others
     _ahead = False  # while pieces of a forward run, all but the last
     verifier: Verifier | None = None  # see `kvalloc.runtime.lossless`
-    read_ids: Tensor | None = None  # what `generate` read and wrote, where that is known
+    read_ids: Tensor | None = None  # the first tokens that it has seen, as far as they are known
     _storage: tuple[object, ...] = ()  # what a token reads and writes that is decoded in place
 
     def __init__(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] = ()) -> None:
@@ -563,9 +563,23 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
-        self.in_place, self._storage = False, ()
+        self.in_place, self._storage, self.read_ids = False, (), None
         for prompt in self._prompts:
             prompt.reset()
+
+    def take_back(self, seen: int) -> None:
+        """Forget all that followed so many tokens: a turn that broke off was not read.
+
+        Where something was evicted meanwhile, which cannot come back, the cache is `interrupted`.
+        """
+        if not seen:
+            self.reset()
+        elif self.interrupted is None and (more := self.get_seq_length() - seen) > 0:
+            try:
+                self.crop(-more)
+            except UnsupportedRequestError:
+                for prompt in self._prompts:
+                    prompt.broke_off(more)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, at most back to the end of the compressed prompt.
@@ -595,6 +609,8 @@ class BudgetCache(Cache, hooks.HookedCache):
                 prompt.crop(remove)
         if self._prompt.given is not None:
             self._take()
+        if self.read_ids is not None:
+            self.read_ids = self.read_ids[:, :end]
 
     def activate_past_recording(self, given: int | None = None) -> None:
         """From now on each forward may end in drafts, and a `crop` follows that takes some back.
@@ -664,6 +680,8 @@ class BudgetCache(Cache, hooks.HookedCache):
         if not self.batch:
             return
         rows = (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()
+        if (ids := self.read_ids) is not None:
+            self.read_ids = ids[rows.to(ids.device)] if len(ids) == self.batch else None
         if not self._places:
             self._prompt.select(rows)
             return

@@ -404,14 +404,16 @@ class Prompt:
             Entries that stay of each layer.
         """
         self._check_read(targets)
-        if targets and self.profile.by_prompt:
-            layers = [self.layers[index] for index in targets]
-            handed_out = eviction.handed_out(layers, [*targets.values()], self.profile)
-            targets = dict(zip(targets, handed_out, strict=True))
-        for group in self.plan.groups:
-            if group[-1] in targets:
-                layers = [self.layers[index] for index in group]
-                eviction.evict(layers, [targets[index] for index in group])
+        # under autocast sums would be rounded, and numbers of several types would not go together
+        with torch.autocast(self.layers[0].keys.device.type, enabled=False):
+            if targets and self.profile.by_prompt:
+                layers = [self.layers[index] for index in targets]
+                handed_out = eviction.handed_out(layers, [*targets.values()], self.profile)
+                targets = dict(zip(targets, handed_out, strict=True))
+            for group in self.plan.groups:
+                if group[-1] in targets:
+                    layers = [self.layers[index] for index in group]
+                    eviction.evict(layers, [targets[index] for index in group])
 
     # A prompt that is complete
 
@@ -521,6 +523,10 @@ class Prompt:
         if self.whole is not None:
             self.whole.select(rows)
 
+    def broke_off(self, tokens: int) -> None:
+        """Refuse to go on: so many tokens were read that should not have been."""
+        self._broken = refusals.TURN_BROKEN_OFF.format(tokens)
+
     def check_crop(self, remove: int) -> None:
         """Refuse to take so many tokens back where that cannot be right."""
         arriving = bool(self.n_seen) and not self.arrival.complete
@@ -535,9 +541,9 @@ class Prompt:
             if isinstance(layer, BudgetLayer):
                 if layer.reduced and remove > layer.dense_tokens:
                     raise UnsupportedRequestError(
-                        f"cannot crop {remove} tokens: only {layer.dense_tokens} tokens followed "
-                        "the compressed prompt, and evicted entries cannot come back; make a new "
-                        "cache"
+                        f"cannot crop {remove} tokens: {layer.dense_tokens} have followed the "
+                        "latest eviction, and what went there cannot come back; crop a "
+                        "copy.deepcopy(cache) that was made before, or read the text anew"
                     )
             elif not getattr(layer, "record_past", False):
                 refusals.refuse(crop_slid_out=layer.get_seq_length() >= layer.sliding_window)

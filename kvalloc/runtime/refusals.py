@@ -34,6 +34,11 @@ BROKEN_OFF = (
     "prefill() was left by an error after {:,} tokens, so this cache lacks the rest of the prompt; "
     "call cache.reset() and start with the prompt again"
 )
+TURN_BROKEN_OFF = (
+    "an answer broke off after {:,} tokens of its turn, and what was evicted meanwhile cannot come "
+    "back; call cache.reset() and start with the prompt again, or go on from a "
+    "copy.deepcopy(cache) made before; to end an answer early, use stopping_criteria"
+)
 COMPILED_MAKES_NONE = (
     "a compiled forward makes no reduced cache; pass it one, "
     "past_key_values=kvalloc.make_cache(model, profile), or call generate()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -82,6 +83,122 @@ def test_apply_reads_a_generation_config_that_comes_by_its_place(model):
         assert (applied.last_cache.kept_tokens == expected).all()
         with pytest.raises(UnsupportedRequestError, match="cannot be offloaded"):
             model.generate(ids, GenerationConfig(cache_implementation="offloaded"))
+
+
+def answered(model, ids, cache=None, **options):
+    """The text with a new answer, and the cache."""
+    out = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **options)
+    return out.sequences, out.past_key_values
+
+
+def of_embeddings(model, ids):
+    inputs = model.get_input_embeddings()(ids).detach()
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(inputs_embeds=inputs, **settings)
+    return torch.cat([ids, out.sequences], dim=1), out.past_key_values
+
+
+def read_by_itself(model, ids, tokens):
+    _, cache = answered(model, ids)
+    cache.reset() if tokens == 0 else cache.crop(tokens - cache.get_seq_length())
+    text = torch.cat([ids[:, :tokens], tiny.prompt(20, len(ids), seed=8)], dim=1)
+    with torch.no_grad():
+        model(text[:, tokens:], past_key_values=cache)
+    return text, cache
+
+
+def with_rows_swapped(model, ids):
+    text, cache = answered(model, ids)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    return text[[1, 0]], cache
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        of_embeddings,
+        with_rows_swapped,
+        lambda model, ids: read_by_itself(model, ids, 0),
+        lambda model, ids: read_by_itself(model, ids, PROMPT),
+        lambda model, ids: read_by_itself(model, ids, 30),
+    ],
+)
+def test_a_turn_goes_on_from_what_the_cache_has_read_whoever_read_it(model, before):
+    """To the bit as the plain model does; a text that is another one is refused."""
+    ids, results = tiny.prompt(PROMPT, 2), []
+    for budget in (None, "100%"):
+        with kvalloc.apply(model, budget=budget or "50%") as applied:
+            if budget is None:
+                applied.remove()
+            text, cache = before(model, ids)
+            turn = torch.cat([text, tiny.prompt(9, 2, seed=9)], dim=1)
+            if budget and before is with_rows_swapped:
+                with pytest.raises(InputError, match="token 0 of these is not the one"):
+                    answered(model, turn[[1, 0]], cache)
+            results.append(answered(model, turn, cache)[0])
+    assert torch.equal(*results)
+
+
+class _Gone(transformers.generation.streamers.BaseStreamer):
+    """A client that goes away amid the answer."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens + 1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if not self.left:
+            raise ConnectionError
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("share", ["100%", "50%"])
+def test_an_answer_that_breaks_off_was_not_read(model, share, how):
+    """Its turn can be asked again; where something was evicted since, only a reset helps."""
+    ids = tiny.prompt(PROMPT)
+    with kvalloc.apply(model, budget=share, decode_every=20) as applied:
+        for tokens in (5, 30):
+            with pytest.raises(ConnectionError):  # nothing is left of a prompt
+                generate(model, ids, max_new_tokens=40, streamer=_Gone(tokens), **how)
+            assert (applied.last_cache.batch, applied.last_cache.interrupted) == (0, None)
+            text, cache = answered(model, ids)
+            before, seen = copy.deepcopy(cache), cache.get_seq_length()
+            turn = torch.cat([text, tiny.prompt(9, seed=9)], dim=1)
+            with pytest.raises(ConnectionError):
+                generate(
+                    model, turn, past_key_values=cache, max_new_tokens=40,
+                    streamer=_Gone(tokens), **how,
+                )  # fmt: skip
+            if tokens == 30 and share != "100%":
+                with pytest.raises(UnsupportedRequestError, match="broke off.*reset.*deepcopy"):
+                    generate(model, turn, past_key_values=cache)
+                continue
+            assert (cache.get_seq_length(), cache.interrupted) == (seen, None)
+            assert torch.equal(answered(model, turn, cache)[0], answered(model, turn, before)[0])
+
+
+def test_guidance_reads_its_other_prompt_into_a_cache_of_its_own(model):
+    ids, how = tiny.prompt(PROMPT), {"guidance_scale": 1.5}
+    plain, _ = answered(model, ids, **how)
+    with kvalloc.apply(model, budget="100%") as applied:
+        text, cache = answered(model, ids, **how)
+        assert applied.last_cache is cache
+    assert torch.equal(text, plain)
+
+
+@pytest.mark.parametrize("share", ["100%", "50%", "25%", "12%"])
+def test_under_autocast_it_is_decided_as_without(share):
+    """Numbers of several types go together, and what chooses is not rounded."""
+    model, ids = tiny.tiny_model(), tiny.prompt(PROMPT)
+    with torch.autocast("cpu", torch.bfloat16), kvalloc.apply(model, budget=share) as applied:
+        text, cache = answered(model, ids)
+        plain, _ = answered(model, ids, DynamicCache(config=model.config))
+        text, cache = answered(model, torch.cat([text, tiny.prompt(70, seed=3)], 1), cache)
+    assert cache is applied.last_cache
+    assert cache.share <= float(share[:-1]) / 100
+    assert share != "100%" or torch.equal(text[:, : PROMPT + NEW], plain)
 
 
 def test_apply_refuses_on_entering():

@@ -540,7 +540,7 @@ MORE = [
     (UnsupportedRequestError, partial(beside, other="merge"), "merges entries and cannot be one"),
     (UnsupportedRequestError, partial(beside, other="mpcache"), "leaves stored entries unread"),
     (InputError, partial(beside, other=WIDE), "looks at the last 9 tokens"),
-    (UnsupportedRequestError, cropped_into_prompt, "only 2 tokens followed"),
+    (UnsupportedRequestError, cropped_into_prompt, "2 have followed the latest eviction.*deepcopy"),
     (UnsupportedRequestError, beyond_announced, "prompt of 60 tokens"),
 ]
 """More ways to what the table says, and what is said elsewhere: files, masks, positions."""
