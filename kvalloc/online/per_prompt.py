@@ -191,11 +191,19 @@ class PromptTarget:
         whole = undecided.replace(
             detail="keeps the prompt whole, which is too short to leave any out"
         )
-        if row.size <= undecided.context_tokens:
-            size = full_bytes(shape, row.size, request.batch)
-            if target.at_peak and size > target.value:
+        # what follows makes it longer, until the size that was asked for leaves some out
+        if target.keyword == "budget":
+            whole = whole.replace(share_of_16_bits=target.value)
+        elif target.keyword == "budget_tokens":
+            tokens = max(int(target.value), whole.context_tokens)
+            budgets = np.full_like(whole.budgets, tokens)
+            whole = whole.replace(length_rule="fixed", context_tokens=tokens, budgets=budgets)
+        if row.size <= whole.context_tokens:
+            everything = full_bytes(shape, row.size, request.batch)
+            if target.at_peak and everything > target.value:
                 raise InfeasibleError(
-                    f"{target} is below the {size:,} bytes of a prompt that leaves nothing to evict"
+                    f"{target} is below the {everything:,} bytes of a prompt that leaves nothing "
+                    "to evict"
                 )
             return whole
         scores = prompt_scores(decoder, row, scorer=self.scorer, sinks=self.sinks, shape=shape)

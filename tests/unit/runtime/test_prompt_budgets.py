@@ -67,6 +67,20 @@ def test_every_target_of_a_size_is_met(model, target):
     assert most - 4 * 2 * (64 + 4) < cache.retained_bytes <= most
 
 
+@pytest.mark.parametrize("target", [{"budget": "30%"}, {"budget_tokens": 20}])
+def test_a_conversation_that_begins_with_few_tokens_comes_to_the_size_that_was_asked(model, target):
+    """Of its first prompt nothing can go."""
+    with kvalloc.apply(model, **target, **TARGET) as applying:
+        for first in (4, 8):
+            generate(model, tiny.prompt(first), max_new_tokens=1)
+            cache = applying.last_cache
+            assert (cache.kept_tokens == first).all()
+            generate(model, tiny.prompt(CONTEXT), past_key_values=cache, max_new_tokens=1)
+            assert cache.get_seq_length() == CONTEXT
+            assert 16 <= cache.kept_tokens.mean() <= 20
+            assert "budget" not in target or 0.27 < cache.share <= 0.3
+
+
 def test_a_share_holds_the_biases_of_the_policy_that_is_applied(model):
     """Budgets are decided from the prompt for that policy: a bias takes 4 bytes an entry."""
     how = {"policy": "attention_matching:rows=16"}
