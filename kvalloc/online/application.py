@@ -349,6 +349,8 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         fresh = cache is None and not setting(model, arguments, "is_assistant")
         if fresh:
             check_generate(model, arguments)
+            if setting(model, arguments, "cache_implementation") == "dynamic":
+                kwargs["cache_implementation"] = None  # generate() takes a cache or its name
             chunked = _is_chunked(model, arguments)
             size = PromptSize(chunked=chunked)
             if ids is not None:

@@ -563,7 +563,9 @@ def kept_text(cache: Any) -> str:
         # decided at one length: sinks and window weigh more in a shorter prompt
         target += f" at {profile.context_tokens:,} tokens"
     share = share_text(cache.share, target)
-    kept = f"{share}, {size(cache.retained_bytes)} instead of {size(cache.full_bytes)}"
+    kept = f"{share}, {size(cache.retained_bytes)}"
+    if cache.retained_bytes < cache.full_bytes:  # what is kept as it is may be wider than 16 bits
+        kept += f" instead of {size(cache.full_bytes)}"
     if cache.tier_bytes is not None:
         kept += f", and {size(cache.tier_bytes)} in the tier"
     return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"

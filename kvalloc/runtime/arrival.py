@@ -137,7 +137,9 @@ class Arrival:
             )
         return tuple(one for one in self.row_profiles for _ in range(times))
 
-    def step(self, seen: int, batch: int, new_tokens: int, mask: object) -> Step:
+    def step(
+        self, seen: int, batch: int, new_tokens: int, mask: object, *, whole: bool = False
+    ) -> Step:
         """What the next forward is; raises where it cannot be served, and changes nothing.
 
         Parameters
@@ -148,6 +150,8 @@ class Arrival:
             Size of the forward's input.
         mask : object
             Its ``attention_mask``.
+        whole : bool
+            Whether nothing has gone, so that it may show and hide other tokens of the past.
 
         Raises
         ------
@@ -163,7 +167,7 @@ class Arrival:
                 f"{new_tokens} new ones are more; send the prompt and what follows it "
                 "separately"
             )
-        visible = self.visible_after(seen, batch, new_tokens, mask)
+        visible = self.visible_after(seen, batch, new_tokens, mask, whole=whole)
         return Step(
             seen=seen,
             visible=visible,
@@ -230,7 +234,9 @@ class Arrival:
         }
         return np.stack([budgets[id(profile), n] for profile, n in rows])
 
-    def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor:
+    def visible_after(
+        self, seen: int, batch: int, new_tokens: int, mask: object, *, whole: bool = False
+    ) -> Tensor:
         """What is no padding, old and new, bool, ``(batch, seen + new_tokens)``, on the host.
 
         A mask is read here, once, and no later forward reads it again unless it brings one.
@@ -255,7 +261,7 @@ class Arrival:
                 "ones"
             )
         shown = mask.to("cpu", torch.bool, copy=True)
-        if not torch.equal(shown[:, :seen], old):
+        if not (whole or torch.equal(shown[:, :seen], old)):
             raise UnsupportedRequestError(
                 "attention_mask shows or hides other tokens of the past than it did when they "
                 "arrived, but what was padding is gone and what was not is kept; pass the same "

@@ -328,6 +328,8 @@ def _before_eager(
     begin = partial(_begin, module, entry, arguments=arguments)
     if cache is not None:
         return (), begin(cache)
+    if arguments.get("cache") is not None:  # as `generate_batch` calls it
+        refusals.warn_of_plain(refusals.PAGED_MAKES_NONE)
     changed = method(arguments, begin) if method and _makes_cache(module, arguments) else None
     return None if changed is None else ((), changed)
 

@@ -195,7 +195,8 @@ class Prompt:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         arguments = {**arguments, "attention_mask": mask}
         self._decide_on_arrival(arguments)
-        step = self.arrival.step(self.n_seen, batch, new_tokens, mask)
+        whole = self.arrival.complete and self.whole is None and not self.reduced
+        step = self.arrival.step(self.n_seen, batch, new_tokens, mask, whole=whole)
         targets = {} if step.follows else self._begin_reading(arguments, step)
         interval = self.interval(follows=step.follows)
         for index, layer in enumerate(self.layers):

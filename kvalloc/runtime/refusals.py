@@ -43,6 +43,9 @@ COMPILED_MAKES_NONE = (
     "a compiled forward makes no reduced cache; pass it one, "
     "past_key_values=kvalloc.make_cache(model, profile), or call generate()"
 )
+PAGED_MAKES_NONE = (
+    "generate_batch() keeps all entries, in pages of its own; call generate(), with several rows"
+)
 UNCOMPILED = (
     "with a kvalloc cache a graph holds one token that follows a complete prompt, without "
     "gradients; all else runs uncompiled: leave out fullgraph=True, or read the prompt with the "

@@ -98,6 +98,8 @@ def test_a_forward_that_cannot_be_reduced_says_why_once(tiny):
             with pytest.warns(UserWarning, match="a plain cache.*output_attentions") as said:
                 found = [model(ids, output_attentions=True) for _ in range(2)]
             assert len(said) == 1
+            with pytest.warns(UserWarning, match=r"call generate\(\)"):  # as generate_batch does
+                model(ids, use_cache=False, cache=found)
             assert applied.last_cache is None
             assert model(ids).past_key_values is applied.last_cache
     for one in found:

@@ -179,6 +179,24 @@ def test_an_answer_that_breaks_off_was_not_read(model, share, how):
             assert torch.equal(answered(model, turn, cache)[0], answered(model, turn, before)[0])
 
 
+def test_a_row_that_ended_early_is_padded_behind_its_answer(model):
+    """The next turn hides that padding: as the plain model, where all is kept; else refused."""
+    ids, mask, results = tiny.prompt(PROMPT, 2), torch.ones(2, PROMPT + NEW + 9), []
+    mask[1, PROMPT + 2 : PROMPT + NEW] = 0
+    for share in (None, "100%", "50%"):
+        with kvalloc.apply(model, budget=share or "50%") as applied:
+            if share is None:
+                applied.remove()
+            text, cache = answered(model, ids, cache_implementation="dynamic")
+            turn = torch.cat([text, tiny.prompt(9, 2, seed=9)], dim=1)
+            if share == "50%":
+                with pytest.raises(UnsupportedRequestError, match="hides other tokens"):
+                    answered(model, turn, cache, attention_mask=mask)
+            else:
+                results.append(answered(model, turn, cache, attention_mask=mask)[0])
+    assert torch.equal(*results)
+
+
 def test_guidance_reads_its_other_prompt_into_a_cache_of_its_own(model):
     ids, how = tiny.prompt(PROMPT), {"guidance_scale": 1.5}
     plain, _ = answered(model, ids, **how)
