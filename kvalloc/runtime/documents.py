@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeAlias
 
 import torch
@@ -49,17 +50,14 @@ class DenseLayer:
     ----------
     keys, values : Tensor, (1, n_kv_heads, n_tokens, head_dim)
         Of the model's type; 0 where nothing is kept.
-    kept : Tensor of bool, (1, n_kv_heads, n_tokens), or None
-        Which entries there are; None for all.
     bias : Tensor of float32, (1, n_kv_heads, n_tokens), or None
-        Added to the logits.
+        Added to the logits, -inf where nothing is kept; None where all is, as it was.
     rounded : bool
         Whether kept entries are stored at other bits than the model computes in.
     """
 
     keys: Tensor
     values: Tensor
-    kept: Tensor | None = None
     bias: Tensor | None = None
     rounded: bool = False
 
@@ -69,23 +67,19 @@ class DenseLayer:
         tail, seen = (layer.keys, layer.values), layer.seen_tokens
         if layer.entries is None:
             return cls(keys=tail[0], values=tail[1])
-        *numbers, positions, bias = layer.entries.padded()
+        *numbers, positions, added = layer.entries.padded()
         n_heads, first = int(positions.shape[1]), seen - layer.dense_tokens
         _, head, at = (positions < first).nonzero(as_tuple=True)
         place = positions[0, head, at].long()
-        kept = torch.zeros(1, n_heads, seen, dtype=torch.bool, device=positions.device)
-        kept[0, head, place], kept[..., first:] = True, True
-        dense = []
+        bias = torch.full((1, n_heads, seen), -inf, device=positions.device)
+        bias[0, head, place] = 0.0 if added is None else added[0, head, at]
+        bias[..., first:], dense = 0.0, []
         for own, following in zip(numbers, tail, strict=True):
             one = own.new_zeros(1, n_heads, seen, own.shape[-1])
             one[0, head, place], one[:, :, first:] = own[0, head, at], following
             dense.append(one)
-        if bias is not None:
-            own, bias = bias, bias.new_zeros(kept.shape)
-            bias[0, head, place] = own[0, head, at]
         keys, values = dense
-        rounded = layer.entries.is_rounded
-        return cls(keys=keys, values=values, kept=kept, bias=bias, rounded=rounded)
+        return cls(keys=keys, values=values, bias=bias, rounded=layer.entries.is_rounded)
 
     def empty(self, tokens: int) -> DenseLayer:
         """Return room for so many tokens, of the same sizes."""
@@ -96,21 +90,14 @@ class DenseLayer:
     @classmethod
     def joined(cls, parts: Sequence[DenseLayer]) -> DenseLayer:
         """Return a copy of what stands behind each other, as one."""
-        every = [part.keys.new_ones(part.keys.shape[:3], dtype=torch.bool) for part in parts]
-        some = any(part.kept is not None for part in parts)
-        kept = [
-            one if part.kept is None else part.kept for part, one in zip(parts, every, strict=True)
-        ]
-        biased = any(part.bias is not None for part in parts)
-        biases = [
-            one.new_zeros(one.shape, dtype=torch.float32) if part.bias is None else part.bias
-            for part, one in zip(parts, every, strict=True)
-        ]
+        none = [part.keys.new_zeros(part.keys.shape[:3], dtype=torch.float32) for part in parts]
+        some = any(part.bias is not None for part in parts)
+        pairs = zip(parts, none, strict=True)
+        biases = [own if part.bias is None else part.bias for part, own in pairs]
         return cls(
             keys=torch.cat([part.keys for part in parts], dim=2),
             values=torch.cat([part.values for part in parts], dim=2),
-            kept=torch.cat(kept, dim=2) if some else None,
-            bias=torch.cat(biases, dim=2) if biased else None,
+            bias=torch.cat(biases, dim=2) if some else None,
             rounded=any(part.rounded for part in parts),
         )
 
@@ -127,32 +114,32 @@ class DenseLayer:
         Tensor, (1, 1 or n_query_heads, n, n_tokens)
         """
         seen = torch.arange(int(self.keys.shape[2]), device=places.device) <= places[:, None]
-        seen, group = seen[None, None], n_query_heads // int(self.keys.shape[1])
-        if self.kept is not None:
-            seen = seen & self.kept.repeat_interleave(group, dim=1)[:, :, None]
-        bias = self.keys.new_zeros(1)
+        bias, least = self.keys.new_zeros(1), torch.finfo(self.keys.dtype).min
         if self.bias is not None:
-            bias = self.bias.repeat_interleave(group, dim=1)[:, :, None].to(bias.dtype)
-        return bias.masked_fill(~seen, torch.finfo(bias.dtype).min)
+            group = n_query_heads // int(self.keys.shape[1])
+            each = self.bias.repeat_interleave(group, dim=1)[:, :, None]
+            bias = each.to(bias.dtype).clamp(min=least)
+        return bias.masked_fill(~seen[None, None], least)
 
     def fill(self, layer: BudgetLayer, seen: int, bits: Any) -> None:
         """Put the first so many tokens into an empty layer, at these bits, (n_kv_heads,)."""
-        first = 0 if self.kept is None else seen
+        first = 0 if self.bias is None else seen
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = (
             own[:, :, first:seen].clone(memory_format=torch.contiguous_format)
             for own in (self.keys, self.values)
         )
         layer.seen_tokens = seen
-        if self.kept is None:
+        if self.bias is None:
             return
-        kept = self.kept[:, :, :seen]
+        kept = self.bias[:, :, :seen].isfinite()
+        bias = self.bias[:, :, :seen][kept]
         columns = torch.arange(seen, dtype=torch.int32, device=kept.device)
         entries = KeptEntries(
             keys=self.keys[:, :, :seen][kept],
             values=self.values[:, :, :seen][kept],
             positions=columns.expand_as(kept)[kept],
-            bias=None if self.bias is None else self.bias[:, :, :seen][kept],
+            bias=bias if bool(bias.any()) else None,
             lengths=kept.sum(dim=2).cpu().numpy(),
         )
         packed, whole = LayerEntries.packed, LayerEntries.whole
@@ -233,7 +220,7 @@ class Documents:
         def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
             layer, at = self.layers[states.layer], places.to(states.keys.device)
             layer.keys[:, :, at], layer.values[:, :, at] = states.keys, states.values
-            plain = layer.kept is None and layer.bias is None
+            plain = layer.bias is None
             mask = masks.get(plain)
             if mask is None or not plain or mask.device != at.device:
                 mask = masks[plain] = layer.mask(at, int(states.queries.shape[1]))[..., :end]
@@ -293,8 +280,8 @@ class Documents:
             if states.layer < check:
                 return compute(None)  # causal among themselves: all are computed
             changed = (layer.values[:, :, :n_tokens] - states.values).float().square()
-            if layer.kept is not None:
-                changed = changed * layer.kept[:, :, :n_tokens, None]
+            if layer.bias is not None:
+                changed = changed * layer.bias[:, :, :n_tokens, None].isfinite()
             found.add_(changed.sum(dim=(0, 1, 3)).cpu())
             raise _Enough
 

@@ -80,8 +80,9 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
     UnsupportedRequestError
         If the cache has seen tokens, or leaves entries unread at each decoded token.
     """
+    seen = cache.get_seq_length()
     refuse(
-        lossless_late=cache.get_seq_length() > 0,
+        lossless_apart=seen and (seen, 0),
         drafts_read_all=cache.leaves_unread and cache.profile.policy.name,
     )
     offloads = input_device(model).type == "cuda"

@@ -495,7 +495,8 @@ class Prompt:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """All forwards inside are of the prompt; see `BudgetCache.prefill`."""
-        refusals.refuse(prompt_begun=self.n_seen or self.arrival.announced is not None)
+        begun = self.n_seen or self.arrival.announced is not None
+        refusals.refuse(prompt_begun=begun and "prefill()")
         self.arrival.open = True
         try:
             yield
@@ -562,7 +563,7 @@ class Prompt:
 
     def decide(self, inputs: Mapping[str, Any]) -> None:
         """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
-        refusals.refuse(decided_after=self.n_seen)
+        refusals.refuse(prompt_begun=self.n_seen and "decide()")
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
         decoder = self.plan.decoder()

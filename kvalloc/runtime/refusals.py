@@ -77,8 +77,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "drafts_read_all": "the policy {0} leaves entries unread at each decoded token, but drafts "
         "come several at a time and read all; call generate() without assistance, or choose "
         "another policy",
-        "lossless_late": "this cache has seen tokens that no full cache was given; begin with an "
-        "empty one",
         "lossless_apart": "the reduced cache has seen {0[0]} tokens and the full one beside it "
         "{0[1]}, so no answer can be verified; begin with a new cache",
         "lossless_with": "{option[lossless]} drafts and verifies by itself and takes one token "
@@ -121,10 +119,8 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "again",
         "crop_into_held": "cannot crop into a prompt of {0} tokens that is held until others "
         "follow: its last queries have been noted; reset the cache and start again",
-        "prompt_begun": "prefill() announces a new prompt, but this cache has seen one already or "
-        "was made with prompt_tokens; call cache.reset(), or make a new cache",
-        "decided_after": "the budgets of a prompt are decided before it arrives, but this cache "
-        "holds one already; call cache.reset(), or make a new cache",
+        "prompt_begun": "{0} is for a new prompt, but this cache has seen one already or was made "
+        "with prompt_tokens; call cache.reset(), or make a new cache",
         "decides_from_chunk": "budgets of a prompt's own are decided from the whole prompt, but "
         "only a chunk of it has come; send it in one piece, show all of it first with "
         "cache.decide(), or use a stored profile",

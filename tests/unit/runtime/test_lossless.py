@@ -158,6 +158,8 @@ def test_an_answer_that_is_broken_off_leaves_both_caches_behind_it():
         assert seen == (CONTEXT + tokens - 1,) * 2
         rest = [*answer(model, own, whole[tokens - 1 : tokens], max_new_tokens=20, ends=())]
         assert rest == whole[tokens : tokens + 20]
+    with pytest.raises(UnsupportedRequestError, match="full one beside it 0"):
+        verify_with(own, model)
 
 
 def test_drafts_are_as_long_as_even_odds_allow():
