@@ -459,7 +459,7 @@ def _outcome(
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:
     import torch
 
-    chosen = torch.tensor(list(ids))[:, None]
+    chosen = torch.tensor(list(ids), device="cpu")[:, None]
     return -float(logits.float().log_softmax(dim=-1).gather(-1, chosen).double().mean())
 
 

@@ -188,7 +188,7 @@ class LossProbe:
         list of Tensor of bool, (n_kv_heads, n_tokens)
         """
         scores, sinks, window = self.scores[layer], self._sinks, self._scorer.window
-        rows = [torch.full((1, scores.shape[0]), one) for one in budgets]
+        rows = [torch.full((1, scores.shape[0]), one, device="cpu") for one in budgets]
         if place == 0:
             return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
         policy = self.policies[place - 1]
@@ -410,7 +410,7 @@ class LossProbe:
         return HeldPrompt(
             decoder=decoder_of(self._model),
             layers=self._cache.layers,
-            visible=torch.ones(1, self.n_tokens, dtype=torch.bool),
+            visible=torch.ones(1, self.n_tokens, dtype=torch.bool, device="cpu"),
             next_positions=torch.tensor([self.n_tokens], device=self.prompt_ids.device),
             ids=self.prompt_ids[None],
         )

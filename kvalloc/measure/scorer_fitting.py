@@ -328,7 +328,7 @@ def _rows(
 
     ids = torch.from_numpy(sample.token_ids)
     n_tokens, rows = ids.numel(), slice(SINKS, ids.numel())
-    first = torch.arange(n_tokens)
+    first = torch.arange(n_tokens, device="cpu")
     features: list[FloatArray] = []
     targets: list[FloatArray] = []
 

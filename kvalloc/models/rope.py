@@ -117,7 +117,7 @@ def _rotation(kind: Any) -> Callable[[Any], bool] | str:
 
     # GLM and Cohere rotate neighbours: the same angles would belong to other pairs
     halves = getattr(sys.modules.get(kind.__module__), "rotate_half", None)
-    if halves is None or halves(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
+    if halves is None or halves(torch.arange(4.0, device="cpu")).tolist() != [-2.0, -3.0, 0.0, 1.0]:
         return f"{kind.__name__} does not rotate halves of its queries"
     try:
         conditions = _conditions(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))

@@ -184,5 +184,5 @@ def _samples(weight: Tensor) -> Tensor:
     import torch
 
     count = min(_SAMPLES, weight.numel())
-    places = torch.arange(count) * (weight.numel() - 1) // max(1, count - 1)
+    places = torch.arange(count, device="cpu") * (weight.numel() - 1) // max(1, count - 1)
     return weight.detach().reshape(-1)[places.to(weight.device)].float().cpu()

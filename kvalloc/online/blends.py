@@ -109,7 +109,7 @@ def blend(
     if share:
         joined.recompute(_chosen(joined, share))
     else:
-        joined.recompute(torch.arange(len(front)))
+        joined.recompute(torch.arange(len(front), device="cpu"))
     return _cache_of(joined, caches[0], allow_other_model)
 
 
@@ -131,7 +131,7 @@ def _cache_of(documents: Documents, like: BudgetCache, allow_other_model: bool) 
     found = build_cache(documents.model, profile, options)
     for index, layer in enumerate(documents.layers):
         layer.fill(found.layers[index], n_tokens, profile.widths[index])
-    visible = torch.ones(1, n_tokens, dtype=torch.bool)
+    visible = torch.ones(1, n_tokens, dtype=torch.bool, device="cpu")
     found.arrival.resume(visible, n_tokens, competed=np.array([n_tokens]))
     ids = documents.ids[:n_tokens]
     found.read_ids = ids[None] if bool((ids >= 0).all()) else None
@@ -242,7 +242,7 @@ def _ids_of(
     if stated is None and held.read_ids is not None:
         stated = held.read_ids[0, :n_tokens]
     if stated is None and not needed:
-        stated = torch.full((n_tokens,), -1)
+        stated = torch.full((n_tokens,), -1, device="cpu")
     if stated is None:
         raise InputError(
             f"{name} does not say which tokens it holds, and some are to be computed anew; give "
@@ -256,4 +256,4 @@ def _ids_of(
 
 def _ids(tokens: Tensor | Sequence[int]) -> Tensor:
     """Return tokens as int64, (n_tokens,), on the host."""
-    return torch.as_tensor(tokens, dtype=torch.long).reshape(-1).cpu()
+    return torch.as_tensor(tokens, dtype=torch.long, device="cpu").reshape(-1).cpu()

@@ -69,7 +69,9 @@ class Step:
     @cached_property
     def columns(self) -> Tensor:
         """Where its tokens stand, int64, (batch, new_tokens), on the host; -1 for padding."""
-        columns = torch.arange(self.seen, self.seen + self.new_tokens).expand(self.batch, -1)
+        columns = torch.arange(self.seen, self.seen + self.new_tokens, device="cpu").expand(
+            self.batch, -1
+        )
         return columns.masked_fill(~self.new_visible, -1)
 
     @cached_property
@@ -121,7 +123,7 @@ class Arrival:
         self.complete = False
         self.settled = 0
         self.competed = np.zeros(0, np.int64)
-        self.visible = torch.ones(0, 0, dtype=torch.bool)
+        self.visible = torch.ones(0, 0, dtype=torch.bool, device="cpu")
         self.shown_rows: IntArray | None = None
         self.row_profiles: tuple[BudgetProfile, ...] | None = None
 
@@ -246,7 +248,7 @@ class Arrival:
         UnsupportedRequestError
             If the mask cannot be followed.
         """
-        old = self.visible if seen else torch.ones(batch, 0, dtype=torch.bool)
+        old = self.visible if seen else torch.ones(batch, 0, dtype=torch.bool, device="cpu")
         if mask is None:
             return torch.nn.functional.pad(old, (0, new_tokens), value=True)
         if not isinstance(mask, Tensor) or mask.ndim != 2:

@@ -91,7 +91,7 @@ class BudgetCache(Cache, hooks.HookedCache):
     def _regroup(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> None:
         """Note which rows are kept alike, and by whom."""
         self._prompts, self.layers = list(prompts), prompts[0].layers
-        self._places = [torch.tensor(own) for own in rows] if len(prompts) > 1 else []
+        self._places = [torch.tensor(own, device="cpu") for own in rows] if len(prompts) > 1 else []
         self._order = torch.cat(self._places).argsort() if self._places else None
 
     @property
@@ -672,7 +672,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows; one may be kept more than once."""
@@ -689,7 +689,9 @@ class BudgetCache(Cache, hooks.HookedCache):
         for place, prompt in zip(self._places, self._prompts, strict=True):
             was = place.tolist()
             if own := [row for row, old in enumerate(rows.tolist()) if old in was]:
-                prompt.select(torch.tensor([was.index(int(rows[row])) for row in own]))
+                prompt.select(
+                    torch.tensor([was.index(int(rows[row])) for row in own], device="cpu")
+                )
                 prompts.append(prompt)
                 now.append(own)
         if prompts:

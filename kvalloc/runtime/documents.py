@@ -247,7 +247,7 @@ class Documents:
         first layers look at neighbours and say less.
         """
         end, first = len(self.ids), len(self.layers) // 2
-        totals = torch.zeros(self.n_tokens)
+        totals = torch.zeros(self.n_tokens, device="cpu")
 
         def see(states: AttentionStates, mask: Tensor) -> None:
             if states.layer < first:
@@ -256,7 +256,7 @@ class Documents:
             weights = window_attention(own, end - self.n_tokens)[..., : self.n_tokens]
             totals.add_(weights.mean(dim=(0, 1, 2, 3)).cpu())
 
-        every = torch.arange(end)
+        every = torch.arange(end, device="cpu")
         self.recompute(torch.cat([every[: self.before], every[self.n_tokens :]]), see)
         return totals / (len(self.layers) - first)
 
@@ -273,7 +273,7 @@ class Documents:
         CacheBlend's check layer, of values alone.
         """
         check, n_tokens = min(CHECK_LAYER, len(self.layers) - 1), self.n_tokens
-        found = torch.zeros(n_tokens)
+        found = torch.zeros(n_tokens, device="cpu")
 
         def attend(states: AttentionStates, compute: Compute) -> AttentionResult:
             layer = self.layers[states.layer]
@@ -285,7 +285,7 @@ class Documents:
             found.add_(changed.sum(dim=(0, 1, 3)).cpu())
             raise _Enough
 
-        self._run(torch.arange(n_tokens), attend)
+        self._run(torch.arange(n_tokens, device="cpu"), attend)
         return found
 
     def _run(self, places: Tensor, attend: Handler) -> None:

@@ -451,9 +451,9 @@ def _give_back(handles: dict[Hashable, Tensor]) -> None:
 
 def write_tables(handle: Tensor, numbers: list[list[int]]) -> None:
     """Write numbers of each layer in a handle."""
-    own = torch.zeros(handle.shape[2:], dtype=torch.long)
+    own = torch.zeros(handle.shape[2:], dtype=torch.long, device="cpu")
     for layer, some in enumerate(numbers):
-        own[layer, : len(some)] = torch.tensor(some, dtype=torch.long)
+        own[layer, : len(some)] = torch.tensor(some, dtype=torch.long, device="cpu")
     handle[0, 0].copy_(own)
 
 

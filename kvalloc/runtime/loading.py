@@ -72,7 +72,7 @@ def filled_cache(
     )
     cache = build_cache(model, header.profile, options, decide=decide)
     records = None if header.read_share is None else Records(RAM, _tensor(tensors[RECORDS]))
-    visible, first = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool), 0
+    visible, first = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool, device="cpu"), 0
     if (shown := tensors.get("visible")) is not None:
         visible = _tensor(shown).bool()
     devices = _devices(model, len(cache.layers))
@@ -96,7 +96,7 @@ def filled_cache(
     competed = np.array(header.competed_tokens)
     cache.arrival.resume(visible, header.prompt_tokens, competed, header.row_profiles)
     if (ids := header.ids) is not None:
-        cache.read_ids = torch.tensor([ids])
+        cache.read_ids = torch.tensor([ids], device="cpu")
     return cache
 
 
@@ -104,7 +104,7 @@ def _tensor(stored: StoredTensor) -> Tensor:
     """Return a stored tensor as one of torch, in the same memory."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
-        return torch.empty(stored.shape, dtype=dtype)
+        return torch.empty(stored.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(stored.data, dtype=dtype).reshape(stored.shape)
 
 

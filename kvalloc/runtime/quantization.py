@@ -111,7 +111,8 @@ def rotated(vectors: Tensor) -> Tensor:
 def _hadamard(dim: int, device: torch.device) -> Tensor:
     """Return Hadamard's matrix over the root of its size, float64, (dim, dim)."""
     with torch.inference_mode(False):  # gradients may go through it later
-        matrix, step = torch.ones(1, 1).double(), torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
+        step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu").double()
+        matrix = step[:1, :1]
         while len(matrix) < dim:
             matrix = torch.kron(matrix, step)
         turn: Tensor = matrix * dim**-0.5

@@ -122,7 +122,10 @@ class HeldPrompt:
         groups: dict[bytes, list[int]] = {}
         for row, shown in enumerate(visible.numpy()):
             groups.setdefault(shown.tobytes(), []).append(row)
-        return [(torch.tensor(own), visible[own[0]].nonzero()[:, 0]) for own in groups.values()]
+        return [
+            (torch.tensor(own, device="cpu"), visible[own[0]].nonzero()[:, 0])
+            for own in groups.values()
+        ]
 
     def cache(self, rows: Tensor, columns: Tensor, shown: Tensor) -> Cache:
         """Return a new cache for tokens after some rows, which go with it.
@@ -177,7 +180,7 @@ class WholePrompt:
     """
 
     def __init__(self) -> None:
-        self.positions = self.ids = torch.empty(0, 0, dtype=torch.long)
+        self.positions = self.ids = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
     def add(self, arguments: Mapping[str, Any], step: Step, *, repeats: bool) -> None:
         """Note a forward of the prompt; one that has failed may come again.
@@ -201,7 +204,7 @@ class WholePrompt:
             self.ids = torch.cat([self.ids[:, :seen], ids], dim=1) if seen else ids
         positions = arguments.get("position_ids")
         if not isinstance(positions, Tensor):
-            positions = torch.arange(seen, end)[None]
+            positions = torch.arange(seen, end, device="cpu")[None]
         positions = positions.cpu().expand(step.batch, -1)
         before = self.positions[:, :seen]
         self.positions = torch.cat([before, positions], dim=1) if seen else positions

@@ -92,7 +92,7 @@ def _gathered(tiers: Sequence[LayerTier], path: Path, size: int) -> Tensor:
             if tier.columns:
                 file.write(tier.ordered().numpy().data)
     if not path.stat().st_size:  # an empty file has no map
-        return torch.empty(0, size, dtype=torch.uint8)
+        return torch.empty(0, size, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.memmap(path, np.uint8, mode="c")).view(-1, size)
 
 

@@ -169,10 +169,12 @@ class LayerTier:
 
     def forget(self) -> None:
         """Begin anew with no entries."""
-        self.numbers = torch.empty(0, 0, dtype=torch.long)  # of head 0, (n_columns, batch)
-        self._visible = torch.empty(0, 0, dtype=torch.bool)  # (batch, n_columns)
+        self.numbers = torch.empty(
+            0, 0, dtype=torch.long, device="cpu"
+        )  # of head 0, (n_columns, batch)
+        self._visible = torch.empty(0, 0, dtype=torch.bool, device="cpu")  # (batch, n_columns)
         # of keys and values the middle and half, (2, 2, n_segments, 1, dim)
-        self.ranges = torch.empty(2, 2, 0, 1, 0)
+        self.ranges = torch.empty(2, 2, 0, 1, 0, device="cpu")
         self.pages: Pages | None = None
         self._reads: Reads | None = None  # until entries change
 
@@ -237,7 +239,9 @@ class LayerTier:
             self._visible = self._visible.new_empty(batch, 0)
         records = torch.cat([self._coded(both, one).cpu() for one in pieces])
         first = self.records.add(records.transpose(0, 1).flatten(0, 1))
-        numbers = first + torch.arange(0, n_new * batch * n_heads, n_heads).view(n_new, batch)
+        numbers = first + torch.arange(0, n_new * batch * n_heads, n_heads, device="cpu").view(
+            n_new, batch
+        )
         self.numbers = torch.cat([self.numbers, numbers])
         self._visible = torch.cat([self._visible, visible], dim=1)
 
@@ -259,7 +263,9 @@ class LayerTier:
     def ordered(self) -> Tensor:
         """Return all records, uint8, (n_columns * batch * n_kv_heads, size), on the host."""
         n_heads = self.ranges.shape[2] // self.numbers.shape[1]
-        return self.records.read((self.numbers[..., None] + torch.arange(n_heads)).flatten())
+        return self.records.read(
+            (self.numbers[..., None] + torch.arange(n_heads, device="cpu")).flatten()
+        )
 
     def load(self, saved: Mapping[str, Tensor], visible: Tensor, first: int) -> int:
         """Take `saved`; return the number after the last record.
@@ -276,7 +282,9 @@ class LayerTier:
         n_segments, self._visible = int(saved["ranges"].shape[1]), visible
         self.ranges = saved["ranges"].view(2, 2, n_segments, 1, -1)
         end = first + columns * n_segments
-        self.numbers = torch.arange(first, end, n_segments // batch).view(columns, batch)
+        self.numbers = torch.arange(first, end, n_segments // batch, device="cpu").view(
+            columns, batch
+        )
         self.pages = Pages.of(saved["pages"], batch)
         return end
 
@@ -314,7 +322,7 @@ class LayerTier:
     def _segments(self, piece: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of some segments, float32, (n_segments, n, head_dim)."""
         n_segments = int(self.ranges.shape[2])
-        heads = torch.arange(n_segments // int(self.numbers.shape[1]))
+        heads = torch.arange(n_segments // int(self.numbers.shape[1]), device="cpu")
         numbers = (self.numbers.T[:, None] + heads[:, None]).flatten(0, 1)[piece]
         records = self.records.read(numbers.flatten()).to(self.ranges.device)
         return self._decoded(records.view(*numbers.shape, -1), self.ranges[:, :, piece])

@@ -58,12 +58,12 @@ class Queries:
         """
         if self.ring is not None and self.ring.shape[2] == room:
             return
-        columns, queries = torch.empty(len(like), 0, dtype=torch.long), like[:, :, :0]
+        columns, queries = torch.empty(len(like), 0, dtype=torch.long, device="cpu"), like[:, :, :0]
         if self.pieces:
             columns, queries = self._joined()
         there = min(int(columns.shape[1]), room)
         with torch.inference_mode(False):  # it may be written to outside of that mode
-            places = torch.full((len(like), room), -1)
+            places = torch.full((len(like), room), -1, device="cpu")
             ring = queries.new_empty(*like.shape[:2], room, like.shape[3])
         places[:, :there] = columns[:, columns.shape[1] - there :]
         ring[:, :, :there].copy_(queries[:, :, queries.shape[2] - there :])

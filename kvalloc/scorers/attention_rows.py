@@ -205,7 +205,9 @@ def states_behind(
 
     n_new = states.queries.shape[2]
     first = max(n_new - rows, 0)
-    queries = queries_behind(states, torch.arange(first, n_new), ahead, who=who, instead=instead)
+    queries = queries_behind(
+        states, torch.arange(first, n_new, device="cpu"), ahead, who=who, instead=instead
+    )
     mask = _row_mask(states, first, n_new)
     if mask is not None:
         mask = _is_visible(mask)[:, :1, 0].any(dim=-1, keepdim=True)

@@ -40,7 +40,7 @@ def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed
 
     states = states.unobserved()
     n_new, n_tokens = states.queries.shape[2], states.keys.shape[2]
-    age = torch.arange(n_new - 1, -1, -1, dtype=torch.float32)
+    age = torch.arange(n_new - 1, -1, -1, dtype=torch.float32, device="cpu")
     columns = weighted_rows(states, forgetting**age)
     before = states.observed
     if before is not None and before.columns is not None:

@@ -46,7 +46,7 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
     group = n_query_heads // n_kv_heads
     first_column = states.first_head * group * head_dim
     layer = states.output_projection
-    weight = torch.empty(0) if layer is None else plain_weight(layer)
+    weight = torch.empty(0, device="cpu") if layer is None else plain_weight(layer)
     n_columns = weight.shape[1] if weight.ndim == 2 and weight.is_floating_point() else 0
     if n_columns % (group * head_dim) or n_columns < first_column + n_query_heads * head_dim:
         raise UnsupportedModelError(

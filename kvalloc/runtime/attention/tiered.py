@@ -165,7 +165,7 @@ def _chosen(mass: Tensor, kept: KeptEntries, tier: LayerTier) -> tuple[Tensor, T
     beyond = is_page | _beyond(lengths, mass)[:, 0]
     single, none = _largest(mass.masked_fill(beyond, -1), reads.again, batch)
     host = whole.masked_fill(no_page, 0).cpu()
-    members = pages.members[torch.arange(len(host))[:, None], host].to(device).long()
+    members = pages.members[torch.arange(len(host), device="cpu")[:, None], host].to(device).long()
     members = members.masked_fill(no_page[..., None], -1).flatten(1)
     starts = on_device(kept.spans.starts, device)[:, None]
     columns = kept.positions[starts + single.masked_fill(none, 0)].long().masked_fill(none, -1)

@@ -219,7 +219,9 @@ class AttentionMatching(Score):
         if self.rows:
             end = int(states.queries.shape[2])
             first = end - min(self.rows, end)
-            places = torch.arange(first, end).flip(0)[:: self.every].flip(0)  # the last among them
+            places = (
+                torch.arange(first, end, device="cpu").flip(0)[:: self.every].flip(0)
+            )  # the last among them
             instead = "match the queries of what follows alone (rows=0)"
             who = "the policy attention_matching"
             queries.append(queries_behind(states, places, _AHEAD_TOKENS, who=who, instead=instead))

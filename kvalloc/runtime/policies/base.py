@@ -320,7 +320,7 @@ class VotedPolicy(RankedPolicy):
 
         Where the keys of some rows are gone, all rows of the states vote: there are no others.
         """
-        votes = torch.ones(states.queries.shape[2])
+        votes = torch.ones(states.queries.shape[2], device="cpu")
         if not states.gaps:
             votes[: max(len(votes) - self.query_rows(int(states.keys.shape[2])), 0)] = 0
         return (weighted_rows(states, votes),)

@@ -135,9 +135,8 @@ class ClusterReader(Reader):
         stored = int(states.keys.shape[2])
         read = nn.functional.pad(inside, (entries.start, stored - entries.stop), value=True)
         others = stored - n_coarse * settings.coarse_tokens
-        counts = torch.full(
-            read.shape[:2], others + self._counts(n_coarse)[1] * settings.fine_tokens
-        )
+        fine = self._counts(n_coarse)[1] * settings.fine_tokens
+        counts = torch.full(read.shape[:2], others + fine, device="cpu")
         return kept_places(read, counts).view(*counts.shape, -1)
 
     def _counts(self, n_coarse: int) -> tuple[int, int]:
@@ -188,4 +187,4 @@ def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:
 
 def _best(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
     among = torch.ones_like(scores, dtype=torch.bool) if among is None else among
-    return best_entries(scores, torch.full(scores.shape[:2], count), among=among)
+    return best_entries(scores, torch.full(scores.shape[:2], count, device="cpu"), among=among)

@@ -197,6 +197,30 @@ def test_a_row_that_ended_early_is_padded_behind_its_answer(model):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"budget": share} for share in ("100%", "50%", "20%", "12%")),
+        {"budget": "20%", "tier": "ram"},
+        {"budget": "20%", "memory": "90KiB"},
+    ],
+)
+def test_a_default_device_is_for_the_tensors_of_the_user(model, options):
+    """As ``torch.set_default_device("cuda")``: what is ours says where it lies."""
+    ids, mask, results = tiny.prompt(PROMPT, 2), torch.ones(2, PROMPT), []
+    mask[1, :40] = 0
+    turns, rows = [tiny.prompt(tokens, 2, seed=tokens) for tokens in (9, 1, 70)], [1, 0]
+    for device in ("cpu", "meta"):
+        with torch.no_grad(), kvalloc.apply(model, **options), torch.device(device):
+            cache = model(ids, attention_mask=mask).past_key_values
+            for turn in turns:
+                model(turn, past_key_values=cache)
+                cache.end_turn()
+            cache.reorder_cache(torch.tensor(rows, device="cpu"))
+            results.append(model(ids[:, :2], past_key_values=cache).logits)
+    assert torch.equal(*results)
+
+
 def test_guidance_reads_its_other_prompt_into_a_cache_of_its_own(model):
     ids, how = tiny.prompt(PROMPT), {"guidance_scale": 1.5}
     plain, _ = answered(model, ids, **how)
