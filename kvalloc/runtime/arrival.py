@@ -228,13 +228,10 @@ class Arrival:
         ndarray of int64, (batch, n_layers, n_kv_heads)
         """
         profiles = self._profiles_of(len(tokens)) or (self._profile,) * len(tokens)
-        rows = list(zip(profiles, tokens.tolist(), strict=True))
-        each = {(id(profile), n): profile for profile, n in rows}
-        budgets = {
-            (name, n): profile.budgets_for(n) if n else np.zeros_like(profile.budgets)
-            for (name, n), profile in each.items()
-        }
-        return np.stack([budgets[id(profile), n] for profile, n in rows])
+        rows = zip(profiles, tokens.tolist(), strict=True)
+        return np.stack(
+            [own.budgets_for(n) if n else np.zeros_like(own.budgets) for own, n in rows]
+        )
 
     def visible_after(
         self, seen: int, batch: int, new_tokens: int, mask: object, *, whole: bool = False
