@@ -371,7 +371,9 @@ class BudgetProfile(JsonRecord):
         ``proportional``: each head keeps its share of the evictable entries; the sum over all
         heads is the sum of the real-valued shares rounded down, and the one rounding rule
         (`kvalloc.accounting.rounding.apportion`) hands it out, so no entry is lost and none is
-        made up; but layers that share entries all get the smallest budget among them.
+        made up; but layers that share entries all get the smallest budget among them. Of a longer
+        prompt at fewer bits, blocks of keys have more scales in some heads: there so many entries
+        less are handed out that the share of the bytes is not exceeded.
         ``fixed``: the same number of entries, or everything where the prompt is shorter.
 
         Parameters
@@ -403,10 +405,30 @@ class BudgetProfile(JsonRecord):
                 biased=self.policy.biased,
             )
         elif context_tokens != self.context_tokens:
-            budgets[full] = self._scaled(self.budgets[full], context_tokens)
-            for group in self.share_groups:  # the same entries: never more than was granted
-                budgets[list(group)] = budgets[list(group)].min(axis=0)
+            fewer, before = 0, budgets[full] - 1
+            while (budgets[full] != before).any():  # until it fits, or sinks and window are left
+                before = budgets[full]
+                budgets[full] = self._scaled(self.budgets[full], context_tokens, fewer)
+                for group in self.share_groups:  # the same entries: never more than was granted
+                    budgets[list(group)] = budgets[list(group)].min(axis=0)
+                if not (over := self._entries_over(budgets, context_tokens)):
+                    break
+                fewer += -(-over // self.page_tokens)
         return budgets
+
+    def _entries_over(self, budgets: IntArray, context_tokens: int) -> int:
+        """Return about how many entries a longer prompt keeps beyond the share, 0 if none."""
+        reference, full = self.context_tokens, list(self.shape.full_layers)
+        if context_tokens < reference or not self._rounds or self.length_rule == "fixed":
+            return 0
+        own = int(self._bytes_of(self.budgets, reference)[full].sum())
+        most = own * context_tokens // reference
+        share = self.requested.get("value") if self.requested.get("target") == "budget" else None
+        if isinstance(share, float) and 0 < share <= 1:  # a file may state anything
+            everything = self.shape.n_kv_heads * len(full) * self.shape.bytes_per_entry
+            most = max(most, int(share * everything * context_tokens))
+        over = int(self._bytes_of(budgets, context_tokens)[full].sum()) - most
+        return max(over * int(self.budgets[full].sum()) // max(own, 1), 1) if over > 0 else 0
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Return the bytes kept of ``batch`` prompts of ``context_tokens`` tokens."""
@@ -565,7 +587,7 @@ class BudgetProfile(JsonRecord):
         found = next((name for name, there in fixed.items() if there), None)
         require(found is None, "by_prompt", f"true with {found}", "false, or without")
 
-    def _scaled(self, budgets: IntArray, context_tokens: int) -> IntArray:
+    def _scaled(self, budgets: IntArray, context_tokens: int, fewer: int = 0) -> IntArray:
         protected = self.policy.protected_tokens
         if context_tokens <= protected:
             return np.full_like(budgets, context_tokens)
@@ -584,7 +606,7 @@ class BudgetProfile(JsonRecord):
         # What is kept whole stays whole, down to a last page that is not full.
         shared = budgets[:, :columns] < self.context_tokens
         exact = wanted[:, :columns][shared] / page
-        total = int(np.floor(exact.sum() + 1e-6))
+        total = int(np.floor(exact.sum() + 1e-6)) - fewer
         total = min(max(total, floor * exact.size), ceiling * exact.size)
         pages = apportion(exact, total, minimum=floor, maximum=ceiling)
         scaled[shared] = np.minimum(pages * page, context_tokens)

@@ -35,9 +35,9 @@ BROKEN_OFF = (
     "call cache.reset() and start with the prompt again"
 )
 TURN_BROKEN_OFF = (
-    "an answer broke off after {:,} tokens of its turn, and what was evicted meanwhile cannot come "
-    "back; call cache.reset() and start with the prompt again, or go on from a "
-    "copy.deepcopy(cache) made before; to end an answer early, use stopping_criteria"
+    "an answer broke off after {:,} tokens of its turn, and what was evicted meanwhile, or slid "
+    "out of a window, cannot come back; call cache.reset() and start with the prompt again, or go "
+    "on from a copy.deepcopy(cache) made before; to end an answer early, use stopping_criteria"
 )
 COMPILED_MAKES_NONE = (
     "a compiled forward makes no reduced cache; pass it one, "

@@ -338,6 +338,15 @@ def test_a_loss_is_asked_for_and_the_least_share_predicted_to_keep_it_is_taken(
     assert shares[-1] == 1
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_a_share_is_never_exceeded_at_lengths_that_are_not_solved(share):
+    """Of some lengths blocks of keys have more scales; nearly all that is granted is kept."""
+    for tokens in (192, 640):
+        solved = solve_share("smollm2-135m-instruct", share, tokens)
+        shares = [solved.share_at(longer) for longer in range(tokens, 2 * tokens, 3)]
+        assert 0.85 * share < min(shares) <= max(shares) <= share
+
+
 def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file):
     """Entries and bits of each head, within the peak that is stated, in rows and in chunks."""
     options = CacheOptions(fitted=str(fitted_file))
