@@ -12,7 +12,7 @@ from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import known_frequencies, rotate
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.lookahead import LATEST_VOTES, Lookahead, latest_votes
+from kvalloc.scorers.lookahead import LATEST_VOTES, TURN_VOTES, Lookahead, latest_votes
 from kvalloc.scorers.parameters import Above0, Count, Positive
 from kvalloc.shape import ModelShape
 
@@ -110,7 +110,7 @@ class Surrogate(Scorer):
     @property
     def again(self) -> Surrogate:
         """The same beside the votes of the latest queries."""
-        return replace(self, votes=LATEST_VOTES, votes_weight=LATER_WEIGHT)
+        return replace(self, votes=TURN_VOTES, votes_weight=LATER_WEIGHT)
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Return the scores of one layer's entries; see `Scorer.score`.

@@ -14,7 +14,7 @@ from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.column_sums import weighted_rows
-from kvalloc.scorers.lookahead import latest_votes
+from kvalloc.scorers.lookahead import TURN_VOTES, latest_votes
 from kvalloc.scorers.parameters import Parameterized
 
 Rankings: TypeAlias = tuple[Tensor, ...]
@@ -214,8 +214,9 @@ class EvictionPolicy(Parameterized, ABC):
 
     def _scorer_again(self, *, rotates: bool) -> Scorer:
         """Return `Scorer.again`, or the votes of the latest queries."""
-        own = self.scorer.again
-        return latest_votes(window=self.scorer.window, rotates=rotates) if own is None else own
+        if (own := self.scorer.again) is not None:
+            return own
+        return latest_votes(window=self.scorer.window, rotates=rotates, votes=TURN_VOTES)
 
     def reader(self, *, sinks: int, window: int) -> Reader | None:
         """Return a filter for one cache that leaves entries unread while tokens are decoded.

@@ -119,8 +119,8 @@ SERVED = {
 @pytest.mark.parametrize(("dtype", "padded"), ROWS)
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
 def test_memory_is_a_peak(way, dtype, padded, monkeypatch, tmp_path):
-    for place in ("kvalloc.online.ways", "kvalloc.scorers.lookahead"):
-        monkeypatch.setattr(f"{place}.LATEST_VOTES", 8)  # what scores take is not the cache's
+    for place in ("online.ways.LATEST", "scorers.lookahead.LATEST", "runtime.policies.base.TURN"):
+        monkeypatch.setattr(f"kvalloc.{place}_VOTES", 8)  # what scores take is not the cache's
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
     watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
     mask, shape = torch.ones_like(ids), shape_of(model)
