@@ -300,6 +300,39 @@ def within_bytes(
     return scaled(part)
 
 
+def filling_bytes(
+    budgets: IntArray, most: int, bits: npt.ArrayLike, shape: ModelShape, *, tokens: int
+) -> IntArray:
+    """Return budgets of KV heads, all made larger by one factor while they fit in so many bytes.
+
+    Parameters
+    ----------
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+    most : int
+        Bytes that they may take, as `head_bytes` counts.
+    bits : array_like of int
+        Width of each KV head; broadcast against ``budgets``.
+    shape : ModelShape
+    tokens : int
+        There are no more entries than these.
+
+    Examples
+    --------
+    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=2, n_kv_heads=2, head_dim=64,
+    ...                    dtype_bytes=2, layer_types=("full",))
+    >>> filling_bytes(np.array([[50, 180]]), 64_000, 16, shape, tokens=185).tolist()
+    [[61, 185]]
+    """
+
+    def larger(part: int) -> IntArray:
+        return np.asarray(np.minimum(budgets + budgets * part // 1024, tokens))
+
+    def fits(part: int) -> bool:
+        return int(head_bytes(larger(part), bits, shape).sum()) <= most
+
+    return larger(bisect.bisect_left(range(1024), True, key=lambda part: not fits(part + 1)))
+
+
 def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     """Return the bytes of a token's packed key, and of its packed value with its scales."""
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES

@@ -496,6 +496,13 @@ class BudgetProfile(JsonRecord):
         return bool(self.requested.get("target") == "memory")
 
     @property
+    def keeps_its_share(self) -> bool:
+        """Whether rounded entries of each head were to take a share of the bytes, at any length."""
+        asked = self.requested.get("target") == "budget" and self.length_rule == "proportional"
+        rounded = self.bits is not None and self.share_of_16_bits is None
+        return asked and rounded and not self.share_groups
+
+    @property
     def target_text(self) -> str:
         """The target of the request, in a few words; empty where it is not known."""
         kind, value = self.requested.get("target"), self.requested.get("value")

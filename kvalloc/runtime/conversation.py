@@ -9,7 +9,13 @@ import numpy as np
 import torch
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.accounting.costs import paged_bytes, paging_bytes, stored_bytes, within_bytes
+from kvalloc.accounting.costs import (
+    filling_bytes,
+    paged_bytes,
+    paging_bytes,
+    stored_bytes,
+    within_bytes,
+)
 from kvalloc.accounting.stored import layer_tensors
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
@@ -84,6 +90,8 @@ def settle(prompt: Prompt) -> None:
         left = every.memory - _following_bytes(prompt, every, most)
         with prompt.half_way():
             budgets = _within(left, budgets, tokens, prompt)
+    elif prompt.plan.options.tier is None:
+        budgets = _filled(budgets, tokens, prompt)
     full, shared = list(prompt.profile.shape.full_layers), prompt.profile.by_prompt
     idle = row_tokens(arrival.visible[:, arrival.settled :]) == 0
     dense = [layer.dense_tokens for layer in prompt.budget_layers]
@@ -172,6 +180,29 @@ def _new_alone(
     fits &= needed.sum(axis=(1, 2)) <= granted.sum(axis=(1, 2))
     fits &= (kept + new < tokens[:, None, None]).any(axis=(1, 2))
     return idle | (fits & (tokens < COMPETE_AGAIN * prompt.arrival.competed))
+
+
+def _filled(budgets: IntArray, tokens: IntArray, prompt: Prompt) -> IntArray:
+    """Return budgets that take as large a share of the bytes as at the length they are of.
+
+    In longer rows scales, and sinks and windows of heads that keep little else, take less of it,
+    which is left for entries.
+
+    Parameters
+    ----------
+    budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
+    tokens : ndarray of int64, (batch,)
+    prompt : Prompt
+        Whose budgets these are.
+    """
+    result, full = budgets.copy(), list(prompt.profile.shape.full_layers)
+    for row, (n_tokens, profile) in enumerate(zip(tokens, prompt.row_profiles, strict=True)):
+        if profile.keeps_its_share:
+            own, bits, shape = budgets[row, full], profile.widths[full], profile.shape
+            share = profile.share_at(profile.context_tokens)
+            most = int(share * n_tokens * shape.bytes_per_entry * own.size)
+            result[row, full] = filling_bytes(own, most, bits, shape, tokens=n_tokens)
+    return result
 
 
 def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) -> IntArray:

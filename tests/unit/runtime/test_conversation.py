@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
@@ -55,6 +56,19 @@ def test_the_share_holds_at_the_end_of_every_turn(model, share):
             stored = bytes_at_16_bits(cache.layers)
             assert stored <= share * entry * cache.get_seq_length()
             assert cache.share == stored / (entry * cache.get_seq_length())
+
+
+def test_what_scales_leave_as_a_conversation_grows_is_filled_with_entries(model):
+    asked = {"bits": np.full((4, 2), 4), "requested": {"target": "budget", "value": 0.3}}
+    profile = tiny.make_profile(model, 40, 0.5, level="head", **asked)
+    cache = kvalloc.make_cache(model, profile)
+    with torch.no_grad():
+        for turn in (40, 200, 200):
+            model(tiny.prompt(turn), past_key_values=cache)
+            cache.end_turn()
+    share = profile.share_at(40)
+    assert profile.share_at(440) < 0.9 * share  # as many entries in proportion
+    assert 0.98 * share < cache.share <= share
 
 
 TIER = {"budget": "30%", "tier": "ram", "rows": 4}
