@@ -495,12 +495,17 @@ class BudgetProfile(JsonRecord):
         """Whether all that the cache takes while the prompts are read was to fit a size."""
         return bool(self.requested.get("target") == "memory")
 
-    @property
-    def keeps_its_share(self) -> bool:
-        """Whether rounded entries of each head were to take a share of the bytes, at any length."""
+    def filled_bytes_at(self, context_tokens: int) -> int:
+        """Return the bytes of full attention that a conversation of so many tokens is filled to.
+
+        Where a share of the bytes was asked for rounded entries, it is that which they take of the
+        length that they are of; 0 where budgets keep their proportions at any length.
+        """
         asked = self.requested.get("target") == "budget" and self.length_rule == "proportional"
-        rounded = self.bits is not None and self.share_of_16_bits is None
-        return asked and rounded and not self.share_groups
+        if not asked or self.bits is None or self.share_groups or self.share_of_16_bits is not None:
+            return 0
+        entries = context_tokens * len(self.shape.full_layers) * self.shape.n_kv_heads
+        return int(self.share_at(self.context_tokens) * entries * self.shape.bytes_per_entry)
 
     @property
     def target_text(self) -> str:

@@ -129,6 +129,9 @@ class SavedCacheHeader(FileRecord):
     row_profiles: tuple[_Profile, ...] | None = None
     """The budgets of each row, if each prompt decided its own."""
 
+    longer_profile: _Profile | None = None
+    """By whose budgets the conversation goes once it is longer."""
+
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     """Type of the model's numbers, as torch calls it; a wider one than 16 bits is stored in float16
     or bfloat16, but for the latest tokens."""
@@ -230,8 +233,11 @@ class SavedCacheHeader(FileRecord):
         require(sound, "row_profiles", len(rows or ()), expected)
         sound = len(self.competed_tokens) == self.batch
         require(sound, "competed_tokens", len(self.competed_tokens), expected)
-        sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
-        require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
+        others = [own for own in (*(rows or ()), self.longer_profile) if own is not None]
+        sizes = all(own.budgets.shape == self.profile.budgets.shape for own in others)
+        require(
+            sizes, "row_profiles or longer_profile", "of other sizes", "of the sizes of the profile"
+        )
         expected = f"at most the {self.seen_tokens} tokens seen"
         sound = self.prompt_tokens <= self.seen_tokens
         require(sound, "prompt_tokens", self.prompt_tokens, expected)

@@ -143,7 +143,10 @@ class Default:
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
-            cache = build_cache(model, profile, options, prompt_tokens=size.announced)
+            longer = way.longer() if self.options.tier is None else None
+            cache = build_cache(
+                model, profile, options, prompt_tokens=size.announced, longer=longer
+            )
             caches.append((rows, cache))
         return caches[0][1] if len(caches) == 1 else BudgetCache.joined(caches)
 

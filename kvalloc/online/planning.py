@@ -242,7 +242,9 @@ class Load:
         peak, parts = way.peak_bytes(Rows(prompt, 1, prompt)), []
         seen, end = prompt, prompt + answer
         while seen < end:
-            due, kept = default_interval(seen), profile.retained_bytes_at(seen)
+            due, own = default_interval(seen), profile.head_bytes_at(seen)
+            filled = profile.filled_bytes_at(seen) - int(own[list(shape.full_layers)].sum())
+            kept = int(own.sum()) + max(filled, 0)
             followed = min(due, end - seen)
             parts.append((followed, seen, kept, followed * token // 2))
             peak = max(peak, kept + room_for(followed, due) * token)

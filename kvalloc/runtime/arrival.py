@@ -113,7 +113,7 @@ class Arrival:
     """
 
     def __init__(self, profile: BudgetProfile, announced: int | None) -> None:
-        self._profile, self.announced = profile, announced
+        self.profile, self.announced = profile, announced
         self.open = False
         self.forget()
 
@@ -227,7 +227,7 @@ class Arrival:
         -------
         ndarray of int64, (batch, n_layers, n_kv_heads)
         """
-        profiles = self._profiles_of(len(tokens)) or (self._profile,) * len(tokens)
+        profiles = self._profiles_of(len(tokens)) or (self.profile,) * len(tokens)
         rows = zip(profiles, tokens.tolist(), strict=True)
         return np.stack(
             [own.budgets_for(n) if n else np.zeros_like(own.budgets) for own, n in rows]

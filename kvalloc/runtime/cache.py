@@ -155,6 +155,11 @@ class BudgetCache(Cache, hooks.HookedCache):
         return tuple(self._in_order([prompt.row_profiles for prompt in self._prompts]))
 
     @property
+    def longer_profile(self) -> BudgetProfile | None:
+        """By whose budgets the conversation will go once it is longer; None where it goes on."""
+        return None if self._prompt.is_long else self._prompt.plan.longer
+
+    @property
     def decision_seconds(self) -> float | None:
         """What deciding budgets took; None where nothing was decided."""
         return self._prompt.decision_seconds

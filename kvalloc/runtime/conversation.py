@@ -84,6 +84,8 @@ def settle(prompt: Prompt) -> None:
     if prompt.n_seen == arrival.settled or not noted:
         return
     tokens = row_tokens(arrival.visible)
+    idle = row_tokens(arrival.visible[:, arrival.settled :]) == 0
+    grown = not idle.any() and prompt.grown(int(tokens.min()))
     budgets = np.maximum(arrival.budgets(tokens), policy.protected_tokens)
     if every.memory is not None:
         most = np.maximum(budgets, tokens[:, None, None]) if prompt.profile.fits_a_peak else budgets
@@ -93,7 +95,6 @@ def settle(prompt: Prompt) -> None:
     elif prompt.plan.options.tier is None:
         budgets = _filled(budgets, tokens, prompt)
     full, shared = list(prompt.profile.shape.full_layers), prompt.profile.by_prompt
-    idle = row_tokens(arrival.visible[:, arrival.settled :]) == 0
     dense = [layer.dense_tokens for layer in prompt.budget_layers]
     shown = [arrival.visible[:, prompt.n_seen - own :] for own in dense]
     new = np.stack([row_tokens(own) for own in shown], axis=1)[:, :, None]
@@ -115,6 +116,7 @@ def settle(prompt: Prompt) -> None:
         for i, index in enumerate(full)
         if shared
         or index in prompt.plan.rounded
+        or grown
         or (targets[:, i] < there[:, i]).any()
         or not shown[i].all()
     }
@@ -197,11 +199,10 @@ def _filled(budgets: IntArray, tokens: IntArray, prompt: Prompt) -> IntArray:
     """
     result, full = budgets.copy(), list(prompt.profile.shape.full_layers)
     for row, (n_tokens, profile) in enumerate(zip(tokens, prompt.row_profiles, strict=True)):
-        if profile.keeps_its_share:
-            own, bits, shape = budgets[row, full], profile.widths[full], profile.shape
-            share = profile.share_at(profile.context_tokens)
-            most = int(share * n_tokens * shape.bytes_per_entry * own.size)
-            result[row, full] = filling_bytes(own, most, bits, shape, tokens=n_tokens)
+        if most := profile.filled_bytes_at(int(n_tokens)):
+            bits, shape = profile.widths[full], profile.shape
+            own = filling_bytes(budgets[row, full], most, bits, shape, tokens=int(n_tokens))
+            result[row, full] = own
     return result
 
 

@@ -70,7 +70,7 @@ def filled_cache(
         tier=None if header.read_share is None else RAM,  # what is added; the file is mapped
         read=header.read_share,
     )
-    cache = build_cache(model, header.profile, options, decide=decide)
+    cache = build_cache(model, header.profile, options, decide=decide, longer=header.longer_profile)
     records = None if header.read_share is None else Records(RAM, _tensor(tensors[RECORDS]))
     visible, first = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool, device="cpu"), 0
     if (shown := tensors.get("visible")) is not None:

@@ -126,6 +126,7 @@ def build_cache(
     *,
     prompt_tokens: int | None = None,
     decide: Decide | None = None,
+    longer: BudgetProfile | None = None,
 ) -> BudgetCache:
     """Make a cache as `make_cache` does, from options as they travel inside kvalloc.
 
@@ -137,6 +138,9 @@ def build_cache(
     decide : Decide, optional
         Decides the budgets of each row when the prompt has come; the profile then says which
         entries are kept, and holds for later prompts no more than for this one.
+    longer : BudgetProfile, optional
+        Budgets of a longer text, by which a conversation goes once it is long enough for their
+        share to hold.
     """
     profile, model = options.with_policy(profile), uncompiled(model)
     refusals.check_profile(profile)
@@ -152,5 +156,5 @@ def build_cache(
         for layer in layers:
             if isinstance(layer, BudgetLayer):
                 layer.tier = LayerTier(records, share, in_pieces=in_pieces)
-    plan = Plan(profile, model, options, decide=decide)
+    plan = Plan(profile, model, options, decide=decide, longer=longer)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

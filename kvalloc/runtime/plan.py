@@ -39,6 +39,10 @@ class Plan:
         Of layers whose entries are rounded when the prompt is complete, those of each KV head.
     halves : mapping
         The same of layers that are rounded to 16 bits before, where anything is evicted.
+    longer : BudgetProfile or None
+        Budgets of a longer text, by which a conversation goes once their share holds.
+    longer_bits : mapping
+        The same as `bits` of these.
     groups : Groups
         Layers that keep the same entries; most are alone.
     rounded : frozenset of int
@@ -63,6 +67,7 @@ class Plan:
         options: CacheOptions,
         *,
         decide: Decide | None,
+        longer: BudgetProfile | None = None,
     ) -> None:
         self.policy, tokens = policies_of(profile), options.decode_every
         counts = tokens is None or (type(tokens) is int and tokens >= 1)
@@ -79,6 +84,8 @@ class Plan:
         self.bits = {own: widths[own] for own in full if every or (widths[own] != 16).any()}
         halves = {layer: np.full_like(own, 16) for layer, own in self.bits.items()}
         self.halves = halves if wide else {}
+        self.longer = longer
+        self.longer_bits = {} if longer is None else {own: longer.widths[own] for own in full}
         self.groups = layer_groups(profile)
         together = (group for group in self.groups if not self.bits.keys().isdisjoint(group))
         self.rounded = frozenset(layer for group in together for layer in group)

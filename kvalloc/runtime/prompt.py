@@ -93,7 +93,7 @@ class Prompt:
     def forget(self) -> None:
         """Get ready for a new prompt."""
         self.arrival.forget()
-        self.profile = self.plan.profile
+        self.profile = self.arrival.profile = self.plan.profile
         self.schedule = self.plan.schedule(in_chunks=False)
         self.decision_seconds: float | None = None
         self.forward: Forward | None = None
@@ -109,6 +109,19 @@ class Prompt:
             self._broken = refusals.HALF_WAY
 
     # How far it has come
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the budgets that hold are those of a longer text."""
+        return self.profile is self.plan.longer
+
+    def grown(self, tokens: int) -> bool:
+        """Go by the budgets of a longer text from now on, if its share holds at so many tokens."""
+        longer, asked = self.plan.longer, self.plan.profile.requested.get("value")
+        if longer is None or self.is_long or longer.share_at(tokens) > float(asked or 0):
+            return False
+        self.profile = self.arrival.profile = longer
+        return True
 
     @property
     def interrupted(self) -> str | None:
@@ -390,7 +403,7 @@ class Prompt:
         seen = {
             "visible": self.arrival.visible,
             "remember": self.goes_on_observing,
-            "bits": self.plan.bits,
+            "bits": self.plan.longer_bits if self.is_long else self.plan.bits,
         }
         own = self.profile.policy
         return Eviction(policy=policy, sinks=own.sinks, window=own.window, **{**seen, **event})

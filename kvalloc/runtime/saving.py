@@ -62,6 +62,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         model_digest=weights_digest(model),
         profile=cache.profile,
         row_profiles=None if rows is None else tuple(rows),
+        longer_profile=cache.longer_profile,
         dtype=raw["0.keys"].dtype,  # type: ignore[arg-type]  # the record checks it
         batch=cache.batch,
         seen_tokens=cache.get_seq_length(),

@@ -10,7 +10,8 @@ from prompt_runs import generate
 
 import kvalloc
 from kvalloc.accounting.stored import bytes_at_16_bits
-from kvalloc.runtime import conversation
+from kvalloc.runtime import CacheOptions, conversation
+from kvalloc.runtime.making import build_cache
 
 TURN, SHARE = 60, "20%"
 
@@ -69,6 +70,30 @@ def test_what_scales_leave_as_a_conversation_grows_is_filled_with_entries(model)
     share = profile.share_at(40)
     assert profile.share_at(440) < 0.9 * share  # as many entries in proportion
     assert 0.98 * share < cache.share <= share
+
+
+def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_holds(
+    model, tmp_path
+):
+    asked = {"level": "head", "requested": {"target": "budget", "value": 0.21}}
+    short = tiny.make_profile(model, 20, 0.9, bits=np.full((4, 2), 4), **asked)
+    longer = tiny.make_profile(model, 256, 0.4, bits=np.array([[8, 4]] * 4), **asked)
+    assert longer.share_at(50) > 0.21 > longer.share_at(150)
+    cache = twin = build_cache(model, short, CacheOptions(), longer=longer)
+    for turn in (20, 30, 100, 200):
+        for one in {cache, twin}:
+            with torch.no_grad():
+                model(tiny.prompt(turn), past_key_values=one)
+            one.end_turn()
+        assert (twin.kept_tokens == cache.kept_tokens).all()
+        holds = longer if cache.get_seq_length() >= 150 else short
+        assert cache.profile.digest == twin.profile.digest == holds.digest
+        cache.save(tmp_path / "c.safetensors")
+        twin = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    assert {part.bits for part in cache.layers[0].entries.parts} == {4, 8}
+    assert 0.95 * longer.share_at(256) < cache.share <= longer.share_at(256)
+    cache.reset()
+    assert cache.profile is short
 
 
 TIER = {"budget": "30%", "tier": "ram", "rows": 4}
