@@ -48,8 +48,13 @@ class Checks:
     def read(self) -> None:
         """Fail as the first condition wants that does not hold, if any does not; forget them."""
         noted, self._noted = self._noted, []
-        flags = [holds.to(noted[0][0].device) for holds, _ in noted]
-        found = torch.stack(flags).tolist() if flags else []  # read from the device at once
-        for holds, (_, fail) in zip(found, noted, strict=True):
+        flags = [holds for holds, _ in noted]
+        for holds, (_, fail) in zip(_values(flags) if flags else [], noted, strict=True):
             if not holds:
                 fail()
+
+
+def _values(flags: list[Tensor]) -> list[bool]:
+    """Read flags from the device at once."""
+    values: list[bool] = torch.stack([own.to(flags[0].device) for own in flags]).tolist()
+    return values
