@@ -144,6 +144,8 @@ class Default:
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
             longer = way.longer() if self.options.tier is None else None
+            if longer is not None:  # of the same request
+                longer = longer.replace(requested=requested, detail=text)
             cache = build_cache(
                 model, profile, options, prompt_tokens=size.announced, longer=longer
             )
