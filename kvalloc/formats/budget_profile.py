@@ -423,8 +423,7 @@ class BudgetProfile(JsonRecord):
             return 0
         own = int(self._bytes_of(self.budgets, reference)[full].sum())
         most = own * context_tokens // reference
-        share = self.requested.get("value") if self.requested.get("target") == "budget" else None
-        if isinstance(share, float) and 0 < share <= 1:  # a file may state anything
+        if (share := self.asked_share) is not None:
             everything = self.shape.n_kv_heads * len(full) * self.shape.bytes_per_entry
             most = max(most, int(share * everything * context_tokens))
         over = int(self._bytes_of(budgets, context_tokens)[full].sum()) - most
@@ -495,14 +494,22 @@ class BudgetProfile(JsonRecord):
         """Whether all that the cache takes while the prompts are read was to fit a size."""
         return bool(self.requested.get("target") == "memory")
 
+    @property
+    def asked_share(self) -> float | None:
+        """The share of the bytes that was asked for; None where something else was."""
+        share = self.requested.get("value") if self.requested.get("target") == "budget" else None
+        known = isinstance(share, float) and 0 < share <= 1  # a file may state anything
+        return share if known else None
+
     def filled_bytes_at(self, context_tokens: int) -> int:
         """Return the bytes of full attention that a conversation of so many tokens is filled to.
 
         Where a share of the bytes was asked for rounded entries, it is that which they take of the
         length that they are of; 0 where budgets keep their proportions at any length.
         """
-        asked = self.requested.get("target") == "budget" and self.length_rule == "proportional"
-        if not asked or self.bits is None or self.share_groups or self.share_of_16_bits is not None:
+        if self.asked_share is None or self.length_rule == "fixed" or self.share_groups:
+            return 0
+        if self.bits is None or self.share_of_16_bits is not None:
             return 0
         entries = context_tokens * len(self.shape.full_layers) * self.shape.n_kv_heads
         return int(self.share_at(self.context_tokens) * entries * self.shape.bytes_per_entry)

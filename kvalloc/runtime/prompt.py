@@ -117,8 +117,8 @@ class Prompt:
 
     def grown(self, tokens: int) -> bool:
         """Go by the budgets of a longer text from now on, if its share holds at so many tokens."""
-        longer, asked = self.plan.longer, self.plan.profile.requested.get("value")
-        if longer is None or self.is_long or longer.share_at(tokens) > float(asked or 0):
+        longer = self.plan.longer
+        if longer is None or self.is_long or longer.share_at(tokens) > (longer.asked_share or 0):
             return False
         self.profile = self.arrival.profile = longer
         return True

@@ -152,7 +152,7 @@ class Lookahead(PooledScorer):
         return self.votes
 
 
-def latest_votes(*, window: int, rotates: bool, votes: int | None = None) -> Lookahead:
+def latest_votes(*, window: int, rotates: bool) -> Lookahead:
     """Return the votes of the latest queries, by which what followed a prompt is chosen.
 
     Parameters
@@ -161,13 +161,11 @@ def latest_votes(*, window: int, rotates: bool, votes: int | None = None) -> Loo
         Last tokens that are never evicted.
     rotates : bool
         Whether the model's queries can be put behind the end.
-    votes : int, optional
-        How many; `LATEST_VOTES` by default.
     """
     return Lookahead(
         tokens=0,
         window=window,
-        votes=LATEST_VOTES if votes is None else votes,
+        votes=LATEST_VOTES,
         ahead=AHEAD_TOKENS if rotates else 0,
         pool=1,
         row_reduce="max",

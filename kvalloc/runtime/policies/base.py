@@ -216,7 +216,8 @@ class EvictionPolicy(Parameterized, ABC):
         """Return `Scorer.again`, or the votes of the latest queries."""
         if (own := self.scorer.again) is not None:
             return own
-        return latest_votes(window=self.scorer.window, rotates=rotates, votes=TURN_VOTES)
+        latest = latest_votes(window=self.scorer.window, rotates=rotates)
+        return replace(latest, votes=TURN_VOTES)
 
     def reader(self, *, sinks: int, window: int) -> Reader | None:
         """Return a filter for one cache that leaves entries unread while tokens are decoded.
