@@ -233,11 +233,14 @@ class SavedCacheHeader(FileRecord):
         require(sound, "row_profiles", len(rows or ()), expected)
         sound = len(self.competed_tokens) == self.batch
         require(sound, "competed_tokens", len(self.competed_tokens), expected)
-        others = [own for own in (*(rows or ()), self.longer_profile) if own is not None]
-        sizes = all(own.budgets.shape == self.profile.budgets.shape for own in others)
-        require(
-            sizes, "row_profiles or longer_profile", "of other sizes", "of the sizes of the profile"
+        sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
+        require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
+        same, longer = self.profile, self.longer_profile
+        alike = longer is None or all(
+            getattr(longer, name) == getattr(same, name)
+            for name in ("shape", "policy", "by_prompt", "share_groups", "length_rule")
         )
+        require(alike, "longer_profile", "of another kind", "budgets alone to differ")
         expected = f"at most the {self.seen_tokens} tokens seen"
         sound = self.prompt_tokens <= self.seen_tokens
         require(sound, "prompt_tokens", self.prompt_tokens, expected)

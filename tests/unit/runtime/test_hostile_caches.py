@@ -19,6 +19,7 @@ from prompt_runs import AT_ONCE
 
 import kvalloc
 from kvalloc.errors import KVAllocError, ProfileFileError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader
 from kvalloc.runtime import CacheOptions
 from kvalloc.runtime.making import build_cache
@@ -163,6 +164,14 @@ def stating(**values):
     return lambda file: file.stated.update(values)
 
 
+def longer(**changes):
+    def change(file):
+        own = BudgetProfile.from_record("", file.stated["profile"])
+        file.stated["longer_profile"] = own.replace(**changes).record()
+
+    return change
+
+
 KEPT = (B16 + "kept_keys", B16 + "kept_values")
 OLDER = ("0.keys", "0.values")
 
@@ -211,6 +220,8 @@ OLDER = ("0.keys", "0.values")
         ("ragged", stating(decode_every=0), "decode_every is 0"),
         ("ragged", stating(batch="1"), "batch is 1, expected a valid integer"),
         ("ragged", stating(row_profiles=[]), "expected one for each of 1 rows"),
+        ("ragged", longer(length_rule="fixed"), "longer_profile is of another kind"),
+        ("ragged", stating(longer_profile=5), "longer_profile.file is int"),
         ("ragged", stating(notes=[]), "notes"),
         ("ragged", stating(profile=5), "profile.file is int"),
     ],
