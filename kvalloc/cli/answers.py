@@ -16,6 +16,7 @@ from kvalloc.cli.progress import slow
 from kvalloc.cli.reduction import Reduction, note_way
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
+from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit, input_device
 from kvalloc.prompts.chat import DocumentForm, chat_text, encode, wants_chat, without_chat
 from kvalloc.prompts.texts import decoded, read_utf8
@@ -256,10 +257,10 @@ class Conversation:
         from kvalloc.models.quiet import quiet_transformers
 
         if ids:
-            is_first = not self.seen_tokens
-            prompt = torch.tensor([[*ids]], device=input_device(self.loaded.model))
+            model, is_first = self.loaded.model, not self.seen_tokens
+            prompt = torch.tensor([[*ids]], device=input_device(model))
             with torch.no_grad(), quiet_transformers():
-                self.loaded.model(input_ids=prompt, past_key_values=self.cache, logits_to_keep=1)
+                model(input_ids=prompt, logits_to_keep=1, **cache_keyword(model, self.cache))
             if is_first:
                 self.cache.read_ids = prompt
 

@@ -102,8 +102,8 @@ class ModelFacts:
                 "of which each sees only some heads of a layer; load it with device_map='auto' "
                 f"({option('device', 'auto')}), which keeps layers whole"
             )
-        from kvalloc.models.attention import base_implementation
         from kvalloc.models.loading import shape_of
+        from kvalloc.models.names import base_implementation
         from kvalloc.models.structure import input_device, weights_digest
 
         return cls(

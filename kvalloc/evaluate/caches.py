@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.accounting.stored import layer_tensors, storages
 from kvalloc.models import structure
+from kvalloc.models.names import cache_keyword
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
@@ -55,10 +56,10 @@ def next_logits(
     with torch.inference_mode():
         output = model(
             input_ids=torch.tensor([list(ids)], device=model.device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=last,
             **arguments,
+            **cache_keyword(model, cache),
         )
     logits: Tensor = output.logits[0].float().cpu()
     return logits

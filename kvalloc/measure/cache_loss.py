@@ -16,6 +16,7 @@ from kvalloc.errors import InputError
 from kvalloc.measure.kl import divergence
 from kvalloc.measure.loss_probe import check_continues
 from kvalloc.measure.mini_prefill import evaluating
+from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import input_device
 from kvalloc.runtime import answer, make_cache
 
@@ -122,10 +123,11 @@ class CacheLosses:
         self, cache: Any, prompt: Tensor, following: Tensor, n_question: int
     ) -> Tensor:
         """Return logits after the question's last token and all that follow it, (n, vocabulary)."""
-        self._model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        self._model(input_ids=prompt, logits_to_keep=1, **cache_keyword(self._model, cache))
         if awaited := getattr(cache, "awaited_tokens", 0):
             self._show(cache, following[:, : max(awaited, n_question)], int(prompt.shape[1]))
-        logits: Tensor = self._model(input_ids=following, past_key_values=cache).logits
+        given = cache_keyword(self._model, cache)
+        logits: Tensor = self._model(input_ids=following, **given).logits
         return logits[0, max(0, n_question - 1) :]
 
     def _show(self, cache: Any, ids: Tensor, n_prompt: int) -> None:
@@ -135,7 +137,7 @@ class CacheLosses:
             for index, layer in enumerate(cache.layers)
             if not hasattr(layer, "seen_tokens")
         }
-        self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        self._model(input_ids=ids, logits_to_keep=1, **cache_keyword(self._model, cache))
         cache.evict()
         for index, layer in enumerate(cache.layers):
             if index in sliding:  # which cannot take back what slid out

@@ -22,6 +22,7 @@ from kvalloc.errors import InputError
 from kvalloc.measure.kl import row_divergences
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import decoder_of, end_tokens, input_device
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.refusals import check_kept
@@ -348,7 +349,9 @@ class LossProbe:
 
         with intercept_attention(self._model, handler):
             logits: Tensor = self._model(
-                input_ids=self.prompt_ids[None], past_key_values=self._cache, logits_to_keep=1
+                input_ids=self.prompt_ids[None],
+                logits_to_keep=1,
+                **cache_keyword(self._model, self._cache),
             ).logits
         check_seen(self._model, range(len(self._layers)), seen)
         return logits
@@ -422,12 +425,13 @@ class LossProbe:
     def _written(self, logits: Tensor, question: Tensor, n_tokens: int) -> Tensor:
         """Return the greedy continuation with the full cache, after the prompt's logits."""
         cache, ends = copy.deepcopy(self._cache), end_tokens(self._model)
+        given = cache_keyword(self._model, cache)
         if question.numel():
-            logits = self._model(input_ids=question[None], past_key_values=cache).logits
+            logits = self._model(input_ids=question[None], **given).logits
         written = [logits[0, -1].argmax()]
         check_continues(self._model, int(written[0]))
         while len(written) < n_tokens and int(written[-1]) not in ends:
-            logits = self._model(input_ids=written[-1].view(1, 1), past_key_values=cache).logits
+            logits = self._model(input_ids=written[-1].view(1, 1), **given).logits
             written.append(logits[0, -1].argmax())
         return torch.stack(written)
 

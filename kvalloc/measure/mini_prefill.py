@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import decoder_layers, decoder_of
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def _one_layer(
             if entering is not None and layer:
                 begun = begun_at(layers, layer, entering[:, piece])
             with begun, suppress(_Seen):
-                decoder(input_ids=input_ids[:, piece], past_key_values=cache, use_cache=True)
+                given = cache_keyword(decoder, cache)
+                decoder(input_ids=input_ids[:, piece], use_cache=True, **given)
             if leaving:
                 out = leaving.pop()
                 if entering is None:

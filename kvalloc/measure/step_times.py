@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from kvalloc.accounting.costs import plain_bytes
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.loading import shape_of
+from kvalloc.models.names import cache_keyword
 from kvalloc.runtime.making import make_cache
 from kvalloc.units import duration
 
@@ -156,7 +157,7 @@ def measure_steps(
 
         def forward(rows: int, tokens: int) -> None:
             ids = torch.ones((rows, tokens), dtype=torch.long, device=model.device)
-            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=ids, logits_to_keep=1, **cache_keyword(model, cache))
 
         forward(1, tokens)
         cache.batch_repeat_interleave(rows)

@@ -13,7 +13,6 @@ implementation with the very same arguments, so the result is bit-identical.
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -24,6 +23,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.names import (
+    IMPLEMENTATION,
+    attention_function,
+    base_implementation,
+    has_attention_interface,
+    register_implementation,
+)
 from kvalloc.models.rope import layer_frequencies
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
@@ -237,9 +243,8 @@ class _ConfigView:
     def __class__(self) -> Any:
         return type(self._viewed)
 
-    @property
-    def _attn_implementation(self) -> str | None:
-        name: str | None = self._viewed._attn_implementation
+    def _implementation(self) -> str | None:
+        name: str | None = getattr(self._viewed, IMPLEMENTATION)
         if _handler_of(self._module_id) is None:
             return name
         return _wrapper_name(name or "eager")
@@ -253,6 +258,9 @@ class _ConfigView:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return operator.getitem, ([self._viewed], 0)
 
+
+# a property: Dynamo, which follows a compiled model into it, asks the class for it
+setattr(_ConfigView, IMPLEMENTATION, property(_ConfigView._implementation))
 
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
 # How often each decoder is intercepted now: with threads or nesting, the first one to leave must
@@ -381,8 +389,7 @@ def _attention_modules(decoder: nn.Module) -> list[Any]:
     return [
         module
         for module in decoder.modules()
-        if hasattr(module, "layer_idx")
-        and hasattr(getattr(module, "config", None), "_attn_implementation")
+        if hasattr(module, "layer_idx") and hasattr(getattr(module, "config", None), IMPLEMENTATION)
     ]
 
 
@@ -400,35 +407,9 @@ def rotates_halves(model: nn.Module) -> bool:
     return not any(isinstance(own, str) for own in rotary_frequencies(model))
 
 
-def base_implementation(config: Any) -> str:
-    """Return the name of a model's attention implementation, e.g. ``"sdpa"``.
-
-    Parameters
-    ----------
-    config : transformers.PreTrainedConfig
-        The model's.
-    """
-    return config._attn_implementation or "eager"
-
-
-def set_implementation(config: Any, name: str) -> None:
-    """Let a model that Dynamo traces read the name of another implementation in its config.
-
-    Dynamo writes to the config itself after the graph, what was set last.
-    """
-    config._attn_implementation_internal = name
-
-
-def register_implementation(name: str, function: Callable[..., AttentionResult]) -> None:
-    """Add an implementation to transformers' table."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(name, function)
-
-
 def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
     check_decoder_only(model)
-    if not getattr(decoder, "_supports_attention_backend", False):
+    if not has_attention_interface(decoder):
         raise UnsupportedModelError(
             f"the attention of {type(model).__name__} does not go through transformers' attention "
             "interface, so kvalloc cannot see it; use a model class that supports attention "
@@ -456,7 +437,7 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         active = _handler_of(id(module))
         if active is None:
             kind: Any = type(module)
-            function = _base_function(kind, base)
+            function = attention_function(kind, base)
             return function(module, query, key, value, attention_mask, *more, **kwargs)
         return _answered(active, base, module, query, key, value, attention_mask, *more, **kwargs)
 
@@ -476,7 +457,7 @@ def _answered(
 ) -> AttentionResult:
     """Return what a handler answers in place of an implementation."""
     kind: Any = type(module)
-    function = _base_function(kind, base)
+    function = attention_function(kind, base)
 
     def compute(
         mask: Tensor | None,
@@ -527,26 +508,3 @@ def _output_projection(module: nn.Module, width: int) -> Tensor | Callable[[], T
     """Return the output projection's weight, or the method that unpacks a quantized one."""
     weight: Any = getattr(getattr(module, "o_proj", None), "weight", None)
     return weight if callable(weight) or getattr(weight, "shape", ())[1:] == (width,) else None
-
-
-@cache
-def _base_function(kind: Any, base: str) -> Callable[..., AttentionResult]:
-    """Look up what a layer of this class would have called itself.
-
-    A modeling file may override an implementation in a table of its own, and the eager
-    function is not in any table but in the modeling file; so the file of the attention class
-    comes first, then those of its parents, for a user's subclass lives elsewhere.
-    """
-    for parent in kind.__mro__:
-        modeling_file = sys.modules.get(parent.__module__)
-        if base == "eager":
-            eager = getattr(modeling_file, "eager_attention_forward", None)
-            if eager is not None:
-                return eager  # type: ignore[no-any-return]
-        table = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
-        if table is not None and base in table:
-            return table[base]  # type: ignore[no-any-return]
-    raise UnsupportedModelError(
-        f"{kind.__name__} has no {base} attention function that kvalloc can call; load "
-        'the model with attn_implementation="sdpa".'
-    )

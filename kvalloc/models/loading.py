@@ -23,6 +23,7 @@ from kvalloc.errors import (
 from kvalloc.files import near_file
 from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
 from kvalloc.models import gguf
+from kvalloc.models.names import COMMIT
 from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
     check_decoder_only,
@@ -144,9 +145,9 @@ def load_model(
         model, tokenizer = _read_pretrained(folder, model_id, options)
     if converted:
         # the folder's name says nothing: the model shall answer with the name it is known by
-        model.name_or_path = model.config._name_or_path = model_id
+        model.name_or_path = model.config.name_or_path = model_id
         if Path(folder).parent.name == "snapshots":  # of the hub's cache, by their revision
-            model.config._commit_hash = Path(folder).name
+            setattr(model.config, COMMIT, Path(folder).name)
     model.eval()
     if device not in (None, "auto"):
         try:
@@ -201,7 +202,7 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     layer_types, sliding_window = _layer_types(config, name, n_layers)
     return ModelShape(
         model_id=model_id if model_id is not None else _known_as(model),
-        revision=getattr(whole, "_commit_hash", None),
+        revision=getattr(whole, COMMIT, None),
         n_layers=n_layers,
         n_query_heads=n_query_heads,
         n_kv_heads=_size(config, name, "num_key_value_heads") if grouped else n_query_heads,
@@ -377,7 +378,7 @@ def _read_pretrained(folder: str, model_id: str, options: dict[str, Any] | None)
 
 
 def _known_as(model: Any) -> str:
-    name = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
     name = str(name).rstrip("/\\")
     if not name:
         return type(model).__name__

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence progress bars and warnings of transformers inside the ``with``."""
-    from transformers.utils import logging as transformers_logging
+    from transformers import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

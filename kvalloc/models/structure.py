@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.names import is_compiled, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,11 +26,6 @@ def decoder_of(model: Any) -> Any:
     return uncompiled(model if decoder is None else decoder)
 
 
-def uncompiled(model: Any) -> Any:
-    """Return the model that ``torch.compile`` has wrapped, or the model itself."""
-    return getattr(model, "_orig_mod", model)
-
-
 def decoder_layers(model: Any) -> Any:
     """Return the decoder's layers in order; None if it has no ``layers``."""
     return getattr(decoder_of(model), "layers", None) or None
@@ -39,18 +35,9 @@ def has_compiled_layers(model: Any) -> bool:
     """Return whether ``torch.compile`` has taken a layer of a model, or a part of one.
 
     What is compiled reads once which attention it goes through, and a cache may come later.
-    torch has no public name for it: these are those of 2.9 to 2.13.
     """
     layers = list(decoder_layers(model) or ())
-    parts = [part for layer in layers for part in vars(layer)["_modules"].values()]
-    for one in (*layers, *parts):
-        attributes = vars(one)  # once a forward: a failing attribute search of a module takes long
-        if (
-            attributes.get("_compiled_call_impl") is not None
-            or "_orig_mod" in attributes["_modules"]
-        ):
-            return True
-    return False
+    return any(is_compiled(one) for layer in layers for one in (layer, *layer.children()))
 
 
 def plain_weight(weight: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -23,7 +23,8 @@ from kvalloc.errors import (
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.models.loading import check_not_loaded
-from kvalloc.models.structure import decoder_of, uncompiled
+from kvalloc.models.names import cache_among, generation_argument, uncompiled, without_cache
+from kvalloc.models.structure import decoder_of
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
 from kvalloc.online.learning import Learning, learning_of
@@ -344,7 +345,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
             return generate(*args, **kwargs)
         model = applied._model
         arguments = named_arguments(generate, args, kwargs)
-        cache, ids = kwargs.get("past_key_values"), _prompt(arguments)
+        cache, ids = cache_among(kwargs), _prompt(arguments)
         prompts: list[IntArray] = []
         fresh = cache is None and not setting(model, arguments, "is_assistant")
         if fresh:
@@ -367,7 +368,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
             if chunked and ids is not None:  # a chunk alone would not show the prompt
                 name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
                 cache.decide({name: ids, "attention_mask": mask})
-            kwargs["past_key_values"] = applied.last_cache = cache
+            applied.last_cache = cache
         if isinstance(cache, BudgetCache) and ids is not None:
             _check_turn(cache, ids)
             if cache.verifier is not None:
@@ -376,6 +377,8 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
                 kwargs["custom_generate"] = partial(generate_lossless, streamer=streamer)
             elif is_assisted(model, arguments):
                 cache.activate_past_recording(int(ids.shape[1]))
+        if cache is not None:  # under the name that this version of transformers takes
+            kwargs = {**without_cache(kwargs), generation_argument(): cache}
         if not isinstance(cache, BudgetCache):
             return generate(*args, **kwargs)
         seen = cache.get_seq_length()

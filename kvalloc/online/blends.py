@@ -22,8 +22,9 @@ from torch import Tensor
 
 from kvalloc.errors import InputError, UnsupportedModelError, by_interface, option
 from kvalloc.formats.saved_cache import SavedCacheHeader
-from kvalloc.models.attention import base_implementation, rotary_frequencies
+from kvalloc.models.attention import rotary_frequencies
 from kvalloc.models.loading import shape_of
+from kvalloc.models.names import base_implementation
 from kvalloc.models.structure import context_limit, decoder_of, text_config
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.documents import Documents

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, RepetitionPenaltyLogitsProcessor
 
+from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import (
     context_limit,
     decoder_of,
@@ -141,7 +142,7 @@ def _tokens(
     """Yield one token after the other, (1, 1), without end."""
     while True:
         new = ids[:, int(cache.get_seq_length()) :]
-        logits = model(input_ids=new, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        logits = model(input_ids=new, logits_to_keep=1, **cache_keyword(model, cache)).logits[:, -1]
         token = sampling.draw(sampling.shares(sampling.process(ids, logits.float())))
         yield token
         ids = torch.cat([ids, token], dim=1)

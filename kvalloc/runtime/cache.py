@@ -321,7 +321,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         if not self.batch:
             return 0
-        shape = replace(self._prompt.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
+        shape = replace(self._prompt.profile.shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
         tokens = [n for own in self._prompts for n in row_tokens(own.arrival.visible).tolist()]
         slid_out: int = sum(
             tensor.untyped_storage().nbytes() - tensor.nbytes

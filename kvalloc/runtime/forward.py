@@ -11,10 +11,11 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.models.names import MaskFunction
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
+from kvalloc.runtime.attention.masks import stored_mask
 from kvalloc.runtime.attention.tiered import attend_again
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies.base import Reader

@@ -26,12 +26,6 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-    set_eval_frame,
-)
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
@@ -41,12 +35,27 @@ from kvalloc.models.attention import (
     AttentionStates,
     AttentionSwitch,
     Compute,
+)
+from kvalloc.models.names import (
     base_implementation,
+    break_graph,
+    cache_among,
+    cache_argument,
+    compile_obstacle,
+    forward_hooks,
+    is_paged,
+    mark_constant,
+    mark_static,
+    mask_function,
     register_implementation,
+    renumber,
+    set_frame_callback,
     set_implementation,
+    start_no_graph_at,
+    without_cache,
 )
 from kvalloc.runtime import refusals
-from kvalloc.runtime.attention.masks import mask_function, stored_mask
+from kvalloc.runtime.attention.masks import stored_mask
 from kvalloc.runtime.drafts import joined
 
 _numbers = itertools.count()
@@ -135,6 +144,8 @@ class _Installed:
 
     switch: AttentionSwitch
     handles: tuple[RemovableHandle, RemovableHandle]
+    argument: str  # under which the forward takes its cache
+    graphs: bool  # whether this torch has what a compiled model's token needs
     caches: int = 0
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
     serving: list[weakref.WeakMethod[Serve]] = field(default_factory=list)
@@ -156,8 +167,6 @@ _decoding = threading.local()
 
 _HOOK = -1
 """Number of the hooks, which torch counts from 0."""
-
-_NEVER_FIRST = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 
 _INSTALLED = "_kvalloc_installed"
 """The attribute of a hooked module. No table of all modules: Dynamo, which reads what `_before`
@@ -215,8 +224,8 @@ def end_serving(decoder: nn.Module, method: Serve) -> None:
 
 def _install(decoder: nn.Module) -> _Installed:
     switch = AttentionSwitch(decoder)
-    for hook in (_before, _after):  # Dynamo follows them into a graph, but never begins with them
-        set_code_exec_strategy(hook.__code__, _NEVER_FIRST)
+    for hook in (_before, _after):
+        start_no_graph_at(hook)
     register_implementation(_ATTENTION, _attention)
     keep_from_copies(decoder, _without_hooks)
     handles = (
@@ -224,11 +233,8 @@ def _install(decoder: nn.Module) -> _Installed:
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True),
     )
     for handle in handles:  # graphs are made for the numbers of hooks
-        for name, each in vars(decoder).items():
-            if name.startswith("_forward_") and handle.id in each:
-                each[_HOOK] = each.pop(handle.id)
-        handle.id = _HOOK
-    return _Installed(switch, handles)
+        renumber(decoder, handle, _HOOK)
+    return _Installed(switch, handles, cache_argument(decoder), compile_obstacle() is None)
 
 
 def _release(decoder: weakref.ref[nn.Module]) -> None:
@@ -288,7 +294,7 @@ def give_to_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) 
 
 
 def _without_hooks(state: dict[str, Any]) -> None:
-    hooks = {name: value for name, value in state.items() if name.startswith("_forward_")}
+    hooks = dict(forward_hooks(state))
     ours = {k for each in hooks.values() for k, hook in each.items() if hook in (_before, _after)}
     for name, each in hooks.items():
         state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
@@ -301,12 +307,12 @@ def _before(
     if torch.compiler.is_dynamo_compiling():
         return _before_traced(module, args, kwargs)
     # What torch.compile has left to Python is not traced piece by piece.
-    callback, begun = set_eval_frame(None), None
+    callback, begun = set_frame_callback(None), None
     try:
         begun = _before_eager(module, args, kwargs)
     finally:
         if begun is None:
-            set_eval_frame(callback)
+            set_frame_callback(callback)
         else:
             vars(module)[_INSTALLED].open_forwards[threading.get_ident()].callback = callback
     return begun
@@ -320,7 +326,7 @@ def _before_eager(
         return None
     # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
     _close(entry, completed=False)
-    cache = _cache_among(args, kwargs)
+    cache = _hooked_cache(args, kwargs)
     method = entry.serving[-1]() if entry.serving else None
     if cache is None and method is None:
         return None
@@ -328,7 +334,7 @@ def _before_eager(
     begin = partial(_begin, module, entry, arguments=arguments)
     if cache is not None:
         return (), begin(cache)
-    if arguments.get("cache") is not None:  # as `generate_batch` calls it
+    if is_paged(cache_among(arguments)):
         refusals.warn_of_plain(refusals.PAGED_MAKES_NONE)
     changed = method(arguments, begin) if method and _makes_cache(module, arguments) else None
     return None if changed is None else ((), changed)
@@ -361,7 +367,7 @@ def _begin(
         raise
     running[thread] = forward  # where budgets were decided, the model has run in between
     forward.begun = True
-    arguments = {**arguments, "past_key_values": cache, **(changed or {})}
+    arguments = {**without_cache(arguments), entry.argument: cache, **(changed or {})}
     if decoded:
         forward.visible = arguments.get("attention_mask")
     else:
@@ -374,11 +380,11 @@ def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
     asked = arguments.get("use_cache")
     if asked is None:
         asked = getattr(module.config, "use_cache", True)
-    return bool(asked) and arguments.get("past_key_values") is None
+    return bool(asked) and cache_among(arguments) is None
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    if isinstance(token := kwargs.get("past_key_values"), _Decoding):
+    if isinstance(token := cache_among(kwargs), _Decoding):
         return _after_token(module, token, output)
     if torch.compiler.is_dynamo_compiling():
         return None
@@ -389,7 +395,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     try:
         outputs = _close(entry, completed=output is not None)
     finally:
-        set_eval_frame(forward.callback)
+        set_frame_callback(forward.callback)
     return joined([*outputs, output]) if outputs and output is not None else None
 
 
@@ -412,8 +418,8 @@ def _close(entry: _Installed, *, completed: bool) -> list[Any]:
     return [] if forward is None else forward.outputs
 
 
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    among = (kwargs.get("past_key_values"), *args)
+def _hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    among = (cache_among(kwargs), *args)
     return next((one for one in among if isinstance(one, HookedCache)), None)
 
 
@@ -439,8 +445,7 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 def _new_handle(n_layers: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         handle = torch.zeros(1, 1, n_layers, PLACES, dtype=torch.long, device=device)
-    # what torch._dynamo.mark_static_address sets, which imports Dynamo
-    vars(handle)["_dynamo_static_input_type"] = "unguarded"
+    mark_static(handle)
     return handle
 
 
@@ -581,8 +586,9 @@ def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, visible: Tensor
 class _Decoding(Cache):
     """What a compiled decoder sees of a cache: new keys and values, and how many tokens came."""
 
-    def __init__(self, cache: Any, seen: Tensor, implementation: str) -> None:
-        self.cache, self.seen, self.implementation = cache, seen, implementation
+    def __init__(self, cache: Any, seen: Tensor, implementation: str, argument: str) -> None:
+        self.cache, self.seen = cache, seen
+        self.implementation, self.argument = implementation, argument
         self.layers = []
 
     def update(
@@ -618,7 +624,7 @@ def _before_traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let one token that follows a prompt be decoded in the graph, all else outside of it."""
-    cache = _cache_among(args, kwargs)
+    cache = _hooked_cache(args, kwargs)
     entry = _installed(module)
     if cache is None:
         if entry is not None and entry.serving:
@@ -626,6 +632,8 @@ def _before_traced(
         return None
     if entry is None:
         return None
+    if not entry.graphs:
+        _refuse_graphs()
     tokens = kwargs.get("inputs_embeds")
     tokens = kwargs.get("input_ids") if tokens is None else tokens
     implementation = base_implementation(module.config)
@@ -640,16 +648,16 @@ def _before_traced(
         or kwargs.get("use_cache") is False
         or kwargs.get("output_attentions")
     ):
-        torch._dynamo.graph_break(msg=refusals.UNCOMPILED)
+        break_graph(refusals.UNCOMPILED)
     in_place, mask = cache.in_place, kwargs.get("attention_mask")
     tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, mask, in_place)
     set_implementation(module.config, _ATTENTION)
     changed = {
         "input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens,
         "attention_mask": cache.handle if in_place else cache.number,
-        "past_key_values": _Decoding(cache, seen, implementation),
+        entry.argument: _Decoding(cache, seen, implementation, entry.argument),
     }
-    return (), {**kwargs, **changed}
+    return (), {**without_cache(kwargs), **changed}
 
 
 def _after_token(module: nn.Module, token: _Decoding, output: Any) -> Any:
@@ -660,7 +668,8 @@ def _after_token(module: nn.Module, token: _Decoding, output: Any) -> Any:
     hidden = torch.ops.kvalloc.end(token.cache.number, output[0])
     if isinstance(output, tuple):
         return hidden, *(token.cache if one is token else one for one in output[1:])
-    output.last_hidden_state, output.past_key_values = hidden, token.cache
+    output.last_hidden_state = hidden
+    setattr(output, token.argument, token.cache)
     return output
 
 
@@ -668,5 +677,9 @@ def _say_that_it_is_plain() -> None:
     refusals.warn_of_plain(refusals.COMPILED_MAKES_NONE)
 
 
-# Run while Dynamo traces: what torch.compiler.assume_constant_result sets, which imports Dynamo.
-vars(_say_that_it_is_plain)["_dynamo_marked_constant"] = True
+def _refuse_graphs() -> None:
+    raise UnsupportedRequestError(f"{compile_obstacle()}, or do not compile the model")
+
+
+mark_constant(_say_that_it_is_plain)
+mark_constant(_refuse_graphs)

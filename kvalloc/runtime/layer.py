@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicLayer
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.models.attention import AttentionStates
@@ -51,7 +51,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Holds all entries up to the latest eviction at 8 bits, where they are to be read again.
     """
 
-    is_croppable = False  # evicted entries cannot come back
+    is_croppable = True  # back to the latest eviction: what was evicted cannot come back
 
     keys: Any  # transformers calls them optional
     values: Any

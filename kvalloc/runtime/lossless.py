@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from kvalloc.models.names import (
+    cache_among,
+    cache_keyword,
+    generation_argument,
+    lookup,
+    padding_token,
+)
 from kvalloc.models.structure import input_device
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layer import BudgetLayer
@@ -147,7 +153,10 @@ class _Answer:
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
             given = {"attention_mask": mask, "position_ids": positions[:, seen:]}
         output = self.model(
-            input_ids=ids[:, seen:], past_key_values=cache, logits_to_keep=keep, **given
+            input_ids=ids[:, seen:],
+            logits_to_keep=keep,
+            **cache_keyword(self.model, cache),
+            **given,
         )
         logits: Tensor = output.logits[:, -keep:].float()
         return logits
@@ -352,8 +361,8 @@ def generate_lossless(
     **given: Any,
 ) -> Any:
     """Decode for ``generate(custom_generate=...)``: see `lossless_tokens`."""
-    cache, mask = given["past_key_values"], given.get("attention_mask")
-    ids, scores, padding = input_ids, list[Tensor](), generation_config._pad_token_tensor
+    cache, mask = cache_among(given), given.get("attention_mask")
+    ids, scores = input_ids, list[Tensor]()
     unfinished = torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
 
     def ended(tokens: Tensor) -> Tensor:
@@ -365,7 +374,7 @@ def generate_lossless(
         if bool(unfinished.all()):
             return found
         only = torch.full_like(found, -torch.inf)  # a row that has ended gives padding
-        only[:, int(padding)] = 0
+        only[:, padding_token(generation_config)] = 0
         return torch.where(unfinished, found, only)
 
     tokens = lossless_tokens(
@@ -390,9 +399,9 @@ def generate_lossless(
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return ids
-    output: Any = GenerateDecoderOnlyOutput
+    output = lookup("transformers.generation.utils:GenerateDecoderOnlyOutput", "a lossless answer")
     return output(
         sequences=ids,
         scores=tuple(scores) if generation_config.output_scores else None,
-        past_key_values=cache,
+        **{generation_argument(): cache},
     )

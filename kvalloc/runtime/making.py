@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
-from kvalloc.models.structure import text_config, uncompiled
+from kvalloc.models.names import layer_classes, uncompiled
+from kvalloc.models.structure import text_config
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
@@ -28,7 +24,7 @@ from kvalloc.runtime.tier import READ, LayerTier, Records
 from kvalloc.shape import ModelShape
 
 
-def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
+def make_layers(model: nn.Module, shape: ModelShape) -> list[Any]:
     """Cache layers for the model, its full-attention ones replaced by `BudgetLayer`.
 
     Sliding layers are transformers' own: they hold a constant number of entries anyway.
@@ -50,9 +46,8 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
         If a layer caches anything but keys and values of full or sliding attention.
     """
     layers: list[Any] = DynamicCache(config=text_config(model)).layers
-    expected = [
-        DynamicLayer if t == "full" else DynamicSlidingWindowLayer for t in shape.layer_types
-    ]
+    full, sliding = layer_classes()
+    expected = [full if t == "full" else sliding for t in shape.layer_types]
     found = [type(layer) for layer in layers]
     if found != expected:
         kinds = ", ".join(sorted({kind.__name__ for kind in found}))
@@ -60,7 +55,7 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
             f"transformers caches {type(model).__name__} in {len(found)} layers of {kinds}; "
             "kvalloc reduces full attention next to sliding-window attention only"
         )
-    return [BudgetLayer() if type(layer) is DynamicLayer else layer for layer in layers]
+    return [BudgetLayer() if type(layer) is full else layer for layer in layers]
 
 
 def make_cache(
@@ -92,7 +87,8 @@ def make_cache(
     Returns
     -------
     BudgetCache
-        Pass it as ``past_key_values``; the budgets belong to it, not to the model.
+        Pass it to ``generate()`` as ``past_key_values``, which transformers 5.24 and later also
+        call ``cache``; the budgets belong to it, not to the model.
 
     Raises
     ------

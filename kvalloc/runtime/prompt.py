@@ -17,9 +17,9 @@ from kvalloc.accounting.stored import layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.models.names import MaskFunction
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, row_tokens
-from kvalloc.runtime.attention.masks import MaskFunction
 from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction

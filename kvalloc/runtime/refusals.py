@@ -19,9 +19,8 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
-from kvalloc.models.attention import base_implementation
+from kvalloc.models.names import MaskFunction, base_implementation, mask_function
 from kvalloc.models.structure import has_compiled_layers
-from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import policy_class
 from kvalloc.runtime.policies.base import EvictionPolicy, RankedPolicy
@@ -40,8 +39,8 @@ TURN_BROKEN_OFF = (
     "on from a copy.deepcopy(cache) made before; to end an answer early, use stopping_criteria"
 )
 COMPILED_MAKES_NONE = (
-    "a compiled forward makes no reduced cache; pass it one, "
-    "past_key_values=kvalloc.make_cache(model, profile), or call generate()"
+    "a compiled forward makes no reduced cache; pass it kvalloc.make_cache(model, profile) as its "
+    "cache, or call generate()"
 )
 PAGED_MAKES_NONE = (
     "generate_batch() keeps all entries, in pages of its own; call generate(), with several rows"

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicLayer
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
+from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import Step, row_tokens
 from kvalloc.runtime.refusals import token_ids
@@ -152,8 +152,8 @@ class HeldPrompt:
         self.decoder(
             input_ids=ids,
             position_ids=positions + torch.arange(ids.shape[1], device=ids.device),
-            past_key_values=cache,
             use_cache=True,
+            **cache_keyword(self.decoder, cache),
         )
 
 

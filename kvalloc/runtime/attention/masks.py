@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-#: One of transformers' own. Eager attention adds its mask to the logits; sdpa takes True for what
-#: is seen; flash attention is causal by itself, aligned at the end, and takes the padding alone,
-#: (batch, n_tokens); flex attention takes a `BlockMask`.
-MaskFunction: TypeAlias = Callable[..., Any]
-
-
-def mask_function(base: str) -> MaskFunction | None:
-    """Return what makes the masks of an attention implementation; None if none of those above.
-
-    Implementations from elsewhere (flash attention of the kernels hub, say) are known by the mask
-    function that they are registered with.
-
-    Parameters
-    ----------
-    base : str
-        Its name in transformers' tables, e.g. ``"sdpa"``.
-    """
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask, flex_attention_mask
-
-    found: Any = AttentionMaskInterface._global_mapping.get(base)
-    known = base in ("eager", "sdpa") or found in (flash_attention_mask, flex_attention_mask)
-    return found if known else None
+from kvalloc.models.names import MaskFunction
 
 
 def stored_mask(
@@ -53,7 +30,7 @@ def stored_mask(
     Parameters
     ----------
     function : MaskFunction
-        Of the model's attention implementation, see `mask_function`.
+        Of the model's attention implementation, see `kvalloc.models.names.mask_function`.
     new_tokens : int
         Tokens of this forward; they are the last ones stored.
     stored_tokens : int

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from prompt_runs import CONTEXT, SINKS, TARGET, applied, generate
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError, naming_flags
@@ -98,14 +98,23 @@ def test_a_forward_that_cannot_be_reduced_says_why_once(tiny):
             with pytest.warns(UserWarning, match="a plain cache.*output_attentions") as said:
                 found = [model(ids, output_attentions=True) for _ in range(2)]
             assert len(said) == 1
-            with pytest.warns(UserWarning, match=r"call generate\(\)"):  # as generate_batch does
-                model(ids, use_cache=False, cache=found)
             assert applied.last_cache is None
             assert model(ids).past_key_values is applied.last_cache
     for one in found:
         assert type(one.past_key_values) is DynamicCache
         assert torch.equal(one.logits, expected.logits)
         assert all(map(torch.equal, one.attentions, expected.attentions))
+
+
+def test_generate_batch_says_that_it_is_plain(tiny):
+    model, prompt = tiny.tiny_model(), tiny.prompt(CONTEXT)[0].tolist()
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=1, pad_token_id=0)
+    (expected,) = model.generate_batch([prompt], generation_config=config).values()
+    with kvalloc.apply(model, budget="40%") as applied:
+        with pytest.warns(UserWarning, match=r"a plain cache.*generate_batch\(\) keeps all"):
+            (found,) = model.generate_batch([prompt], generation_config=config).values()
+        assert applied.last_cache is None
+    assert found.generated_tokens == expected.generated_tokens
 
 
 def test_a_forward_in_a_compiled_model_says_that_it_is_plain(tiny, model):

@@ -1,0 +1,344 @@
+"""Names of transformers and torch that are private or change between versions.
+
+No other file of kvalloc contains one (``tests/unit/models/test_names.py``). Each is looked up when
+it is needed. If a version lacks a name, only the ability that needs it is lost, and one line says
+which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvalloc.errors import MissingDependencyError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the cache in arguments and outputs of models, that of transformers 5.24 first."""
+
+IMPLEMENTATION = "_attn_implementation"
+"""Attribute of a config: the name of the attention implementation that its model uses."""
+
+#: Makes the masks of an attention implementation. Eager attention adds its mask to the logits; in a
+#: mask of sdpa, True marks visible entries; flash attention is always causal, aligned at the end,
+#: and takes only the padding, (batch, n_tokens); flex attention takes a `BlockMask`.
+MaskFunction: TypeAlias = Callable[..., Any]
+
+AttentionFunction: TypeAlias = "Callable[..., tuple[Tensor, Tensor | None]]"
+
+
+@cache
+def lookup(path: str, ability: str) -> Any:
+    """Return an object of torch or transformers that only some versions have.
+
+    Parameters
+    ----------
+    path : str
+        Module and name, as ``"torch.nn:Module.forward"``.
+    ability : str
+        The ability that needs it, for the message.
+
+    Raises
+    ------
+    MissingDependencyError
+        If the installed version lacks it; names version, path and ability.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise _missing(module.partition(".")[0], path.replace(":", "."), ability) from error
+
+
+def _missing(package: str, name: str, ability: str) -> MissingDependencyError:
+    version = importlib.import_module(package).__version__
+    return MissingDependencyError(
+        f"{ability} needs {name}, which {package} {version} does not have; install a version of "
+        "it that kvalloc was tried with ('kvalloc doctor' names them)"
+    )
+
+
+# The cache
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the cache among the arguments of a model's forward.
+
+    A wrapper that takes any argument, such as PEFT's or torch.compile's, passes it to a model of
+    transformers, so the name is that of `generation_argument`.
+
+    Raises
+    ------
+    MissingDependencyError
+        If transformers uses none of the names in `CACHE_ARGUMENTS`.
+    """
+    kind: Any = type(model)
+    return _cache_parameter(kind) or generation_argument()
+
+
+@cache
+def generation_argument() -> str:
+    """Return the name of the cache among the arguments of ``generate()``.
+
+    Raises
+    ------
+    MissingDependencyError
+        If it is none of `CACHE_ARGUMENTS`.
+    """
+    path, ability = "transformers:GenerationMixin.prepare_inputs_for_generation", "a reduced cache"
+    name = _named_cache(lookup(path, ability))
+    if name is None:
+        raise _missing("transformers", "an argument 'cache' of generate()", ability)
+    return name
+
+
+@cache
+def _cache_parameter(kind: Any) -> str | None:
+    return _named_cache(kind.forward)
+
+
+def _named_cache(function: Callable[..., Any]) -> str | None:
+    parameters = inspect.signature(function).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def cache_keyword(model: Any, cache: Any) -> dict[str, Any]:
+    """Return a cache as the keyword argument of a model's forward."""
+    return {cache_argument(model): cache}
+
+
+def cache_among(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward or ``generate()``; None if it has none."""
+    for name in CACHE_ARGUMENTS:
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
+
+
+def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward or ``generate()`` without a cache."""
+    return {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS}
+
+
+def is_paged(cache: Any) -> bool:
+    """Return whether a cache is the paged one of ``generate_batch()``."""
+    # its module is loaded if such a cache exists
+    module = sys.modules.get("transformers.generation.continuous_batching.cache")
+    kind = getattr(module, "PagedAttentionCache", None)
+    return kind is not None and isinstance(cache, kind)
+
+
+def layer_classes() -> tuple[type, type]:
+    """Return transformers' cache layers of full and of sliding-window attention.
+
+    Raises
+    ------
+    MissingDependencyError
+    """
+    path, ability = "transformers.cache_utils:Dynamic", "a reduced cache"
+    return lookup(f"{path}Layer", ability), lookup(f"{path}SlidingWindowLayer", ability)
+
+
+def padding_token(generation_config: Any) -> int:
+    """Return the token that ``generate()`` fills ended rows with, while it runs.
+
+    Raises
+    ------
+    MissingDependencyError
+    """
+    name = "_pad_token_tensor"
+    if not hasattr(generation_config, name):
+        raise _missing("transformers", f"GenerationConfig.{name}", "a lossless answer of rows")
+    return int(getattr(generation_config, name))
+
+
+COMMIT = "_commit_hash"
+"""Attribute of a config: the revision of the repository that it was read from."""
+
+
+# Attention
+
+
+def base_implementation(config: Any) -> str:
+    """Return the name of a model's attention implementation, such as ``"sdpa"``."""
+    return getattr(config, IMPLEMENTATION) or "eager"
+
+
+def set_implementation(config: Any, name: str) -> None:
+    """Let a model that Dynamo traces read the name of another implementation in its config.
+
+    After the graph, Dynamo writes the last value to the config itself.
+    """
+    config._attn_implementation_internal = name
+
+
+def register_implementation(name: str, function: Callable[..., Any]) -> None:
+    """Add an implementation to transformers' table."""
+    lookup("transformers:AttentionInterface", "a reduced cache").register(name, function)
+
+
+def has_attention_interface(decoder: Any) -> bool:
+    """Return whether the attention of a model goes through transformers' attention interface.
+
+    Raises
+    ------
+    MissingDependencyError
+        If this version of transformers has no such attribute on any model.
+    """
+    ability, name = "seeing what a model attends to", "_supports_attention_backend"
+    lookup(f"transformers:PreTrainedModel.{name}", ability)
+    lookup(f"transformers:PreTrainedConfig.{IMPLEMENTATION}", ability)
+    return bool(getattr(decoder, name, False))
+
+
+@cache
+def attention_function(kind: Any, base: str) -> AttentionFunction:
+    """Return the function that a layer calls for an attention implementation.
+
+    A modeling file may override an implementation in its own table, and the eager function is in
+    no table but in the modeling file. So the file of the attention class comes first, then the
+    files of its parent classes, since a user's subclass is in another file.
+
+    Parameters
+    ----------
+    kind : type
+        The class of the layer's attention.
+    base : str
+        Name of the implementation.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is no such function.
+    """
+    for parent in kind.__mro__:
+        modeling_file = sys.modules.get(parent.__module__)
+        if base == "eager":
+            eager = getattr(modeling_file, "eager_attention_forward", None)
+            if eager is not None:
+                return eager  # type: ignore[no-any-return]
+        table = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
+        if table is not None and base in table:
+            return table[base]  # type: ignore[no-any-return]
+    raise UnsupportedModelError(
+        f"{kind.__name__} has no {base} attention function that kvalloc can call; load "
+        'the model with attn_implementation="sdpa".'
+    )
+
+
+def mask_function(base: str) -> MaskFunction | None:
+    """Return the mask function of an attention implementation, or None if it is unknown.
+
+    An implementation that another package registers, such as flash attention from the kernels
+    hub, is recognised by the mask function registered for it.
+
+    Parameters
+    ----------
+    base : str
+        Its name in transformers' tables, e.g. ``"sdpa"``.
+
+    Raises
+    ------
+    MissingDependencyError
+    """
+    ability = f"a reduced cache on {base} attention"
+    functions = lookup("transformers:AttentionMaskInterface", ability)()
+    function: MaskFunction | None = functions.get(base)
+    if base in ("eager", "sdpa"):
+        return function
+    kinds = ("flash_attention_mask", "flex_attention_mask")
+    known = [lookup(f"transformers.masking_utils:{kind}", ability) for kind in kinds]
+    return function if function in known else None
+
+
+# Modules, and torch.compile
+
+
+def forward_hooks(attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, Any]]]:
+    """Yield name and contents of each table of forward hooks in a module's attributes."""
+    return ((name, hooks) for name, hooks in attributes.items() if name.startswith("_forward_"))
+
+
+def renumber(module: nn.Module, handle: RemovableHandle, number: int) -> None:
+    """Replace the number that torch gave to a hook of a module."""
+    for _, hooks in forward_hooks(vars(module)):
+        if handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+    handle.id = number
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model that ``torch.compile`` has wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has taken a module, in place or by a wrapper."""
+    attributes = vars(module)  # a failing attribute search of a module takes long
+    compiled = attributes.get("_compiled_call_impl") is not None
+    return compiled or "_orig_mod" in attributes["_modules"]
+
+
+@cache
+def compile_obstacle() -> str | None:
+    """Return why compiled models cannot be served with this version of torch, or None."""
+    names = ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy", "set_eval_frame")
+    try:
+        for name in names:
+            lookup(f"torch._C._dynamo.eval_frame:{name}", "compiling a model with a reduced cache")
+    except MissingDependencyError as error:
+        return str(error)
+    return None
+
+
+def start_no_graph_at(function: Any) -> None:
+    """Let Dynamo trace a function inside a graph, but never start a graph at it."""
+    if compile_obstacle() is None:
+        from torch._C._dynamo import eval_frame
+
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, default)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def set_frame_callback(callback: Any) -> Any:
+    """Set Dynamo's callback for Python frames, None for no tracing; return the previous one.
+
+    Does nothing if this version of torch lacks it, since no compiled model is served then.
+    """
+    if compile_obstacle() is not None:
+        return None
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    return set_eval_frame(callback)
+
+
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Let Dynamo run a function at trace time and put its result into the graph.
+
+    Sets the attribute that ``torch.compiler.assume_constant_result`` sets, which imports Dynamo.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+
+
+def mark_static(tensor: Tensor) -> None:
+    """Tell Dynamo that the address of a tensor does not change.
+
+    Sets the attribute that ``torch._dynamo.mark_static_address`` sets, which imports Dynamo.
+    """
+    vars(tensor)["_dynamo_static_input_type"] = "unguarded"
+
+
+def break_graph(why: str) -> None:
+    """End the graph that Dynamo traces; Python runs the next operations."""
+    import torch
+
+    torch._dynamo.graph_break(msg=why)
