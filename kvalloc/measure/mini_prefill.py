@@ -50,7 +50,8 @@ def mini_prefill(
         not keep the tensors.
     layers : collection of int
         The wanted layers. The last one's attention output, its MLP, all later layers, the final
-        norm and the head are never computed.
+        norm and the head are never computed, but for the few tokens by which the model's rotation
+        is found out, once for a model.
     chunk : int, optional
         Tokens that run at once, as many in the last chunk; all by default. `look`
         is then called with each chunk's queries, and all keys and values up to it.

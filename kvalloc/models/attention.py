@@ -30,13 +30,14 @@ from kvalloc.models.names import (
     has_attention_interface,
     register_implementation,
 )
-from kvalloc.models.rope import layer_frequencies
+from kvalloc.models.rope import current_frequencies, probed_rotations
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kvalloc.accounting import IntArray
+    from kvalloc.models.rope import Rotation
 
 _PREFIX = "kvalloc_"
 
@@ -226,7 +227,7 @@ class _Active:
 
     handler: Handler
     module_ids: frozenset[int]
-    rotary: nn.Module | None
+    rotations: Mapping[int, Rotation]
     outer: _Active | None
 
 
@@ -263,6 +264,8 @@ class _ConfigView:
 setattr(_ConfigView, IMPLEMENTATION, property(_ConfigView._implementation))
 
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
+# How the layers of each decoder rotate their queries, from a probe that succeeded.
+_rotations: weakref.WeakKeyDictionary[nn.Module, dict[int, Rotation]] = weakref.WeakKeyDictionary()
 # How often each decoder is intercepted now: with threads or nesting, the first one to leave must
 # not take away the views that another one still needs.
 _within: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -303,17 +306,14 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
     ``with`` brings back the outer handler. Handlers are found through a context variable, so
     another thread that runs the same model meanwhile is not intercepted.
     """
-    switch = AttentionSwitch(model)
-    token = switch.enter(handler)
-    try:
+    with AttentionSwitch(model).intercepting(handler):
         yield
-    finally:
-        switch.leave(token)
 
 
 class AttentionSwitch:
     """The reusable half of `intercept_attention`: what has to be found out once for a model.
 
+    The first switch of a decoder runs it over a few tokens, to see how its layers rotate queries.
     Entering sets one context variable and lends each attention module its view, as long as anybody
     is within. Each `enter` must be answered by one `leave`, in reverse order.
 
@@ -332,12 +332,18 @@ class AttentionSwitch:
         decoder: nn.Module = decoder_of(model)
         _check_goes_through_interface(model, decoder)
         self._module_ids = frozenset(id(module) for module in decoder.modules())
-        self._rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
         self._decoder = weakref.ref(decoder)
         self._modules = _attention_modules(decoder)
         # the layers of some families have an index, too; their attention comes behind them
-        self._attention = {module.layer_idx: module for module in self._modules}
+        self._attention = {
+            module.layer_idx: module for module in self._modules if module.layer_idx is not None
+        }
         self.renames = all(module.config is decoder.config for module in self._modules)
+        self.rotations: Mapping[int, Rotation] = _rotations.get(decoder, {})
+        if not self.rotations:
+            self.rotations, complete = probed_rotations(decoder, self._attention, self.intercepting)
+            if complete:
+                _rotations[decoder] = self.rotations
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.
@@ -352,13 +358,13 @@ class AttentionSwitch:
             As an attention function gets them.
         """
         module = self._attention[layer]
-        active = _Active(handler, self._module_ids, self._rotary, None)
+        active = _Active(handler, self._module_ids, self.rotations, None)
         return _answered(active, base_implementation(module.config), module, *states, **kwargs)
 
     def enter(self, handler: Handler) -> Token[_Active | None]:
         """Switch interception on; returns what `leave` needs."""
         self._count(1)
-        return _active.set(_Active(handler, self._module_ids, self._rotary, _active.get()))
+        return _active.set(_Active(handler, self._module_ids, self.rotations, _active.get()))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
@@ -367,6 +373,15 @@ class AttentionSwitch:
             # An interrupted notebook cell may be tidied up from another context; the one that
             # held the handler is gone then.
             _active.reset(token)
+
+    @contextmanager
+    def intercepting(self, handler: Handler) -> Iterator[None]:
+        """Switch interception on while the ``with`` is open."""
+        token = self.enter(handler)
+        try:
+            yield
+        finally:
+            self.leave(token)
 
     def _count(self, step: int) -> None:
         """Count users of the switch; lend views to the modules, or take them back."""
@@ -394,12 +409,15 @@ def _attention_modules(decoder: nn.Module) -> list[Any]:
 
 
 def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
-    """Return what `layer_frequencies` says of each attention module of a model, in order."""
-    decoder: nn.Module = decoder_of(model)
-    rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
-    every = dict.fromkeys(_attention_modules(decoder))  # of some families whole layers, too
-    innermost = [one for one in every if not every.keys() & {*one.modules()} - {one}]
-    return [layer_frequencies(layer, rotary) for layer in innermost]
+    """Return the RoPE inverse frequencies of each layer of a model, in order, or why it has none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's attention does not go through transformers' attention interface.
+    """
+    rotations = _rotations.get(decoder_of(model)) or AttentionSwitch(model).rotations
+    return [current_frequencies(rotations[layer]) for layer in sorted(rotations)]
 
 
 def rotates_halves(model: nn.Module) -> bool:
@@ -480,8 +498,9 @@ def _answered(
             _active.reset(token)
 
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     states = AttentionStates(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        layer=layer,
         queries=query,
         keys=key,
         values=value,
@@ -491,7 +510,7 @@ def _answered(
         softcap=None if softcap is None or base == "sdpa" else float(softcap),
         sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
         output_projection=_output_projection(module, query.shape[1] * value.shape[-1]),
-        frequencies=layer_frequencies(module, active.rotary),
+        frequencies=current_frequencies(active.rotations.get(layer, "it is not known yet")),
     )
     return active.handler(states, compute)
 

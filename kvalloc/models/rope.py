@@ -1,64 +1,41 @@
 """Rotary position embeddings (RoPE): a layer's inverse frequencies, and rotation by them.
 
-Transformers has no interface that tells whether and how a layer rotates its queries, so the
-modeling file is read. What cannot be read there counts as unknown, never as plain rotation.
+Transformers has no interface that tells whether and how a layer rotates its queries, so a layer is
+judged by what it computes: its queries of a token at several positions are compared with those at
+position 0, rotated by `rotate`. What cannot be compared counts as unknown, never as plain rotation.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-import textwrap
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.structure import context_limit, has_compiled_layers, input_device, text_config
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-_ROTATES: dict[str, Callable[[Any], bool]] = {
-    "": lambda layer: True,
-    "position_embeddings is not None": lambda layer: True,
-    "self.use_rope": lambda layer: layer.use_rope,
-    "self.is_local_attention": lambda layer: layer.is_local_attention,
-    "self.sliding_window is not None": lambda layer: layer.sliding_window is not None,
-    "self.sliding_window is None or self.is_sliding": lambda layer: (
-        layer.sliding_window is None or layer.is_sliding
-    ),
-}
-"""Conditions, as modeling files write them, under which a layer rotates its queries."""
+Rotation: TypeAlias = "tuple[dict[str, Tensor | None], str] | str"
+"""Buffers of a module and the name of the inverse frequencies among them, which the model may
+replace as a text grows; or a sentence that says why a layer has none."""
 
+_POSITIONS = (0, 1, 17, 200)
+"""Positions of a probe: small ones for pairs that rotate fast, large ones for slow pairs."""
 
-def layer_frequencies(layer: nn.Module, rotary: nn.Module | None) -> Tensor | str:
-    """Return the RoPE inverse frequencies of a layer, which kinds of layers may differ in.
+_TOKENS = (1, 2)
+"""Tokens of a probe: two, because the embedding of a padding token is zero."""
 
-    Parameters
-    ----------
-    layer : nn.Module
-        The layer's attention.
-    rotary : nn.Module or None
-        The model's rotary embedding.
+_TOLERANCE = 0.02
+"""Largest difference from the expected queries, as a share of the queries' length.
 
-    Returns
-    -------
-    Tensor, (n_rotated / 2,), or str
-        As in `kvalloc.models.attention.AttentionStates`: a sentence where the layer does not
-        rotate halves of its queries, or where its source does not show it.
-    """
-    kind: Any = type(layer)
-    rotates = _rotation(kind)
-    if isinstance(rotates, str):
-        return rotates
-    if rotary is None or not rotates(layer):
-        return f"a layer of {kind.__name__} does not rotate its queries"
-    # read from `vars`: a failing attribute search costs much at each layer of each token
-    layer_type = vars(layer).get("layer_type")
-    known = None if layer_type is None else getattr(rotary, f"{layer_type}_inv_freq", None)
-    known = getattr(rotary, "inv_freq", None) if known is None else known
-    return f"{type(rotary).__name__} has no inverse frequencies" if known is None else known
+Rotation of neighbours differs by more than 0.5, and by frequencies that are 1% off by more than
+0.1. Rotation by the same frequencies in TF32, which a graphics card may round to, differs by less
+than 0.005.
+"""
 
 
 def known_frequencies(frequencies: Tensor | str, *, who: str, instead: str) -> Tensor:
@@ -110,36 +87,167 @@ def rotate(queries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1)
 
 
-@cache
-def _rotation(kind: Any) -> Callable[[Any], bool] | str:
-    """Whether a layer of this class rotates halves of its queries, or why that is not known."""
+def current_frequencies(rotation: Rotation) -> Tensor | str:
+    """Return the inverse frequencies of a layer as they are now, or why it has none."""
+    if isinstance(rotation, str):
+        return rotation
+    buffers, name = rotation
+    return buffers[name]  # type: ignore[return-value]
+
+
+def probed_rotations(
+    decoder: Any,
+    layers: Mapping[int, nn.Module],
+    intercepting: Callable[[Callable[..., Any]], AbstractContextManager[None]],
+) -> tuple[dict[int, Rotation], bool]:
+    """Return how each layer rotates its queries, from one forward of a few tokens.
+
+    Parameters
+    ----------
+    decoder : nn.Module
+        The model without its language-model head. Its own hooks do not run; those of its parts do.
+    layers : mapping of int to nn.Module
+        The attention module of each layer.
+    intercepting : callable
+        Takes a handler of attention calls, and returns the ``with`` in which it is called.
+
+    Returns
+    -------
+    rotations : dict of int to Rotation
+        By layer. Nothing in it keeps the decoder alive.
+    complete : bool
+        Whether the forward succeeded. If not, a later one may: memory may have been short.
+    """
+    queries: dict[int, Tensor] = {}
+
+    def attend(states: Any, compute: object) -> tuple[Tensor, None]:
+        queries[states.layer] = states.queries
+        # Attention to a single key returns its value. A layer with sinks would compute something
+        # that depends on the position, too.
+        group = states.queries.shape[1] // states.values.shape[1]
+        return states.values.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
+
+    found: dict[int, Rotation] = {}
+    reason = "a probe calls no attention of it"
+    tables = [
+        (part, name)
+        for part in decoder.modules()
+        for name in part._buffers
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    ]
+    try:
+        with _restoring({part for part, _ in tables}), intercepting(attend):
+            positions = _run(decoder)
+            for layer in queries.keys() & layers.keys():
+                kind = type(layers[layer]).__name__
+                found[layer] = _rotation(kind, queries[layer], positions, tables)
+        complete = True
+    except Exception as error:  # models fail in any way; a policy then goes without rotation
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        complete, reason = False, f"a probe raises {type(error).__name__}: {first_line[:200]}"
+        found.clear()
+    for layer, module in layers.items():
+        unknown = f"it is not known when {type(module).__name__} rotates its queries: {reason}"
+        found.setdefault(layer, unknown)
+    return found, complete
+
+
+def _run(decoder: Any) -> Tensor:
+    """Run a decoder over a few tokens at several positions, and return the positions.
+
+    Each token is a row of its own, so that its queries depend on the token and the position alone,
+    whatever mixes the tokens of a row: attention, a convolution or a recurrence.
+    """
     import torch
 
-    # GLM and Cohere rotate neighbours: the same angles would belong to other pairs
-    halves = getattr(sys.modules.get(kind.__module__), "rotate_half", None)
-    if halves is None or halves(torch.arange(4.0, device="cpu")).tolist() != [-2.0, -3.0, 0.0, 1.0]:
-        return f"{kind.__name__} does not rotate halves of its queries"
+    if has_compiled_layers(decoder):
+        raise UnsupportedModelError("its layers are compiled")
+    device = input_device(decoder)
+    device = torch.device("cpu") if device.type == "meta" else device  # a hook loads the weights
+    last, vocabulary = context_limit(decoder), text_config(decoder).vocab_size
+    positions = torch.tensor(_POSITIONS, device=device).clamp(max=last and last - 1)
+    ids = torch.tensor(_TOKENS, device=device).clamp(max=vocabulary - 1)
+    training = any(part.training for part in decoder.modules())
+    with torch.no_grad(), _without_chance(device) if training else nullcontext():
+        type(decoder).forward(
+            decoder,
+            input_ids=ids.repeat_interleave(len(positions))[:, None],
+            position_ids=positions.repeat(len(ids))[:, None],
+            use_cache=False,
+        )
+    return positions
+
+
+@contextmanager
+def _without_chance(device: torch.device) -> Iterator[None]:
+    """Leave dropout out in this thread, and keep the state of the device's random numbers."""
+    import torch
+
+    class WithoutDropout(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.nn.functional.dropout:
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    draws = [device] if device.type == "cuda" else []  # a router of experts may draw some
+    with torch.random.fork_rng(draws), WithoutDropout():
+        yield
+
+
+def _rotation(
+    kind: str, queries: Tensor, positions: Tensor, tables: Sequence[tuple[nn.Module, str]]
+) -> Rotation:
+    """Return the table that fits the queries of a probe best, or a sentence if none fits."""
+    import torch
+
+    tolerance = max(_TOLERANCE, 8 * torch.finfo(queries.dtype).eps)
+    rows = queries.float().reshape(-1, len(positions), *queries.shape[1:])
+    at_zero, places = rows[:, :1].expand_as(rows), positions.to(rows.device)[:, None, None]
+
+    def error(expected: Tensor) -> float:
+        return float((rows - expected).norm() / rows.norm())
+
+    unrotated = error(at_zero)
+    if not math.isfinite(unrotated):
+        return f"it is not known when {kind} rotates its queries: a probe finds zeros or no numbers"
+    if unrotated < tolerance:
+        return f"a layer of {kind} does not rotate its queries"
+    best: Rotation = f"{kind} does not rotate halves of its queries by frequencies of the model"
+    for part, name in tables:
+        frequencies = getattr(part, name)
+        if frequencies.ndim != 1 or 2 * len(frequencies) > rows.shape[-1]:
+            continue
+        rotated = rotate(at_zero, places, frequencies.to(rows.device))
+        if (different := error(rotated)) < tolerance:
+            best, tolerance = (part._buffers, name), different
+    return best
+
+
+@contextmanager
+def _restoring(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore attributes and buffers of modules: those of RoPE may follow the text's length."""
+    import torch
+
+    before = [
+        (
+            part,
+            vars(part).copy(),
+            part._buffers.copy(),
+            [(own, own.clone()) for own in part.buffers(recurse=False)],
+        )
+        for part in modules
+    ]
     try:
-        conditions = _conditions(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))
-    except (OSError, TypeError, SyntaxError):
-        conditions, why = None, "cannot be read"
-    else:
-        why = "does not show it"
-    unknown = f"it is not known when {kind.__name__} does so: the source of its forward {why}"
-    return unknown if conditions is None else _ROTATES.get(" and ".join(conditions), unknown)
-
-
-def _conditions(node: ast.AST) -> list[str] | None:
-    """Return the conditions around the first call of ``apply_rotary_pos_emb``; None without one."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "apply_rotary_pos_emb":
-        return []
-    for child in ast.iter_child_nodes(node):
-        inner = _conditions(child)
-        if inner is None or isinstance(node, ast.Module | ast.FunctionDef | ast.Assign):
-            if inner is not None:
-                return inner
-        elif isinstance(node, ast.If) and child in node.body:
-            return [ast.unparse(node.test), *inner]
-        else:
-            return [type(node).__name__, *inner]  # an "else" or a loop: no known condition
-    return None
+        yield
+    finally:
+        for part, attributes, buffers, copies in before:
+            for name in {*vars(part), *part._buffers} - {*attributes, *buffers}:
+                delattr(part, name)
+            attributes.pop("config", None)  # a view may be lent by whoever intercepts it meanwhile
+            vars(part).update(attributes)
+            part._buffers.update(buffers)
+            for own, value in copies:
+                if not own.is_meta and not torch.equal(own, value):
+                    own.copy_(value)  # some models write into the buffer

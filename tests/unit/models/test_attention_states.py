@@ -1,5 +1,10 @@
 """What the attention door hands over is what the model computes with, whatever the family."""
 
+import copy
+import gc
+import pickle
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,9 +14,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvalloc.errors import ModelMismatchError, UnsupportedModelError  # noqa: E402
-from kvalloc.models.attention import intercept_attention  # noqa: E402
+from kvalloc.models import attention  # noqa: E402
+from kvalloc.models.attention import (  # noqa: E402
+    intercept_attention,
+    rotary_frequencies,
+    rotates_halves,
+)
 from kvalloc.models.loading import shape_of  # noqa: E402
-from kvalloc.models.rope import layer_frequencies, rotate  # noqa: E402
+from kvalloc.models.rope import rotate  # noqa: E402
 from kvalloc.models.structure import weights_digest  # noqa: E402
 from kvalloc.scorers.attention_rows import attention_rows  # noqa: E402
 from kvalloc.scorers.expected_attention import ExpectedAttention  # noqa: E402
@@ -53,21 +63,50 @@ FAMILIES = {
         "GptOss",
         {"layer_types": KINDS, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    "olmo3": ("Olmo3", {"layer_types": KINDS, "sliding_window": 16}),
+    "hunyuan": ("HunYuanDenseV1", {}),
 }
 UNUSUAL = {
     "Afmoe": {"layer_types": KINDS[::-1], "num_dense_layers": 2},
     "Exaone4": {"layer_types": KINDS[::-1]},
     "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Cohere2": {"layer_types": KINDS[::-1]},
+    "Llama4": {"no_rope_layers": [1, 0], "num_local_experts": 2, "intermediate_size_mlp": 48},
     "Cohere": {},
+    "Glm": {},
 }
 """Which do not rotate the queries of all layers, or rotate neighbours."""
+DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attention_dropout": 0.3}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS = {
+    "plain": ("Llama", {}),
+    "dynamic": ("Llama", {"max_position_embeddings": 128, "rope_parameters": DYNAMIC}),
+    "longrope": (
+        "Phi3",
+        {
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": LONG,
+        },
+    ),
+    "training": ("Phi3", DROPOUT),
+    "checkpointing": ("Phi3", DROPOUT),
+}
 N_TOKENS = 12
 
 
 def model_of(family, attention="eager"):
-    name, more = FAMILIES.get(family) or (family, UNUSUAL[family])
-    config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
-    config = getattr(transformers, config_name)(**{**SIZES, **more})
+    name, more = VARIANTS.get(family) or FAMILIES.get(family) or (family, UNUSUAL[family])
+    part = "Text" if name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{name}{part}Config")(**{**SIZES, **more})
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name}ForCausalLM")
     model = model_class._from_config(config, attn_implementation=attention).eval()
@@ -117,57 +156,248 @@ def test_caps_and_sinks_matter_here(ids):
     assert weights.sum(dim=-1).min() < 0.9
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt-oss"}))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_frequencies_turn_queries_back(family):
-    """The same token everywhere: turned back, its queries are the same at every position."""
-    same = torch.full((1, N_TOKENS), 7)
-    for states, _ in states_of(model_of(family), same):
-        back = rotate(states.queries, -torch.arange(N_TOKENS), states.frequencies)
-        assert (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max() > 0.01
+    """The same token everywhere: turned back, its queries are the same at every position.
+
+    Each layer sees the output of the layer before at a single position: sinks give each another.
+    """
+    model, queries = model_of(family), {}
+
+    def note(states, compute):
+        queries[states.layer] = states.queries, states.frequencies
+        return torch.zeros_like(states.queries.transpose(1, 2)), None
+
+    with torch.no_grad(), intercept_attention(model, note):
+        model(torch.full((1, N_TOKENS), 7))
+    assert len(queries) == 2
+    for turned, frequencies in queries.values():
+        back = rotate(turned, -torch.arange(N_TOKENS), frequencies)
+        assert (turned[:, :, 1:] - turned[:, :, :1]).abs().max() > 0.01
         torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
 
 
-def test_models_that_turn_neighbours_give_no_frequencies(ids):
-    found = states_of(model_of("Cohere"), ids)[0][0].frequencies
-    assert found == "CohereAttention does not rotate halves of its queries"
+def test_each_kind_of_layer_has_frequencies_of_its_own():
+    full, sliding = rotary_frequencies(model_of("gemma3"))
+    assert not torch.equal(full, sliding)
 
 
-@pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
+@pytest.mark.parametrize("family", ["Cohere", "Glm"])
+def test_models_that_turn_neighbours_give_no_frequencies(family, ids):
+    found = states_of(model_of(family), ids)[0][0].frequencies
+    assert found.startswith(f"{family}Attention does not rotate halves of its queries")
+
+
+@pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3", "Cohere2", "Llama4"])
 def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family):
     """The same token everywhere: where its queries are the same as they are, nothing is turned."""
     found = states_of(model_of(family), torch.full((1, N_TOKENS), 7))
     assert len(found) == 2
+    neighbours = family in ("Cohere2", "Llama4")
     for (states, _), turned in zip(found, (True, False), strict=True):
         moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
-        assert (moved > 0.01) == turned == isinstance(states.frequencies, torch.Tensor)
+        assert (moved > 0.01) == turned
+        assert (turned and not neighbours) == isinstance(states.frequencies, torch.Tensor)
+    assert "does not rotate its queries" in states.frequencies
 
 
-def only_sometimes(self, hidden_states, position_embeddings, mask):
-    if hidden_states.shape[1] > 2:
-        apply_rotary_pos_emb(hidden_states, hidden_states, *position_embeddings)  # noqa: F821
+OWN = """
+class Own(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, *args, **kwargs):
+        cos, sin = position_embeddings
+        angles = torch.atan2(sin, cos) * {factor}
+        return super().forward(hidden_states, (angles.cos(), angles.sin()), *args, **kwargs)
+"""
+
+
+@pytest.mark.parametrize(("factor", "recognised"), [(1.0, True), (-1.0, False), (1.5, False)])
+def test_a_layer_is_judged_by_what_it_computes(factor, recognised):
+    """Its source cannot be read, and nothing in it is named as in transformers."""
+    model = model_of("llama")
+    names = {"LlamaAttention": type(model.model.layers[0].self_attn), "torch": torch}
+    exec(OWN.format(factor=factor), names)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = names["Own"]
+    found = rotary_frequencies(model)
+    assert rotates_halves(model) == recognised
+    if recognised:
+        assert all(one is model.model.rotary_emb.inv_freq for one in found)
+    else:
+        assert all(one.startswith("Own does not rotate halves of its queries") for one in found)
+
+
+def test_what_happens_after_the_rotation_counts():
+    """HunYuan scales rotated queries dimension by dimension, in each half by another factor."""
+    model = model_of("hunyuan")
+    assert rotates_halves(model)
+    scaled = model_of("hunyuan")
+    torch.nn.init.normal_(scaled.model.layers[1].self_attn.query_layernorm.weight)
+    assert "does not rotate halves" in rotary_frequencies(scaled)[1]
+
+
+def fails(model):
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
+
+
+def asks_nothing(model):
+    model.model.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+
+
+def has_no_weights(model):
+    model.to("meta")
+
+
+def has_no_numbers(model):
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
+
+
+def is_compiled(model):
+    model.model.layers[0].compile()
 
 
 @pytest.mark.parametrize(
-    ("forward", "said"),
+    ("change", "said"),
     [
-        (eval("lambda self, *args, **kwargs: None"), "cannot be read"),
-        (only_sometimes, "does not show it"),
-        (lambda self: None, "does not show it"),
+        (fails, "a probe raises RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (asks_nothing, "a probe calls no attention of it"),
+        (has_no_weights, "a probe raises"),
+        (has_no_numbers, "a probe finds zeros"),
+        (is_compiled, "its layers are compiled"),
     ],
-    ids=["no source", "a condition of its own", "no rotation"],
 )
-def test_a_layer_whose_source_shows_nothing_is_not_taken_for_a_plain_one(forward, said):
+def test_a_layer_that_cannot_be_probed_is_not_taken_for_a_plain_one(change, said):
     model = model_of("llama")
-    layer, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
-    assert isinstance(layer_frequencies(layer, rotary), torch.Tensor)
-    kind = type(layer)
-    layer.__class__ = type("Hidden", (kind,), {"forward": forward, "__module__": kind.__module__})
-    found = layer_frequencies(layer, rotary)
-    said = f"not known when Hidden does so: the source of its forward {said}"
+    change(model)
+    found = rotary_frequencies(model)[0]
+    assert found.startswith("it is not known when LlamaAttention rotates its queries: ")
     assert said in found
+    assert "\n" not in found
     states = make_states(frequencies=found)
     with pytest.raises(UnsupportedModelError, match=f"expected_attention .*{said}.*snapkv"):
         ExpectedAttention().score(states, sinks=0)
+
+
+def test_a_probe_that_failed_is_tried_again():
+    model = model_of("llama")
+    projection = model.model.layers[1].mlp.down_proj
+    weight = projection.weight
+    fails(model)
+    assert not rotates_halves(model)
+    projection.weight = weight
+    assert rotates_halves(model)
+
+
+def contents(model):
+    """What each module carries: values of attributes, numbers of buffers, hooks."""
+    found = {}
+    for name, part in model.named_modules():
+        for key, value in vars(part).items():
+            copied = isinstance(value, dict | list | set | torch.Tensor)
+            found[name, key] = copy.copy(value) if copied else value
+        found |= {(name, key): own.clone() for key, own in part.named_buffers(recurse=False)}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("already", [0, 150], ids=["a new model", "after a long text"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_probe_leaves_nothing_behind(variant, already):
+    """Nor do its own tokens change the frequencies, which may be those of the latest text."""
+    model = model_of(variant)
+    if already:
+        with torch.no_grad():
+            model(torch.full((1, already), 7))
+    model.train(variant in ("training", "checkpointing"))
+    if variant == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    before, state = contents(model), torch.get_rng_state()
+    assert rotates_halves(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    after = contents(model)
+    assert after.keys() == before.keys()
+    for key, value in after.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, before[key])
+        elif isinstance(value, dict):
+            assert [*map(id, value.values())] == [*map(id, before[key].values())]
+        else:
+            assert value is before[key] or value == before[key]
+
+
+@pytest.mark.parametrize("variant", ["dynamic", "longrope"])
+def test_frequencies_are_those_of_the_text_that_runs(variant):
+    model = model_of(variant)
+    short, _ = states_of(model, torch.full((1, 8), 7))[0]
+    first = short.frequencies.clone()
+    long, _ = states_of(model, torch.full((1, 150), 7))[0]
+    assert not torch.equal(first, long.frequencies)
+    assert long.frequencies is rotary_frequencies(model)[0]
+
+
+def test_a_probe_keeps_no_model_alive_and_goes_into_no_copy():
+    model = model_of("llama")
+    assert rotates_halves(model)
+    assert b"kvalloc" not in pickle.dumps(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.rotary_emb.inv_freq *= 2
+    assert rotary_frequencies(other)[0] is other.model.rotary_emb.inv_freq
+    gone = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_enough(dtype):
+    for family in FAMILIES:
+        assert rotates_halves(model_of(family).to(dtype))
+    for family in UNUSUAL:
+        assert not rotates_halves(model_of(family).to(dtype))
+
+
+def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
+    """Frequencies may be asked for in an attention call, or while another thread runs a forward."""
+    model = model_of("llama")
+    with torch.no_grad():
+        expected = model(ids).logits
+
+    def ask(states, compute):
+        attention._rotations.pop(model.model)
+        assert rotates_halves(model)
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, ask):
+        assert torch.equal(model(ids).logits, expected)
+    answers = []
+
+    def run():
+        with torch.no_grad():
+            answers.extend(model(ids).logits for _ in range(20))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while thread.is_alive():
+        attention._rotations.pop(model.model, None)
+        assert rotates_halves(model)
+    assert len(answers) == 20
+    assert all(torch.equal(answer, expected) for answer in answers)
+
+
+def test_a_model_whose_weights_are_elsewhere_is_probed(tmp_path, ids):
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("gpt-oss")
+    with torch.no_grad():
+        expected = model(ids).logits
+        model = accelerate.disk_offload(model, tmp_path, "cpu", offload_buffers=True)
+        assert rotates_halves(model)
+        assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+def test_quantized_layers_are_probed():
+    quantized = torch.ao.quantization.quantize_dynamic(model_of("llama"), {torch.nn.Linear})
+    assert rotates_halves(quantized)
 
 
 @pytest.mark.filterwarnings("ignore:.*quant.*")

@@ -204,7 +204,7 @@ def stored_of(cache, layer, head, row=0):
         ("llama", "layer", True, ROWS),
         ("llama", "head", False, ROWS),
         ("gemma3", "layer", True, 2),
-        ("gpt-oss", "head", True, 0),  # it has sinks, and does not rotate halves
+        ("gpt-oss", "head", True, ROWS),  # it has sinks
     ],
 )
 @pytest.mark.usefixtures("unrounded")

@@ -209,10 +209,7 @@ SPECIAL = {
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        *itertools.product(SPECIAL, [{}, {"policy": "h2o"}, {"policy": "cake"}]),
-        ("gemma2", AT_ONCE),  # the other rotates its queries otherwise
-    ],
+    [*itertools.product(SPECIAL, [{}, {"policy": "h2o"}, {"policy": "cake"}, AT_ONCE])],
 )
 def test_soft_caps_and_sink_logits_are_carried(monkeypatch, family, options, level):
     """Entries are ranked and attended to with the logits that these models have."""
