@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from kvalloc.models.quiet import quiet_transformers
 _FORMAT = "1"
 _OLDEST_READER = "5.23"
 """Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens); the
-folder that a newer one wrote is right in all of them."""
+folder that a newer one wrote is right in all of them, so its name has no version."""
 
 
 def converted_folder(
@@ -45,7 +47,7 @@ def converted_folder(
     dtype : str
         Type of the unpacked weights, such as ``"float32"``.
     notify : callable, optional
-        Called with one line before a conversion starts.
+        Called with one line before a conversion starts. By default stderr gets the line.
 
     Returns
     -------
@@ -67,28 +69,18 @@ def converted_folder(
 
     base = cache_folder() / "gguf"
     key = f"{_digest(file)}-{dtype}-{_FORMAT}"
-    folder = _find(base, f"*-{key}-{transformers.__version__}")
-    if folder is not None:
+    if (folder := next(base.glob(f"*-{key}"), None)) is not None:
         return folder
     if Version(transformers.__version__) < Version(_OLDEST_READER):
-        folder = _find(base, f"*-{key}-*")
-        if folder is not None:
-            return folder
         raise MissingDependencyError(
             f"transformers {transformers.__version__} reads the tokenizer of GGUF files wrongly; "
             f"load {file.name} once with transformers {_OLDEST_READER} or newer: "
             f"pip install 'transformers>={_OLDEST_READER}'"
         )
     require("reading a .gguf file", "gguf", "accelerate", extra="run")
-    if notify is not None:
-        notify(f"unpacking {file.name} once into {base}; this takes about half a minute")
-    return _convert(file, base / f"{file.stem}-{key}-{transformers.__version__}", dtype)
-
-
-def _find(base: Path, pattern: str) -> Path | None:
-    # hidden folders are conversions that have not ended
-    folders = sorted(folder for folder in base.glob(pattern) if not folder.name.startswith("."))
-    return folders[-1] if folders else None
+    notify = notify or partial(print, file=sys.stderr, flush=True)
+    notify(f"unpacking {file.name} once into {base}; this takes about half a minute")
+    return _convert(file, base / f"{file.stem}-{key}", dtype)
 
 
 def _convert(file: Path, target: Path, dtype: str) -> Path:

@@ -246,14 +246,22 @@ class TestGgufCache:
         assert list(self.first.parent.iterdir()) == [self.first]
         assert self.runs == 2
 
-    def test_an_old_transformers_takes_what_a_new_one_wrote(self, monkeypatch):
+    def test_every_transformers_takes_what_one_from_5_23_on_wrote(self, monkeypatch):
         monkeypatch.setattr("transformers.__version__", "5.2.0")
         with pytest.raises(MissingDependencyError, match=r"5\.23 or newer"):
             gguf_cache.converted_folder(self.file, "float32")
-        monkeypatch.setattr("transformers.__version__", "5.23.0")
-        new = gguf_cache.converted_folder(self.file, "float32")
-        monkeypatch.setattr("transformers.__version__", "5.2.0")
-        assert gguf_cache.converted_folder(self.file, "float32") == new
+        results = set()
+        for version in ("5.24.0", "5.2.0", "5.23.0", "6.0.0"):
+            monkeypatch.setattr("transformers.__version__", version)
+            results.add(gguf_cache.converted_folder(self.file, "float32"))
+        assert (self.runs, len(results)) == (1, 1)
+
+    def test_a_script_reads_on_stderr_why_it_waits(self, capsys):
+        for _ in range(2):
+            gguf_cache.converted_folder(self.file, "float32")
+        printed, notes = capsys.readouterr()
+        assert (printed, notes.count("\n")) == ("", 1)
+        assert "unpacking m.gguf once into" in notes
 
     def test_a_cache_that_cannot_be_written(self, tmp_path, monkeypatch):
         (tmp_path / "occupied").write_text("")
