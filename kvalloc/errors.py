@@ -118,6 +118,31 @@ def require(what: str, *packages: str, extra: str) -> None:
             )
 
 
+def untested(package: str) -> str:
+    """Return a warning if an installed package is outside the range that kvalloc's metadata states.
+
+    It is empty if the version is inside, or if packaging, which transformers brings, is missing.
+    """
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    with suppress(ImportError, PackageNotFoundError):
+        from packaging.requirements import Requirement
+
+        installed = version(package)
+        for line in requires("kvalloc") or ():
+            requirement = Requirement(line)
+            name, limits, marker = requirement.name, requirement.specifier, requirement.marker
+            if name != package or (marker and not marker.evaluate({"extra": "run"})):
+                continue
+            if not limits.contains(installed, prereleases=True):
+                tested = name + ",".join(sorted(map(str, limits), reverse=True))
+                return (
+                    f"kvalloc is tested with {tested}, and {installed} is installed: "
+                    f"pip install '{tested}'"
+                )
+    return ""
+
+
 def plain(text: str) -> str:
     r"""Return a text with control characters escaped, which could move a terminal's cursor.
 

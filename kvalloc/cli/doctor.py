@@ -17,7 +17,7 @@ import typer
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, print_json, wants_json
-from kvalloc.errors import KVAllocError, one_line
+from kvalloc.errors import KVAllocError, one_line, untested
 
 CORE = (
     *("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich", "jinja2"),
@@ -47,7 +47,7 @@ class Finding:
     advice : str
         What to do; empty if all is well.
     core : bool
-        Whether nothing works without it.
+        Whether commands fail until the advice is followed.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Finding:
 def doctor() -> None:
     """Show what is installed, what is missing, and how to get it.
 
-    The exit code is 0 unless something is broken that every command needs. With --quiet only what
-    needs attention is shown.
+    The exit code is 0 unless something is broken that every command needs, or a package has a
+    version that kvalloc is not tested with. With --quiet only what needs attention is shown.
     """
     findings = examine()
     broken = any(finding.mark == "BROKEN" for finding in findings)
@@ -113,7 +113,8 @@ def examine() -> list[Finding]:
             result, advice = look()
         except Exception as error:  # a broken installation fails in any way
             result, advice = "", f"it cannot be used ({one_line(error)}); reinstall it"
-        findings.append(Finding(name, result, advice, core=name in ESSENTIAL))
+        core = name in ESSENTIAL or (name in RUN and bool(result))
+        findings.append(Finding(name, result, advice, core=core))
     return findings
 
 
@@ -132,8 +133,9 @@ def _package(name: str, advice: str) -> tuple[str, str]:
         return "", advice
     if name in CORE:  # small enough to try; torch is tried separately
         importlib.import_module(name)
+    distribution = DISTRIBUTIONS.get(name, name)
     try:
-        return importlib.metadata.version(DISTRIBUTIONS.get(name, name)), ""
+        return importlib.metadata.version(distribution), untested(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version", ""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import pickle
 
 import pytest
+from cli_tools import without
 
 from kvalloc import errors
 
@@ -38,3 +40,38 @@ def test_an_error_comes_back_from_another_process(kind, again):
     result = again(error)
     assert type(result) is kind
     assert (str(result), result.args, vars(result)) == (str(error), error.args, vars(error))
+
+
+STATED = (
+    "numpy>=1.26",
+    'transformers<5.25,>=5.2; extra == "run"',
+    'transformers<5.3,>=5.2; extra == "kvpress"',
+)
+
+
+@pytest.mark.parametrize(
+    ("installed", "tested"),
+    [("5.2.0", True), ("5.24.9+cpu", True), ("5.1.0", False), ("5.25.0.dev0", False)],
+)
+def test_a_version_that_was_not_tested_is_named_with_the_way_out(monkeypatch, installed, tested):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: STATED)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
+    line = errors.untested("transformers")
+    assert (
+        line == ""
+        if tested
+        else line
+        == (
+            f"kvalloc is tested with transformers>=5.2,<5.25, and {installed} is installed: "
+            "pip install 'transformers>=5.2,<5.25'"
+        )
+    )
+    assert errors.untested("torch") == ""  # of which nothing is stated here
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: None)
+    assert errors.untested("transformers") == ""
+
+
+def test_nothing_is_said_where_there_is_nothing_to_compare(monkeypatch):
+    with without("packaging"):
+        assert errors.untested("transformers") == ""
+    assert errors.untested("not-installed") == ""

