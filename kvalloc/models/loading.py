@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvalloc.errors import (
     no_such,
     one_line,
     require,
+    untested,
 )
 from kvalloc.files import near_file
 from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
@@ -114,7 +117,7 @@ def load_model(
     attention : str, optional
         An attention implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
     notify : callable, optional
-        Called with one line before something that takes long.
+        Called with one line before something that takes long. By default stderr gets the line.
 
     Returns
     -------
@@ -226,6 +229,13 @@ def require_run_packages() -> None:
         Names the package and the command that installs it.
     """
     require("running a model", "torch", "transformers", extra="run")
+
+
+@cache
+def warn_if_untested() -> None:
+    """Warn once a process if kvalloc is not tested with the installed transformers."""
+    if line := untested("transformers"):
+        warnings.warn(line, stacklevel=2)
 
 
 def demo_file() -> Path | None:

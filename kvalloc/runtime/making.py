@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.models.loading import shape_of
+from kvalloc.models.loading import shape_of, warn_if_untested
 from kvalloc.models.names import layer_classes, uncompiled
 from kvalloc.models.structure import text_config
 from kvalloc.runtime import refusals
@@ -138,6 +138,7 @@ def build_cache(
         Budgets of a longer text, by which a conversation goes once it is long enough for their
         share to hold.
     """
+    warn_if_untested()
     profile, model = options.with_policy(profile), uncompiled(model)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)

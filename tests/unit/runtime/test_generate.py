@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
+import tomllib
 import warnings
 from typing import Any
 
@@ -11,6 +13,8 @@ import runtime_oracle as tiny
 import tokenizers
 import torch
 import transformers
+from docs_pages import ROOT
+from packaging.requirements import Requirement
 from prompt_runs import NEW, generate
 from torch import nn
 from transformers import DynamicCache, GenerationConfig
@@ -22,6 +26,7 @@ from kvalloc.errors import (
     UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kvalloc.models import loading
 from kvalloc.models.loading import LoadedModel
 from kvalloc.runtime import BudgetCache
 
@@ -270,8 +275,6 @@ def test_apply_refuses_on_entering():
 
 
 CONTEXT = 60
-TRIED = ("5.2", "5.23")
-"""Versions of transformers whose private names `kvalloc.models` uses were tried, first and last."""
 
 
 @pytest.fixture(scope="module")
@@ -418,9 +421,23 @@ def test_compiled_layers_are_refused(change):
 
 def test_the_private_names_of_transformers_are_those_that_were_tried(model):
     """`kvalloc.models` uses them, each in one function; another version may have other names."""
-    first, last = (tuple(map(int, version.split("."))) for version in TRIED)
-    own = tuple(map(int, transformers.__version__.split(".")[:2]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    stated = map(Requirement, project["optional-dependencies"]["run"])
+    (tried,) = (one.specifier for one in stated if one.name == "transformers")
     assert model.config._attn_implementation == "sdpa"  # models.attention
     assert type(model.model)._supports_attention_backend  # models.attention
     assert model.config._name_or_path == "tiny"  # models.loading
-    assert first <= own <= last, f"add {transformers.__version__} to what was tried: all is there"
+    assert transformers.__version__ in tried, "all is there: raise pyproject.toml's range"
+
+
+def test_a_transformers_that_was_not_tried_is_told_once(model, monkeypatch):
+    loading.warn_if_untested.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            kvalloc.make_cache(model, tiny.make_profile(model, CONTEXT, 0.4))
+            with kvalloc.apply(model, budget="50%"):
+                pass
+    (text,) = (str(one.message) for one in caught)
+    assert "99.0 is installed: pip install 'transformers>=5" in text
