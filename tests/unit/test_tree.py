@@ -54,6 +54,19 @@ def test_doctor_looks_at_all_that_running_a_model_needs(project):
     assert {"accelerate", "gguf"} < set(RUN)  # without which no .gguf file is read
 
 
+def test_transformers_is_allowed_from_the_oldest_to_the_newest_that_is_tested(project):
+    makefile, pinned, readme = (
+        (ROOT / name).read_text("utf-8") for name in ("Makefile", "constraints.txt", "README.md")
+    )
+    versions = re.search(r"^VERSIONS \?= (.+)$", makefile, re.MULTILINE)[1].split()
+    oldest, newest = (".".join(versions[at].split(".")[:2]) for at in (0, -1))
+    major, minor = newest.split(".")
+    allowed = f"transformers>={oldest},<{major}.{int(minor) + 1}"
+    assert allowed in project["project"]["optional-dependencies"]["run"]
+    assert f"\ntransformers=={versions[-1]}\n" in pinned
+    assert f"transformers {oldest} to {newest}" in " ".join(readme.split())
+
+
 @pytest.mark.parametrize("name", LINKED)
 def test_links_are_relative_and_lead_to_the_folder(name):
     link = ROOT / "kvalloc" / name
