@@ -15,6 +15,7 @@ import torch
 import transformers
 from docs_pages import ROOT
 from packaging.requirements import Requirement
+from packaging.version import Version
 from prompt_runs import NEW, generate
 from torch import nn
 from transformers import DynamicCache, GenerationConfig
@@ -34,6 +35,10 @@ from kvalloc.runtime import BudgetCache
 
 
 PROMPT = 90
+FAILS_IN_OLD_TRANSFORMERS = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="transformers 5.2 and 5.10 fail here with their own cache, too",
+)
 
 
 def test_apply_gives_each_call_a_fresh_cache(model):
@@ -123,7 +128,9 @@ def with_rows_swapped(model, ids):
     [
         of_embeddings,
         with_rows_swapped,
-        lambda model, ids: read_by_itself(model, ids, 0),
+        pytest.param(
+            lambda model, ids: read_by_itself(model, ids, 0), marks=FAILS_IN_OLD_TRANSFORMERS
+        ),
         lambda model, ids: read_by_itself(model, ids, PROMPT),
         lambda model, ids: read_by_itself(model, ids, 30),
     ],
@@ -158,7 +165,9 @@ class _Gone(transformers.generation.streamers.BaseStreamer):
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"prompt_lookup_num_tokens": 3}, marks=FAILS_IN_OLD_TRANSFORMERS)]
+)
 @pytest.mark.parametrize("share", ["100%", "50%"])
 def test_an_answer_that_breaks_off_was_not_read(model, share, how):
     """Its turn can be asked again; where something was evicted since, only a reset helps."""
