@@ -11,7 +11,7 @@ import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +26,9 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 IMPLEMENTATION = "_attn_implementation"
 """Attribute of a config: the name of the attention implementation that its model uses."""
+
+COMMIT = "_commit_hash"
+"""Attribute of a config: the revision of the repository that it was read from."""
 
 #: Makes the masks of an attention implementation. Eager attention adds its mask to the logits; in a
 #: mask of sdpa, True marks visible entries; flash attention is always causal, aligned at the end,
@@ -147,21 +150,16 @@ def layer_classes() -> tuple[type, type]:
     return lookup(f"{path}Layer", ability), lookup(f"{path}SlidingWindowLayer", ability)
 
 
-def padding_token(generation_config: Any) -> int:
-    """Return the token that ``generate()`` fills ended rows with, while it runs.
-
-    Raises
-    ------
-    MissingDependencyError
-    """
-    name = "_pad_token_tensor"
-    if not hasattr(generation_config, name):
-        raise _missing("transformers", f"GenerationConfig.{name}", "a lossless answer of rows")
-    return int(getattr(generation_config, name))
+def can_take_back(layer: Any) -> bool:
+    """Return whether a cache layer can remove its latest tokens, which old sliding ones cannot."""
+    return not layer.is_sliding or hasattr(layer, "record_past")
 
 
-COMMIT = "_commit_hash"
-"""Attribute of a config: the revision of the repository that it was read from."""
+def record_past(layers: Iterable[Any]) -> None:
+    """Let sliding-window layers keep all tokens until the next `crop`, which may remove some."""
+    for layer in layers:
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
 
 
 # Attention

@@ -8,20 +8,20 @@ position 0, rotated by `rotate`. What cannot be compared counts as unknown, neve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvalloc.errors import UnsupportedModelError
+from kvalloc.errors import UnsupportedModelError, one_line
 from kvalloc.models.structure import context_limit, has_compiled_layers, input_device, text_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
-Rotation: TypeAlias = "tuple[dict[str, Tensor | None], str] | str"
-"""Buffers of a module and the name of the inverse frequencies among them, which the model may
-replace as a text grows; or a sentence that says why a layer has none."""
+Rotation: TypeAlias = "tuple[weakref.ref[nn.Module], str] | str"
+"""A module and the name of its buffer of inverse frequencies, which the model may replace as a text
+grows; or a sentence that says why a layer has none."""
 
 _POSITIONS = (0, 1, 17, 200)
 """Positions of a probe: small ones for pairs that rotate fast, large ones for slow pairs."""
@@ -91,8 +91,8 @@ def current_frequencies(rotation: Rotation) -> Tensor | str:
     """Return the inverse frequencies of a layer as they are now, or why it has none."""
     if isinstance(rotation, str):
         return rotation
-    buffers, name = rotation
-    return buffers[name]  # type: ignore[return-value]
+    module, name = rotation
+    return getattr(module(), name, f"the module with its {name} is gone")
 
 
 def probed_rotations(
@@ -132,19 +132,20 @@ def probed_rotations(
     tables = [
         (part, name)
         for part in decoder.modules()
-        for name in part._buffers
+        for name, _ in part.named_buffers(recurse=False)
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
     ]
     try:
-        with _restoring({part for part, _ in tables}), intercepting(attend):
+        with intercepting(attend):
             positions = _run(decoder)
             for layer in queries.keys() & layers.keys():
                 kind = type(layers[layer]).__name__
                 found[layer] = _rotation(kind, queries[layer], positions, tables)
+        if decoder.training and any(isinstance(one, str) for one in found.values()):
+            raise UnsupportedModelError("in training mode dropout may change the queries")
         complete = True
     except Exception as error:  # models fail in any way; a policy then goes without rotation
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        complete, reason = False, f"a probe raises {type(error).__name__}: {first_line[:200]}"
+        complete, reason = False, f"a probe raises {type(error).__name__}: {one_line(error)}"
         found.clear()
     for layer, module in layers.items():
         unknown = f"it is not known when {type(module).__name__} rotates its queries: {reason}"
@@ -167,8 +168,8 @@ def _run(decoder: Any) -> Tensor:
     last, vocabulary = context_limit(decoder), text_config(decoder).vocab_size
     positions = torch.tensor(_POSITIONS, device=device).clamp(max=last and last - 1)
     ids = torch.tensor(_TOKENS, device=device).clamp(max=vocabulary - 1)
-    training = any(part.training for part in decoder.modules())
-    with torch.no_grad(), _without_chance(device) if training else nullcontext():
+    # a model in training, or a router of experts, may draw random numbers
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         type(decoder).forward(
             decoder,
             input_ids=ids.repeat_interleave(len(positions))[:, None],
@@ -176,24 +177,6 @@ def _run(decoder: Any) -> Tensor:
             use_cache=False,
         )
     return positions
-
-
-@contextmanager
-def _without_chance(device: torch.device) -> Iterator[None]:
-    """Leave dropout out in this thread, and keep the state of the device's random numbers."""
-    import torch
-
-    class WithoutDropout(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.nn.functional.dropout:
-                return args[0]
-            return func(*args, **(kwargs or {}))
-
-    draws = [device] if device.type == "cuda" else []  # a router of experts may draw some
-    with torch.random.fork_rng(draws), WithoutDropout():
-        yield
 
 
 def _rotation(
@@ -221,33 +204,5 @@ def _rotation(
             continue
         rotated = rotate(at_zero, places, frequencies.to(rows.device))
         if (different := error(rotated)) < tolerance:
-            best, tolerance = (part._buffers, name), different
+            best, tolerance = (weakref.ref(part), name), different
     return best
-
-
-@contextmanager
-def _restoring(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore attributes and buffers of modules: those of RoPE may follow the text's length."""
-    import torch
-
-    before = [
-        (
-            part,
-            vars(part).copy(),
-            part._buffers.copy(),
-            [(own, own.clone()) for own in part.buffers(recurse=False)],
-        )
-        for part in modules
-    ]
-    try:
-        yield
-    finally:
-        for part, attributes, buffers, copies in before:
-            for name in {*vars(part), *part._buffers} - {*attributes, *buffers}:
-                delattr(part, name)
-            attributes.pop("config", None)  # a view may be lent by whoever intercepts it meanwhile
-            vars(part).update(attributes)
-            part._buffers.update(buffers)
-            for own, value in copies:
-                if not own.is_meta and not torch.equal(own, value):
-                    own.copy_(value)  # some models write into the buffer

@@ -22,6 +22,7 @@ from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.models.names import can_take_back
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime import conversation, hooks, in_place, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
@@ -636,11 +637,10 @@ class BudgetCache(Cache, hooks.HookedCache):
             decoded token.
         """
         prompt, seen = self._prompt, self.get_seq_length()
-        sliding = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
         columns = given or max(prompt.given or 0, self.arrival.announced or 0, seen)
         refusals.refuse(
             drafts_unannounced=not columns,
-            drafts_slide_out=any(not hasattr(one, "record_past") for one in sliding),
+            drafts_slide_out=not all(map(can_take_back, self.layers)),
             drafts_read_all=prompt.reader is not None and prompt.plan.policy.name,
         )
         self.draft_from(columns)

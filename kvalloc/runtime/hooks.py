@@ -31,28 +31,11 @@ from transformers import Cache
 
 from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
+from kvalloc.models import names
 from kvalloc.models.attention import (
     AttentionStates,
     AttentionSwitch,
     Compute,
-)
-from kvalloc.models.names import (
-    base_implementation,
-    break_graph,
-    cache_among,
-    cache_argument,
-    compile_obstacle,
-    forward_hooks,
-    is_paged,
-    mark_constant,
-    mark_static,
-    mask_function,
-    register_implementation,
-    renumber,
-    set_frame_callback,
-    set_implementation,
-    start_no_graph_at,
-    without_cache,
 )
 from kvalloc.runtime import refusals
 from kvalloc.runtime.attention.masks import stored_mask
@@ -225,16 +208,18 @@ def end_serving(decoder: nn.Module, method: Serve) -> None:
 def _install(decoder: nn.Module) -> _Installed:
     switch = AttentionSwitch(decoder)
     for hook in (_before, _after):
-        start_no_graph_at(hook)
-    register_implementation(_ATTENTION, _attention)
+        names.start_no_graph_at(hook)
+    names.register_implementation(_ATTENTION, _attention)
     keep_from_copies(decoder, _without_hooks)
     handles = (
         decoder.register_forward_pre_hook(_before, with_kwargs=True),
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True),
     )
     for handle in handles:  # graphs are made for the numbers of hooks
-        renumber(decoder, handle, _HOOK)
-    return _Installed(switch, handles, cache_argument(decoder), compile_obstacle() is None)
+        names.renumber(decoder, handle, _HOOK)
+    return _Installed(
+        switch, handles, names.cache_argument(decoder), names.compile_obstacle() is None
+    )
 
 
 def _release(decoder: weakref.ref[nn.Module]) -> None:
@@ -294,7 +279,7 @@ def give_to_copies(module: nn.Module, change: Callable[[dict[str, Any]], None]) 
 
 
 def _without_hooks(state: dict[str, Any]) -> None:
-    hooks = dict(forward_hooks(state))
+    hooks = dict(names.forward_hooks(state))
     ours = {k for each in hooks.values() for k, hook in each.items() if hook in (_before, _after)}
     for name, each in hooks.items():
         state[name] = type(each)((k, value) for k, value in each.items() if k not in ours)
@@ -307,12 +292,12 @@ def _before(
     if torch.compiler.is_dynamo_compiling():
         return _before_traced(module, args, kwargs)
     # What torch.compile has left to Python is not traced piece by piece.
-    callback, begun = set_frame_callback(None), None
+    callback, begun = names.set_frame_callback(None), None
     try:
         begun = _before_eager(module, args, kwargs)
     finally:
         if begun is None:
-            set_frame_callback(callback)
+            names.set_frame_callback(callback)
         else:
             vars(module)[_INSTALLED].open_forwards[threading.get_ident()].callback = callback
     return begun
@@ -334,7 +319,7 @@ def _before_eager(
     begin = partial(_begin, module, entry, arguments=arguments)
     if cache is not None:
         return (), begin(cache)
-    if is_paged(cache_among(arguments)):
+    if names.is_paged(names.cache_among(arguments)):
         refusals.warn_of_plain(refusals.PAGED_MAKES_NONE)
     changed = method(arguments, begin) if method and _makes_cache(module, arguments) else None
     return None if changed is None else ((), changed)
@@ -367,7 +352,7 @@ def _begin(
         raise
     running[thread] = forward  # where budgets were decided, the model has run in between
     forward.begun = True
-    arguments = {**without_cache(arguments), entry.argument: cache, **(changed or {})}
+    arguments = {**names.without_cache(arguments), entry.argument: cache, **(changed or {})}
     if decoded:
         forward.visible = arguments.get("attention_mask")
     else:
@@ -380,11 +365,11 @@ def _makes_cache(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
     asked = arguments.get("use_cache")
     if asked is None:
         asked = getattr(module.config, "use_cache", True)
-    return bool(asked) and cache_among(arguments) is None
+    return bool(asked) and names.cache_among(arguments) is None
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    if isinstance(token := cache_among(kwargs), _Decoding):
+    if isinstance(token := names.cache_among(kwargs), _Decoding):
         return _after_token(module, token, output)
     if torch.compiler.is_dynamo_compiling():
         return None
@@ -395,7 +380,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     try:
         outputs = _close(entry, completed=output is not None)
     finally:
-        set_frame_callback(forward.callback)
+        names.set_frame_callback(forward.callback)
     return joined([*outputs, output]) if outputs and output is not None else None
 
 
@@ -419,7 +404,7 @@ def _close(entry: _Installed, *, completed: bool) -> list[Any]:
 
 
 def _hooked_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    among = (cache_among(kwargs), *args)
+    among = (names.cache_among(kwargs), *args)
     return next((one for one in among if isinstance(one, HookedCache)), None)
 
 
@@ -445,7 +430,7 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 def _new_handle(n_layers: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         handle = torch.zeros(1, 1, n_layers, PLACES, dtype=torch.long, device=device)
-    mark_static(handle)
+    names.mark_static(handle)
     return handle
 
 
@@ -569,7 +554,7 @@ def _token_mask(decoder: nn.Module, query: Tensor, keys: Tensor, visible: Tensor
     """Return the mask of one new token over what a layer stores, where padding may be stored."""
     if visible is None:
         return None
-    function = mask_function(base_implementation(decoder.config))
+    function = names.mask_function(names.base_implementation(decoder.config))
     assert function is not None
     stored = int(keys.shape[2])
     return stored_mask(
@@ -636,7 +621,7 @@ def _before_traced(
         _refuse_graphs()
     tokens = kwargs.get("inputs_embeds")
     tokens = kwargs.get("input_ids") if tokens is None else tokens
-    implementation = base_implementation(module.config)
+    implementation = names.base_implementation(module.config)
     if (
         args
         or tokens is None
@@ -648,21 +633,21 @@ def _before_traced(
         or kwargs.get("use_cache") is False
         or kwargs.get("output_attentions")
     ):
-        break_graph(refusals.UNCOMPILED)
+        names.break_graph(refusals.UNCOMPILED)
     in_place, mask = cache.in_place, kwargs.get("attention_mask")
     tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, mask, in_place)
-    set_implementation(module.config, _ATTENTION)
+    names.set_implementation(module.config, _ATTENTION)
     changed = {
         "input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens,
         "attention_mask": cache.handle if in_place else cache.number,
         entry.argument: _Decoding(cache, seen, implementation, entry.argument),
     }
-    return (), {**without_cache(kwargs), **changed}
+    return (), {**names.without_cache(kwargs), **changed}
 
 
 def _after_token(module: nn.Module, token: _Decoding, output: Any) -> Any:
     """Give the config its implementation back, and the output its cache."""
-    set_implementation(module.config, token.implementation)
+    names.set_implementation(module.config, token.implementation)
     if output is None:  # it failed
         return None
     hidden = torch.ops.kvalloc.end(token.cache.number, output[0])
@@ -678,8 +663,8 @@ def _say_that_it_is_plain() -> None:
 
 
 def _refuse_graphs() -> None:
-    raise UnsupportedRequestError(f"{compile_obstacle()}, or do not compile the model")
+    raise UnsupportedRequestError(f"{names.compile_obstacle()}, or do not compile the model")
 
 
-mark_constant(_say_that_it_is_plain)
-mark_constant(_refuse_graphs)
+names.mark_constant(_say_that_it_is_plain)
+names.mark_constant(_refuse_graphs)

@@ -15,9 +15,10 @@ from transformers import DynamicCache
 from kvalloc.models.names import (
     cache_among,
     cache_keyword,
+    can_take_back,
     generation_argument,
     lookup,
-    padding_token,
+    record_past,
 )
 from kvalloc.models.structure import input_device
 from kvalloc.runtime.cache import BudgetCache
@@ -92,7 +93,9 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
         drafts_read_all=cache.leaves_unread and cache.profile.policy.name,
     )
     offloads = input_device(model).type == "cuda"
-    cache.verifier = Verifier(full=DynamicCache(config=model.config, offloading=offloads))
+    full = DynamicCache(config=model.config, offloading=offloads)
+    refuse(drafts_slide_out=not all(map(can_take_back, full.layers)))
+    cache.verifier = Verifier(full=full)
 
 
 def check_lossless(model: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -175,7 +178,7 @@ class _Answer:
         else:
             self._logits(ids, cache, 1)
             logits = self._logits(ids, full, 1)
-        full.activate_past_recording()
+        record_past(full.layers)
         cache.draft_from(int(ids.shape[1]))
         return logits[:, -1]
 
@@ -249,7 +252,9 @@ class _Answer:
         Entries from another column on, which drafts gave the reduced one, become the full one's.
         """
         cache, full = self.cache, self.verifier.full
-        full.crop(end - int(full.get_seq_length()))
+        taken = int(full.get_seq_length()) - end
+        if taken or any(full.is_sliding):  # which also drop what has slid out
+            full.crop(-taken)
         seen = cache.get_seq_length()
         end = min(end, seen)
         for rows, own in cache.groups:
@@ -363,6 +368,9 @@ def generate_lossless(
     """Decode for ``generate(custom_generate=...)``: see `lossless_tokens`."""
     cache, mask = cache_among(given), given.get("attention_mask")
     ids, scores = input_ids, list[Tensor]()
+    padding, ends = generation_config.pad_token_id, generation_config.eos_token_id
+    if padding is None:  # as generate() itself fills a row that has ended
+        padding = ends[0] if isinstance(ends, list) else ends
     unfinished = torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
 
     def ended(tokens: Tensor) -> Tensor:
@@ -374,7 +382,7 @@ def generate_lossless(
         if bool(unfinished.all()):
             return found
         only = torch.full_like(found, -torch.inf)  # a row that has ended gives padding
-        only[:, padding_token(generation_config)] = 0
+        only[:, padding] = 0
         return torch.where(unfinished, found, only)
 
     tokens = lossless_tokens(

@@ -17,7 +17,7 @@ from kvalloc.accounting.stored import layer_tensors, storages
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
-from kvalloc.models.names import MaskFunction
+from kvalloc.models.names import MaskFunction, record_past
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, row_tokens
 from kvalloc.runtime.checks import Checks
@@ -201,9 +201,7 @@ class Prompt:
         batch, new_tokens = refusals.new_tokens_shape(arguments)
         mask = arguments.get("attention_mask")
         if self.given is not None and self.arrival.complete:
-            for layer in self.layers:
-                if hasattr(layer, "activate_past_recording"):
-                    layer.activate_past_recording()
+            record_past(self.layers)
         if self.arrival.complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         arguments = {**arguments, "attention_mask": mask}

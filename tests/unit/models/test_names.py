@@ -192,7 +192,7 @@ def test_a_name_that_is_gone_costs_what_needs_it(gone, printed):
 def test_a_compiled_model_is_refused_without_dynamos_switches(monkeypatch):
     model, ids = tiny.tiny_model(), tiny.prompt(60)
     why = "it needs torch.some_name"
-    monkeypatch.setattr("kvalloc.runtime.hooks.compile_obstacle", lambda: why)
+    monkeypatch.setattr("kvalloc.models.names.compile_obstacle", lambda: why)
     cache = kvalloc.make_cache(model, tiny.make_profile(model, 60, 0.4))
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
