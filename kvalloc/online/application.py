@@ -76,7 +76,7 @@ def apply(
             model.generate(**inputs)
 
     It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
-    a fresh cache, one that brings its own ``past_key_values`` keeps it. A forward that makes a
+    a fresh cache, but one that brings a cache keeps it. A forward that makes a
     cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
@@ -191,8 +191,8 @@ class Applied:
     """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
 
     Every ``generate()`` gets a fresh cache, and so does every forward of the model or its decoder
-    that would make one; where that cannot be reduced, one warning says why. A call that brings its
-    own ``past_key_values`` keeps it. Prompts may be prefilled in chunks (``prefill_chunk_size``).
+    that would make one; where that cannot be reduced, one warning says why. A call that brings a
+    cache keeps it. Prompts may be prefilled in chunks (``prefill_chunk_size``).
     Nesting works: the latest one counts, in whichever order they end.
 
     Parameters

@@ -1,4 +1,4 @@
-"""The one generic hook pair that lets ``model.generate(past_key_values=cache)`` work by itself.
+"""The one generic hook pair that lets ``model.generate(cache=cache)`` work by itself.
 
 `generate` offers no place to open a ``with``, so making a cache puts one pre-hook and one
 post-hook on the model's decoder. They carry no budgets, no masks and no cache: they look for a

@@ -39,7 +39,7 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     Returns
     -------
     BudgetCache
-        Pass it as ``past_key_values``. Each layer is on the device of the model's layer.
+        Pass it to the model as its cache. Each layer is on the device of the model's layer.
 
     Raises
     ------

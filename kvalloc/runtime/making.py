@@ -87,8 +87,8 @@ def make_cache(
     Returns
     -------
     BudgetCache
-        Pass it to ``generate()`` as ``past_key_values``, which transformers 5.24 and later also
-        call ``cache``; the budgets belong to it, not to the model.
+        Pass it to ``generate()`` as ``cache``, before transformers 5.24 as ``past_key_values``;
+        the budgets belong to it, not to the model.
 
     Raises
     ------

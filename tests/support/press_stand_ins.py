@@ -13,6 +13,8 @@ import pytest
 import torch
 from tiny_models import VOCABULARY
 
+from kvalloc.models.names import cache_among
+
 N_PROMPT = 30
 
 
@@ -26,7 +28,7 @@ class BasePress:
         """Nothing to prepare."""
 
     def forward_hook(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        layer, hidden = kwargs["past_key_values"].layers[module.layer_idx], kwargs["hidden_states"]
+        layer, hidden = cache_among(kwargs).layers[module.layer_idx], kwargs["hidden_states"]
         assert hidden.shape[1] == layer.keys.shape[2]
         stored = (layer.keys, layer.values)
         layer.keys, layer.values = self.compress(module, hidden, *stored, None, kwargs)

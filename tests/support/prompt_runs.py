@@ -11,6 +11,7 @@ import torch
 
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.names import cache_keyword
 from kvalloc.runtime import repetition
 from kvalloc.runtime.policies import get_policy
 from kvalloc.scorers import get_scorer
@@ -28,7 +29,7 @@ def policy(name: str, **parameters: Any) -> Any:
 
 def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache, **inputs)
+        out = model(ids, attention_mask=mask, **cache_keyword(model, cache), **inputs)
     logits: torch.Tensor = out.logits
     return logits
 

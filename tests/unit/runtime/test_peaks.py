@@ -169,13 +169,16 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
         early.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=chunked)) for chunked in (False, True)
     )
     model.generation_config.prefill_chunk_size = 250
+    in_effect = []  # none yet while `apply` looks at the model
 
     def mark(*_):
-        stored.append(0 if applied.last_cache is None else applied.last_cache.retained_bytes)
+        caches = [one.last_cache for one in in_effect]
+        stored.extend(cache.retained_bytes for cache in caches if cache is not None)
 
     hooks = [one.register_forward_pre_hook(mark) for one in model.get_decoder().layers]
     settings = {"max_new_tokens": 1, "do_sample": False}
     with kvalloc.apply(model, budget="20%", memory=whole) as applied:
+        in_effect.append(applied)
         model.generate(ids, **settings)
         assert applied.last_cache is not None
         assert "evicts while the prompt is read" in applied.last_cache.profile.detail
