@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvalloc.models.names import (
-    cache_among,
-    cache_keyword,
-    can_take_back,
-    generation_argument,
-    lookup,
-    record_past,
-)
+from kvalloc.models import names
 from kvalloc.models.structure import input_device
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layer import BudgetLayer
@@ -94,7 +87,7 @@ def verify_with(cache: BudgetCache, model: Any) -> None:
     )
     offloads = input_device(model).type == "cuda"
     full = DynamicCache(config=model.config, offloading=offloads)
-    refuse(drafts_slide_out=not all(map(can_take_back, full.layers)))
+    refuse(drafts_slide_out=not all(map(names.can_take_back, full.layers)))
     cache.verifier = Verifier(full=full)
 
 
@@ -158,7 +151,7 @@ class _Answer:
         output = self.model(
             input_ids=ids[:, seen:],
             logits_to_keep=keep,
-            **cache_keyword(self.model, cache),
+            **names.cache_keyword(self.model, cache),
             **given,
         )
         logits: Tensor = output.logits[:, -keep:].float()
@@ -178,7 +171,7 @@ class _Answer:
         else:
             self._logits(ids, cache, 1)
             logits = self._logits(ids, full, 1)
-        record_past(full.layers)
+        names.record_past(full.layers)
         cache.draft_from(int(ids.shape[1]))
         return logits[:, -1]
 
@@ -366,7 +359,7 @@ def generate_lossless(
     **given: Any,
 ) -> Any:
     """Decode for ``generate(custom_generate=...)``: see `lossless_tokens`."""
-    cache, mask = cache_among(given), given.get("attention_mask")
+    cache, mask = names.cache_among(given), given.get("attention_mask")
     ids, scores = input_ids, list[Tensor]()
     padding, ends = generation_config.pad_token_id, generation_config.eos_token_id
     if padding is None:  # as generate() itself fills a row that has ended
@@ -407,9 +400,9 @@ def generate_lossless(
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return ids
-    output = lookup("transformers.generation.utils:GenerateDecoderOnlyOutput", "a lossless answer")
+    output = names.lookup("transformers.generation:GenerateDecoderOnlyOutput", "a lossless answer")
     return output(
         sequences=ids,
         scores=tuple(scores) if generation_config.output_scores else None,
-        **{generation_argument(): cache},
+        **{names.generation_argument(): cache},
     )
