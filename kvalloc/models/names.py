@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache in arguments and outputs of models, that of transformers 5.24 first."""
 
+COLUMN = "cache_position"
+"""Argument of older versions: the columns of new tokens in the cache, (n_new_tokens,)."""
+
 IMPLEMENTATION = "_attn_implementation"
 """Attribute of a config: the name of the attention implementation that its model uses."""
 
@@ -148,6 +151,15 @@ def layer_classes() -> tuple[type, type]:
     """
     path, ability = "transformers.cache_utils:Dynamic", "a reduced cache"
     return lookup(f"{path}Layer", ability), lookup(f"{path}SlidingWindowLayer", ability)
+
+
+@cache
+def takes_column(function: Callable[..., Any]) -> bool:
+    """Return whether a forward or mask function takes the columns of new tokens.
+
+    Older versions of transformers pass these columns; newer ones pass lengths.
+    """
+    return COLUMN in inspect.signature(function).parameters
 
 
 def can_take_back(layer: Any) -> bool:

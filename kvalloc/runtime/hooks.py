@@ -127,7 +127,8 @@ class _Installed:
 
     switch: AttentionSwitch
     handles: tuple[RemovableHandle, RemovableHandle]
-    argument: str  # under which the forward takes its cache
+    argument: str  # name of the cache in the forward
+    column: bool  # whether the forward takes the column of a new token
     graphs: bool  # whether this torch has what a compiled model's token needs
     caches: int = 0
     open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
@@ -217,9 +218,8 @@ def _install(decoder: nn.Module) -> _Installed:
     )
     for handle in handles:  # graphs are made for the numbers of hooks
         names.renumber(decoder, handle, _HOOK)
-    return _Installed(
-        switch, handles, names.cache_argument(decoder), names.compile_obstacle() is None
-    )
+    column, graphs = names.takes_column(type(decoder).forward), names.compile_obstacle() is None
+    return _Installed(switch, handles, names.cache_argument(decoder), column, graphs)
 
 
 def _release(decoder: weakref.ref[nn.Module]) -> None:
@@ -642,6 +642,8 @@ def _before_traced(
         "attention_mask": cache.handle if in_place else cache.number,
         entry.argument: _Decoding(cache, seen, implementation, entry.argument),
     }
+    if entry.column and kwargs.get(names.COLUMN) is None:  # Dynamo cannot count up to a tensor
+        changed[names.COLUMN] = seen[None]
     return (), {**names.without_cache(kwargs), **changed}
 
 

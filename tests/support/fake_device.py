@@ -174,6 +174,7 @@ def _fake_device(launches: Launches) -> Iterator[None]:
     with (
         mock.patch("triton.runtime.jit.JITFunction.run", noted),
         mock.patch("torch.autocast", return_value=contextlib.nullcontext()),  # none for meta
+        mock.patch("torch.is_autocast_enabled", return_value=False),  # older transformers ask
         mock.patch("torch.cuda.device_of", return_value=contextlib.nullcontext()),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch.object(torch.Tensor, "is_cuda", on_device),

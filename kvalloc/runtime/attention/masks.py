@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvalloc.models.names import MaskFunction
+from kvalloc.models.names import COLUMN, MaskFunction, takes_column
 
 
 def stored_mask(
@@ -55,9 +53,8 @@ def stored_mask(
         return None
     offset = stored_tokens - new_tokens
     place: dict[str, Any] = {"q_length": new_tokens, "q_offset": offset}
-    if not _takes_lengths(function):
-        # older transformers pass the columns of the new tokens
-        place = {"cache_position": torch.arange(offset, stored_tokens, device=device)}
+    if takes_column(function):
+        place = {COLUMN: torch.arange(offset, stored_tokens, device=device)}
     if visible is not None:
         kept = stored_tokens - visible.shape[1]
         visible = torch.nn.functional.pad(visible, (kept, 0), value=True)
@@ -70,8 +67,3 @@ def stored_mask(
         device=device,
         **place,
     )
-
-
-@cache
-def _takes_lengths(function: MaskFunction) -> bool:
-    return "q_length" in inspect.signature(function).parameters

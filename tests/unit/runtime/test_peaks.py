@@ -10,6 +10,7 @@ import runtime_oracle as tiny
 import torch
 from factories import make_bits, make_scores, make_shared_scores
 from live_storage import LiveStorage, peak_bytes
+from transformers.integrations import sdpa_attention
 
 import kvalloc
 from kvalloc.accounting.costs import paging_bytes, plain_bytes
@@ -213,7 +214,10 @@ def test_late_eviction_holds_little_more_than_the_full_cache(dtype, padded):
     held = watched.peaks(lambda: answer(past_key_values=cache))
     assert cache.reduced
     full = plain_bytes(shape, TOKENS + AWAITED, 2)
-    assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
+    repeated = 0.0
+    if padded and not hasattr(sdpa_attention, "pack_gqa"):  # older versions, where there is a mask
+        repeated = full / shape.n_layers * shape.n_query_heads / shape.n_kv_heads
+    assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full + repeated
 
 
 def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch):
