@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -118,7 +120,7 @@ def require(what: str, *packages: str, extra: str) -> None:
             )
 
 
-def untested(package: str) -> str:
+def outside_range(package: str) -> str:
     """Return a warning if an installed package is outside the range that kvalloc's metadata states.
 
     It is empty if the version is inside, or if packaging, which transformers brings, is missing.
@@ -136,11 +138,16 @@ def untested(package: str) -> str:
                 continue
             if not limits.contains(installed, prereleases=True):
                 tested = name + ",".join(sorted(map(str, limits), reverse=True))
-                return (
-                    f"kvalloc is tested with {tested}, and {installed} is installed: "
-                    f"pip install '{tested}'"
-                )
+                return f"kvalloc asks for {tested}, not {installed}: pip install '{tested}'"
     return ""
+
+
+def warn_user(message: object) -> None:
+    """Warn at the line outside of kvalloc that called it."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals["__name__"].startswith("kvalloc."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(message), stacklevel=level)
 
 
 def plain(text: str) -> str:

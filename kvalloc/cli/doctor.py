@@ -17,7 +17,7 @@ import typer
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, print_json, wants_json
-from kvalloc.errors import KVAllocError, one_line, untested
+from kvalloc.errors import KVAllocError, one_line, outside_range
 
 CORE = (
     *("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich", "jinja2"),
@@ -67,8 +67,8 @@ class Finding:
 def doctor() -> None:
     """Show what is installed, what is missing, and how to get it.
 
-    The exit code is 0 unless something is broken that every command needs, or a package has a
-    version that kvalloc is not tested with. With --quiet only what needs attention is shown.
+    The exit code is 0 unless something is broken that every command needs, or the version of a
+    package is outside the range that kvalloc asks for. --quiet shows only what needs attention.
     """
     findings = examine()
     broken = any(finding.mark == "BROKEN" for finding in findings)
@@ -135,7 +135,7 @@ def _package(name: str, advice: str) -> tuple[str, str]:
         importlib.import_module(name)
     distribution = DISTRIBUTIONS.get(name, name)
     try:
-        return importlib.metadata.version(distribution), untested(distribution)
+        return importlib.metadata.version(distribution), outside_range(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version", ""
 

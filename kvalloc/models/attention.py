@@ -340,9 +340,10 @@ class AttentionSwitch:
         }
         self.renames = all(module.config is decoder.config for module in self._modules)
         self.rotations: Mapping[int, Rotation] = _rotations.get(decoder, {})
-        if not self.rotations:
-            self.rotations, complete = probed_rotations(decoder, self._attention, self.intercepting)
-            if complete:
+        tables = {id(one[0]()) for one in self.rotations.values() if not isinstance(one, str)}
+        if not self.rotations or not tables <= self._module_ids:  # or a module was replaced
+            self.rotations, final = probed_rotations(decoder, self._attention, self.intercepting)
+            if final:
                 _rotations[decoder] = self.rotations
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
@@ -416,7 +417,7 @@ def rotary_frequencies(model: nn.Module) -> list[Tensor | str]:
     UnsupportedModelError
         If the model's attention does not go through transformers' attention interface.
     """
-    rotations = _rotations.get(decoder_of(model)) or AttentionSwitch(model).rotations
+    rotations = AttentionSwitch(model).rotations
     return [current_frequencies(rotations[layer]) for layer in sorted(rotations)]
 
 

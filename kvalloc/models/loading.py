@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from kvalloc.errors import (
     nearest,
     no_such,
     one_line,
+    outside_range,
     require,
-    untested,
+    warn_user,
 )
 from kvalloc.files import near_file
 from kvalloc.formats.hub import HUB_TIMEOUT_SECONDS
@@ -234,8 +234,8 @@ def require_run_packages() -> None:
 @cache
 def warn_if_untested() -> None:
     """Warn once a process if kvalloc is not tested with the installed transformers."""
-    if line := untested("transformers"):
-        warnings.warn(line, stacklevel=2)
+    if line := outside_range("transformers"):
+        warn_user(line)
 
 
 def demo_file() -> Path | None:

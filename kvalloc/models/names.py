@@ -2,7 +2,7 @@
 
 No other file of kvalloc contains one (``tests/unit/models/test_names.py``). Each is looked up when
 it is needed. If a version lacks a name, only the ability that needs it is lost, and one line says
-which.
+which. Public names of the package ``transformers`` itself may stand anywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 COLUMN = "cache_position"
 """Argument of older versions: the columns of new tokens in the cache, (n_new_tokens,)."""
+
+BY_TOKEN = ("input_ids", "position_ids", COLUMN, "token_type_ids")
+"""Arguments of a decoder with an axis of new tokens, which is the last one."""
 
 IMPLEMENTATION = "_attn_implementation"
 """Attribute of a config: the name of the attention implementation that its model uses."""
@@ -67,8 +70,8 @@ def lookup(path: str, ability: str) -> Any:
 def _missing(package: str, name: str, ability: str) -> MissingDependencyError:
     version = importlib.import_module(package).__version__
     return MissingDependencyError(
-        f"{ability} needs {name}, which {package} {version} does not have; install a version of "
-        "it that kvalloc was tried with ('kvalloc doctor' names them)"
+        f"{ability} needs {name}, which {package} {version} does not have; install a version that "
+        "kvalloc is tested with (README.md, 'Tested on')"
     )
 
 
@@ -185,7 +188,8 @@ def base_implementation(config: Any) -> str:
 def set_implementation(config: Any, name: str) -> None:
     """Let a model that Dynamo traces read the name of another implementation in its config.
 
-    After the graph, Dynamo writes the last value to the config itself.
+    Dynamo writes the last value to the config when the graph has run, so set the model's own name
+    again before the graph ends.
     """
     config._attn_implementation_internal = name
 

@@ -11,9 +11,9 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from kvalloc.errors import UnsupportedModelError, one_line
+from kvalloc.errors import UnsupportedModelError, one_line, warn_user
 from kvalloc.models.structure import context_limit, has_compiled_layers, input_device, text_config
 
 if TYPE_CHECKING:
@@ -27,10 +27,13 @@ _POSITIONS = (0, 1, 17, 200)
 """Positions of a probe: small ones for pairs that rotate fast, large ones for slow pairs."""
 
 _TOKENS = (1, 2)
-"""Tokens of a probe: two, because the embedding of a padding token is zero."""
+"""Tokens of a probe: two, because one may be the padding token, whose embedding is zero."""
+
+_SMALLEST = 1e-6
+"""Smallest size of a pair that is compared by its own size, as a share of the largest pair's."""
 
 _TOLERANCE = 0.02
-"""Largest difference from the expected queries, as a share of the queries' length.
+"""Largest difference of the queries from the expected ones, as a share of their size.
 
 Rotation of neighbours differs by more than 0.5, and by frequencies that are 1% off by more than
 0.1. Rotation by the same frequencies in TF32, which a graphics card may round to, differs by less
@@ -102,10 +105,13 @@ def probed_rotations(
 ) -> tuple[dict[int, Rotation], bool]:
     """Return how each layer rotates its queries, from one forward of a few tokens.
 
+    Warns if the forward fails, since policies that rotate queries are then not used.
+
     Parameters
     ----------
     decoder : nn.Module
-        The model without its language-model head. Its own hooks do not run; those of its parts do.
+        The model without its language-model head. Its own hooks are skipped, since they may be
+        kvalloc's; hooks of its parts run, since they may load weights.
     layers : mapping of int to nn.Module
         The attention module of each layer.
     intercepting : callable
@@ -114,9 +120,10 @@ def probed_rotations(
     Returns
     -------
     rotations : dict of int to Rotation
-        By layer. Nothing in it keeps the decoder alive.
-    complete : bool
-        Whether the forward succeeded. If not, a later one may: memory may have been short.
+        By layer. It has no strong reference to the decoder.
+    final : bool
+        Whether a later probe would find the same. Not if the forward failed, queries were zeros,
+        or the model is in training mode.
     """
     queries: dict[int, Tensor] = {}
 
@@ -127,37 +134,40 @@ def probed_rotations(
         group = states.queries.shape[1] // states.values.shape[1]
         return states.values.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
 
-    found: dict[int, Rotation] = {}
-    reason = "a probe calls no attention of it"
     tables = [
         (part, name)
         for part in decoder.modules()
         for name, _ in part.named_buffers(recurse=False)
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
     ]
+    rotations: dict[int, Rotation | None] = {}
+    reason = "a probe finds zeros or no numbers"
     try:
         with intercepting(attend):
             positions = _run(decoder)
             for layer in queries.keys() & layers.keys():
-                kind = type(layers[layer]).__name__
-                found[layer] = _rotation(kind, queries[layer], positions, tables)
-        if decoder.training and any(isinstance(one, str) for one in found.values()):
-            raise UnsupportedModelError("in training mode dropout may change the queries")
-        complete = True
-    except Exception as error:  # models fail in any way; a policy then goes without rotation
-        complete, reason = False, f"a probe raises {type(error).__name__}: {one_line(error)}"
-        found.clear()
+                # dropout may change its queries then
+                kind = type(layers[layer]).__name__ + " in training mode" * decoder.training
+                rotations[layer] = _rotation(kind, queries[layer], positions, tables)
+    except Exception as error:  # models fail in any way
+        reason = f"a probe raises {type(error).__name__}: {one_line(error)}"
+        rotations = dict.fromkeys(layers)
+        kind = type(decoder).__name__
+        warn_user(f"it is not known how {kind} rotates its queries: {reason}")
+    final = not decoder.training and None not in rotations.values()
     for layer, module in layers.items():
-        unknown = f"it is not known when {type(module).__name__} rotates its queries: {reason}"
-        found.setdefault(layer, unknown)
-    return found, complete
+        if rotations.get(layer) is None:
+            why = reason if layer in rotations else "a probe calls no attention of it"
+            kind = type(module).__name__
+            rotations[layer] = f"it is not known when {kind} rotates its queries: {why}"
+    return cast("dict[int, Rotation]", rotations), final
 
 
 def _run(decoder: Any) -> Tensor:
     """Run a decoder over a few tokens at several positions, and return the positions.
 
-    Each token is a row of its own, so that its queries depend on the token and the position alone,
-    whatever mixes the tokens of a row: attention, a convolution or a recurrence.
+    Each token is a row of its own, so its queries depend on the token and the position alone,
+    even if attention, a convolution or a recurrence mixes the tokens of a row.
     """
     import torch
 
@@ -165,9 +175,11 @@ def _run(decoder: Any) -> Tensor:
         raise UnsupportedModelError("its layers are compiled")
     device = input_device(decoder)
     device = torch.device("cpu") if device.type == "meta" else device  # a hook loads the weights
-    last, vocabulary = context_limit(decoder), text_config(decoder).vocab_size
-    positions = torch.tensor(_POSITIONS, device=device).clamp(max=last and last - 1)
-    ids = torch.tensor(_TOKENS, device=device).clamp(max=vocabulary - 1)
+    n_positions = context_limit(decoder) or _POSITIONS[-1] + 1
+    if n_positions == 1:
+        raise UnsupportedModelError("its context has a single position")
+    positions = torch.tensor(_POSITIONS, device=device).clamp(max=n_positions - 1)
+    ids = torch.tensor(_TOKENS, device=device).clamp(max=text_config(decoder).vocab_size - 1)
     # a model in training, or a router of experts, may draw random numbers
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         type(decoder).forward(
@@ -181,28 +193,40 @@ def _run(decoder: Any) -> Tensor:
 
 def _rotation(
     kind: str, queries: Tensor, positions: Tensor, tables: Sequence[tuple[nn.Module, str]]
-) -> Rotation:
-    """Return the table that fits the queries of a probe best, or a sentence if none fits."""
+) -> Rotation | None:
+    """Return the table that fits the queries of a probe best, or a sentence if none fits.
+
+    None if the queries are zeros or no numbers.
+    """
     import torch
 
     tolerance = max(_TOLERANCE, 8 * torch.finfo(queries.dtype).eps)
-    rows = queries.float().reshape(-1, len(positions), *queries.shape[1:])
+    rows = queries.double().reshape(-1, len(positions), *queries.shape[1:])
     at_zero, places = rows[:, :1].expand_as(rows), positions.to(rows.device)[:, None, None]
 
-    def error(expected: Tensor) -> float:
-        return float((rows - expected).norm() / rows.norm())
+    def error(expected: Tensor, n_pairs: int = 0) -> float:
+        """Root of the mean over pairs of the squared difference, as a share of the pair's size."""
+        differences, sizes = (
+            torch.cat([first + second, rest])
+            for squares in ((rows - expected).square(), rows.square())
+            for first, second, rest in [
+                squares.flatten(0, -2).sum(dim=0).tensor_split((n_pairs, 2 * n_pairs))
+            ]
+        )
+        return float((differences / sizes.clamp(min=_SMALLEST * sizes.max())).mean().sqrt())
 
     unrotated = error(at_zero)
     if not math.isfinite(unrotated):
-        return f"it is not known when {kind} rotates its queries: a probe finds zeros or no numbers"
+        return None
     if unrotated < tolerance:
         return f"a layer of {kind} does not rotate its queries"
     best: Rotation = f"{kind} does not rotate halves of its queries by frequencies of the model"
+    smallest_error = tolerance
     for part, name in tables:
         frequencies = getattr(part, name)
         if frequencies.ndim != 1 or 2 * len(frequencies) > rows.shape[-1]:
             continue
         rotated = rotate(at_zero, places, frequencies.to(rows.device))
-        if (different := error(rotated)) < tolerance:
-            best, tolerance = (weakref.ref(part), name), different
+        if (found := error(rotated, len(frequencies))) < smallest_error:
+            best, smallest_error = (weakref.ref(part), name), found
     return best

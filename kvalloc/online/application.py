@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -19,6 +18,7 @@ from kvalloc.errors import (
     KVAllocError,
     UnsupportedModelError,
     UnsupportedRequestError,
+    warn_user,
 )
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
@@ -79,6 +79,7 @@ def apply(
     a fresh cache, but one that brings a cache keeps it. A forward that makes a
     cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
+    The first call for a model runs two tokens through its layers, to see how they rotate queries.
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
     (`kvalloc.online.default`), with ``memory`` beside it in a way whose peak fits. Which way was
     taken is logged (``kvalloc.online.default``, level INFO) and stands in
@@ -303,7 +304,7 @@ class Applied:
                     learning.read(self._model, ids)
             except (KVAllocError, OSError) as error:  # the answer stands
                 self._learning = None
-                warnings.warn(f"nothing is learnt from prompts: {error}", stacklevel=3)
+                warn_user(f"nothing is learnt from prompts: {error}")
             finally:
                 serve(self._decoder, self._read)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BY_TOKEN = ("input_ids", "position_ids", "cache_position", "token_type_ids")
-"""Arguments of a decoder whose last axis are the new tokens."""
+from kvalloc.models.names import BY_TOKEN
 
 
 def part(arguments: Mapping[str, Any], new: slice, columns: int | None = None) -> dict[str, Any]:

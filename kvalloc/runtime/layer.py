@@ -51,7 +51,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Holds all entries up to the latest eviction at 8 bits, where they are to be read again.
     """
 
-    is_croppable = True  # back to the latest eviction: what was evicted cannot come back
+    is_croppable = True  # `BudgetCache.crop` refuses to go behind the latest eviction
 
     keys: Any  # transformers calls them optional
     values: Any

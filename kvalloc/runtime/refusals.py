@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from kvalloc.errors import (
     OptionNames,
     SolverError,
     UnsupportedRequestError,
+    warn_user,
 )
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
@@ -372,4 +372,4 @@ def token_ids(arguments: Mapping[str, Any], use: str, instead: str) -> Tensor:
 
 def warn_of_plain(why: object) -> None:
     """Warn that a forward under `kvalloc.apply` makes a plain cache."""
-    warnings.warn(f"this forward makes a plain cache, and nothing is reduced: {why}", stacklevel=2)
+    warn_user(f"this forward makes a plain cache, and nothing is reduced: {why}")

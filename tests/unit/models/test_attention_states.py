@@ -251,12 +251,6 @@ def has_no_numbers(model):
     torch.nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
 
 
-def drops_out(model):
-    model.model.norm = torch.nn.Dropout(0.5)
-    model.model.layers[0].input_layernorm = torch.nn.Dropout(0.5)
-    model.train()
-
-
 def is_compiled(model):
     model.model.layers[0].compile()
 
@@ -269,7 +263,6 @@ def is_compiled(model):
         (has_no_weights, "a probe raises"),
         (has_no_numbers, "a probe finds zeros"),
         (is_compiled, "its layers are compiled"),
-        (drops_out, "in training mode dropout may change the queries"),
     ],
 )
 def test_a_layer_that_cannot_be_probed_is_not_taken_for_a_plain_one(change, said):
@@ -292,6 +285,65 @@ def test_a_probe_that_failed_is_tried_again():
     assert not rotates_halves(model)
     projection.weight = weight
     assert rotates_halves(model)
+
+
+def test_a_verdict_of_training_is_no_verdict_of_evaluation():
+    model = model_of("training").train()
+    said = "Phi3Attention in training mode does not rotate halves of its queries"
+    assert rotary_frequencies(model)[-1].startswith(said)
+    assert rotates_halves(model.eval())
+
+
+def test_weights_that_come_later_are_probed_again():
+    model = model_of("llama")
+    projection = model.model.layers[0].self_attn.q_proj.weight
+    weights = projection.detach().clone()
+    torch.nn.init.zeros_(projection)
+    assert not rotates_halves(model)
+    with torch.no_grad():
+        projection.copy_(weights)
+    assert rotates_halves(model)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_rotary_module_that_was_replaced_is_not_asked(kept):
+    model, other = model_of("llama"), model_of("llama")
+    before = model.model.rotary_emb
+    assert rotates_halves(model)
+    other.model.rotary_emb.inv_freq **= 2
+    model.model.rotary_emb = other.model.rotary_emb
+    if not kept:
+        del before
+    assert torch.equal(rotary_frequencies(model)[0], other.model.rotary_emb.inv_freq)
+
+
+def test_a_hook_of_the_users_that_fails_in_a_probe_is_said():
+    model = model_of("llama")
+
+    def reads_one_row(module, args):
+        assert len(args[0]) == 1, "one row"
+
+    handle = model.model.layers[1].register_forward_pre_hook(reads_one_row)
+    with pytest.warns(UserWarning, match="not known how LlamaModel rotates.*one row"):
+        assert not rotates_halves(model)
+    handle.remove()
+    assert rotates_halves(model)
+
+
+def test_slow_pairs_that_carry_the_queries_do_not_hide_fast_ones():
+    slow = {"rope_type": "default", "rope_theta": 1e6}
+    config = transformers.Qwen2Config(**{**SIZES, "rope_parameters": slow})
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias.view(4, 8)[:, [3, 7]] = 2000.0
+    assert rotates_halves(model)
+
+
+def test_a_context_of_one_position_shows_nothing():
+    config = transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": 1})
+    with pytest.warns(UserWarning, match="single position"):
+        assert not rotates_halves(transformers.LlamaForCausalLM(config))
 
 
 def contents(model):

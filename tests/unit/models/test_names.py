@@ -177,8 +177,7 @@ with torch.no_grad():
             "transformers:PreTrainedModel._supports_attention_backend",
             "seeing what a model attends to needs transformers.PreTrainedModel."
             f"_supports_attention_backend, which transformers {transformers.__version__} does not "
-            "have; install a version of it that kvalloc was tried with ('kvalloc doctor' names "
-            "them)",
+            "have; install a version that kvalloc is tested with (README.md, 'Tested on')",
         ),
     ],
 )
