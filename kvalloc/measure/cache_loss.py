@@ -126,8 +126,8 @@ class CacheLosses:
         self._model(input_ids=prompt, logits_to_keep=1, **cache_keyword(self._model, cache))
         if awaited := getattr(cache, "awaited_tokens", 0):
             self._show(cache, following[:, : max(awaited, n_question)], int(prompt.shape[1]))
-        given = cache_keyword(self._model, cache)
-        logits: Tensor = self._model(input_ids=following, **given).logits
+        keyword = cache_keyword(self._model, cache)
+        logits: Tensor = self._model(input_ids=following, **keyword).logits
         return logits[0, max(0, n_question - 1) :]
 
     def _show(self, cache: Any, ids: Tensor, n_prompt: int) -> None:

@@ -425,13 +425,13 @@ class LossProbe:
     def _written(self, logits: Tensor, question: Tensor, n_tokens: int) -> Tensor:
         """Return the greedy continuation with the full cache, after the prompt's logits."""
         cache, ends = copy.deepcopy(self._cache), end_tokens(self._model)
-        given = cache_keyword(self._model, cache)
+        keyword = cache_keyword(self._model, cache)
         if question.numel():
-            logits = self._model(input_ids=question[None], **given).logits
+            logits = self._model(input_ids=question[None], **keyword).logits
         written = [logits[0, -1].argmax()]
         check_continues(self._model, int(written[0]))
         while len(written) < n_tokens and int(written[-1]) not in ends:
-            logits = self._model(input_ids=written[-1].view(1, 1), **given).logits
+            logits = self._model(input_ids=written[-1].view(1, 1), **keyword).logits
             written.append(logits[0, -1].argmax())
         return torch.stack(written)
 

@@ -127,8 +127,8 @@ def _one_layer(
             if entering is not None and layer:
                 begun = begun_at(layers, layer, entering[:, piece])
             with begun, suppress(_Seen):
-                given = cache_keyword(decoder, cache)
-                decoder(input_ids=input_ids[:, piece], use_cache=True, **given)
+                keyword = cache_keyword(decoder, cache)
+                decoder(input_ids=input_ids[:, piece], use_cache=True, **keyword)
             if leaving:
                 out = leaving.pop()
                 if entering is None:

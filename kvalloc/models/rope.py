@@ -227,6 +227,6 @@ def _rotation(
         if frequencies.ndim != 1 or 2 * len(frequencies) > rows.shape[-1]:
             continue
         rotated = rotate(at_zero, places, frequencies.to(rows.device))
-        if (found := error(rotated, len(frequencies))) < smallest_error:
-            best, smallest_error = (weakref.ref(part), name), found
+        if (rotated_error := error(rotated, len(frequencies))) < smallest_error:
+            best, smallest_error = (weakref.ref(part), name), rotated_error
     return best
