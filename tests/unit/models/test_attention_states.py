@@ -255,6 +255,7 @@ def is_compiled(model):
     model.model.layers[0].compile()
 
 
+@pytest.mark.filterwarnings("ignore:it is not known how")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -277,6 +278,7 @@ def test_a_layer_that_cannot_be_probed_is_not_taken_for_a_plain_one(change, said
         ExpectedAttention().score(states, sinks=0)
 
 
+@pytest.mark.filterwarnings("ignore:it is not known how")
 def test_a_probe_that_failed_is_tried_again():
     model = model_of("llama")
     projection = model.model.layers[1].mlp.down_proj

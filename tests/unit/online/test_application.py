@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from prompt_runs import CONTEXT, SINKS, TARGET, applied, generate
-from transformers import DynamicCache, GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError, naming_flags
@@ -108,11 +108,16 @@ def test_a_forward_that_cannot_be_reduced_says_why_once(tiny):
 
 def test_generate_batch_says_that_it_is_plain(tiny):
     model, prompt = tiny.tiny_model(), tiny.prompt(CONTEXT)[0].tolist()
-    config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=1, pad_token_id=0)
-    (expected,) = model.generate_batch([prompt], generation_config=config).values()
+    options = {
+        "generation_config": GenerationConfig(
+            max_new_tokens=2, do_sample=False, eos_token_id=1, pad_token_id=0
+        ),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
+    }
+    (expected,) = model.generate_batch([prompt], **options).values()
     with kvalloc.apply(model, budget="40%") as applied:
         with pytest.warns(UserWarning, match=r"a plain cache.*generate_batch\(\) keeps all"):
-            (found,) = model.generate_batch([prompt], generation_config=config).values()
+            (found,) = model.generate_batch([prompt], **options).values()
         assert applied.last_cache is None
     assert found.generated_tokens == expected.generated_tokens
 
