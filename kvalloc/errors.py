@@ -137,15 +137,15 @@ def outside_range(package: str) -> str:
             if name != package or (marker and not marker.evaluate({"extra": "run"})):
                 continue
             if not limits.contains(installed, prereleases=True):
-                tested = name + ",".join(sorted(map(str, limits), reverse=True))
-                return f"kvalloc asks for {tested}, not {installed}: pip install '{tested}'"
+                range_text = name + ",".join(sorted(map(str, limits), reverse=True))
+                return f"kvalloc asks for {range_text}, not {installed}: pip install '{range_text}'"
     return ""
 
 
 def warn_user(message: object) -> None:
     """Warn at the line outside of kvalloc that called it."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals["__name__"].startswith("kvalloc."):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("kvalloc."):
         frame, level = frame.f_back, level + 1
     warnings.warn(str(message), stacklevel=level)
 

@@ -201,18 +201,18 @@ def _rotation(
     import torch
 
     tolerance = max(_TOLERANCE, 8 * torch.finfo(queries.dtype).eps)
-    rows = queries.double().reshape(-1, len(positions), *queries.shape[1:])
+    rows = queries.float().reshape(-1, len(positions), *queries.shape[1:])
     at_zero, places = rows[:, :1].expand_as(rows), positions.to(rows.device)[:, None, None]
+
+    def squares_by_pair(states: Tensor, n_pairs: int) -> Tensor:
+        squares = states.square().flatten(0, -2).sum(dim=0)
+        first, second, rest = squares.tensor_split((n_pairs, 2 * n_pairs))
+        return torch.cat([first + second, rest])
 
     def error(expected: Tensor, n_pairs: int = 0) -> float:
         """Root of the mean over pairs of the squared difference, as a share of the pair's size."""
-        differences, sizes = (
-            torch.cat([first + second, rest])
-            for squares in ((rows - expected).square(), rows.square())
-            for first, second, rest in [
-                squares.flatten(0, -2).sum(dim=0).tensor_split((n_pairs, 2 * n_pairs))
-            ]
-        )
+        differences = squares_by_pair(rows - expected, n_pairs)
+        sizes = squares_by_pair(rows, n_pairs)
         return float((differences / sizes.clamp(min=_SMALLEST * sizes.max())).mean().sqrt())
 
     unrotated = error(at_zero)
