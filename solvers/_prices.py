@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
-from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.errors import InfeasibleError
 from kvalloc.problem.bounds import NOISE, best_price
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import upper_hull
@@ -226,16 +226,14 @@ def _by_linear_program(choices: Choices, among: BoolArray, deadline: float) -> P
         method="highs-ds",
         options={"time_limit": min(1e9, max(0.01, deadline - time.monotonic()))},
     )
-    if answer.status == 1:  # time is up: any prices give a bound
-        price = _secant(choices)[0]
-        return prices_at(choices, price, np.zeros(len(choices.caps)), choices.floors)
-    if answer.status == 2 and not np.array_equal(among, choices.exists):
+    if answer.status == 2 and choices.minimise:
+        if np.array_equal(among, choices.exists):
+            raise _beyond_caps(choices, deadline)
         # Too few options to meet the target; with all of them it may be met.
         return _by_linear_program(choices, choices.exists, deadline)
-    if answer.status == 2:
-        raise _beyond_caps(choices)
-    if answer.status != 0:
-        raise SolverError(f"the linear relaxation cannot be solved: {answer.message}")
+    if answer.status != 0:  # no time, or it does not know: any prices give a bound
+        price = _secant(choices)[0]
+        return prices_at(choices, price, np.zeros(len(choices.caps)), choices.floors)
     duals = np.maximum(0.0, -answer.ineqlin.marginals)
     if choices.minimise:  # duals are bytes per unit of worth: turn them round
         per_byte = worth_scale / (max(float(duals[0]), 1e-12) * cost_scale)
@@ -250,10 +248,10 @@ def _by_linear_program(choices: Choices, among: BoolArray, deadline: float) -> P
     return prices_at(choices, per_byte, per_cap, down)
 
 
-def _beyond_caps(choices: Choices) -> InfeasibleError:
+def _beyond_caps(choices: Choices, deadline: float) -> InfeasibleError:
     """Return the error that names the caps in the way of a target, and what can be met."""
-    free = choices.with_capacity(int(choices.costs.sum()))
-    prices = best_prices(free)
+    free = choices.with_capacity(choices.problem.max_cost_bytes)
+    prices = best_prices(free, deadline)
     tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
     names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")
     nearest = free.value(prices.starts[0])
