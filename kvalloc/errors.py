@@ -291,7 +291,7 @@ def option(name: str, value: object = None, *, keyword: str | None = None) -> st
         return flag
     if isinstance(value, tuple | list):
         return f"{flag} {','.join(map(str, value))}"
-    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+    return f"{flag} {value:.15g}" if isinstance(value, float) else f"{flag} {value}"
 
 
 class OptionNames:
@@ -342,4 +342,4 @@ def by_interface(*, python: str, flags: str) -> str:
 
 
 def _written(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
+    return f"{value:.15g}" if isinstance(value, float) else repr(value)

@@ -189,8 +189,12 @@ def advise(
             text = f"{too_small}, or use {lower}" if lower else str(too_small)
             return InfeasibleError(text, nearest=too_small.nearest)
         problem = problem.with_capacity(problem.min_cost_bytes - 1)
+    goal, costs = request.target, RequestCurves(scores=scores, request=request).costs
     if (diagnosis := diagnose(problem, deadline=deadline)) is None:
-        return error
+        if error.nearest is None or problem.target is None or time.monotonic() > deadline:
+            return error
+        number, target = goal.nearest(error.nearest, costs)  # of one solver: others can
+        return InfeasibleError(f"{error}; {goal.limit} {target} with it", nearest=number)
     possible, is_exact = diagnosis
     ways: dict[str, str] = {}
     every: list[str] = []
@@ -203,13 +207,12 @@ def advise(
     for name in ("max_tokens", "min_tokens"):
         if way := _other_limit(scores, request, name, deadline):
             ways[option(name, getattr(request, name))] = way
-    text, nearest = f"{request.target} is not possible", None
+    text, nearest = f"{goal} is not possible", None
     text += f" with {' and '.join(ways or every)}" if ways or every else ""
     text += " together; to change one of them is not enough" if every[1:] and not ways else ""
-    if possible is not None:
-        costs = RequestCurves(scores=scores, request=request).costs
-        nearest, target = request.target.nearest(possible, costs)
-        text += f"; {request.target.limit} {target}"
+    if possible is not None and (problem.target is None or goal.kind == "loss" or possible > 0):
+        nearest, target = goal.nearest(possible, costs)
+        text += f"; {goal.limit} {target}"
         text += "" if is_exact else f" as far as {limit:.3g} s of search can tell"
     elif is_exact:
         text += ", and neither is any other target"

@@ -214,7 +214,7 @@ class _Retention(Target):
         return self.value
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        rounded = math.floor(reached * 1e4) / 1e4
+        rounded = math.floor(reached * 1e4 + 1e-9) / 1e4
         return reached, _Retention(value=rounded if rounded > 0 else reached)
 
 
@@ -244,7 +244,7 @@ class _Loss(Target):
         return self.value
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        return -reached, _Loss(value=math.ceil(-reached * 1e6) / 1e6)
+        return -reached, _Loss(value=max(0.0, math.ceil(-reached * 1e6 - 1e-7) / 1e6))
 
 
 class _Size(Target):
@@ -303,7 +303,9 @@ class _Share(_Size):
         return costs.everything if self.value == 1 else super().capacity(costs, floor_cost)
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
-        share = min(math.ceil(1e4 * int(reached) / costs.full) / 1e4, 1.0)
+        parts = -(-int(1e4) * int(reached) // costs.full)
+        parts += bytes_in_share(parts / 1e4 * (1 - 1e-15), costs.full) < reached  # as it is read
+        share = min(parts / 1e4, 1.0)
         return share, _Share(value=share)
 
 

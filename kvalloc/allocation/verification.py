@@ -262,7 +262,7 @@ def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
     if capacity is not None and cost > capacity:
         return f"spends {cost:,} bytes of a capacity of {capacity:,}"
     if not problem.meets_target(value):
-        return f"reaches {value:.6g}, below the target of {problem.target:g}"
+        return f"reaches {value!r}, below the target of {problem.target!r}"
     if fault := problem.side_fault(choice):
         return f"breaks a constraint: {fault}"
     if solution.prices and not are_prices(problem, solution.prices):

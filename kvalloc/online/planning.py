@@ -6,6 +6,7 @@ schedule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +144,8 @@ def plan_batch(
     ways = list(_ways(setting, least, prompt))
     if not ways:
         known = [way.predicted_loss for way in _ways(setting, LARGE, prompt)]
-        way_out = f"about {min(known):.2g} is possible" if known else "give a longer prompt"
+        least = math.ceil(1e6 * min(known, default=0.0)) / 1e6
+        way_out = f"{least:.15g} is possible" if known else "give a longer prompt"
         raise InputError(
             f"no share of a cache of {prompt:,} tokens is predicted to lose no more than "
             f"{option('target_loss', f'{target_loss:g}')}; {way_out}"
