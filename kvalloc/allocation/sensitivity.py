@@ -18,6 +18,7 @@ from kvalloc.problem import (
     cheapest_reaching,
     dual_bound,
 )
+from kvalloc.problem.arrays import VALUE_TOLERANCE
 from kvalloc.problem.bounds import next_gain
 
 WORST_STEP = 0.01
@@ -112,7 +113,8 @@ def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
     value = problem.objective_value(choice)
     source = f"{WORST_STEP:g} more"
     higher = min(value + WORST_STEP, problem.max_value)
-    now, then = cheapest_reaching(problem, value), cheapest_reaching(problem, higher)
+    # Curves that tie but for the last bit reach a level together.
+    now, then = (cheapest_reaching(problem, one - VALUE_TOLERANCE) for one in (value, higher))
     if now is None or then is None or higher <= value:
         return ShadowPrice(value_per_byte=0.0, source=source)
     gained, spent = problem.objective_value(then) - value, problem.cost(then) - problem.cost(now)

@@ -86,6 +86,21 @@ def test_the_worst_unit_is_priced_by_a_hundredth_more(seed):
     assert price.value_per_byte == pytest.approx(gained / (more.cost_bytes - answer.cost_bytes))
 
 
+@pytest.mark.parametrize("context", range(20, 36))
+def test_units_that_tie_but_for_the_last_bit_rise_together(context):
+    random = np.random.default_rng(context)
+    line = np.arange(context) / (context - 1.0)
+    scores = make_scores(0, context_tokens=context, sinks=0, window=1)
+    scores = scores.replace(
+        curves=np.broadcast_to(line, scores.curves.shape).copy(),
+        masses=random.random(scores.masses.shape) + 0.1,
+    )
+    profile = kvalloc.solve(scores, budget=0.3, objective="worst")
+    step = formulate(scores, Request.parse(budget=0.3)).step_bytes  # of one token in each layer
+    more = 1 / (context - 1.0) / (scores.shape.n_layers * step)
+    assert profile.value_per_mib == pytest.approx(more * 2**20, rel=1e-6)
+
+
 def test_without_a_formula_there_is_no_price_of_a_rule_or_an_optimum():
     scores = make_scores(1)
     rule = solve(scores, budget=0.5, solver="pyramid")
@@ -252,6 +267,15 @@ def test_points_agree_with_solving_alone():
         alone = kvalloc.solve(scores, budget=min(point.share + 1e-6, 1.0))
         assert point.value == alone.objective
         assert point.cost_bytes == alone.retained_bytes
+
+
+@pytest.mark.parametrize("least", [38, 39, 40])
+def test_all_that_there_is_has_a_point_where_floors_cost_more(least):
+    """Positions of kept entries are beside a cache at 16 bits, which stores none."""
+    scores = make_scores(1)
+    whole = kvalloc.solve(scores, budget=1.0, min_tokens=least)
+    last = frontier(scores, points=5, min_tokens=least)[-1]
+    assert (last.share, last.value) == (1.0, whole.objective)
 
 
 def test_one_point_is_no_frontier():
