@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("test_attention.py", "test_hostile_caches.py", "test_tier.py")
+TESTS = ("test_attention.py", "test_hostile_caches.py")
 BEYOND = """
 import numpy, torch
 from kvalloc.runtime import kept

@@ -71,12 +71,6 @@ BIAS_BYTES = 4
 RANKING_BYTES = 16
 """Of an entry, while its layer waits for the others of its sharing group."""
 
-PAGE = 16
-"""Evicted entries of a page beside a slow tier, at most."""
-
-PAGING = 8
-"""Copies of a head's keys in float32 that making its pages takes at once, at most."""
-
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
 
@@ -213,44 +207,6 @@ def entries_in_share(
     return tokens if entries < min(least, tokens) else entries
 
 
-def page_counts(evicted: IntArray) -> IntArray:
-    """Return how many pages so many evicted entries take beside a slow tier."""
-    return np.asarray(-(-evicted // PAGE))
-
-
-def range_bytes(head_dim: int) -> int:
-    """Return the bytes of the ranges of a head's channels: middle and half of key and value."""
-    return 4 * head_dim * np.dtype(np.float32).itemsize
-
-
-def paged_bytes(kept: IntArray, tokens: int, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
-    """Return the most that KV heads store of a row beside a slow tier, where others are pages.
-
-    On average over the heads, which hand out among each other what they keep: each has room for
-    one more page and block of keys than its share of them.
-
-    Parameters
-    ----------
-    kept : ndarray of int64
-        Entries of each head.
-    tokens : int
-        Length of the row.
-    bits, shape
-        As of `stored_bytes`.
-    """
-    pages = page_counts(tokens - kept)
-    entries = kept + pages + 1
-    begun = KEY_BLOCK_TOKENS - (-entries % KEY_BLOCK_TOKENS)  # entries of the last block
-    block = 2 * SCALE_BYTES * shape.head_dim
-    stored = head_bytes(entries, bits, shape) + BIAS_BYTES * (pages + 1)
-    return np.asarray(stored + begun * block // KEY_BLOCK_TOKENS + range_bytes(shape.head_dim))
-
-
-def paging_bytes(tokens: int, shape: ModelShape) -> int:
-    """Return the most that making the pages of one head of a row takes, numbers in float32."""
-    return PAGING * tokens * shape.head_dim * np.dtype(np.float32).itemsize
-
-
 def within_bytes(
     budgets: IntArray,
     most: int,
@@ -259,7 +215,6 @@ def within_bytes(
     *,
     least: int,
     biased: bool = False,
-    tokens: int | None = None,
 ) -> IntArray:
     """Return budgets of KV heads, all made smaller by one factor until they fit in so many bytes.
 
@@ -275,8 +230,6 @@ def within_bytes(
         Sinks and window, which no head goes below, whatever they take.
     biased : bool
         Whether entries have a logit bias.
-    tokens : int, optional
-        Length of a row beside a slow tier, all others of which are pages; see `paged_bytes`.
 
     Examples
     --------
@@ -291,8 +244,6 @@ def within_bytes(
         return np.maximum(budgets * part // whole, floor)
 
     def fits(part: int) -> bool:
-        if tokens is not None:
-            return int(paged_bytes(scaled(part), tokens, bits, shape).sum()) <= most
         return int(head_bytes(scaled(part), bits, shape, biased=biased).sum()) <= most
 
     whole = max(int(budgets.max(initial=1)), 1)
@@ -338,11 +289,6 @@ def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
     width = WIDTHS[bits]
     return code_bytes(width.keys, head_dim), code_bytes(width.values, head_dim) + scales
-
-
-def record_bytes(head_dim: int) -> int:
-    """Return the bytes of an entry in a slow tier: codes, and a scale of key and of value each."""
-    return 2 * (SCALE_BYTES + code_bytes(8, head_dim))
 
 
 def code_bytes(bits: int, head_dim: int) -> int:

@@ -132,7 +132,6 @@ def _show_saved(file: str, path: Path, header: SavedCacheHeader) -> None:
         "file_bytes": path.stat().st_size,
         "full_bytes": full_bytes(profile.shape, header.seen_tokens) if alone else None,
         "read_seconds": header.read_seconds,
-        "read_share": header.read_share,
         "bits": profile.bits,
         "share_groups": profile.share_groups,
     }

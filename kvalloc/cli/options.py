@@ -127,7 +127,7 @@ RARE = frozenset(
         *("shard", "share_length", "fairness"),
         *("chunk", "lengths", *EngineFlags.__annotations__),
         *("peer", "plain_bits", "metric", "turns", "answer_tokens"),
-        *("decode_every", "seed", "recompute", "tier", "read"),
+        *("decode_every", "seed", "recompute"),
         *("fitted", "allow_other_model"),
     }
 )

@@ -12,7 +12,7 @@ from kvalloc.cli.output import is_verbose, note
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 from kvalloc.online.conflicts import TARGET, check_conflicts
-from kvalloc.units import Option, parse_share
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -38,11 +38,6 @@ class Reduction:
         Evict again every N tokens that follow the prompt; every 64 or more by default.
     lossless : bool
         Answer as the full cache does: it verifies what the reduced cache drafts.
-    tier : str
-        Where a copy of all entries lies at 8 bits, of which each token reads a part: 'ram', or a
-        folder.
-    read : str
-        Entries that each token reads there; 5% of all by default.
     """
 
     model: str
@@ -55,8 +50,6 @@ class Reduction:
     decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
     fitted: Annotated[Path | None, Option("FILE", MODEL)] = None
     lossless: Annotated[bool, Option("", KEPT)] = False
-    tier: Annotated[str | None, Option("ram|FOLDER", KEPT)] = None
-    read: Annotated[str | None, Option("SHARE", KEPT)] = None
     allow_other_model: Annotated[bool, Option("", MODEL)] = False
 
     @classmethod
@@ -102,9 +95,8 @@ class Reduction:
         from kvalloc.runtime import CacheOptions
         from kvalloc.runtime.lossless import verify_with
 
-        names = ("policy", "decode_every", "allow_other_model", "fitted", "tier")
-        read = None if self.read is None else parse_share(self.read)
-        options = CacheOptions(**{name: getattr(self, name) for name in names}, read=read)
+        names = ("policy", "decode_every", "allow_other_model", "fitted")
+        options = CacheOptions(**{name: getattr(self, name) for name in names})
         make = cache_maker(self.profile, options, **self.target)
         loaded = load(self.model, self.typed)
         if self.profile is not None:
@@ -156,8 +148,8 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         ``decision_seconds``: how long that took; ``granted_bytes``: what the budgets allow of all
         that was read, or the memory where that is the target; ``share``: what is stored of it, of a
         cache at 16 bits; ``retained_bytes``, ``full_bytes``: what is stored now, and what a full
-        cache would store; ``lossless``: what verifying took; ``tier_bytes``: what lies in the slow
-        tier. None where there is none.
+        cache would store; ``lossless``: what verifying took, None where nothing is
+        verified.
     """
     profile: BudgetProfile = cache.profile
     is_decided = cache.decision_seconds is not None
@@ -175,5 +167,4 @@ def cache_facts(cache: Any) -> dict[str, Any]:
         "retained_bytes": cache.retained_bytes,
         "full_bytes": cache.full_bytes,
         "lossless": None if cache.verifier is None else cache.verifier.facts,
-        "tier_bytes": cache.tier_bytes,
     }

@@ -19,13 +19,7 @@ import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import (
-    KEY_BLOCK_TOKENS,
-    PAGE,
-    packed_row_bytes,
-    record_bytes,
-    sliding_entries,
-)
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes, sliding_entries
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, require
@@ -60,13 +54,6 @@ _TYPES = {
 }
 
 
-NO_COLUMN = 2**31 - 1
-"""Column of a page, which stands for several."""
-
-RECORDS = "records"
-"""The tensor of a slow tier: all entries of layers, columns, rows and KV heads, in this order. It
-is mapped and not read, and no digest is of it."""
-
 MAX_SECONDS = 1e9
 """A note of a longer time is ignored."""
 
@@ -94,11 +81,9 @@ class StoredTensor:
 
 
 def tensor_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """Return a digest of names, shapes, types and all bytes, those of `RECORDS` apart."""
+    """Return a digest of names, shapes, types and all bytes."""
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        if name == RECORDS:
-            continue
         hasher.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
         raw: Any = tensor.data
         hasher.update(raw)
@@ -154,11 +139,8 @@ class SavedCacheHeader(FileRecord):
     memory: int | None = Field(default=None, ge=1)
     """Bytes that the cache never exceeds, however long a conversation grows; None for any."""
 
-    read_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the entries seen that a KV head reads in the slow tier for a token; None without."""
-
     tensor_digest: str
-    """Digest of all tensors but `RECORDS`."""
+    """Digest of all tensors."""
 
     versions: dict[str, str]
     """Version of torch."""
@@ -197,7 +179,7 @@ class SavedCacheHeader(FileRecord):
         -------
         header : SavedCacheHeader
         tensors : dict of StoredTensor
-            Each in separate memory, but `RECORDS`; see `kvalloc.runtime.saving` for their names.
+            Each in separate memory; see `kvalloc.runtime.saving` for their names.
 
         Raises
         ------
@@ -258,22 +240,11 @@ def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
             start, end = stated["data_offsets"]
             dtype, n_bytes = _TYPES.get(stated["dtype"], (stated["dtype"], 0))
             file.seek(first + start)
-            if name == RECORDS:
-                data = _mapped(file, end - start)
-            else:
-                data = np.fromfile(file, np.uint8, end - start)
+            data = np.fromfile(file, np.uint8, end - start)
             if n_bytes and data.size != prod(stated["shape"]) * n_bytes:  # changed since it opened
                 raise SavedCacheHeader.file_error(path, name, "cut off", "all of its bytes")
             tensors[name] = StoredTensor(dtype=dtype, shape=tuple(stated["shape"]), data=data)
     return tensors
-
-
-def _mapped(file: Any, n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the next bytes of an open file as a map that is read where it is looked at."""
-    try:
-        return np.memmap(file, np.uint8, mode="c", offset=file.tell(), shape=(n_bytes,))
-    except ValueError:  # none, or cut off since it was opened
-        return np.empty(0, np.uint8)
 
 
 class _Contents:
@@ -295,10 +266,7 @@ class _Contents:
 
     def check(self) -> None:
         """Raise a `ProfileFileError` if header and tensors do not fit."""
-        header, self._records = self._header, 0
-        if header.read_share is not None:
-            size = record_bytes(header.profile.shape.head_dim)
-            self._records = self._take(RECORDS, "uint8", (None, size)).shape[0]
+        header = self._header
         n_bytes = sum(tensor.data.size for tensor in self._left.values())
         rows = n_bytes // header.profile.shape.n_kv_heads
         self._require(header.batch <= rows, "batch", header.batch, "an entry for each row and head")
@@ -307,7 +275,6 @@ class _Contents:
         for index, kind in enumerate(header.profile.shape.layer_types):
             self._check_layer(index, kind)
         self._require(not self._left, min(self._left, default=""), "there", "no such tensor")
-        self._require(not self._records, RECORDS, f"{self._records} too many", "one of each entry")
 
     def _check_layer(self, index: int, kind: str) -> None:
         """Check the tensors of a layer: all of its entries, or the kept ones in segments."""
@@ -325,35 +292,11 @@ class _Contents:
         end = seen - n_dense
         self._require(end >= 0, name, found, f"no more than the {seen} seen")
         widths = profile.widths[index]
-        members = None if header.read_share is None else self._check_tier(index, widths, end)
         for bits in np.unique(widths).tolist():
             prefix, own = f"{index}.bits_{bits}.", int((widths == bits).sum())
-            self._check_segments(prefix, bits, own, end, members)
+            self._check_segments(prefix, bits, own, end)
 
-    def _check_tier(self, index: int, widths: IntArray, end: int) -> IntArray:
-        """Check what a layer's slow tier has beside `RECORDS`; return the columns of its pages."""
-        header, (n_heads, dim) = self._header, (len(widths), self._header.profile.shape.head_dim)
-        n_segments = header.batch * n_heads
-        sound = bool(widths.min() == widths.max() < 16)
-        self._require(sound, f"{index}.bits", widths.tolist(), "one width below 16 beside a tier")
-        self._records -= n_segments * end
-        expected = f"one of each entry up to layer {index}"
-        self._require(self._records >= 0, RECORDS, f"{-self._records} too few", expected)
-        name, shape = f"{index}.ranges", (4, n_segments, dim)
-        sound = bool(np.isfinite(self._take(name, "float32", shape)).all())
-        self._require(sound, name, "not finite", "finite numbers")
-        name = f"{index}.pages"
-        members = self._take(name, "int32", (n_segments, None, PAGE))
-        there = members >= 0
-        first = (there[..., 1:] <= there[..., :-1]).all()
-        first &= (there[:, 1:, 0] <= there[:, :-1, 0]).all()
-        sound = bool(first & (members < end).all() & (members >= -1).all())
-        self._require(sound, name, "others", f"columns below {end}, and -1 behind them")
-        return members
-
-    def _check_segments(
-        self, prefix: str, bits: int, heads: int, end: int, members: IntArray | None
-    ) -> None:
+    def _check_segments(self, prefix: str, bits: int, heads: int, end: int) -> None:
         """Check the segments of rows and heads, back to back, of columns below ``end``."""
         header, dim = self._header, self._header.profile.shape.head_dim
         name = f"{prefix}lengths"
@@ -373,38 +316,7 @@ class _Contents:
             self._take(name, "float32", (total,))
         name = f"{prefix}kept_positions"
         columns = self._take(name, "int32", (total,))
-        if members is not None:
-            columns, counts = self._without_pages(name, columns, counts, members)
         self._check_columns(name, columns, counts, heads, end)
-        if members is not None:
-            self._check_all_there(name, columns, counts, heads, end, members)
-
-    def _without_pages(
-        self, name: str, columns: IntArray, counts: IntArray, members: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Return columns and counts of what is no page, pages being the first of each segment."""
-        n_pages = (members[..., 0] >= 0).sum(axis=1)
-        fits = bool((n_pages <= counts).all())
-        self._require(fits, name, "fewer", "one of each page, and others")
-        place = np.arange(len(columns)) - np.repeat(np.cumsum(counts) - counts, counts)
-        is_page = place < np.repeat(n_pages, counts)
-        sound = bool((columns[is_page] == NO_COLUMN).all())
-        self._require(sound, name, "others", f"{NO_COLUMN} of each page")
-        return columns[~is_page], counts - n_pages
-
-    def _check_all_there(
-        self, name: str, columns: IntArray, counts: IntArray, heads: int, end: int, members: Any
-    ) -> None:
-        """Check that each visible column is kept, or in one page, of each row and head."""
-        segments, there = np.arange(counts.size), members >= 0
-        of_pages = np.repeat(segments, there.sum(axis=(1, 2)))
-        own = np.concatenate([columns, members[there]]).astype(np.int64)
-        own += end * np.concatenate([segments.repeat(counts), of_pages])
-        shown = np.ones((counts.size // heads, end), np.bool_)
-        shown = shown if self._shown is None else self._shown[:, :end]
-        expected = np.flatnonzero(shown.repeat(heads, axis=0))
-        sound = np.array_equal(np.sort(own), expected)
-        self._require(sound, name, "others", "each visible column once, kept or in a page")
 
     def _check_columns(
         self, name: str, columns: IntArray, counts: IntArray, heads: int, end: int

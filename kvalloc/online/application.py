@@ -44,7 +44,7 @@ from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, setting, warn_of_plain
 from kvalloc.scorers.reconstruction import Reconstruction
-from kvalloc.units import keywords_of, parse_bytes, parse_share
+from kvalloc.units import keywords_of, parse_bytes
 
 _APPLIED = "_kvalloc_applied"
 
@@ -61,8 +61,6 @@ def apply(
     fit_as_you_go: bool = False,
     across: Literal["rows"] | None = None,
     lossless: bool = False,
-    tier: str | Path | None = None,
-    read: str | float | None = None,
     **keywords: Unpack[PromptOptions],
 ) -> Applied:
     """Reduce the prompt of each ``model.generate()`` and each ``model()`` from now on.
@@ -113,11 +111,6 @@ def apply(
         Answer as the full cache does, token by token: tokens are drafted with the reduced cache and
         verified, several at once, with the full one, which on a GPU lies in the host's memory. What
         that took is in ``last_cache.verifier``.
-    tier : str or Path, optional
-        With a budget alone: where a copy of all entries lies at 8 bits, ``"ram"`` or a folder, from
-        which each decoded token reads what it attends to most.
-    read : float or str, optional
-        With a tier: share of the entries seen that each KV head reads for a token; 5% by default.
     **keywords
         What each prompt is to reach, and how that is measured and decided; see
         `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
@@ -139,8 +132,6 @@ def apply(
         fitted=fitted,
         fit_as_you_go=fit_as_you_go,
         across=across,
-        tier=tier,
-        read=None if read is None else parse_share(read),
     )
     given = {"profile": profile, "lossless": lossless, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])

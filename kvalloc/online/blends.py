@@ -217,7 +217,6 @@ def _loaded(
                 f"the document {chat}"
             )
         held = filled_cache(document, header, tensors, model, allow_other_model)
-    refuse(blended_with_tier=held.tier_bytes is not None and name)
     if held.batch != 1:
         raise InputError(f"{name} holds {held.batch} texts at once; save a cache of each")
     return name, held

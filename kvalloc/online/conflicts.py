@@ -58,20 +58,6 @@ CONFLICTS = (
         beside=("cache", "document", "save_cache"),
     ),
     Conflict(
-        ("tier",),
-        "{0} reads again what {option[budget=10%]} keeps, and does not go with {1}; leave out "
-        "either",
-        beside=(
-            *("cache", "document", "lossless", "across", "profile", "policy"),
-            *sorted({*TARGET} - {"budget", "memory"}),
-            *DECIDING,
-        ),
-    ),
-    Conflict(
-        ("tier",), "{0} holds all entries beside the ones of {1}; add it", without=("budget",)
-    ),
-    Conflict(("read",), "{0} says how much of {1} is read; add it", without=("tier",)),
-    Conflict(
         ("prompt", "prompt_file"),
         "{1} holds the document already; ask about it with {option[question]} instead of giving "
         "{0}",
@@ -118,7 +104,7 @@ CONFLICTS = (
         ("fit_as_you_go",),
         "{0} learns from prompts that {option[budget=20%]} alone reads twice; leave out {1}",
         beside=(
-            *("profile", "policy", "fitted", "across", "tier", "lossless"),
+            *("profile", "policy", "fitted", "across", "lossless"),
             *sorted({*TARGET} - {"budget", "memory"}),
             *DECIDING,
         ),

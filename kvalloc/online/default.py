@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting.costs import paging_bytes, plain_bytes
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -21,10 +21,8 @@ from kvalloc.formats.shipped_profiles import find_fitted, learnt_file, load_fitt
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
-from kvalloc.online import tiers
 from kvalloc.online.prompt_size import UNKNOWN, PromptSize
-from kvalloc.online.solved import WIDTHS, grid_length, share_for_loss, shares_of_rows
-from kvalloc.online.tiers import by_score, tier_width, with_pages
+from kvalloc.online.solved import grid_length, share_for_loss, shares_of_rows
 from kvalloc.online.ways import Decided, Early, Rows, Setting, Way, Whole, chosen_way
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import build_cache
@@ -34,11 +32,6 @@ from kvalloc.units import bytes_text, parse_share, share_text, size
 
 _TARGETS = {"budget", "target_loss"}
 _LOG = logging.getLogger(__name__)
-
-BESIDE_TIER = (
-    "; what is evicted is pages in the rest of the share, and the tier holds all at 8 bits"
-)
-"""Behind the line of detail. What losses were measured are those of caches without a tier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +107,10 @@ class Default:
 
         if tokens is None:
             profile = way_of(setting, None).profile(None)
-            if self.options.tier is not None:
-                profile = profile.with_policy(by_score(profile.policy))
             return build_cache(model, profile, self.options, prompt_tokens=size.announced)
         # nothing of a row of padding alone is kept, whatever its way
         lengths = [max(length, 1) for length in size.lengths or (tokens,)]
         settings = [setting] * len(lengths)
-        if self.options.tier is not None:
-            settings = [with_pages(way_of, setting, length) for length in lengths]
         if self.options.across is not None:
             settings = _settings_of_rows(setting, lengths)
         ways = [way_of(*each) for each in zip(settings, lengths, strict=True)]
@@ -130,12 +119,10 @@ class Default:
         for way, rows in groups.items():
             alike = [lengths[row] for row in rows]
             profile = way.profile(max(alike))
-            if self.options.tier is not None:
-                profile = profile.with_policy(by_score(profile.policy))
-            share = way.setting.share if self.options.tier is None else self.share
+            share = way.setting.share
             read = Rows(max(alike), len(alike), tokens, size.chunked)
-            text = _text(profile, way, alike, read, share=share, peak=self._peak(way, read))
-            text += BESIDE_TIER if self.options.tier is not None else way.advice(max(alike))
+            text = _text(profile, way, alike, read)
+            text += way.advice(max(alike))
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info(text)
@@ -143,7 +130,7 @@ class Default:
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
-            longer = way.longer() if self.options.tier is None else None
+            longer = way.longer()
             if longer is not None:  # of the same request
                 longer = longer.replace(requested=requested, detail=text)
             cache = build_cache(
@@ -181,14 +168,12 @@ class Default:
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
             )
-        widths = WIDTHS if self.options.tier is None else (tier_width(self.share, shape),)
         learnt = learnt_file(shape) if self.options.fit_as_you_go and file is None else None
         setting = Setting(
             shape=shape,
             share=self.share,
             file=file,
             rotates=rotates,
-            widths=widths,
             learnt=str(learnt) if learnt is not None and learnt.exists() else None,
         )
         if (across := self.options.across) is not None:
@@ -204,17 +189,13 @@ class Default:
         groups, memory = _alike(lengths, ways), self.options.memory
         if memory is None:
             return groups
-        rest = [
-            way if isinstance(way, Whole) else self._early(ways[0].setting, length)
-            for way, length in zip(ways, lengths, strict=True)
-        ]
+        rest = [way if isinstance(way, Whole) else Early(setting=ways[0].setting) for way in ways]
         early = _alike(lengths, rest)
-        making = paging_bytes(tokens, ways[0].setting.shape)
-        needs = [0 if self.options.tier is None else making] * 2
+        needs = [0, 0]
         for place, each in enumerate((groups, early)):
             for way, rows in each.items():
                 longest = max(lengths[row] for row in rows)
-                needs[place] += self._peak(way, Rows(longest, len(rows), tokens, chunked))
+                needs[place] += way.peak_bytes(Rows(longest, len(rows), tokens, chunked))
         if min(needs) > memory:
             n_rows = len(lengths)
             in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
@@ -226,20 +207,6 @@ class Default:
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
         return groups if needs[0] <= memory else early
-
-    def _early(self, setting: Setting, tokens: int) -> Early:
-        """Return the way that takes least memory, with a tier at the share that pages leave it."""
-        if self.options.tier is None:
-            return Early(setting=setting)
-
-        def early(own: Setting, _: int) -> Early:
-            return Early(setting=own)
-
-        return early(with_pages(early, replace(setting, share=self.share), tokens), tokens)
-
-    def _peak(self, way: Way, read: Rows) -> int:
-        """Return the bytes that rows take while they are read."""
-        return way.peak_bytes(read) if self.options.tier is None else tiers.peak_bytes(way, read)
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:
@@ -255,12 +222,9 @@ def _text(
     way: Way,
     lengths: Sequence[int],
     read: Rows,
-    *,
-    share: float,
-    peak: int,
 ) -> str:
     """Return one line on rows of these lengths: their way, what is kept, peak and cost."""
-    shape = profile.shape
+    shape, share, peak = profile.shape, way.setting.share, way.peak_bytes(read)
     full = list(shape.full_layers)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))

@@ -56,12 +56,10 @@ def grid_length(tokens: int) -> int:
 
 
 @while_unchanged(maxsize=256)
-def solve_share(
-    file: str, share: float, tokens: int, widths: tuple[int, ...] = WIDTHS
-) -> BudgetProfile | None:
+def solve_share(file: str, share: float, tokens: int) -> BudgetProfile | None:
     """Return the budgets and widths of each head with the least sum of losses within a share.
 
-    It is solved once for a file, a share, a length and widths.
+    It is solved once for a file, a share and a length.
 
     Parameters
     ----------
@@ -71,8 +69,6 @@ def solve_share(
         Of the bytes of a cache at 16 bits.
     tokens : int
         Length of the prompt.
-    widths : tuple of int
-        Widths on offer.
 
     Returns
     -------
@@ -83,7 +79,7 @@ def solve_share(
     if tokens <= fitted.scores.protected_tokens:
         return None
     request = Request.parse(
-        budget=share, level="head", objective="loss", bits=widths, context=tokens
+        budget=share, level="head", objective="loss", bits=WIDTHS, context=tokens
     )
     try:
         posed = pose(fitted.scores, request)

@@ -30,7 +30,6 @@ from kvalloc.formats.shipped_profiles import load_fitted
 from kvalloc.online.solved import (
     FEW_BELOW,
     SINKS,
-    WIDTHS,
     WINDOW,
     grid_length,
     matching_options,
@@ -78,8 +77,6 @@ class Setting:
         The model's fitted file.
     rotates : bool
         Whether the model's queries can be put behind the prompt, to which values are fitted.
-    widths : tuple of int
-        Widths at which entries may be stored.
     learnt : str or None
         A surrogate alone, fitted while the model was used.
     """
@@ -88,7 +85,6 @@ class Setting:
     share: float
     file: str | None = None
     rotates: bool = True
-    widths: tuple[int, ...] = WIDTHS
     learnt: str | None = None
 
     def require_file(self, use: str, instead: str = "") -> str:
@@ -116,8 +112,6 @@ class Setting:
     @property
     def bits(self) -> int:
         """Return the width of the entries that are kept."""
-        if len(self.widths) == 1:
-            return self.widths[0]
         if self.share >= EIGHT_BITS_FROM:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
@@ -136,7 +130,7 @@ class Setting:
             return None
         longest = min(tokens, self.shape.max_context_tokens or tokens)
         for length in (grid_length(longest), longest):
-            solved = solve_share(self.file, self.share, length, self.widths)
+            solved = solve_share(self.file, self.share, length)
             if solved is not None and solved.share_at(tokens) <= self.share:
                 return length
         return None
@@ -306,7 +300,7 @@ class Decided(Way):
     def profile(self, tokens: int | None) -> BudgetProfile:
         """Return the budgets that are solved; see `Way.profile`."""
         own = self.setting
-        solved = solve_share(str(own.file), own.share, self.solved_tokens, own.widths)
+        solved = solve_share(str(own.file), own.share, self.solved_tokens)
         assert solved is not None  # or nothing is served so
         return solved
 
@@ -315,7 +309,7 @@ class Decided(Way):
         own = self.setting
         if 2 * self.solved_tokens > LONGER:
             return None
-        return solve_share(str(own.file), own.share, LONGER, own.widths)
+        return solve_share(str(own.file), own.share, LONGER)
 
     @property
     def predicted_loss(self) -> float:

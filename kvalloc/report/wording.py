@@ -537,7 +537,7 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
     after = f", {followed:,} of them after the prompt" if followed else ""
     rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
     full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
-    beside, read = "" if full is None else f"; a full cache takes {size(full)}", facts["read_share"]
+    beside = "" if full is None else f"; a full cache takes {size(full)}"
     return {
         "model": model_text(profile.shape),
         "document": str(facts["document"] or ""),
@@ -545,7 +545,6 @@ def saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> di
         "reading took": "" if took is None else duration(took),
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
         "bits": bits_text(profile),
-        "tier": "" if read is None else f"all entries at 8 bits; a token reads {read:.1%} of them",
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         "chosen": policies_text(profile),
@@ -566,8 +565,6 @@ def kept_text(cache: Any) -> str:
     kept = f"{share}, {size(cache.retained_bytes)}"
     if cache.retained_bytes < cache.full_bytes:  # what is kept as it is may be wider than 16 bits
         kept += f" instead of {size(cache.full_bytes)}"
-    if cache.tier_bytes is not None:
-        kept += f", and {size(cache.tier_bytes)} in the tier"
     return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"
 
 

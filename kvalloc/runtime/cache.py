@@ -283,18 +283,6 @@ class BudgetCache(Cache, hooks.HookedCache):
         return sum(int(storage.nbytes()) for storage, _, _ in storages(self._tensors()))
 
     @property
-    def tier_bytes(self) -> int | None:
-        """Bytes in the slow tier, those that say what lies where included; None without one.
-
-        They are not among those that are retained.
-        """
-        every = (layer.tier for own in self._prompts for layer in own.budget_layers)
-        tiers = [tier for tier in every if tier is not None]
-        records = {id(tier.records): tier.records.nbytes for tier in tiers}
-        tables: int = sum(own.nbytes for tier in tiers for own in tier.tables)
-        return sum(records.values()) + tables if tiers else None
-
-    @property
     def share(self) -> float:
         """Share of a cache at 16 bits a number of all tokens seen that is stored.
 

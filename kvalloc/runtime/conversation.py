@@ -9,20 +9,13 @@ import numpy as np
 import torch
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.accounting.costs import (
-    filling_bytes,
-    paged_bytes,
-    paging_bytes,
-    stored_bytes,
-    within_bytes,
-)
+from kvalloc.accounting.costs import filling_bytes, stored_bytes, within_bytes
 from kvalloc.accounting.stored import layer_tensors
 from kvalloc.runtime.arrival import row_tokens
 from kvalloc.runtime.eviction import widest
 from kvalloc.runtime.kept import WORK_BYTES
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.prompt import Prompt
-from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.schedule import Settlement
 from kvalloc.runtime.unfinished import Queries
 
@@ -90,9 +83,8 @@ def settle(prompt: Prompt) -> None:
     if every.memory is not None:
         most = np.maximum(budgets, tokens[:, None, None]) if prompt.profile.fits_a_peak else budgets
         left = every.memory - _following_bytes(prompt, every, most)
-        with prompt.half_way():
-            budgets = _within(left, budgets, tokens, prompt)
-    elif prompt.plan.options.tier is None:
+        budgets = _within(left, budgets, tokens, prompt)
+    else:
         budgets = _filled(budgets, tokens, prompt)
     full, shared = list(prompt.profile.shape.full_layers), prompt.profile.by_prompt
     dense = [layer.dense_tokens for layer in prompt.budget_layers]
@@ -207,7 +199,7 @@ def _filled(budgets: IntArray, tokens: IntArray, prompt: Prompt) -> IntArray:
 
 
 def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) -> IntArray:
-    """Return budgets whose entries, and pages of all others, take at most so many bytes.
+    """Return budgets whose entries take at most so many bytes.
 
     Where the memory is all that is asked, they take as much of it as rows of so many tokens can,
     in the proportions that were decided.
@@ -219,14 +211,9 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) ->
     tokens : ndarray of int64, (batch,)
     prompt : Prompt
         Whose budgets these are.
-
-    Raises
-    ------
-    InputError
-        If pages beside what is never evicted take more.
     """
-    profile, paged = prompt.profile, prompt.plan.options.tier is not None
-    result, full, shape = budgets.copy(), list(profile.shape.full_layers), profile.shape
+    result, profile = budgets.copy(), prompt.profile
+    full, shape = list(profile.shape.full_layers), profile.shape
     bits = profile.widths[full]
     for row, own in enumerate(budgets[:, full]):
         if profile.fits_a_peak:
@@ -238,11 +225,7 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) ->
             shape,
             least=profile.policy.protected_tokens,
             biased=profile.policy.biased,
-            tokens=int(tokens[row]) if paged else None,
         )
-        if paged:
-            needs = paged_bytes(result[row, full], int(tokens[row]), bits, shape).sum()
-            refuse(pages_beyond_memory=needs > memory // len(budgets) and (tokens[row],))
     return result
 
 
@@ -274,8 +257,6 @@ def _following_bytes(prompt: Prompt, every: Settlement, most: IntArray) -> int:
     slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
     tokens = every.interval(prompt.n_seen, prompt.token_bytes)
     taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
-    if prompt.plan.options.tier is not None:
-        taken += paging_bytes(prompt.n_seen, prompt.profile.shape)
     if prompt.budget_layers[0].keys.is_cuda:  # where a kernel reads by lists
         taken += WORK_BYTES * most.size
     return taken + tokens * prompt.token_bytes

@@ -129,9 +129,8 @@ class Source:
     @cached_property
     def _padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What earlier evictions kept, with as many places in all rows and heads."""
-        entries = self.layer.numbers()
-        assert entries is not None
-        return entries.padded()
+        assert self.layer.entries is not None
+        return self.layer.entries.padded()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -507,9 +506,6 @@ class Eviction:
         together = self._chosen_together(layers, targets, pieces) if len(layers) > 1 else None
         for layer, own in zip(layers, targets, strict=True):
             observed = dict[Part, Observed]()
-            if layer.tier is not None:
-                first, states = layer.tier.columns, layer.all_but(self.following)
-                layer.tier.add(*states, self.visible[:, first : self._end(layer)])
             source = self._source(layer)
             stays, bits = source.stays, self.bits.get(source.states.layer)
             entries = _collected(own, self._choices(source, own, pieces, together, observed))

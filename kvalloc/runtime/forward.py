@@ -16,7 +16,6 @@ from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import stored_mask
-from kvalloc.runtime.attention.tiered import attend_again
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.selection import gathered
@@ -61,17 +60,12 @@ class Forward:
             With keys and values of what stands behind the kept entries.
         compute : Compute
         """
-        entries, tier, step = layer.entries, layer.tier, self.step
+        entries, step = layer.entries, self.step
         if entries is None:
             return compute(states.mask)
         visible = step.following_visible(layer.dense_tokens, states.keys.device)
         own = states.keys is layer.keys and states.values is layer.values
         call = AttentionCall.of(states, visible, tail=layer.tail if own else None)
-        if tier is not None:
-            if step.follows and not tier.reads_all(step.new_tokens):
-                return attend_again(call, entries.kept, tier), None
-            states = _behind(tier.everything(), states)
-            return compute(self.mask(states), states.keys, states.values)
         n_kept = int(entries.lengths[0, 0]) if entries.even else 0
         # one token is attended to without a copy of what is kept in front of what followed
         one = step.new_tokens == 1

@@ -53,7 +53,7 @@ def storage(prompt: Prompt) -> tuple[object, ...]:
 
 
 def _is_ready(layer: BudgetLayer, tokens: int) -> bool:
-    reads = layer.reduced and layer.tier is None and layer.attention is not None
+    reads = layer.reduced and layer.attention is not None
     return reads and layer.dense_tokens == tokens
 
 

@@ -14,7 +14,6 @@ from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.tail import BLOCK_TOKENS, Place, Tail
-from kvalloc.runtime.tier import LayerTier
 from kvalloc.runtime.unfinished import Unfinished
 
 
@@ -47,15 +46,12 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         What is remembered until the prompt is complete.
     attention : AttentionStates or None
         What of its attention is the same in all forwards of a prompt: no tokens.
-    tier : LayerTier or None
-        Holds all entries up to the latest eviction at 8 bits, where they are to be read again.
     """
 
     is_croppable = True  # `BudgetCache.crop` refuses to go behind the latest eviction
 
     keys: Any  # transformers calls them optional
     values: Any
-    tier: LayerTier | None = None
     every = BLOCK_TOKENS
 
     def __init__(self) -> None:
@@ -70,8 +66,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.attention: AttentionStates | None = None
         self.evicts_next = False
         self.tail: Tail | None = None
-        if self.tier is not None:
-            self.tier.forget()
 
     @property
     def reduced(self) -> bool:
@@ -83,8 +77,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Entries that were kept, (batch, n_kv_heads); (1, 1) of 0 where nothing was evicted."""
         if self.entries is None:
             return np.zeros((1, 1), np.int64)
-        lengths = self.entries.lengths
-        return lengths if self.tier is None else self.tier.kept_of(lengths)
+        return self.entries.lengths
 
     @property
     def dense_tokens(self) -> int:
@@ -126,7 +119,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Return all tensors that are allocated now, positions and biases of kept entries too."""
         tensors = [] if self.keys is None else [self.keys, self.values]
         tensors += () if self.tail is None else self.tail.tensors()
-        tensors += () if self.tier is None else self.tier.beside_entries
         return tensors if self.entries is None else [*tensors, *self.entries.tensors()]
 
     def update(
@@ -209,12 +201,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         assert self.tail is not None
         _ = self.tail.newest, self.latest_queries
 
-    def numbers(self) -> LayerEntries | None:
-        """Return what is kept, as the slow tier has it where there is one; None if all is dense."""
-        if self.entries is None or self.tier is None:
-            return self.entries
-        return self.tier.kept(self.entries)
-
     def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
         """Dense keys and values without so many of the latest tokens."""
         end = self.dense_tokens - latest
@@ -241,10 +227,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         stays : ndarray of bool, (batch,)
             Rows in which what was kept before stays in front of them, with the bits that it has.
         """
-        if self.tier is not None and bits is not None:  # rounded from exact numbers, all of it
-            self.keep(self.tier.packed(self._with(entries, None, stays), bits), following)
-        else:
-            self.keep(self._with(entries, bits, stays), following)
+        self.keep(self._with(entries, bits, stays), following)
 
     def _with(self, entries: KeptEntries, bits: IntArray | None, stays: BoolArray) -> LayerEntries:
         """Return entries, in some rows behind what was kept before; see `keep_numbers`."""
@@ -254,7 +237,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 return LayerEntries.whole(some)
             return LayerEntries.packed(some, bits, before)
 
-        before = self.numbers() if stays.any() else self.entries
+        before = self.entries
         if before is None or not stays.any():
             return fresh(entries, before)
         if stays.all():
@@ -311,6 +294,4 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.tail = None
         if self.entries is not None:
             self.entries = self.entries.rows(indices)
-        if self.tier is not None:
-            self.tier.select(indices)
         self.unfinished.select(indices)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.saved_cache import RECORDS, SavedCacheHeader, StoredTensor
+from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.layer import BudgetLayer
@@ -20,7 +20,6 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.refusals import refuse
 from kvalloc.runtime.saving import KEPT
-from kvalloc.runtime.tier import RAM, Records
 
 
 def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = False) -> Any:
@@ -67,12 +66,9 @@ def filled_cache(
         allow_other_model=allow_other_model,
         decode_every=header.decode_every,
         memory=header.memory,
-        tier=None if header.read_share is None else RAM,  # what is added; the file is mapped
-        read=header.read_share,
     )
     cache = build_cache(model, header.profile, options, decide=decide, longer=header.longer_profile)
-    records = None if header.read_share is None else Records(RAM, _tensor(tensors[RECORDS]))
-    visible, first = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool, device="cpu"), 0
+    visible = torch.ones(header.batch, header.seen_tokens, dtype=torch.bool, device="cpu")
     if (shown := tensors.get("visible")) is not None:
         visible = _tensor(shown).bool()
     devices = _devices(model, len(cache.layers))
@@ -86,11 +82,6 @@ def filled_cache(
         layer.keys, layer.values = own["keys"], own["values"]
         if isinstance(layer, BudgetLayer):
             _fill(layer, own, header, index)
-            if layer.tier is not None and records is not None:
-                layer.tier.records = records
-                if layer.entries is not None:
-                    there = visible[:, : header.seen_tokens - layer.dense_tokens]
-                    first = layer.tier.load(own, there, first)
         else:
             layer.cumulative_length = header.seen_tokens
     competed = np.array(header.competed_tokens)

@@ -20,7 +20,6 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.prompt import Prompt
-from kvalloc.runtime.tier import READ, LayerTier, Records
 from kvalloc.shape import ModelShape
 
 
@@ -147,11 +146,5 @@ def build_cache(
     for policy in profile.policies:
         policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
-    if options.tier is not None:
-        records = Records(options.tier)
-        share, in_pieces = options.read or READ, options.memory is not None
-        for layer in layers:
-            if isinstance(layer, BudgetLayer):
-                layer.tier = LayerTier(records, share, in_pieces=in_pieces)
     plan = Plan(profile, model, options, decide=decide, longer=longer)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

@@ -39,10 +39,6 @@ class CacheOptions:
         For the default: prompts that are read twice teach how later ones are read once.
     across : {"rows"}, optional
         For the default: the rows of a batch share the bytes of all by their predicted losses.
-    tier : str or Path, optional
-        For the default: ``"ram"`` or a folder, where all entries lie at 8 bits to be read again.
-    read : float, optional
-        Share of the entries seen that each KV head reads there for a token; `READ` by default.
     """
 
     policy: str | Policy | None = None
@@ -53,8 +49,6 @@ class CacheOptions:
     fitted: str | Path | None = None
     fit_as_you_go: bool = False
     across: Literal["rows"] | None = None
-    tier: str | Path | None = None
-    read: float | None = None
 
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:
         """Return the profile with the policy that is named, if one is."""

@@ -247,10 +247,7 @@ class Prompt:
             self.schedule = plan.schedule(in_chunks=not step.completes)
             self.whole = WholePrompt() if self.schedule.holds else None
             late = not step.completes and plan.bits
-            refusals.refuse(
-                rounded_beyond_memory=late and plan.profile.fits_a_peak,
-                paged_in_chunks=not step.completes and plan.options.tier and plan.options.memory,
-            )
+            refusals.refuse(rounded_beyond_memory=late and plan.profile.fits_a_peak)
         tokens = self.arrival.row_tokens(step.visible, step.prompt_tokens)
         if self.whole is not None:
             repeats = bool(repetitions(scorers_of(plan.wanted)))

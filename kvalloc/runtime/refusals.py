@@ -100,8 +100,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         'load the model with attn_implementation="sdpa"',
         "other_batch": "the cache holds a batch of {0[0]}, but this input has one of {0[1]}; make "
         "a cache for each batch, or repeat the rows with cache.batch_repeat_interleave(n)",
-        "paged_in_chunks": "beside a tier, {option[memory]} is not kept while a prompt comes in "
-        "chunks; send it in one piece, or leave out either",
         "rounded_beyond_memory": "these budgets were decided for {option[memory]} at its peak, and "
         "of a prompt in chunks nothing is rounded before the last one; send it in one piece, or "
         "solve again without {option[bits]}",
@@ -132,8 +130,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "saved_held": "this cache holds its whole prompt until {0} more tokens have followed it, "
         "and the file would be that of a full cache; call cache.evict() before cache.save(), or "
         "ask it something first",
-        "blended_with_tier": "{0} has a slow tier, and documents that are put together have none; "
-        "read it without {option[tier]}",
         "saved_without_model": "the model of this cache is gone, so the file could not say whose "
         "memory it holds; save the cache while its model is loaded",
         "decided_in_file": "the budgets of this cache were decided from the prompt that it was "
@@ -157,8 +153,6 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "other_tokens": "token {0[0]} of these is not the one that the cache has read there: its "
         "{0[1]} tokens are another text, such as one whose chat template rewrote earlier turns; "
         "begin with a new cache, or pass the text as it was read",
-        "pages_beyond_memory": "{option[memory]} has no room for the pages of {0[0]:,} tokens "
-        "beside a tier; give more, or begin a new conversation",
         "turn_of_nothing": "a turn of no tokens: these are {0[0]}, and the cache has seen {0[1]} "
         "already; pass the whole text so far and what is said next",
         "turn_beyond": "{0[0]} tokens in the cache and {0[1]} that follow are beyond the {0[2]} "

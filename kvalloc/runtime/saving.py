@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import record_bytes
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.files import atomic_write
-from kvalloc.formats.saved_cache import RECORDS, SavedCacheHeader, StoredTensor, tensor_digest
+from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
 from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.refusals import refuse
-from kvalloc.runtime.tier import LayerTier
 
 KEPT = {
     "kept_keys": "keys",
@@ -35,8 +32,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
 
     The file is safetensors: keys, values and columns of each layer as they are stored, and a JSON
     header with the budget profile, the digests and what the cache has seen, token ids too where it
-    knows them. Where there is a slow tier, its records as well, layer by layer. `notes` are plain
-    values of the caller's, such as where the text came from.
+    knows them. `notes` are plain values of the caller's, such as where the text came from.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -51,8 +47,6 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
     )
     cache.end_turn()  # the queries of tokens that are not settled are not in the file
     tensors, rows = _tensors_of(cache), cache.arrival.row_profiles
-    own = (getattr(layer, "tier", None) for layer in cache.layers)
-    tiers = [tier for tier in own if tier is not None]
     ids, seen = cache.read_ids, cache.get_seq_length()
     if ids is not None and len(ids) == 1 and ids.shape[1] >= seen:
         notes = {"ids": ids[0, :seen].tolist(), **(notes or {})}
@@ -70,31 +64,16 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         competed_tokens=tuple(cache.arrival.competed.tolist()),
         decode_every=cache.options.decode_every,
         memory=cache.options.memory,
-        read_share=tiers[0].share if tiers else None,
         tensor_digest=tensor_digest(raw),
         versions={"torch": str(torch.__version__)},
         notes=dict(notes or {}),
     )
     metadata = {header.METADATA: json.dumps(header.record(), sort_keys=True)}
     with atomic_write(path) as temporary:
-        if tiers:
-            size = record_bytes(cache.profile.shape.head_dim)
-            tensors[RECORDS] = _gathered(tiers, temporary.with_name(RECORDS), size)
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:  # a full disk is not an OSError there
             raise OSError(str(error)) from error
-
-
-def _gathered(tiers: Sequence[LayerTier], path: Path, size: int) -> Tensor:
-    """Return the records of all layers, uint8, (n, size), as the map of a new file."""
-    with open(path, "wb") as file:
-        for tier in tiers:
-            if tier.columns:
-                file.write(tier.ordered().numpy().data)
-    if not path.stat().st_size:  # an empty file has no map
-        return torch.empty(0, size, dtype=torch.uint8, device="cpu")
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="c")).view(-1, size)
 
 
 def _tensors_of(cache: Any) -> dict[str, Tensor]:
@@ -103,8 +82,6 @@ def _tensors_of(cache: Any) -> dict[str, Tensor]:
     for index, layer in enumerate(cache.layers):
         own: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
         if isinstance(layer, BudgetLayer):
-            if layer.tier is not None and layer.entries is not None:
-                own |= layer.tier.saved
             for part in () if layer.entries is None else layer.entries.parts:
                 tensors_of = {name: getattr(part, field) for name, field in KEPT.items()}
                 tensors_of["lengths"] = torch.from_numpy(part.lengths.copy())

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from cli_tools import Stdin, generate_arguments, prose, refused, run
+from cli_tools import Stdin, generate_arguments, prose, run
 
 import kvalloc
 from kvalloc.formats.shipped_profiles import load_profile
@@ -63,27 +63,6 @@ def test_a_lossless_answer_is_the_full_caches(models, folder):
     assert "drafts accepted" in ran.err
     facts = run(*words, "--budget", "25%", "--lossless", "--json").json["lossless"]
     assert facts["rounds"] < facts["tokens"] == 40
-
-
-def test_with_a_tier_the_same_words_come_from_memory_and_from_a_folder(models, folder):
-    words = ("generate", models / "tiny", "--prompt-file", folder / "prompt.txt", "--budget", "30%",
-             "--max-new-tokens", 20)  # fmt: skip
-    found = [run(*words, "--tier", tier, "--json").json for tier in ("ram", folder)]
-    assert found[0]["answer"] == found[1]["answer"]
-    assert found[0]["share"] <= 0.3
-    assert found[0]["tier_bytes"] > found[0]["retained_bytes"]
-    assert " in the tier" in run(*words, "--tier", "ram", "--read", "10%").err
-    asked = run("chat", *words[1:], "--tier", folder, "--save-cache", folder / "t.kv",
-                "--question", "Who?").out  # fmt: skip
-    assert asked.strip()
-    again = run("chat", models / "tiny", "--cache", folder / "t.kv", "--question", "Who?",
-                "--max-new-tokens", 20)  # fmt: skip
-    assert (again.out, " in the tier" in again.err) == (asked, True)
-    assert "a token reads 5.0% of them" in run("inspect", folder / "t.kv").out
-    both = ("--document", folder / "t.kv", "--question", "Who?")
-    refused(folder, "chat", models / "tiny", *both, words=["has a slow tier"])
-    for wrong in (("--tier", folder / "gone"), ("--tier", "ram", "--lossless"), ("--read", "5%")):
-        refused(folder, *words, *wrong, words=["--tier"])
 
 
 def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):

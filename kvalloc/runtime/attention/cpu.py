@@ -56,8 +56,8 @@ class _Part(ctypes.Structure):
         return cls(
             keys=kept.keys.data_ptr(),
             values=kept.values.data_ptr(),
-            key_scales=place(kept.key_scales),
-            bias=place(kept.bias),
+            key_scales=_place(kept.key_scales),
+            bias=_place(kept.bias),
             key_kind=_KINDS.get(kept.keys.dtype, width.keys),
             value_kind=_KINDS.get(kept.values.dtype, width.values),
             turned=turns(kept.bits, value_dim),
@@ -177,18 +177,8 @@ def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
     return all(hasattr(library, name) for name in symbols)
 
 
-def cpu_attention(
-    call: AttentionCall,
-    kept: KeptLayer,
-    *,
-    threads: int,
-    reading: ctypes.Structure | None = None,
-) -> Tensor:
-    """Attend with a number of threads; see `CpuBackend.attend`.
-
-    Some entries of one token are read elsewhere where there is a ``reading``; see
-    `kvalloc.runtime.attention.tiered`.
-    """
+def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tensor:
+    """Attend with a number of threads; see `CpuBackend.attend`."""
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32)
@@ -211,8 +201,8 @@ def cpu_attention(
         spans=described[2],
         keys=latest[0].data_ptr(),
         values=latest[1].data_ptr(),
-        visible=place(shown),
-        sinks=place(sinks),
+        visible=_place(shown),
+        sinks=_place(sinks),
         output=output.data_ptr(),
         n_segments=batch * n_kv_heads,
         n_kv_heads=n_kv_heads,
@@ -229,11 +219,7 @@ def cpu_attention(
     )
     library = kernel_library()
     assert isinstance(library, ctypes.CDLL)
-    if reading is None:
-        failed = library.attend(ctypes.byref(given))
-    else:
-        failed = library.attend_again(ctypes.byref(given), ctypes.byref(reading))
-    if failed:
+    if library.attend(ctypes.byref(given)):
         raise MemoryError("no memory for attention over kept entries")
     return output.to(call.queries.dtype)
 
@@ -250,6 +236,6 @@ def _room(*several: Tensor) -> int | None:
     return room
 
 
-def place(tensor: Tensor | None) -> int | None:
+def _place(tensor: Tensor | None) -> int | None:
     """Return where a tensor begins in memory; None without one."""
     return None if tensor is None else tensor.data_ptr()

@@ -215,7 +215,6 @@ def test_a_row_that_ended_early_is_padded_behind_its_answer(model):
     "options",
     [
         *({"budget": share} for share in ("100%", "50%", "20%", "12%")),
-        {"budget": "20%", "tier": "ram"},
         {"budget": "20%", "memory": "90KiB"},
     ],
 )

@@ -41,9 +41,8 @@ def saved(tmp_path_factory):
         ("packed", "llama", torch.float32, 2, {}),
         ("padded", "llama", torch.float32, 2, {}),
         ("sliding", "gemma3", torch.float32, 1, {}),
-        ("tier", "llama", torch.float32, 2, {}),
     ):
-        model, beside = tiny.tiny_model(family, "sdpa", dtype), None
+        model = tiny.tiny_model(family, "sdpa", dtype)
         profile = tiny.make_profile(model, CONTEXT, 1.0 if name == "whole" else 0.6)
         if name not in ("even", "whole"):
             profile = tiny.by_head(profile, 70)
@@ -51,11 +50,9 @@ def saved(tmp_path_factory):
             bits = np.full_like(profile.budgets, 8)
             bits[:, 1], bits[1], bits[2, 0] = 4, 3, 16
             profile = profile.replace(bits=bits)
-        if name == "tier":
-            profile, beside = profile.replace(bits=np.full_like(profile.budgets, 3)), "ram"
-        cache = build_cache(model, profile, CacheOptions(**options, tier=beside))
+        cache = build_cache(model, profile, CacheOptions(**options))
         mask = torch.ones(batch, CONTEXT, dtype=torch.long)
-        mask[-1, :90] = name not in ("padded", "tier")
+        mask[-1, :90] = name != "padded"
         with torch.no_grad():
             model(tiny.prompt(CONTEXT, batch), attention_mask=mask, past_key_values=cache)
             model(tiny.prompt(140 if name == "packed" else 3, batch), past_key_values=cache)
@@ -136,15 +133,6 @@ def twice(positions):
     positions[1] = positions[0]
 
 
-def page(change):
-    """Return a change of the columns of pages."""
-    return lambda file: change(file.numbers("0.pages"))
-
-
-def swap(members):
-    members[0, 0, 0] = members[0, 1, 0]
-
-
 def many_rows(file):
     file.stated["batch"] = 2**40
     for name, (dtype, raw) in file.arrays.items():
@@ -204,16 +192,6 @@ OLDER = ("0.keys", "0.values")
         ("whole", more_seen, "0.keys is of 303 tokens, expected all 304"),
         ("padded", cut(("visible",), np.s_[:, :-1]), "visible is uint8 of 2 x 302, expected"),
         ("padded", hidden_entry, "0.bits_16.kept_positions is those of padding"),
-        ("tier", cut(("records",), np.s_[1:]), "records is 1 too few, expected one of each entry"),
-        ("tier", page(set_at((0, 0, 0), 303)), "0.pages is others, expected columns below 303"),
-        ("tier", page(set_at((0, 0, 0), -1)), "0.pages is others, expected columns below 303"),
-        (
-            "tier",
-            page(swap),
-            "0.bits_3.kept_positions is others, expected each visible column once",
-        ),
-        ("tier", cut(("0.ranges",), np.s_[:3]), "0.ranges is float32 of 3 x 4 x 16, expected"),
-        ("tier", stating(read_share=None), "0.bits_3.kept_positions is others"),
         ("sliding", cut(OLDER, np.s_[:, :, 1:]), "0.keys is of 14 tokens, expected all 15"),
         ("ragged", lambda file: file.stated.pop("versions"), "versions is missing"),
         ("ragged", stating(schema_version=99), "schema_version is 99"),

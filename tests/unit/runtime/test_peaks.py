@@ -13,7 +13,7 @@ from live_storage import LiveStorage, peak_bytes
 from transformers.integrations import sdpa_attention
 
 import kvalloc
-from kvalloc.accounting.costs import paging_bytes, plain_bytes
+from kvalloc.accounting.costs import plain_bytes
 from kvalloc.errors import InputError
 from kvalloc.models.loading import shape_of
 from kvalloc.online.default import Default
@@ -113,13 +113,12 @@ SOLVED = {
 SERVED = {
     "decided": {"level": "head", "solver": "greedy"},
     "default": {"budget": "60%"},
-    "beside a tier": {"budget": "20%", "tier": "folder"},
 }
 
 
 @pytest.mark.parametrize(("dtype", "padded"), ROWS)
 @pytest.mark.parametrize("way", [*SOLVED, *SERVED])
-def test_memory_is_a_peak(way, dtype, padded, monkeypatch, tmp_path):
+def test_memory_is_a_peak(way, dtype, padded, monkeypatch):
     for place in ("online.ways.LATEST", "scorers.lookahead.LATEST", "runtime.policies.base.TURN"):
         monkeypatch.setattr(f"kvalloc.{place}_VOTES", 8)  # what scores take is not the cache's
     model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
@@ -142,13 +141,8 @@ def test_memory_is_a_peak(way, dtype, padded, monkeypatch, tmp_path):
         found = watched.peaks(lambda: read(past_key_values=cache))
     else:
         if "budget" in SERVED[way]:
-            monkeypatch.chdir(tmp_path)
-            tmp_path.joinpath("folder").mkdir()
-            options = CacheOptions(tier=SERVED[way].get("tier"))
-            default = Default.parse(SERVED[way]["budget"], options)
-            early = default._early(default.setting(shape), TOKENS)
-            memory = default._peak(early, Rows(TOKENS, 2, TOKENS))
-            memory += paging_bytes(TOKENS, shape) if "tier" in SERVED[way] else 0
+            setting = Default.parse(SERVED[way]["budget"]).setting(shape)
+            memory = Early(setting=setting).peak_bytes(Rows(TOKENS, 2, TOKENS))
         with kvalloc.apply(model, memory=memory, **SERVED[way]) as applied:
             found = watched.peaks(read)[-len(plain) :]  # without the mini-prefill
         assert applied.last_cache is not None

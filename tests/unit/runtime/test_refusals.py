@@ -342,21 +342,6 @@ def given_to_other(model):
     del own
 
 
-def with_tier(model):
-    """Put behind another document though it reads again what lies elsewhere."""
-    with kvalloc.apply(model, budget="20%", tier="ram") as applied:
-        model.generate(tiny.prompt(CONTEXT), max_new_tokens=1, do_sample=False)
-    kvalloc.blend(model, [read(model), applied.last_cache], recompute=0)
-
-
-def paged(model, **options):
-    """Within a memory, beside a tier; then goes on."""
-    with kvalloc.apply(model, budget="30%", tier="ram", memory="80KiB") as applied:
-        model.generate(tiny.prompt(CONTEXT), max_new_tokens=1, do_sample=False, **options)
-    with torch.no_grad():
-        model(tiny.prompt(200), past_key_values=applied.last_cache)
-
-
 def other_tokens(model):
     """What `generate` is given begins with other tokens than it read before."""
     ids = tiny.prompt(CONTEXT)
@@ -414,9 +399,6 @@ CASES = {
         partial(generated, lossless=True, inputs_embeds=torch.zeros(1, CONTEXT, 32)),
         "pass input_ids instead",
     ),
-    "paged_in_chunks": (partial(paged, prefill_chunk_size=20), "send it in one piece"),
-    "pages_beyond_memory": (paged, "no room for the pages of"),
-    "blended_with_tier": (with_tier, "put together have none"),
     "offloaded": (lambda model: read(model).offload(0), "cannot be offloaded"),
     "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
     "compiled_layers": (with_compiled_layer, "compile the whole model"),
