@@ -245,10 +245,9 @@ class Search:
                 loose.append(result.bound)
                 best = self._better(choices, best, result)
         assert best.picked is not None  # it starts with one, and only a better one follows
-        if self.gap > 0:
-            room = max(0.0, self._room(choices, prices, best))
-            loose.append(prices.beyond(choices, room))
-        bound = choices.looser(choices.objective(best.picked), *loose)
+        objective = choices.objective(best.picked)
+        loose.append(prices.beyond_room(choices, objective, self.gap))
+        bound = choices.looser(objective, *loose)
         return dataclasses.replace(best, bound=bound, status=f"{best.status}, few budgets")
 
     def _with_levels(
@@ -288,13 +287,16 @@ class Search:
             kept = prices.worth_keeping(room) & choices.exists  # all where none is known
             if best.picked is not None:
                 kept[choices.index, best.picked] = True
-            result = self._ask(choices, kept, best.picked, limit)
+            tolerance = 0.0
+            if best.picked is not None:
+                tolerance = prices.tolerance(choices.objective(best.picked), self.gap)
+            result = self._ask(choices, kept, best.picked, limit, tolerance)
             if best.picked is None and result.infeasible:
                 return dataclasses.replace(result, bound=prices.bound)
             bound = result.bound
             if best.picked is not None:  # what is not in the program beats it by the gap at most
                 objective = choices.objective(best.picked)
-                beyond = prices.beyond(choices, room) if self.gap else objective
+                beyond = prices.beyond_room(choices, objective, self.gap)
                 bound = beyond if result.infeasible else choices.looser(bound, beyond)
             bound = choices.tighter(prices.bound, bound)
             best = self._better(choices, best, dataclasses.replace(result, bound=bound))
@@ -325,13 +327,18 @@ class Search:
         return prices.room(choices, choices.objective(best.picked), self.gap)
 
     def _ask(
-        self, choices: Choices, kept: BoolArray, best: IntArray | None, limit: int | None
+        self,
+        choices: Choices,
+        kept: BoolArray,
+        best: IntArray | None,
+        limit: int | None,
+        tolerance: float,
     ) -> Outcome:
         """Encode, solve and read; twice where rounding lets the target be missed."""
-        answer = self._program(choices, kept, best, limit)
+        answer = self._program(choices, kept, best, limit, tolerance)
         if answer.picked is None or choices.satisfies(answer.picked):
             return answer
-        tight = self._program(choices, kept, best, limit, tight_target=True)
+        tight = self._program(choices, kept, best, limit, tolerance, tight_target=True)
         # the bound of the program that loses nothing
         return dataclasses.replace(tight, bound=answer.bound, infeasible=False)
 
@@ -341,6 +348,7 @@ class Search:
         kept: BoolArray,
         best: IntArray | None,
         limit: int | None,
+        tolerance: float = 0.0,
         *,
         tight_target: bool = False,
     ) -> Outcome:
@@ -349,9 +357,7 @@ class Search:
         if aggregate is Aggregate.WORST and choices.minimise:  # whether a level fits
             aggregate = Aggregate.SUM
         encoding = encode(choices, kept, limit, best, aggregate, tight_target=tight_target)
-        gap = 0.0
-        if best is not None and aggregate is Aggregate.SUM:
-            gap = self.gap * abs(choices.objective(best)) / encoding.step
+        gap = tolerance / encoding.step
         answer = self.backend(encoding.program, self.deadline, gap, self.workers)
         return Outcome(
             picked=None if answer.values is None else encoding.picked(answer.values),

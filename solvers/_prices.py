@@ -67,11 +67,23 @@ class Prices:
         float
             Negative when no better pick can exist.
         """
-        tolerance = gap * abs(known)
+        tolerance = self.tolerance(known, gap)
         if not choices.minimise:
             return self.bound - known - tolerance + NOISE * max(1.0, abs(known))
         better = known - max(choices.grain, tolerance)
         return self.per_byte * (better - self.relaxed_bytes + 1e-6 * choices.grain)
+
+    def tolerance(self, known: float, gap: float) -> float:
+        """Return a share of what the objective may be, from the known one to the bound."""
+        return gap * min(abs(known), abs(self.bound)) if known * self.bound > 0 else 0.0
+
+    def beyond_room(self, choices: Choices, known: float, gap: float) -> float:
+        """Return what no pick that loses more than the room can beat."""
+        tolerance = self.tolerance(known, gap)
+        if not choices.minimise:
+            return choices.tighter(self.bound, known + tolerance)
+        # Costs are whole grains: none is between the known one and the next.
+        return choices.tighter(self.bound, known - tolerance * (tolerance > choices.grain))
 
     def beyond(self, choices: Choices, loss: float) -> float:
         """Return what no pick that loses so much at these prices can beat."""

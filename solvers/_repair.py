@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from kvalloc.problem import AllocationProblem, Solver
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._hulls import hull_greedy
 from kvalloc.solvers._prices import Prices
+from kvalloc.solvers._rules import Rule
 from kvalloc.solvers.proportional import Proportional
 from kvalloc.solvers.uniform import Uniform
 
@@ -32,8 +34,25 @@ MARGIN = 1e-13
 """Smaller gains, relative to the larger of 1 and the sum, may come from the order of the sum."""
 
 
+class SameBytes(Uniform):
+    """As many bytes for every unit, which is no less than the same entries at the same width."""
+
+    takes_bits: ClassVar[bool] = True
+
+    def rule(self, problem: AllocationProblem, deadline: float) -> tuple[Rule, int]:
+        """Return the choices by their bytes."""
+        costs = np.unique(problem.costs[problem.exists])
+        rows = list(zip(problem.costs, problem.option_counts.tolist(), strict=True))
+
+        def same(place: int) -> IntArray:
+            within = [row[:n].searchsorted(costs[place], side="right") for row, n in rows]
+            return np.maximum(np.array(within, dtype=np.int64) - 1, 0)
+
+        return same, costs.size - 1
+
+
 def rule_choices(problem: AllocationProblem, *rules: Solver) -> list[IntArray]:
-    """Return what simple rules choose, where that satisfies everything; equal budgets by default.
+    """Return what simple rules choose, where that satisfies everything; equal ones by default.
 
     Parameters
     ----------
@@ -41,7 +60,7 @@ def rule_choices(problem: AllocationProblem, *rules: Solver) -> list[IntArray]:
     *rules : Solver
     """
     choices = []
-    for rule in rules or (Uniform(),):
+    for rule in rules or (Uniform() if problem.bits is None else SameBytes(),):
         if rule.can_solve(problem) is True:
             with contextlib.suppress(InfeasibleError, SolverError):
                 choices.append(rule.solve(problem).choice)
@@ -50,7 +69,7 @@ def rule_choices(problem: AllocationProblem, *rules: Solver) -> list[IntArray]:
 
 def rule_picks(choices: Choices) -> list[IntArray]:
     """Return equal and proportional budgets as picks, where they satisfy everything."""
-    picks = rule_choices(choices.problem, Uniform(), Proportional())
+    picks = rule_choices(choices.problem) + rule_choices(choices.problem, Proportional())
     return [picked for picked in picks if choices.satisfies(picked)]
 
 

@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
+from factories import make_bits
 
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.formulation import problem_of
+from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
@@ -53,6 +57,39 @@ def test_sets_of_budgets_under_caps_are_proven(seed):
     answer = answer_of("ilp", problem, 60.0)
     assert answer is not None
     assert answer.termination is Termination.OPTIMAL
+
+
+def test_the_gap_that_was_asked_for_is_reached():
+    """It ended heuristic where one grain of the costs is larger than the gap."""
+    ended = set()
+    for case, problem in tiny_problems(120, seed=3):
+        if problem.aggregate is Aggregate.SUM:
+            for gap in (0.01, 0.1):
+                if (answer := answer_of(f"ilp:gap={gap}", problem, 30.0)) is not None:
+                    best = brute_force(problem)
+                    assert not problem.is_better(best.objective, answer.bound, 1e-9), case
+                    ended.add(answer.termination)
+    assert ended == {Termination.OPTIMAL, Termination.GAP_LIMIT}
+
+
+@pytest.mark.parametrize("name", ["hull", "lagrangian", "ilp", "dp"])
+def test_with_bits_nothing_ends_below_equal_budgets_and_widths(name):
+    for seed in range(40):
+        scores, room = make_bits(seed, n_samples=1), (0.3, 0.5, 0.75)[seed % 3]
+        asked = Request.parse(budget=room, bits=(16, 8, 4))
+        curves = RequestCurves(scores=scores, request=asked)
+        tokens = np.arange(curves.min_loss_tokens, curves.context_tokens + 1)
+        worth, cost = zip(
+            *(
+                (curves.values(tokens, bits)[0].sum(axis=0), curves.costs.of_head(tokens, bits))
+                for bits in (16, 8, 4)
+            ),
+            strict=True,
+        )
+        fits = np.array(cost) * curves.costs.heads <= asked.target.capacity(curves.costs, 0)
+        equal = np.where(fits, worth, -np.inf).max()
+        answer = solve_problem(problem_of(curves), get_solver(name))
+        assert answer.objective >= equal - 1e-12, seed
 
 
 @pytest.mark.parametrize("back_end", ["highs", "cp_sat"])
