@@ -20,7 +20,7 @@ from kvalloc.problem import (
 )
 from kvalloc.problem.constraints import MaxDistinct
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._ilp_program import BackEnd, encode
+from kvalloc.solvers._ilp_program import BackEnd, by_cp_sat, encode
 from kvalloc.solvers._levels import LevelSets
 from kvalloc.solvers._prices import Prices, best_prices
 from kvalloc.solvers._repair import best_known, best_of, rule_picks
@@ -334,7 +334,11 @@ class Search:
         limit: int | None,
         tolerance: float,
     ) -> Outcome:
-        """Encode, solve and read; twice where rounding lets the target be missed."""
+        """Encode, solve and read; again in whole numbers where rounding lets the target be missed."""
+        answer = self._program(choices, kept, best, limit, tolerance)
+        if answer.picked is None or choices.satisfies(answer.picked):
+            return answer
+        self.backend = by_cp_sat
         answer = self._program(choices, kept, best, limit, tolerance)
         if answer.picked is None or choices.satisfies(answer.picked):
             return answer

@@ -268,7 +268,7 @@ def _beyond_caps(choices: Choices, deadline: float) -> InfeasibleError:
     names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")
     nearest = free.value(prices.starts[0])
     return InfeasibleError(
-        f"a target of {choices.target_value!r} cannot be met within the caps of {names}; "
-        f"{nearest!r} can; raise the caps or ask for that",
+        f"a target of {choices.target_value:.15g} cannot be met within the caps of {names}; "
+        f"{nearest:.15g} can; raise the caps or ask for that",
         nearest=nearest,
     )

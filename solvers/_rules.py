@@ -68,8 +68,8 @@ class SharingRule(Solver):
         elif not maximise:
             best = problem.objective_value(rule(largest))
             raise InfeasibleError(
-                f"{self.name} reaches {best!r} at most, below the target of "
-                f"{problem.target!r}; use auto",
+                f"{self.name} reaches {best:.15g} at most, below the target of "
+                f"{problem.target:.15g}; use auto",
                 nearest=best,
             )
         choice = rule(max(number, 0))

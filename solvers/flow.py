@@ -103,8 +103,8 @@ class Flow(Solver):
         if problem.target is not None and not problem.meets_target(problem.objective_value(limits)):
             nearest = problem.objective_value(limits)
             raise InfeasibleError(
-                f"a target of {problem.target!r} cannot be met within the caps: the most is "
-                f"{nearest!r}; raise the caps or ask for that",
+                f"a target of {problem.target:.15g} cannot be met within the caps: the most is "
+                f"{nearest:.15g}; raise the caps or ask for that",
                 nearest=nearest,
             )
         choice = greedy_choice(problem, limits)

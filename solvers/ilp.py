@@ -119,7 +119,7 @@ def _infeasible(problem: AllocationProblem) -> InfeasibleError:
     goal = (
         f"a capacity of {problem.capacity_bytes:,} bytes"
         if problem.target is None
-        else f"a target of {problem.target!r}"
+        else f"a target of {problem.target:.15g}"
     )
     sides = [f"{name} ({limit})" for name, limit in (c.stated() for c in problem.constraints)]
     more = f" and {len(sides) - 3} more" if len(sides) > 3 else ""

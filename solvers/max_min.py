@@ -75,8 +75,8 @@ class MaxMin(ByParts):
         reached = problem.objective_value(picked)
         if not problem.meets_target(reached):
             raise InfeasibleError(
-                f"{'no choice' if worst else 'max_min'} reaches more than {reached!r} within "
-                f"the side constraints, below the target of {problem.target!r}; ask for at most "
+                f"{'no choice' if worst else 'max_min'} reaches more than {reached:.15g} within "
+                f"the side constraints, below the target of {problem.target:.15g}; ask for at most "
                 f"that{'' if worst else ', or use ilp'}",
                 nearest=reached,
             )

@@ -262,7 +262,7 @@ def _claims_fault(problem: AllocationProblem, solution: Any) -> str:
     if capacity is not None and cost > capacity:
         return f"spends {cost:,} bytes of a capacity of {capacity:,}"
     if not problem.meets_target(value):
-        return f"reaches {value!r}, below the target of {problem.target!r}"
+        return f"reaches {value:.15g}, below the target of {problem.target:.15g}"
     if fault := problem.side_fault(choice):
         return f"breaks a constraint: {fault}"
     if solution.prices and not are_prices(problem, solution.prices):

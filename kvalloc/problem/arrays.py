@@ -499,8 +499,8 @@ class AllocationProblem:
             )
         if self.target is not None and not self.meets_target(self.max_value):
             raise InfeasibleError(
-                f"a target of {self.target!r} cannot be met: keeping everything gives "
-                f"{self.max_value!r}; ask for at most that",
+                f"a target of {self.target:.15g} cannot be met: keeping everything gives "
+                f"{self.max_value:.15g}; ask for at most that",
                 nearest=self.max_value,
             )
         for constraint in self.constraints:

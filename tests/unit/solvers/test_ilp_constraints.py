@@ -11,6 +11,7 @@ from exact_cases import (
     hand_problem,
     medium_problem,
 )
+from factories import make_problem
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
@@ -106,3 +107,22 @@ def test_a_back_end_that_had_no_time_proves_no_bound(backend):
     answer = BACKENDS[backend](whole.program, time.monotonic(), 0.0, 1)
     best = solve_problem(problem, ILP()).objective
     assert whole.bound(answer.bound) >= best
+
+
+@pytest.mark.parametrize("backend", ["highs", "cp_sat"])
+def test_a_target_that_floating_point_misses_by_its_last_bits_is_met(backend):
+    """HiGHS took a choice for good that misses the target by 1.4e-12, and nothing was decided."""
+    losses = [
+        [0.3752515772516255, 0.2555158547759277, 0.11127437446495608, 0.09133348896581964],
+        [0.3487461734683406, 0.16321221873281455, 0.06359377290432121, 0.060017000329298464],
+    ]
+    losses[0].append(0.07139260346668316)
+    losses[1].append(0.05644022775427572)
+    cap = GroupCap(name="layer 0", units=(0,), capacity_bytes=8 * 388)
+    problem = make_problem(
+        -np.array(losses), protected_tokens=3, step=388, target=-0.1, constraints=(cap,)
+    )
+    reached = losses[0][3] + losses[1][2]
+    for less in np.arange(1.01e-12, 2.5e-12, 0.02e-12):
+        answer = solve_problem(problem.with_target(-(reached - less)), ILP(backend=backend))
+        assert (answer.termination, answer.cost_bytes) == (Termination.OPTIMAL, 12 * 388)
