@@ -334,7 +334,7 @@ class Search:
         limit: int | None,
         tolerance: float,
     ) -> Outcome:
-        """Encode, solve and read; again in whole numbers where rounding lets the target be missed."""
+        """Encode, solve and read; again in whole numbers where the target is just missed."""
         answer = self._program(choices, kept, best, limit, tolerance)
         if answer.picked is None or choices.satisfies(answer.picked):
             return answer

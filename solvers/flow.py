@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.accounting import IntArray
+from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
@@ -18,10 +18,7 @@ from kvalloc.problem import (
     bound_at,
 )
 from kvalloc.problem.constraints import MODEL, cap_tree
-from kvalloc.solvers._simplex import NetworkSimplex, tree_prices
 from kvalloc.solvers._thresholds import greedy_choice, largest_gains
-
-METHODS = ("thresholds", "network_simplex")
 
 SHOWN_CAPS = 5
 """Pairs of caps, one in the other, that the line about a choice names."""
@@ -41,18 +38,6 @@ class Flow(Solver):
 
     The bound is that of prices: one for the capacity and one for each full cap.
 
-    Parameters
-    ----------
-    method : {"thresholds", "network_simplex"}
-        Network simplex solves the flow itself, of a few thousand options at a time. It takes
-        seconds, and is there to prove a second time what the thresholds decide. Of a target they
-        say how many bytes it takes; the prices of the flow within these prove it.
-
-    Raises
-    ------
-    InputError
-        If there is no such method.
-
     References
     ----------
     Federgruen, Groenevelt: The greedy procedure for resource allocation problems (1986).
@@ -67,11 +52,6 @@ class Flow(Solver):
     needs_concave: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
-    def __init__(self, method: str = "thresholds") -> None:
-        if method not in METHODS:
-            raise InputError(f"flow: method is {method!r}, expected one of {', '.join(METHODS)}")
-        self.method = method
-
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Return True for concave curves of one cost step under nested caps."""
         if (able := super().can_solve(problem)) is not True:
@@ -85,7 +65,7 @@ class Flow(Solver):
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
-        """Return the optimum; only network simplex needs the time limit.
+        """Return the optimum, which takes no search.
 
         Raises
         ------
@@ -108,16 +88,6 @@ class Flow(Solver):
                 nearest=nearest,
             )
         choice = greedy_choice(problem, limits)
-        if self.method == "network_simplex":
-            within, maximise = problem, problem.sense is Sense.MAX_VALUE
-            if not maximise:  # with one step less the flow has to miss the target
-                less = problem.cost(choice) - (problem.step_bytes or 0)
-                within = problem.with_capacity(max(problem.min_cost_bytes, less))
-            again = NetworkSimplex().solve(within, time_limit_seconds=time_limit_seconds)
-            bound = bound_at(problem, *again.prices)
-            choice = again.choice if maximise else choice
-            answer = Solution.of(problem, choice, bound=bound, prices=again.prices)
-            return dataclasses.replace(answer, detail=again.detail)
         prices = tree_prices(problem, choice)
         nested = [f"{caps[b].name} in {caps[a].name}" for a, b in tree.edges if a != MODEL]
         return Solution.of(
@@ -127,3 +97,36 @@ class Flow(Solver):
             prices=prices,
             detail="; ".join([f"{len(caps)} caps", *nested[:SHOWN_CAPS]]),
         )
+
+
+def tree_prices(problem: AllocationProblem, choice: IntArray) -> tuple[float, ...]:
+    """Return the price of a byte of the capacity, then of each cap, that prove a choice.
+
+    The price of a byte is the least gain taken, of all units and of those under each full cap. The
+    part above what the next larger cap asks is the price of the cap itself.
+    """
+    caps = problem.caps
+    full = problem.cost(choice) + problem.lattice_bytes > problem.spendable_bytes
+    scarce = problem.sense is Sense.MIN_COST or (full and np.any(choice < problem.last_options))
+    units = np.full(problem.n_units, _price(problem, problem.units, choice) if scarce else 0.0)
+    prices = [float(units[0]), *(0.0 for _ in caps)]
+    for _, place in cap_tree(caps).edges:  # outermost first
+        members = np.asarray(caps[place].units, dtype=np.int64)
+        used = int(problem.costs[members, choice[members]].sum())
+        if used + problem.lattice_bytes > caps[place].capacity_bytes:
+            outer = float(units[members[0]])
+            units[members] = max(outer, _price(problem, members, choice[members]))
+            prices[1 + place] = float(units[members[0]]) - outer
+    return tuple(prices)
+
+
+def _price(problem: AllocationProblem, units: IntArray, choice: IntArray) -> float:
+    """Return the least gain of a byte taken at a choice, else the largest one left."""
+    taken = choice > 0
+    before = choice - taken
+    after = choice if taken.any() else np.minimum(choice + 1, problem.last_options[units])
+    larger = after > before
+    gains = problem.gains(before, after, units)[larger]
+    bytes_ = (problem.costs[units, after] - problem.costs[units, before])[larger]
+    each = np.maximum(gains / bytes_, 0.0)
+    return float(each.min() if taken.any() else each.max(initial=0.0))

@@ -31,11 +31,7 @@ TOLERANCE = 1e-9
 
 BOUND = "bound"
 
-BACK_ENDS = {
-    "network simplex": "flow:method=network_simplex",
-    "HiGHS": "ilp:backend=highs",
-    "CP-SAT": "ilp:backend=cp_sat",
-}
+BACK_ENDS = {"HiGHS": "ilp:backend=highs", "CP-SAT": "ilp:backend=cp_sat"}
 """Solvers that solve again, by the word in the line of who used the same back end."""
 
 

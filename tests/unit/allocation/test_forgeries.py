@@ -176,13 +176,13 @@ def test_another_back_end_solves_again(used):
 
 @pytest.mark.parametrize("cap", [(), ("0=500B", "0-1=900B")])
 @pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_retention": 0.6}])
-def test_greedy_and_flow_are_proven_again_by_network_simplex(target, cap):
+def test_greedy_and_flow_are_proven_again_by_highs(target, cap):
     scores = make_scores(2)
     profile = kvalloc.solve(scores, **target, level="head", cap=cap)
     assert profile.decided_by == ("flow" if cap else "greedy")
     [again] = [c for c in verify(profile, scores, resolve=True) if c.name == "solved again"]
     assert (again.passed, again.proven) == (True, True)
-    assert again.found.endswith("by flow:method=network_simplex, optimal")
+    assert again.found.endswith("by ilp:backend=highs, optimal")
 
 
 # A plug-in is not trusted: everything it says is computed again
