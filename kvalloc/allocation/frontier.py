@@ -23,6 +23,9 @@ from kvalloc.problem import AllocationProblem, Solver, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.units import keywords_of
 
+MOST_POINTS = 100_000
+"""Points beyond which nobody sees more, and that still fit in memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
@@ -159,8 +162,8 @@ def frontier(
 def _capacities(posed: PosedRequest, points: int) -> list[int]:
     """Return the bytes of each size, rising, up to what shares are of."""
     problem, costs = posed.problem, posed.curves.costs
-    if points < 2:
-        raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
+    if not 2 <= points <= MOST_POINTS:
+        raise InputError(f"a frontier of {points} points is no line; ask for 2 to {MOST_POINTS:,}")
     smallest, grain = problem.min_cost_bytes, problem.lattice_bytes
     largest = max(smallest, min(problem.max_cost_bytes, costs.full))
     line = np.geomspace(max(smallest, grain), largest, points)

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from kvalloc.accounting.costs import CacheCosts
     from kvalloc.formats.budget_profile import BudgetProfile
 
+MOST_TOKENS = 2**40
+"""Largest whole number of a request: with as many tokens bytes can still be counted."""
+
 Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
 
@@ -324,12 +327,12 @@ class _TokensPerHead(_Size):
     read_value = staticmethod(_whole)
     is_fixed = True
 
-    refusal = "a budget of {} tokens keeps nothing; give >= 1"
+    refusal = f"a budget of {{}} tokens is not possible; give 1 to {MOST_TOKENS}"
 
     value: int
 
     def is_possible(self) -> bool:
-        return self.value >= 1
+        return 1 <= self.value <= MOST_TOKENS
 
     def amount(self) -> str:
         return f"{self.value:,} tokens per KV head on average"
@@ -665,10 +668,12 @@ class Request:
                 raise InputError(f"the {name} is {value!r}, expected {', '.join(others)} or {last}")
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise InputError(
-                    f"{option(name, value)} is not possible; give {option(name, minimum)} or more"
-                )
+            if value is None or (isinstance(value, Integral) and minimum <= value <= MOST_TOKENS):
+                continue
+            beyond = isinstance(value, Integral) and value > MOST_TOKENS
+            limit = f"{option(name, MOST_TOKENS)} or less"
+            limit = limit if beyond else f"{option(name, minimum)} or more, a whole number"
+            raise InputError(f"{option(name, value)} is not possible; give {limit}")
         if self.bits is not None:
             widths = tuple(sorted(set(self.bits), reverse=True))
             if not widths or any(width not in BIT_WIDTHS for width in widths):
@@ -706,7 +711,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "level": get_args(Level),
     "objective": get_args(Objective),
 }
-_MINIMA = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
+_MINIMA = {"context": 1, "batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1}
 _CONFLICTS: dict[str, Callable[[Request], object]] = {
     "with {option[bits]} two budgets differ in tokens or in bits, and {option[max_distinct]} "
     "counts tokens alone; leave one of them out": lambda r: r.bits and r.max_distinct,

@@ -279,8 +279,9 @@ def test_all_that_there_is_has_a_point_where_floors_cost_more(least):
 
 
 def test_one_point_is_no_frontier():
-    with pytest.raises(InputError, match="a frontier of 1 points is no line"):
-        frontier(make_scores(0), points=1)
+    for points in (1, 2**63):
+        with pytest.raises(InputError, match=f"a frontier of {points} points is no line"):
+            frontier(make_scores(0), points=points)
 
 
 def test_a_rule_stays_below_its_bound():

@@ -83,7 +83,8 @@ REFUSED = [
             ({"target_loss": 0.1, "objective": "worst"}, "summed over all units"),
             ({"target_retention": 0.9, "objective": "loss"}, "give target_loss"),
             ({"budget": "200%"}, "not a share"),
-            ({"budget_tokens": 0}, "keeps nothing"),
+            *(({"budget_tokens": n}, "not possible; give 1 to 1099511627776") for n in (0, 2**57)),
+            ({"budget_tokens": 2**63}, "a budget of 9223372036854775808 tokens is not possible"),
             ({"memory": "lots"}, "not a size"),
             ({"memory": "1MiB", "share_groups": 4}, "with memory the groups are named"),
         )
@@ -101,12 +102,21 @@ REFUSED = [
             ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
             ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
             ({"max_distinct": 0}, "max_distinct=1"),
+            *(
+                ({name: 2**63}, f"{name}=9223372036854775808 is not possible; give {name}=1099511")
+                for name in ("min_tokens", "max_tokens", "page", "batch", "context", "max_distinct")
+            ),
+            (
+                {"min_tokens": 2.5},
+                "min_tokens=2.5 is not possible; give min_tokens=0 or more",
+            ),
+            ({"context": "8"}, "context='8' is not possible"),
         )
     ),
     *(
         (make_scores, fields, words)
         for fields, words in (
-            ({"context": 0}, "a context of 0 tokens leaves nothing to decide"),
+            ({"context": 1}, "a context of 1 tokens leaves nothing to decide"),
             ({"context": 101}, "beyond the 100 tokens of tests/tiny"),
             ({"min_tokens": 41}, "above the context of 40"),
             ({"average": "median"}, "expected 'curves' or 'allocations'"),
@@ -122,7 +132,7 @@ REFUSED = [
             ({"target_loss": 0.1}, "no loss curves.*ask for retention"),
             ({"objective": "loss", "solver": "dp"}, "no loss curves"),
             ({"cap": "0-4=1MiB"}, "names layer 3, and tests/tiny has layers 0-2"),
-            ({"batch": 10**15}, "more than can be counted"),
+            ({"batch": 10**12, "page": 10**6}, "more than can be counted"),
         )
     ),
     *(
