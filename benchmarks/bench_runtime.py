@@ -2,14 +2,13 @@
 
     python benchmarks/bench_runtime.py cache [--quick] [--json]
     python benchmarks/bench_runtime.py cache --only peers --peer kvpress:SnapKV
-    python benchmarks/bench_runtime.py late | decoding | gpu | launches | plan | blend
+    python benchmarks/bench_runtime.py late | decoding | gpu | plan | blend
     python benchmarks/bench_runtime.py lossless
 
 Other parts are in files of their own: what the default's ways cost (`runtime_late`), decoding on
-the CPU beside what bounds it (`runtime_decoding`), a CUDA device (`runtime_gpu`), launches on one
-that is not there (`runtime_launches`), what `kvalloc plan` predicts (`runtime_plan`), answers
-without loss (`runtime_lossless`), and documents that were read one by one (`runtime_blend`). Of
-``cache``:
+the CPU beside what bounds it (`runtime_decoding`), a CUDA device (`runtime_gpu`), what
+`kvalloc plan` predicts (`runtime_plan`), answers without loss
+(`runtime_lossless`), and documents that were read one by one (`runtime_blend`). Of ``cache``:
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
@@ -81,8 +80,7 @@ BATCH_TARGET = 4.5
 SINKS, WINDOW = 4, 8
 PARTS = {"cache": ""}
 PARTS |= {
-    name: f"runtime_{name}"
-    for name in ("late", "decoding", "gpu", "launches", "plan", "lossless", "blend")
+    name: f"runtime_{name}" for name in ("late", "decoding", "gpu", "plan", "lossless", "blend")
 }
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {

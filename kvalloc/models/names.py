@@ -343,14 +343,6 @@ def mark_constant(function: Callable[..., Any]) -> None:
     vars(function)["_dynamo_marked_constant"] = True
 
 
-def mark_static(tensor: Tensor) -> None:
-    """Tell Dynamo that the address of a tensor does not change.
-
-    Sets the attribute that ``torch._dynamo.mark_static_address`` sets, which imports Dynamo.
-    """
-    vars(tensor)["_dynamo_static_input_type"] = "unguarded"
-
-
 def break_graph(why: str) -> None:
     """End the graph that Dynamo traces; Python runs the next operations."""
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.models.names import can_take_back
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime import conversation, hooks, in_place, refusals
+from kvalloc.runtime import conversation, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, row_tokens
 from kvalloc.runtime.drafts import part, unread
 from kvalloc.runtime.layer import BudgetLayer
@@ -64,7 +63,6 @@ class BudgetCache(Cache, hooks.HookedCache):
     _ahead = False  # while pieces of a forward run, all but the last
     verifier: Verifier | None = None  # see `kvalloc.runtime.lossless`
     read_ids: Tensor | None = None  # the first tokens that it has seen, as far as they are known
-    _storage: tuple[object, ...] = ()  # what a token reads and writes that is decoded in place
 
     def __init__(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]] = ()) -> None:
         super().__init__(layers=prompts[0].layers)
@@ -230,7 +228,6 @@ class BudgetCache(Cache, hooks.HookedCache):
         """
         if self.interrupted is not None:
             raise UnsupportedRequestError(self.interrupted)
-        self.in_place = False
         for prompt in self._prompts:
             prompt.evict()
 
@@ -436,7 +433,6 @@ class BudgetCache(Cache, hooks.HookedCache):
             Arguments to change: the mask of known padding where the caller gave none, for the
             layers that are transformers' own and may still store some.
         """
-        self.in_place = False
         names = self._prompt.plan.name, type(decoder).__name__
         refusals.refuse(given_to_other=self.decoder() is not decoder and names)
         if self.interrupted is not None:
@@ -477,27 +473,6 @@ class BudgetCache(Cache, hooks.HookedCache):
             outputs.append(prompt.attend(own, own_rows)[0])
         self._states = []
         return self._in_order(outputs), None
-
-    def reserve(self) -> None:
-        """Get ready for a token that is decoded in place, if it can be."""
-        storage = in_place.storage(self._prompt) if self._order is None else ()
-        if not _same(storage, self._storage):
-            found = in_place.tables(self._prompt) if storage else None
-            self._storage = () if found is None else storage
-            if found is not None:
-                self.take_handle(found[0], self.layers[0].device)
-                hooks.write_tables(self.handle, found[1])
-                in_place.warm_up(self._prompt, self.handle)
-        self.in_place = bool(self._storage)
-
-    def count(self) -> None:
-        """Count a token that has begun and is decoded in place."""
-        assert _same(in_place.count(self._prompt), self._storage), "what graphs read has moved"
-
-    def decode(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Answer one layer's attention to a token that is decoded in place."""
-        table = self.handle[0, 0, layer]
-        return in_place.decode(self.layers[layer], table, queries, keys, values)
 
     def _is_split(self, layer: int) -> bool:
         """Whether any group has evicted something of a layer, so that they differ."""
@@ -557,7 +532,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
-        self.in_place, self._storage, self.read_ids = False, (), None
+        self.read_ids = None
         for prompt in self._prompts:
             prompt.reset()
 
@@ -589,7 +564,7 @@ class BudgetCache(Cache, hooks.HookedCache):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
-        self.in_place, seen = False, self.get_seq_length()
+        seen = self.get_seq_length()
         end = min(tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove, seen)
         end = max(end, 0)
         before = next((one for one in self._before if one.get_seq_length() > end), None)
@@ -642,7 +617,6 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def draft_from(self, column: int | None) -> None:
         """Say from which column on tokens may be drafts; None: none is."""
-        self.in_place = False
         for prompt in self._prompts:
             prompt.given = column
 
@@ -669,7 +643,6 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows; one may be kept more than once."""
-        self.in_place, self._storage = False, ()
         if not self.batch:
             return
         rows = (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).cpu()
@@ -711,20 +684,13 @@ class BudgetCache(Cache, hooks.HookedCache):
         for tensor in self._tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
-        memo[id(self.number)], memo[id(self.handle)] = clone.number, clone.handle
-        memo[id(self._storage)], memo[id(self.handles)] = (), clone.handles
+        memo[id(self.number)] = clone.number
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for prompt in clone._prompts:
             prompt.forked()
-        clone.in_place = False
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether these are the same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _end(prompt: Prompt, *, completed: bool) -> None:

@@ -64,8 +64,7 @@ class Forward:
         if entries is None:
             return compute(states.mask)
         visible = step.following_visible(layer.dense_tokens, states.keys.device)
-        own = states.keys is layer.keys and states.values is layer.values
-        call = AttentionCall.of(states, visible, tail=layer.tail if own else None)
+        call = AttentionCall.of(states, visible)
         n_kept = int(entries.lengths[0, 0]) if entries.even else 0
         # one token is attended to without a copy of what is kept in front of what followed
         one = step.new_tokens == 1

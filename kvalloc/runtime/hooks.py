@@ -18,7 +18,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models import names
 from kvalloc.models.attention import (
@@ -53,32 +52,14 @@ class HookedCache:
 
     layers: list[Any]
     number: Tensor  # its own, by which the operations of a compiled forward find it
-    in_place: bool  # whether the next token is decoded in place, see `kvalloc.runtime.in_place`
-    handle: Tensor  # says where the storage is that it reads and writes, (1, 1, n_layers, PLACES)
-    handles: dict[Hashable, Tensor]  # all that it has, by what is launched with them
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give every cache, a copy too, a number."""
         cache = super().__new__(cls)
         number = next(_numbers)
         cache.number = torch.full((1, 1, 1, 1), number, device="cpu")
-        cache.in_place, cache.handle, cache.handles = False, cache.number, {}
-        weakref.finalize(cache, _give_back, cache.handles).atexit = False
         _caches[number] = cache
         return cache
-
-    def take_handle(self, launched: Hashable, device: torch.device) -> None:
-        """Take a handle that no other cache that is alive has.
-
-        torch captures a graph for each, whose launches depend on nothing but what stands in it.
-        """
-        key = launched, len(self.layers), device
-        if key not in self.handles:
-            with _lock:
-                free = _free_handles.setdefault(key, [])
-                taken = free.pop() if free else None
-            self.handles[key] = _new_handle(len(self.layers), device) if taken is None else taken
-        self.handle = self.handles[key]
 
 
 Serve: TypeAlias = Callable[
@@ -137,17 +118,6 @@ class _Installed:
 
 _ATTENTION = "kvalloc_token"
 """Name of the attention of a compiled decoder."""
-
-GRAPHED = ("cuda",)
-"""Types of devices on which tokens are decoded in place."""
-
-PLACES = 10 + 4 * len(WIDTHS)
-"""Numbers of a layer in a handle."""
-
-_free_handles: dict[Hashable, list[Tensor]] = {}
-
-_decoding = threading.local()
-"""What the thread decodes in place: a graph that is captured has no number to find it by."""
 
 _HOOK = -1
 """Number of the hooks, which torch counts from 0."""
@@ -427,30 +397,8 @@ _UNSEEN = (torch.Tag.cudagraph_unsafe,)
 """What an operation changes stands in a cache, and not in its arguments: no graph repeats it."""
 
 
-def _new_handle(n_layers: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        handle = torch.zeros(1, 1, n_layers, PLACES, dtype=torch.long, device=device)
-    names.mark_static(handle)
-    return handle
-
-
-def _give_back(handles: dict[Hashable, Tensor]) -> None:
-    for key, handle in handles.items():
-        _free_handles[key].append(handle)
-
-
-def write_tables(handle: Tensor, numbers: list[list[int]]) -> None:
-    """Write numbers of each layer in a handle."""
-    own = torch.zeros(handle.shape[2:], dtype=torch.long, device="cpu")
-    for layer, some in enumerate(numbers):
-        own[layer, : len(some)] = torch.tensor(some, dtype=torch.long, device="cpu")
-    handle[0, 0].copy_(own)
-
-
 @torch.library.custom_op("kvalloc::begin", mutates_args=(), tags=_UNSEEN)
-def _begin_token(
-    number: Tensor, tokens: Tensor, mask: Tensor | None, in_place: bool
-) -> tuple[Tensor, Tensor]:
+def _begin_token(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Begin a forward of one token; returns it, so that all comes after, and the tokens seen."""
     cache, decoder = _cache_of(number)
     seen = cache.layers[0].get_seq_length()
@@ -459,20 +407,12 @@ def _begin_token(
     _close(entry, completed=False)
     arguments = {name: tokens, "attention_mask": mask}
     _begin(decoder, entry, cache, arguments, decoded=True)
-    if in_place:
-        try:
-            cache.count()
-        except BaseException:
-            _close(entry, completed=False)
-            raise
-        entry.open_forwards[threading.get_ident()].attended = len(cache.layers)
-        _decoding.entry, _decoding.cache = entry, weakref.proxy(cache)
     # filled there: a number of the host would be copied, for which it waits
     return tokens.clone(), torch.full((), seen, dtype=torch.long, device=tokens.device)
 
 
 @_begin_token.register_fake
-def _(number: Tensor, tokens: Tensor, mask: Tensor | None, in_place: bool) -> tuple[Tensor, Tensor]:
+def _(number: Tensor, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(tokens), tokens.new_empty((), dtype=torch.long)
 
 
@@ -509,33 +449,11 @@ def _(number: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> 
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
-@torch.library.custom_op("kvalloc::decode", mutates_args=())
-def _decode_token(handle: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-    """Add a token to a layer in place and attend: all that a graph repeats.
-
-    What it writes is no argument, as it is read here alone; where that storage is stands in the
-    handle.
-    """
-    try:
-        output: Tensor = _decoding.cache.decode(layer, query, key, value)
-    except BaseException:
-        _close(_decoding.entry, completed=False)
-        raise
-    return output.to(query.dtype).contiguous()
-
-
-@_decode_token.register_fake
-def _(handle: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-
-
 @torch.library.custom_op("kvalloc::end", mutates_args=(), tags=_UNSEEN)
 def _end_token(number: Tensor, hidden: Tensor) -> Tensor:
     """End a forward of one token, whose last states are given and returned: entries may go."""
-    cache, decoder = _cache_of(number)
+    _, decoder = _cache_of(number)
     _close(vars(decoder)[_INSTALLED], completed=True)
-    if hidden.device.type in GRAPHED:
-        cache.reserve()
     return hidden.clone()
 
 
@@ -596,9 +514,7 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Answer a layer of a compiled decoder; a cache's number or handle is where its mask is."""
-    if attention_mask.shape[-1] == PLACES:  # a token that a CUDA graph repeats
-        return torch.ops.kvalloc.decode(attention_mask, query, key, value, module.layer_idx), None
+    """Answer a layer of a compiled decoder; a cache's number is where its mask is."""
     output = torch.ops.kvalloc.attend(
         attention_mask, query, key, value, module.layer_idx, scaling, softcap, sliding_window
     )
@@ -634,12 +550,11 @@ def _before_traced(
         or kwargs.get("output_attentions")
     ):
         names.break_graph(refusals.UNCOMPILED)
-    in_place, mask = cache.in_place, kwargs.get("attention_mask")
-    tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, mask, in_place)
+    tokens, seen = torch.ops.kvalloc.begin(cache.number, tokens, kwargs.get("attention_mask"))
     names.set_implementation(module.config, _ATTENTION)
     changed = {
         "input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens,
-        "attention_mask": cache.handle if in_place else cache.number,
+        "attention_mask": cache.number,
         entry.argument: _Decoding(cache, seen, implementation, entry.argument),
     }
     if entry.column and kwargs.get(names.COLUMN) is None:  # Dynamo cannot count up to a tensor

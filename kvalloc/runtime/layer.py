@@ -13,7 +13,7 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptEntries
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
-from kvalloc.runtime.tail import BLOCK_TOKENS, Place, Tail
+from kvalloc.runtime.tail import BLOCK_TOKENS, Tail
 from kvalloc.runtime.unfinished import Unfinished
 
 
@@ -39,9 +39,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Whose states keys and values are, once tokens have followed what is kept.
     every : int
         Tokens between two evictions of what followed, for which it gets room.
-    newest, slot : Place
-        Where the newest token stands in the tail, and its queries in a ring of the latest, on the
-        device; all layers of a cache have the same.
     unfinished : Unfinished
         What is remembered until the prompt is complete.
     attention : AttentionStates or None
@@ -56,7 +53,6 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.newest, self.slot = Place(), Place()
         self._forget()
 
     def _forget(self) -> None:
@@ -145,61 +141,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         elif self.entries is None:
             super().update(key_states, value_states, *args, **kwargs)
         else:
-            self.keys, self.values = self._tail().add(key_states, value_states, every=self.every)
+            self.tail = self.tail or Tail(self.keys, self.values)
+            self.keys, self.values = self.tail.add(key_states, value_states, every=self.every)
         return self.keys, self.values
-
-    def _tail(self) -> Tail:
-        """Return the tail, whose first states are all that is dense."""
-        if self.tail is None:
-            self.tail = Tail(self.keys, self.values, self.newest)
-        return self.tail
-
-    def reserve(self, every: int, latest: int) -> tuple[object, ...]:
-        """Get ready for a token that is decoded in place; return all that it reads.
-
-        Parameters
-        ----------
-        every : int
-            Tokens between two evictions.
-        latest : int
-            Tokens whose queries are noted, at most; 0 for none.
-        """
-        tail = self._tail()
-        tail.reserve(every)
-        self.keys, self.values = tail.states
-        if latest:
-            assert self.attention is not None
-            like = self.attention.queries.expand(self.batch, -1, -1, -1)
-            self.unfinished.latest.reserve(latest, like)
-        self._say_where()
-        return self.in_place()
-
-    def in_place(self) -> tuple[object, ...]:
-        """Return all that a token reads and writes that is decoded in place."""
-        ring = self.unfinished.latest.ring
-        return self.entries, None if self.tail is None else self.tail.buffers, ring
-
-    @property
-    def latest_queries(self) -> tuple[Tensor, Tensor] | None:
-        """Ring of the latest queries, and the latest token's place there on the device."""
-        latest = self.unfinished.latest
-        if latest.ring is None:
-            return None
-        return latest.ring, self.slot.on(latest.ring.device, latest.slot)
-
-    def count(self, columns: Tensor) -> None:
-        """Count a token, in these columns, (batch, 1), on the host and on the device."""
-        tail = self._tail()
-        self.seen_tokens += 1
-        tail.tokens += 1
-        self.keys, self.values = tail.states
-        self.unfinished.latest.count(columns)
-        self._say_where()
-
-    def _say_where(self) -> None:
-        """Write on the device where the newest token stands."""
-        assert self.tail is not None
-        _ = self.tail.newest, self.latest_queries
 
     def all_but(self, latest: int) -> tuple[Tensor, Tensor]:
         """Dense keys and values without so many of the latest tokens."""

@@ -28,7 +28,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.plan import Plan
 from kvalloc.runtime.policies.base import EvictionPolicy
 from kvalloc.runtime.repetition import Wanted, WholePrompt, repeat_prompt, scorers_of
-from kvalloc.runtime.tail import BLOCK_TOKENS, Place
+from kvalloc.runtime.tail import BLOCK_TOKENS
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
@@ -85,9 +85,6 @@ class Prompt:
         self.arrival = Arrival(plan.profile, announced)
         policy = plan.profile.policy
         self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
-        newest, slot = Place(), Place()
-        for layer in self.budget_layers:
-            layer.newest, layer.slot = newest, slot
         self.forget()
 
     def forget(self) -> None:

@@ -28,52 +28,9 @@ class Queries:
         Of one forward after the other: columns of its tokens, (batch, n), on the host, and their
         queries, (batch, n_query_heads, n, head_dim). A row that has fewer than another has column
         -1 in front.
-    taken : int or None
-        Tokens that the only piece has taken as a ring, each in the place of the oldest; None where
-        it is no ring.
     """
 
     pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    taken: int | None = None
-
-    @property
-    def ring(self) -> Tensor | None:
-        """Queries that are written in place, (batch, n_query_heads, room, head_dim), if any."""
-        return None if self.taken is None else self.pieces[0][1]
-
-    @property
-    def slot(self) -> int:
-        """Where the latest token stands in the ring."""
-        assert self.taken is not None
-        return (self.taken - 1) % int(self.pieces[0][0].shape[1])
-
-    def reserve(self, room: int, like: Tensor) -> None:
-        """Become a ring of so many of the latest, which `count` counts.
-
-        Parameters
-        ----------
-        room : int
-        like : Tensor, (batch, n_query_heads, n, head_dim)
-            Of their type.
-        """
-        if self.ring is not None and self.ring.shape[2] == room:
-            return
-        columns, queries = torch.empty(len(like), 0, dtype=torch.long, device="cpu"), like[:, :, :0]
-        if self.pieces:
-            columns, queries = self._joined()
-        there = min(int(columns.shape[1]), room)
-        with torch.inference_mode(False):  # it may be written to outside of that mode
-            places = torch.full((len(like), room), -1, device="cpu")
-            ring = queries.new_empty(*like.shape[:2], room, like.shape[3])
-        places[:, :there] = columns[:, columns.shape[1] - there :]
-        ring[:, :, :there].copy_(queries[:, :, queries.shape[2] - there :])
-        self.pieces, self.taken = [(places, ring)], there
-
-    def count(self, columns: Tensor) -> None:
-        """Count a token in the ring, in these columns, (batch, 1)."""
-        assert self.taken is not None
-        self.taken += 1
-        self.pieces[0][0][:, self.slot] = columns[:, 0]
 
     def add(self, queries: Tensor, columns: Tensor, most: int, *, padded: bool) -> None:
         """Add those of a forward, and forget what is not among so many of the latest of a row.
@@ -87,8 +44,6 @@ class Queries:
         padded : bool
             Whether there is padding.
         """
-        if self.taken is not None:
-            self._joined()
         self.pieces.append((columns, queries))
         if padded:
             self._keep_latest(most)
@@ -124,20 +79,11 @@ class Queries:
 
     def rows(self, rows: Tensor) -> Queries:
         """Return those of these rows."""
-        if self.taken is not None:
-            self._joined()
         pairs = self.pieces
         return Queries([(own[rows.cpu()], states[rows.to(states.device)]) for own, states in pairs])
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         """Return all columns and all queries, which are one piece from now on."""
-        if self.taken is not None:
-            (columns, queries), taken, self.taken = self.pieces[0], self.taken, None
-            if (beyond := taken - int(columns.shape[1])) > 0:
-                columns, queries = columns.roll(-beyond, 1), queries.roll(-beyond, 2)
-            self.pieces = [(columns[:, :taken], queries[:, :, :taken])]
-            if bool((columns[:, :taken] < 0).any()):
-                self._keep_latest(int(columns.shape[1]))
         if len(self.pieces) > 1:
             several = zip(*self.pieces, strict=True)
             columns, queries = (torch.cat(own, dim=1 + n) for n, own in enumerate(several))

@@ -21,7 +21,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 from kvalloc.runtime.packed import LayerEntries
-from kvalloc.runtime.tail import Place, Tail
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -59,7 +58,7 @@ def flat_of(stored: Stored, counts: IntArray) -> KeptEntries:
 def kept_of(
     keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor, counts: IntArray
 ) -> KeptEntries:
-    """Of dense ones, (batch, n_kv_heads, n, ...), those that are kept; on a fake device, too."""
+    """Of dense ones, (batch, n_kv_heads, n, ...), those that are kept."""
     places = kept.nonzero_static(size=int(counts.sum())).to(keys.device)
     row, head, token = places.unbind(1)
     return KeptEntries(
@@ -200,10 +199,8 @@ def tailed(call: AttentionCall) -> AttentionCall:
         torch.nn.functional.pad(one, (0, 0, 0, 70), value=math.nan)
         for one in (call.keys, call.values)
     )
-    tail = Tail(keys, values, Place())
-    tail.tokens = int(call.keys.shape[2])
-    keys, values = tail.states
-    return replace(call, keys=keys, values=values, tail=tail)
+    tokens = int(call.keys.shape[2])
+    return replace(call, keys=keys[:, :, :tokens], values=values[:, :, :tokens])
 
 
 def triton_cases(

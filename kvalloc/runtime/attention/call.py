@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import KeptLayer
-from kvalloc.runtime.tail import Tail
 
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read."""
@@ -40,11 +38,6 @@ class AttentionCall:
         Logits are ``softcap * tanh(logits / softcap)``.
     sink_logits : Tensor, (n_query_heads,), or None
         One more logit a query head, without a value.
-    tail : Tail or None
-        Whose states keys and values are; None where they are not those of any.
-    latest : tuple of Tensor, or None
-        Of a token that is decoded in place, the ring of the latest queries, (batch, n_query_heads,
-        room, head_dim), and its place there, on the device, (1,).
     """
 
     queries: Tensor
@@ -54,13 +47,9 @@ class AttentionCall:
     visible: Tensor | None = None
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    tail: Tail | None = None
-    latest: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(
-        cls, states: AttentionStates, visible: Tensor | None = None, *, tail: Tail | None = None
-    ) -> AttentionCall:
+    def of(cls, states: AttentionStates, visible: Tensor | None = None) -> AttentionCall:
         """Make a call of what attention sees; keys and values are of tokens that followed."""
         return cls(
             queries=states.queries,
@@ -70,7 +59,6 @@ class AttentionCall:
             visible=visible,
             softcap=states.softcap,
             sink_logits=states.sink_logits,
-            tail=tail,
         )
 
     def of_heads(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
@@ -82,7 +70,6 @@ class AttentionCall:
             keys=self.keys.index_select(1, heads),
             values=self.values.index_select(1, heads),
             sink_logits=None if sinks is None else sinks[query_heads],
-            tail=None,
         )
 
     @property
@@ -135,34 +122,3 @@ class Backend(ABC):
     @abstractmethod
     def attend(self, call: AttentionCall, kept: KeptLayer) -> Tensor:
         """Return the attention output, (batch, n_new_tokens, n_query_heads, value_dim)."""
-
-    def repeat(
-        self, call: AttentionCall, kept: KeptLayer, token: tuple[Tensor, ...] | None, table: Tensor
-    ) -> Tensor:
-        """Write a token into the tail, and its queries into their ring, and attend.
-
-        Parameters
-        ----------
-        call : AttentionCall
-            With a tail.
-        kept : KeptLayer
-        token : tuple of Tensor, (batch, n_heads, 1, head_dim) each, or None
-            Queries, keys and values; None to attend alone.
-        table : Tensor of int64, (n_places,)
-            Numbers of `table`, on the device: launches are the same as long as its key is.
-        """
-        if token is not None:
-            assert call.tail is not None
-            queries, *states = token
-            call.tail.write(*states)
-            if call.latest is not None:
-                ring, slot = call.latest
-                ring.index_copy_(2, slot, queries)
-        return self.attend(call, kept)
-
-    def table(self, call: AttentionCall, kept: KeptLayer) -> tuple[Hashable, list[int]] | None:
-        """Return a key of what is launched to `repeat` a call, and the numbers it depends on.
-
-        None where the same launches cannot serve other tokens and evictions.
-        """
-        return None if call.queries.is_cuda else ("launched by the host", [])

@@ -6,9 +6,7 @@ they need. Each program leaves the partial softmax of its tile, and one more lau
 softmaxes of each segment and writes the answer in its final layout. Which tiles of what is kept
 belong to which segment stands on the device, made once for each eviction; as many programs are
 launched as entries of that number can need. Lengths and numbers of tiles are arguments at run time,
-so a longer answer compiles nothing anew, and nothing here asks the device for a value. How much of
-a tail is there the kernels read on the device: they are launched for all of its room, so the same
-launch serves every token until it gets more.
+so a longer answer compiles nothing anew, and nothing here asks the device for a value.
 
 The kernels are in `kvalloc.runtime.attention.triton_kernels`, which is imported where there is
 Triton: torch for CUDA on Linux brings it along.
@@ -16,7 +14,6 @@ Triton: torch for CUDA on Linux brings it along.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -39,9 +36,6 @@ __all__ = ["TritonBackend", "triton_attention"]
 
 _ROWS = (16, 64)
 """Query rows of a program: at least, because of the tensor cores, and at most."""
-
-_ALIGNMENT = 16
-"""Bytes of which a multiple lies in front of all storage that a table names."""
 
 _WARP_NUMBERS = 512
 """Numbers of the keys read together that are worth a warp: below it reads byte by byte."""
@@ -75,18 +69,6 @@ class TritonBackend(Backend):
         # Triton launches on the current device, which need not be this layer's
         with torch.cuda.device_of(call.queries):  # type: ignore[no-untyped-call]
             return triton_attention(call, kept, programs=_wanted_programs(call.queries.device))
-
-    def repeat(
-        self, call: AttentionCall, kept: KeptLayer, token: tuple[Tensor, ...] | None, table: Tensor
-    ) -> Tensor:
-        """Write a token, and attend."""
-        with torch.cuda.device_of(call.queries):  # type: ignore[no-untyped-call]
-            programs = _wanted_programs(call.queries.device)
-            return repeated(call, kept, token, table, programs=programs)
-
-    def table(self, call: AttentionCall, kept: KeptLayer) -> tuple[Hashable, list[int]] | None:
-        """Return what is compiled and launched, and what stands in a table."""
-        return table_of(call, kept, programs=_wanted_programs(call.queries.device))
 
 
 @cache
@@ -125,14 +107,10 @@ class Division(NamedTuple):
     sizes: Any
 
 
-def divided(
-    call: AttentionCall, kept: KeptLayer, programs: int, *, n_following: int, repeats: bool
-) -> Division:
-    """Divide a call among about so many programs, more where segments are short.
-
-    Where it ``repeats``, it has as many tiles however many entries there are.
-    """
-    (batch, n_query_heads, n_new, head_dim), n_kv_heads = call.queries.shape, call.keys.shape[1]
+def divided(call: AttentionCall, kept: KeptLayer, programs: int) -> Division:
+    """Divide a call among about so many programs, more where segments are short."""
+    batch, n_query_heads, n_new, head_dim = call.queries.shape
+    n_kv_heads, n_following = call.keys.shape[1:3]
     n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
     rows = min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1])
     row_blocks = -(-n_rows // rows)
@@ -144,93 +122,25 @@ def divided(
     return Division(
         work=work,
         tile=tile,
-        tiles=programs + n_segments if repeats else work.room,
-        following_tiles=-(-programs // n_segments) if repeats else -(-n_following // tile),
+        tiles=work.room,
+        following_tiles=-(-n_following // tile),
         row_blocks=row_blocks,
         sizes=_sizes(head_dim, value_dim, rows, widths, columns, call.queries.dtype),
     )
 
 
-def table_of(
-    call: AttentionCall, kept: KeptLayer, *, programs: int
-) -> tuple[Hashable, list[int]] | None:
-    """Return what is compiled and launched to repeat a call, and what stands in its table.
-
-    None where storage does not begin at a multiple of 16 bytes, as kernels take it to.
-    See `kvalloc.runtime.attention.triton_kernels`.
-    """
-    tail, latest = call.tail, call.latest
-    assert tail is not None
-    room, (ring, slot) = int(tail.buffers[0].shape[2]), latest or (None, None)
-    division = divided(call, kept, programs, n_following=room, repeats=True)
-    pointers = [division.work.segments, tail.newest, *tail.buffers, ring, slot]
-    ring_room = 0 if ring is None else int(ring.shape[2])
-    numbers = [division.work.length, division.tile, room, ring_room]
-    parts = [(part.keys, part.values, part.bias, part.key_scales) for part in kept.parts]
-    key = (
-        *(part.bits for part in kept.parts),
-        *(None if own is None else own.dtype for part in parts for own in part),
-        *(call.queries.shape, call.queries.dtype, call.keys.shape[1], call.values.shape[3]),
-        *(division.tiles, division.following_tiles, division.sizes.columns, ring is None),
-        *(call.scaling, call.softcap, _address(call.sink_logits)),
-    )
-    places = [_address(own) for own in pointers], [_address(own) for part in parts for own in part]
-    if any(place % _ALIGNMENT for some in places for place in some):
-        return None
-    return key, [*places[0], *numbers, *places[1]]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def repeated(
-    call: AttentionCall,
-    kept: KeptLayer,
-    token: tuple[Tensor, ...] | None,
-    table: Tensor,
-    *,
-    programs: int,
-) -> Tensor:
-    """Write a token, if any, and attend with about so many programs; see `Backend.repeat`."""
-    if token is not None:
-        token = tuple(own if own.stride(-1) == 1 else own.contiguous() for own in token)
-        tail, (ring, slot) = call.tail, call.latest or (None, None)
-        assert tail is not None
-        batch, n_query_heads = token[0].shape[:2]
-        division = divided(call, kept, programs, n_following=0, repeats=True)
-        _launch(
-            "write_token",
-            (batch, n_query_heads),
-            tuple((own, *own.stride()[:2]) for own in token),
-            (ring, *tail.buffers, slot, tail.newest),
-            table,
-            int(token[1].shape[1]),
-            SIZES=division.sizes,
-            num_warps=1,
-        )
-    return triton_attention(call, kept, programs=programs, table=table)
-
-
-def triton_attention(
-    call: AttentionCall, kept: KeptLayer, *, programs: int, table: Tensor | None = None
-) -> Tensor:
+def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> Tensor:
     """Attend with about so many programs, more where segments are short."""
     call = call.with_dense_vectors()
     batch, n_query_heads, n_new, _ = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
-    tail, following = call.tail, (call.keys, call.values)
-    if tail is not None:  # launched for all the room that it has, with what is there on the device
-        following, n_following = tail.buffers, int(tail.buffers[0].shape[2])
     n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
-    work, tile, tiles, following_tiles, row_blocks, sizes = divided(
-        call, kept, programs, n_following=n_following, repeats=table is not None
-    )
+    work, tile, tiles, following_tiles, row_blocks, sizes = divided(call, kept, programs)
     n_parts = tiles + n_segments * following_tiles
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     visible = None if call.visible is None else call.visible.expand(batch, -1)
-    sinks, newest = call.sink_logits, None if tail is None else tail.newest
+    sinks = call.sink_logits
     counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
         "read_tile",
@@ -238,11 +148,10 @@ def triton_attention(
         (call.queries, *call.queries.stride()[:3]),
         (work.segments, *(_stored(part) for part in kept.parts)),
         (
-            *((own, *own.stride()[:3]) for own in following),
+            *((own, *own.stride()[:3]) for own in (call.keys, call.values)),
             None if visible is None else (visible.view(torch.uint8), *visible.stride()),
-            newest,
         ),
-        *(table, partial),
+        partial,
         *(tiles, following_tiles, work.length, tile, n_following, n_segments, counts),
         (call.scaling, call.softcap),
         SIZES=sizes,
@@ -252,7 +161,7 @@ def triton_attention(
         "add_tiles",
         (n_segments, row_blocks),
         *(partial, work.segments, None if sinks is None else (sinks, sinks.stride(0)), output),
-        *(table, tiles, following_tiles, work.length, tile, n_following, newest, counts),
+        *(tiles, following_tiles, work.length, tile, n_following, counts),
         SIZES=sizes,
     )
     return output

@@ -23,10 +23,6 @@ __all__ = ["Sizes", "add_tiles", "read_tile"]
 # Lengths change with every token: whether they are 1 or divide by 16 must compile nothing anew.
 _LENGTHS = ("n_tiles", "following_tiles", "length", "tile", "n_following", "n_segments")
 
-# Where in a table pointers and numbers stand; those of parts are four each, from the last one on.
-_SEGMENTS, _NEWEST, _TAIL_KEYS, _TAIL_VALUES, _RING, _SLOT = (tl.constexpr(n) for n in range(6))
-_LENGTH, _TILE, _ROOM, _RING_ROOM, _PARTS = (tl.constexpr(n) for n in range(6, 11))
-
 
 class Codes(NamedTuple):
     """How one part of the kept entries is stored.
@@ -89,7 +85,6 @@ def read_tile(  # type: ignore[no-untyped-def]
     asked,
     kept,
     followed,
-    table,
     partial,
     n_tiles,
     following_tiles,
@@ -105,25 +100,15 @@ def read_tile(  # type: ignore[no-untyped-def]
 
     Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of at
     most ``n_tiles`` tiles of ``length`` kept entries, then ``following_tiles`` of each segment,
-    ``tile`` entries each: room for ``n_following``, of which all are there, or those up to the
-    newest, whose place stands on the device; tiles beyond these are not written. ``kept`` are
-    segments as `kvalloc.runtime.kept.Work` has them and, of each part, keys, values, biases and
-    scales; ``asked`` and ``followed`` are tensors with the steps between their rows, heads and
-    tokens, and last the place of the newest token that is there, or None for all.
-    Where there is a ``table``, all that changes with an eviction is where it says.
+    ``tile`` entries each of ``n_following``. ``kept`` are segments as `kvalloc.runtime.kept.Work`
+    has them and, of each part, keys, values, biases and scales; ``asked`` and ``followed`` are
+    tensors with the steps between their rows, heads and tokens.
     """
     queries, query_row, query_head, query_token = asked
-    segments = _now(kept[0], table, _SEGMENTS)
+    segments = kept[0]
     keys, key_row, key_head, key_token = followed[0]
     values, value_row, value_head, value_token = followed[1]
     n_rows, n_new, n_kv_heads, group = counts
-    n_following = _there(n_following, _now(followed[3], table, _NEWEST))
-    if table is not None:
-        keys, values = _now(keys, table, _TAIL_KEYS), _now(values, table, _TAIL_VALUES)
-        length, tile = tl.load(table + _LENGTH), tl.load(table + _TILE)
-        key_head = tl.load(table + _ROOM) * SIZES.head_dim
-        value_head = tl.load(table + _ROOM) * SIZES.value_dim
-        key_row, value_row = n_kv_heads * key_head, n_kv_heads * value_head
     part = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
     dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
@@ -131,8 +116,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     later = part - n_tiles  # negative for what is kept
     divisor = tl.maximum(following_tiles, 1)
     segment = _segment_of(part, segments, tl.where(is_kept, n_segments, 0))
-    nothing_follows = (part >= n_tiles) & (later % divisor * tile >= n_following)
-    if nothing_follows | (segment == n_segments):
+    if segment == n_segments:
         return
     segment = tl.where(is_kept, segment, later // divisor)
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
@@ -153,12 +137,6 @@ def read_tile(  # type: ignore[no-untyped-def]
     first_scale, width = tl.load(own + 2) + before // SIZES.key_block, tl.load(own + 3)
     for number in tl.static_range(len(SIZES.codes)):
         kept_keys, kept_values, bias, scales = kept[number + 1]
-        kept_keys = _now(kept_keys, table, _PARTS + 4 * number)
-        kept_values = _now(kept_values, table, _PARTS + 4 * number + 1)
-        bias = _now(bias, table, _PARTS + 4 * number + 2)
-        if scales is not None:
-            halves = _now(scales[1], table, _PARTS + 4 * number + 1)
-            scales = _now(scales[0], table, _PARTS + 4 * number + 3), halves
         entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim, scales
         span = start, tl.where(width == number, end, start), first_scale
         softmax = _add_entries(
@@ -184,46 +162,6 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _now(pointer, table, place: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where a table says that is which a pointer of its type was given for, if any."""
-    if pointer is not None and table is not None:
-        pointer = tl.multiple_of(tl.load(table + place).to(pointer.dtype), 16)
-    return pointer
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def write_token(given, to, table, n_kv_heads, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a token's key and value into the tail, and its queries into their ring.
-
-    ``given`` are queries, keys and values with the steps between rows and heads; ``to`` are ring,
-    tail keys and values, and where on the device the token's places in the ring and the tail stand.
-    """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, slot = _now(to[0], table, _RING), _now(to[3], table, _SLOT)
-    if ring is not None:
-        at = (row * tl.num_programs(1) + head) * tl.load(table + _RING_ROOM) + tl.load(slot)
-        _copy(given[0], row, head, ring, at, SIZES.head_dim, SIZES.head_block)
-    if head < n_kv_heads:
-        at = (row * n_kv_heads + head) * tl.load(table + _ROOM)
-        at += tl.load(_now(to[4], table, _NEWEST))
-        keys, values = _now(to[1], table, _TAIL_KEYS), _now(to[2], table, _TAIL_VALUES)
-        _copy(given[1], row, head, keys, at, SIZES.head_dim, SIZES.head_block)
-        _copy(given[2], row, head, values, at, SIZES.value_dim, SIZES.value_block)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _copy(  # type: ignore[no-untyped-def]
-    given, row, head, to, at, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Copy one vector to its place."""
-    states, row_step, head_step = given
-    dims = tl.arange(0, BLOCK)
-    inside = dims < DIM
-    vector = tl.load(states + row * row_step + head * head_step + dims, mask=inside, other=0.0)
-    tl.store(to + at * DIM + dims, vector, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _segment_of(tile, segments, n_segments):  # type: ignore[no-untyped-def]
     """Return the segment of a tile of kept entries: as many as end before it."""
     found = tl.zeros([], dtype=tl.int64)
@@ -241,27 +179,17 @@ def _first_tile(segment, length):  # type: ignore[no-untyped-def]
     return tl.load(segment + 4) - tl.cdiv(tl.load(segment + 1) - tl.load(segment), length)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _there(n_following, newest):  # type: ignore[no-untyped-def]
-    """Return how many tokens followed: all, or those up to the newest."""
-    if newest is not None:
-        n_following = tl.load(newest) + 1
-    return n_following
-
-
 @triton.jit(do_not_specialize=_LENGTHS[:5])  # type: ignore[untyped-decorator, unused-ignore]
 def add_tiles(  # type: ignore[no-untyped-def]
     partial,
     segments,
     sinks,
     output,
-    table,
     n_tiles,
     following_tiles,
     length,
     tile,
     n_following,
-    newest,
     counts,
     SIZES: tl.constexpr,
 ):
@@ -269,11 +197,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
 
     Where the values of its part are turned, so is their sum, and nothing else is.
     ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
-    step between two of them; ``newest`` is what the last of ``followed`` is for `read_tile`.
+    step between two of them.
     """
-    segments, newest = _now(segments, table, _SEGMENTS), _now(newest, table, _NEWEST)
-    if table is not None:
-        length, tile = tl.load(table + _LENGTH), tl.load(table + _TILE)
     n_rows, n_new, n_kv_heads, group = counts
     segment = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
@@ -299,7 +224,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
         turned = tl.reshape(turned, (SIZES.rows, SIZES.value_block))
         summed = tl.where(is_turned, turned, summed)
     first = n_tiles + segment * following_tiles
-    last = first + tl.cdiv(_there(n_following, newest), tile)
+    last = first + tl.cdiv(n_following, tile)
     softmax = (most, total, summed)
     most, total, summed = _add_parts(partial, first, last, n_rows, row, softmax, SIZES)
     place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member

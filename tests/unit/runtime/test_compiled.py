@@ -2,17 +2,11 @@
 
 import copy
 import gc
-import importlib.util
-import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
-import replayed_graph
 import runtime_oracle as tiny
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -20,8 +14,6 @@ from transformers import CompileConfig
 
 import kvalloc
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime import hooks, in_place
-from kvalloc.runtime.tail import FIRST_TOKENS
 
 LENGTHS = (60, 41, 77)
 WIDTHS = {"16": [16], "5": [5], "8+5+4+3": [8, 5, 4, 3]}
@@ -46,7 +38,7 @@ class Compiler(CompileCounter):
 class _Reusing(torch.fx.Interpreter):
     def call_function(self, target, args, kwargs):
         found = super().call_function(target, args, kwargs)
-        if target in (torch.ops.kvalloc.attend, torch.ops.kvalloc.decode):
+        if target is torch.ops.kvalloc.attend:
             for states in args[1:4]:
                 states.fill_(float("nan"))
         return found
@@ -156,23 +148,6 @@ def test_every_policy_is_served(model, policy):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     make = partial(kvalloc.make_cache, model, tiny.make_profile(model, 60, 0.5), policy=policy)
     both(model, compiled, make, tiny.prompt(60), 40)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_what_is_decoded_in_place_can_be_repeated():
-    """As a CUDA graph does: the same launches, token after token, give the logits of the model.
-
-    In a process of its own: Triton reads TRITON_INTERPRET when the kernel is defined.
-    """
-    paths = [str(Path(replayed_graph.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, replayed_graph.__file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("wrap", ["model", "decoder", "inside"])
@@ -321,39 +296,3 @@ def test_a_model_that_breaks_the_graph_decodes_all_the_same(model, whole):
     handle.remove()
     assert model.config._attn_implementation == "sdpa"
     assert caches[1].interrupted is None
-
-
-@pytest.fixture
-def placed(monkeypatch):
-    """Tokens are decoded in place, as on CUDA; returns the places of all that each one reads."""
-    found = []
-    count = in_place.count
-
-    def noted(prompt):
-        assert prompt.forward is not None
-        layers = prompt.budget_layers
-        stored = (part for layer in layers for part in (layer.entries, layer.tail))
-        rings = (own for layer in layers for own in layer.latest_queries)
-        tensors = (own for part in stored for own in part.tensors())
-        found.append([own.data_ptr() for own in (*tensors, *rings)])
-        return count(prompt)
-
-    monkeypatch.setattr(hooks, "GRAPHED", ("cpu",))
-    monkeypatch.setattr(in_place, "count", noted)
-    return found
-
-
-@pytest.mark.usefixtures("either_way")
-def test_tokens_are_decoded_in_place(placed):
-    """To the bit, and nothing moves between two evictions: one graph more, for all prompts."""
-    model, graphs = tiny.tiny_model(num_key_value_heads=4, num_attention_heads=4), Compiler()
-    compiled, tokens = torch.compile(model, fullgraph=True, backend=graphs), FIRST_TOKENS + 1 + 64
-    for length in LENGTHS[:2]:
-        profile = profile_for(model, length, [8, 5, 4, 3])
-        make = partial(kvalloc.make_cache, model, profile, decode_every=30)
-        cache = both(model, compiled, make, tiny.prompt(length, batch=2, seed=length), tokens)
-        assert cache.reduced
-        assert len(placed) == 64
-        assert len(set(map(tuple, placed))) == 1 + (tokens - 1) // 30
-        placed.clear()
-    assert graphs.frame_count == 2

@@ -6,17 +6,13 @@ import pytest
 import torch
 from attention_cases import kept_of, packed_of, stored_of
 from factories import make_shape
-from fake_device import Launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_oracle import pieces_of, rounded
 
 from kvalloc.accounting.costs import head_bytes
 from kvalloc.errors import InputError
-from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.eviction import Source
 from kvalloc.runtime.kept import KeptEntries
-from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import NO_COLUMN, LayerEntries
 from kvalloc.runtime.quantization import rotated
 
@@ -151,34 +147,3 @@ def test_more_entries_behind_and_rows_taken_apart_and_joined_are_what_a_loop_sto
         ends = [NO_COLUMN] * (padded.shape[2] - len(places))
         assert padded[row, head].tolist() == [*places, *ends]
         assert torch.equal(more.padded()[2], padded)
-
-
-@pytest.mark.parametrize(("bits", "most"), [(8, 45), (5, 60), (4, 55), (3, 60)])
-@pytest.mark.parametrize("size", [1, 8])
-def test_what_followed_is_packed_in_few_launches_and_no_wait(bits, most, size):
-    """However many rows and heads there are; a wait for the fake device raises.
-
-    Views launch nothing. At 5 and 3 bits codes are regrouped, below 8 bits values are turned. What
-    is kept is read back in front of what competes behind it.
-    """
-    counts = np.random.default_rng(0).integers(100, 300, (size, size))
-    stored = stored_of(counts, (64, 64), torch.bfloat16, biased=False, device="meta")
-    layer, launches = BudgetLayer(), Launches()
-    new = torch.empty(2, size, size, 64, 64, dtype=torch.bfloat16, device="meta")
-    columns = torch.arange(300, 364, dtype=torch.int32, device="meta")
-    every = torch.ones(size, size, 64, dtype=torch.bool)
-    sizes = dict(zip(("queries", "keys", "values"), (*new, new[0]), strict=True))
-    states = AttentionStates(layer=0, scaling=1.0, mask=None, **sizes)
-    with launches:
-        layer.update(*new)
-        layer.keep(packed_of(stored, counts, [bits] * size), 64)
-        launches.counts.clear()
-        keys, *_ = Source(layer, states, np.full(size, True)).kept((None, None))
-        assert keys.shape[2] == counts.max()
-        assert launches.counts.total() <= most
-        launches.counts.clear()
-        more = kept_of(*new, columns, every, counts * 0 + 64)
-        layer.keep(layer.entries.with_more(more))
-    assert (layer.entries.lengths == counts + 64).all()
-    assert layer.dense_tokens == 0
-    assert launches.counts.total() <= most
