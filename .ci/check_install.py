@@ -35,13 +35,11 @@ LINKS = "import os,kvalloc; f=os.path.dirname(kvalloc.__file__); " + (
 
 WITHOUT_A_MODEL = (
     "--version",
-    "quickstart",
     "solve smollm2-135m-instruct --budget 20% -o p.json",
     "compare smollm2-135m-instruct --budget 20%",
     "frontier smollm2-135m-instruct --points 4",
     "inspect p.json",
-    "verify p.json kvalloc-quickstart/scores.safetensors",
-    "diff p.json kvalloc-quickstart/uniform.json",
+    "verify p.json smollm2-135m-instruct",
     "report p.json smollm2-135m-instruct -o report.html",
     "list profiles",
     "list solvers",

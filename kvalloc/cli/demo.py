@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
+import textwrap
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from kvalloc.cli.options import takes
-from kvalloc.cli.steps import say, step
+from kvalloc.cli.output import is_quiet, wants_json
 from kvalloc.files import make_folder
+from kvalloc.report.terminal import terminal_width
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
@@ -71,37 +78,36 @@ def demo(
     measured, results_file = output / "scores.safetensors", output / "results.json"
     files = {name: output / f"{name}.json" for name in (*SOLVERS, BY_LOSS)}
 
-    say("1. Measure: where the model looks")
+    _say("1. Measure: where the model looks")
     texts = ("--samples", profiled, "--context", tokens)
-    step("profile", "demo", *texts, "-o", measured)
+    _step("profile", "demo", *texts, "-o", measured)
 
-    say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
+    _say(f"2. Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
     target = ("--target-retention", TARGET_RETENTION)
-    step("compare", measured, *target)
+    _step("compare", measured, *target)
     first, *others = SOLVERS
-    step("solve", measured, *target, "--solver", first, "-o", files[first], "-q")
+    _step("solve", measured, *target, "--solver", first, "-o", files[first], "-q")
     decided = BudgetProfile.load(files[first])
     kept = f"{size(decided.retained_bytes)} of {size(decided.full_bytes)}"
-    say(f"The same {kept} by other rules, and by losses that were measured before:")
+    _say(f"The same {kept} by other rules, and by losses that were measured before:")
     budget = ("--budget-tokens", decided.retained_tokens // decided.budgets.size)
     for name in others:
         how = (*budget, "--level", SOLVERS[name], "--solver", name)
-        step("solve", measured, *how, "-o", files[name], "-q")
+        _step("solve", measured, *how, "-o", files[name], "-q")
     loss = (*budget, "--objective", "loss", "--context", decided.context_tokens)
-    step("solve", MEASURED_LOSSES, *loss, "-o", files[BY_LOSS], "-q")
-    step("diff", files[first], files[BY_LOSS])
+    _step("solve", MEASURED_LOSSES, *loss, "-o", files[BY_LOSS], "-q")
 
-    say("3. Apply: needles and KL with each, and what kvalloc does by default")
+    _say("3. Apply: needles and KL with each, and what kvalloc does by default")
     named = [word for file in files.values() for word in ("--profile", file)]
     prompts = ("--samples", samples or asked, "--context", tokens, "--seed", seed)
     default = ("--budget", f"{decided.share:.1%}", "--tasks", "needle,kl")
-    step("eval", "demo", *named, *default, *prompts, "-o", results_file, result=True)
+    _step("eval", "demo", *named, *default, *prompts, "-o", results_file, result=True)
 
-    say("4. Look at it")
+    _say("4. Look at it")
     every = (measured, *files.values(), results_file)
-    step("report", *every, "-o", output / "report.html")
-    step("report", *every, "--what", "overview", "-o", output / "demo.png")
-    say(*_lessons(first, Evaluation.load(results_file)), f"In {output}: all files above.")
+    _step("report", *every, "-o", output / "report.html")
+    _step("report", *every, "--what", "overview", "-o", output / "demo.png")
+    _say(*_lessons(first, Evaluation.load(results_file)), f"In {output}: all files above.")
 
 
 def _lessons(first: str, results: Evaluation) -> list[str]:
@@ -115,3 +121,38 @@ def _lessons(first: str, results: Evaluation) -> list[str]:
         "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --scorer tova "
         "--loss', then 'kvalloc solve --budget 40%'.",
     ]
+
+
+def _say(*paragraphs: str) -> None:
+    """Print paragraphs, wrapped also in a pipe, unless --quiet or --json is given."""
+    for text in () if wants_json() or is_quiet() else paragraphs:
+        print("\n" + textwrap.fill(text, min(terminal_width(), 80)), flush=True)
+
+
+def _step(*words: object, result: bool = False) -> None:
+    """Show a command and run it.
+
+    Parameters
+    ----------
+    *words
+        The command line.
+    result : bool
+        Whether what it prints is also that of the caller with ``--json``; nothing else is then.
+
+    Raises
+    ------
+    typer.Exit
+        With the command's exit code, where that is not 0: its error has been printed.
+    """
+    from kvalloc.cli.main import run_command
+
+    line = [*map(str, words)]
+    if not (wants_json() or is_quiet()):
+        print(f"\n$ {shlex.join(['kvalloc', *line])}", flush=True)
+    line += ["--json"] if wants_json() else []
+    line += ["--quiet"] if is_quiet() else []
+    shown = result if wants_json() else not is_quiet()
+    with nullcontext() if shown else redirect_stdout(io.StringIO()):
+        code = run_command(line)
+    if code:
+        raise typer.Exit(code)

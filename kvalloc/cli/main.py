@@ -22,12 +22,12 @@ from kvalloc import __version__
 from kvalloc.errors import KVAllocError, in_our_words, naming_flags, nearest, no_such, plain
 
 GROUPS = {
-    "Begin here": ("quickstart", "demo", "doctor"),
+    "Begin here": ("demo", "doctor"),
     "Measure": ("profile", "fit", "merge"),
     "Decide": ("solve", "compare", "frontier", "plan"),
-    "Look at files": ("report", "inspect", "verify", "diff"),
+    "Look at files": ("report", "inspect", "verify"),
     "Run a model": ("generate", "chat", "eval"),
-    "Share": ("export", "push"),
+    "Share": ("export",),
     "What there is": ("list",),
 }
 """The commands by their heading in the help. Each is a function of that name in

@@ -25,7 +25,6 @@ _MEANINGS = {
     "GatedRepoError": ": the hub does not give it to everyone; accept its terms and log in first",
     "RepositoryNotFoundError": ": there is no such repository on the hub, or only for others; "
     "check the name, or log in with 'hf auth login'",
-    "OfflineModeIsEnabled": ": HF_HUB_OFFLINE is set, so nothing is sent",
 }
 """What each of the client's errors means, special ones before their base classes."""
 
@@ -83,66 +82,6 @@ def local_file(source: str | Path) -> Iterator[Path]:
             expected=error.expected,
             way_out=error.way_out.replace(str(path), name),
         ) from error
-
-
-def push(file: str | Path, to: str, *, private: bool = False) -> str:
-    """Upload a profile or a surrogate to a repository of the hub; make it if there is none.
-
-    Parameters
-    ----------
-    file : str or Path
-        Checked before anything is sent.
-    to : str
-        ``owner/repo``, or ``hf://owner/repo[@revision][/name]``; the file's own name by default.
-    private : bool
-        Make a new repository private.
-
-    Returns
-    -------
-    str
-        Its address, with the revision of exactly this file.
-
-    Raises
-    ------
-    InputError
-        If the file cannot be used, or the hub does not take it.
-    MissingDependencyError
-        If huggingface_hub is not installed.
-    """
-    _check(file)
-    uri = _parsed(to if on_hub(to) else f"hf://{to}")
-    place = uri.path_in_repo or Path(file).name
-    with _clear_errors(f"hf://{uri.id}"):
-        from huggingface_hub import HfApi
-
-        api = HfApi()
-        api.create_repo(uri.id, repo_type=uri.type, private=private or None, exist_ok=True)
-        done = api.upload_file(
-            path_or_fileobj=Path(file),
-            path_in_repo=place,
-            repo_id=uri.id,
-            repo_type=uri.type,
-            revision=uri.revision,
-            commit_message=f"kvalloc: {place}",
-        )
-    return _source(uri.type, uri.id, done.oid, place)
-
-
-def _source(kind: str, repository: str, commit: str, file: str) -> str:
-    """Return the name of a file of one revision."""
-    folder = "" if kind == "model" else f"{kind}s/"
-    return f"hf://{folder}{repository}@{commit}/{file}"
-
-
-def _check(file: str | Path) -> None:
-    """Refuse to send what is no sound budget profile, score profile or fitted file."""
-    from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.fitted import FittedModel
-    from kvalloc.formats.record import kind_of
-    from kvalloc.formats.score_profile import ScoreProfile
-
-    kinds = {kind.NAME: kind for kind in (ScoreProfile, FittedModel)}
-    kinds.get(kind_of(file), BudgetProfile).load(file)
 
 
 def _fetched(name: str) -> Path:

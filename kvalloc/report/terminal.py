@@ -12,7 +12,6 @@ from unicodedata import combining, east_asian_width
 from kvalloc.errors import one_line, plain
 
 if TYPE_CHECKING:
-    from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
 
@@ -212,19 +211,6 @@ def layer_bars(
         width = max(10, terminal_width() - begin - len(remark))
         lines[place] = f"{line:<{begin}}{bar(share / full_bar, width)}{remark}".rstrip()
     return [heading, *lines]
-
-
-def difference_picture(layers: IntArray) -> list[str]:
-    """Return a heading and a line a layer: entries gained or lost over its heads, as a bar."""
-    block = "█" if can_print_bars() else "#"
-    half = (terminal_width() - 18) // 2
-    largest = int(abs(layers).max())
-    lines = [f"layer  {'entries':>9}  fewer{'more':>{half + 1}}"]
-    for layer, change in enumerate(layers.tolist()):
-        drawn = block * round(abs(change) / largest * half)
-        side = f"{drawn:>{half}}|" if change < 0 else f"{'':>{half}}|{drawn}"
-        lines.append(f"{layer:>5}  {change:>+9,}  {side}".rstrip())
-    return lines
 
 
 def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfile]:

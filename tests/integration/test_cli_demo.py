@@ -65,4 +65,4 @@ def test_budgets_of_equal_size_are_measured_and_shown(demo):
     assert "weak guide to harm" in " ".join(output.split())
     shown = [line.split()[2] for line in output.splitlines() if line.startswith("$ kvalloc ")]
     solved = ["solve"] * len(NAMES)
-    assert shown == ["profile", "compare", *solved, "diff", "eval", "report", "report"]
+    assert shown == ["profile", "compare", *solved, "eval", "report", "report"]

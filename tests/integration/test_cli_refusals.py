@@ -97,10 +97,6 @@ REFUSED = {
         "other.json s.safetensors": "tests/other",
         "s.safetensors p.json": "swapped; write: kvalloc verify p.json s.safetensors",
     },
-    "diff": {
-        "p.json other.json": "tests/other",
-        "p.json s.safetensors": "'kvalloc solve s.safetensors --budget 20% -o p.json'",
-    },
     "profile": {
         "demo": "--output | kvalloc profile --help",
         "demo --scorer snapvk -o q": "nearest is 'snapkv'",

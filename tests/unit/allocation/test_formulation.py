@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import POSITION_BYTES, head_bytes, stored_bytes
-from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate, problem_of
 from kvalloc.allocation.frontier import frontier
@@ -196,18 +195,11 @@ def test_tables_that_cannot_be_are_refused(fault):
         found.replace(**changes(found))
 
 
-def test_frontiers_and_differences_tell_of_policies():
+def test_frontiers_tell_of_policies():
     scores = make_choices(3)
     points = frontier(scores, points=4, level="head", objective="loss")
     assert points[1].retention is None
     assert points[-1].retention == pytest.approx(1.0)
-    asked = {"budget": "40%", "level": "head", **LOSS}
-    together = solve(scores, **asked)
-    alone = solve(scores, loss_policies=["xkv"], **asked)
-    fields = compare_profiles(alone, together).fields
-    assert fields["policies"][0] == "xkv in 6"
-    assert "heads; " in fields["policies"][1]
-    assert "policies" not in compare_profiles(together, together).fields
 
 
 # Caps and few budgets: from a user's words to constraints that hold
@@ -336,7 +328,6 @@ def test_a_decision_with_bits():
     expected = make_curves(scores).retention(decided.budgets)
     assert decided.retention == pytest.approx(expected)
     assert decided.requested["bits"] == [16, 8, 4]
-    assert "bits" in compare_profiles(plain, decided).fields
 
 
 @pytest.mark.parametrize("bits", [None, (8, 4)])

@@ -8,7 +8,6 @@ from factories import make_losses, make_problem, make_scores
 
 import kvalloc
 from kvalloc.allocation.audit import verify
-from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier
@@ -304,25 +303,3 @@ def test_a_rule_stays_below_its_bound():
 def test_what_no_solver_can_do_is_refused_once(given, words):
     with pytest.raises(KVAllocError, match=f"^{words}$"):
         kvalloc.compare(make_scores(0), budget="40%", **given)
-
-
-def test_differences_add_up():
-    scores = make_scores(0)
-    first = kvalloc.solve(scores, budget="40%", solver="pyramid")
-    second = kvalloc.solve(scores, budget="60%", solver="greedy")
-    found = compare_profiles(first, second)
-    assert np.array_equal(first.budgets + found.difference, second.budgets)
-    gained = int(found.difference[found.difference > 0].sum())
-    assert found.moved_entries >= gained - int(-found.difference[found.difference < 0].sum())
-    assert found.retained_bytes == (first.retained_bytes, second.retained_bytes)
-    assert found.fields["solver"] == ("pyramid", "greedy")
-    assert "target" in found.fields
-
-
-def test_other_lengths_are_compared_at_the_first_ones_context():
-    scores = make_scores(0)
-    first = kvalloc.solve(scores, budget="40%")
-    second = kvalloc.solve(scores, budget="40%", context=80)
-    found = compare_profiles(first, second)
-    assert np.array_equal(found.difference, second.budgets_for(40) - first.budgets)
-    assert found.fields["context"] == ("40", "80")

@@ -1,8 +1,6 @@
 """Profiles on the hub: the real client, against a hub of one repository in a folder."""
 
-import base64
 import hashlib
-import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,14 +11,13 @@ from factories import make_budget_profile, make_scores
 from huggingface_hub import constants
 
 from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError
-from kvalloc.formats import hub as ours
 from kvalloc.formats.shipped_profiles import load_file, load_fitted, load_profile
 
 REPO, CLOSED = "me/budgets", "me/closed"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download and an upload of a small file ask for."""
+    """As much of the hub as a download of a small file asks for."""
 
     def log_message(self, *_):
         pass
@@ -55,36 +52,6 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            self.server.repos.setdefault(name, {})
-            self.answer(200, json.dumps({"url": f"{constants.ENDPOINT}/{name}"}).encode())
-            return
-        if CLOSED in self.path:
-            self.answer(403)
-            return
-        repo, step = re.fullmatch(
-            r"/api/models/(\w+/\w+)/(preupload|commit)/main", self.path
-        ).groups()
-        if step == "preupload":
-            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                     for one in json.loads(body)["files"]]  # fmt: skip
-            self.answer(200, json.dumps({"files": files}).encode())
-            return
-        commits = self.server.repos[repo]
-        files = dict(commits[list(commits)[-1]]) if commits else {}
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        commit = hashlib.sha1(body).hexdigest()
-        commits[commit] = files
-        url = f"{constants.ENDPOINT}/{repo}/commit/{commit}"
-        said = {"success": True, "commitOid": commit, "commitUrl": url}
-        self.answer(200, json.dumps(said).encode())
-
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
@@ -102,6 +69,16 @@ def server(tmp_path, monkeypatch):
         server.shutdown()
 
 
+def pushed(server, file, name=None):
+    """Put a file into the repository, beside what is there; return its address."""
+    commits = server.repos.setdefault(REPO, {})
+    files = dict(commits[list(commits)[-1]]) if commits else {}
+    files[name or file.name] = file.read_bytes()
+    commit = hashlib.sha1(str(len(commits)).encode()).hexdigest()
+    commits[commit] = files
+    return f"hf://{REPO}@{commit}/{name or file.name}"
+
+
 @pytest.fixture
 def profile(tmp_path):
     profile = make_budget_profile([[10, 17], [40, 6]])
@@ -109,14 +86,13 @@ def profile(tmp_path):
     return profile
 
 
-def test_what_is_pushed_is_loaded(server, profile, tmp_path):
-    where = ours.push(tmp_path / "p.json", REPO)
-    assert re.fullmatch(r"hf://me/budgets@[0-9a-f]{40}/p\.json", where)
+def test_what_is_there_is_loaded(server, profile, tmp_path):
+    where = pushed(server, tmp_path / "p.json")
     assert load_profile(where) == profile
     assert load_profile(f"hf://{REPO}/p.json") == profile
     other = profile.replace(budgets=profile.budgets + 0, created="2025-01-01")
     other.save(tmp_path / "p.json")
-    ours.push(tmp_path / "p.json", f"hf://{REPO}/deeper/q.json")
+    pushed(server, tmp_path / "p.json", "deeper/q.json")
     assert load_profile(f"hf://{REPO}@main/deeper/q.json") == other
     assert load_profile(where) == profile
     server.shutdown()
@@ -125,14 +101,13 @@ def test_what_is_pushed_is_loaded(server, profile, tmp_path):
 
 
 def test_commands_take_what_is_there(server, profile, tmp_path):
-    pushed = run("push", tmp_path / "p.json", REPO, "--json")
-    where = pushed.json["source"]
+    where = pushed(server, tmp_path / "p.json")
     ran = run("inspect", where)
     assert ran.code == 0
     assert where in ran.out
     scores = make_scores()
     scores.save(tmp_path / "s.safetensors")
-    run("push", tmp_path / "s.safetensors", REPO)
+    pushed(server, tmp_path / "s.safetensors")
     ran = run("inspect", f"hf://{REPO}/s.safetensors")
     assert ran.code == 0
     assert "score profile" in ran.out
@@ -143,7 +118,7 @@ def test_commands_take_what_is_there(server, profile, tmp_path):
 
 
 def test_what_is_not_there_is_one_line(server, profile, tmp_path, monkeypatch):
-    ours.push(tmp_path / "p.json", REPO)
+    pushed(server, tmp_path / "p.json")
     for source, words in (
         (f"hf://{REPO}/q.json", "there is no such file in that repository"),
         (f"hf://{REPO}@nowhere/p.json", "the repository has no such revision"),
@@ -155,14 +130,12 @@ def test_what_is_not_there_is_one_line(server, profile, tmp_path, monkeypatch):
     ):
         assert words in refused(tmp_path / "no", "inspect", source)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="HF_HUB_OFFLINE is set, so nothing is sent"):
-        ours.push(tmp_path / "p.json", REPO)
     with pytest.raises(InputError, match="not in the local hub cache, and the hub cannot be reach"):
         load_profile(f"hf://{REPO}/p.json")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(server, profile, tmp_path, monkeypatch):
-    ours.push(tmp_path / "p.json", REPO)
+    pushed(server, tmp_path / "p.json")
     load_profile(f"hf://{REPO}/p.json")
     server.shutdown()
     server.server_close()
@@ -173,30 +146,20 @@ def test_a_hub_that_does_not_answer_is_asked_once(server, profile, tmp_path, mon
 
 
 def test_what_a_commit_names_is_not_asked_for_again(server, profile, tmp_path, monkeypatch):
-    where = ours.push(tmp_path / "p.json", REPO)
+    where = pushed(server, tmp_path / "p.json")
     load_profile(where)
     monkeypatch.setattr("socket.create_connection", lambda *_, **__: pytest.fail("asks again"))
     assert load_profile(where) == profile
 
 
 def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
-    ours.push(tmp_path / "p.json", REPO)
+    pushed(server, tmp_path / "p.json")
     files = next(iter(server.repos[REPO].values()))
     files["p.json"] = files["p.json"].replace(b"[40, 6]", b"[40, 7]")
     with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: \w+ is"):
         load_profile(f"hf://{REPO}/p.json")
     with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: file is a budget profile"):
         load_fitted(f"hf://{REPO}/p.json")
-
-
-def test_only_sound_files_are_sent(server, tmp_path):
-    (tmp_path / "p.json").write_text("{}")
-    refused(tmp_path, "push", tmp_path / "p.json", REPO, words=["kind is missing"])
-    refused(tmp_path, "push", tmp_path / "q.safetensors", REPO, words=["file is missing"])
-    assert server.repos == {}
-    make_budget_profile([[10, 17]]).save(tmp_path / "p.json")
-    refused(tmp_path, "push", tmp_path / "p.json", CLOSED, words=["the hub refuses: "])
-    refused(tmp_path, "push", tmp_path / "p.json", "hf://buckets/me/b", words=["is a bucket"])
 
 
 def test_without_the_client(monkeypatch):
