@@ -253,11 +253,6 @@ def fitted_file(shape: ModelShape) -> Path:
     return fitted_folder() / f"{name}-{_weights_key(shape)}.safetensors"
 
 
-def learnt_file(shape: ModelShape) -> Path:
-    """Return where a surrogate is left that was fitted while a model was used."""
-    return cache_folder() / "learnt" / fitted_file(shape).name
-
-
 def fitted_files() -> list[Path]:
     """Return the files that `kvalloc.fit` left in the cache folder, sorted."""
     return sorted(fitted_folder().glob("[!.]*.safetensors"))

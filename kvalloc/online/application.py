@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -11,14 +11,11 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import IntArray
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import (
     InputError,
-    KVAllocError,
     UnsupportedModelError,
     UnsupportedRequestError,
-    warn_user,
 )
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
@@ -27,11 +24,9 @@ from kvalloc.models.names import cache_among, generation_argument, uncompiled, w
 from kvalloc.models.structure import decoder_of
 from kvalloc.online.conflicts import check_conflicts
 from kvalloc.online.default import Default
-from kvalloc.online.learning import Learning, learning_of
 from kvalloc.online.per_prompt import NOT_OF_A_PROMPT, PromptOptions, PromptTarget
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.deciding import prompt_rows
 from kvalloc.runtime.hooks import (
     end_serving,
     give_to_copies,
@@ -43,7 +38,6 @@ from kvalloc.runtime.lossless import check_lossless, generate_lossless, verify_w
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, setting, warn_of_plain
-from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.units import keywords_of, parse_bytes
 
 _APPLIED = "_kvalloc_applied"
@@ -58,7 +52,6 @@ def apply(
     policy: str | Policy | None = None,
     decode_every: int | None = None,
     fitted: str | Path | None = None,
-    fit_as_you_go: bool = False,
     across: Literal["rows"] | None = None,
     lossless: bool = False,
     **keywords: Unpack[PromptOptions],
@@ -99,10 +92,6 @@ def apply(
         With a budget or a target loss alone: what ``kvalloc fit`` wrote for this model, so that one
         read of a prompt is enough. By default the file that `kvalloc.fit` left in the cache folder
         for these weights, or the one that ships for them.
-    fit_as_you_go : bool
-        With a budget alone, where there is no such file: what a second read of the first prompts
-        of ``generate()`` looks up teaches how later ones are read once. That is kept in the cache
-        folder; `kvalloc.fit` measures more, and decides better.
     across : {"rows"}, optional
         With a budget alone: the prompts of a batch share the bytes of all by their predicted
         losses, so that short ones get a larger share than long ones. What follows a prompt is kept
@@ -130,15 +119,13 @@ def apply(
         decode_every=decode_every,
         allow_other_model=allow_other_model,
         fitted=fitted,
-        fit_as_you_go=fit_as_you_go,
         across=across,
     )
     given = {"profile": profile, "lossless": lossless, **vars(options), **keywords}
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])
     model = uncompiled(model)
     make = partial(cache_maker(profile, options, **keywords), model)
-    learning = learning_of(model) if fit_as_you_go else None
-    return Applied(model, make, lossless=lossless, learning=learning)
+    return Applied(model, make, lossless=lossless)
 
 
 def cache_maker(
@@ -195,8 +182,6 @@ class Applied:
         Makes a cache for a prompt of a size.
     lossless : bool
         Whether answers are verified with the full cache. A forward then makes a plain cache.
-    learning : Learning, optional
-        Learns from prompts of ``generate()`` that were read twice.
 
     Attributes
     ----------
@@ -217,7 +202,6 @@ class Applied:
         make: Callable[[PromptSize], BudgetCache],
         *,
         lossless: bool = False,
-        learning: Learning | None = None,
     ) -> None:
         check_not_loaded(model)
         generate = getattr(model, "generate", None)
@@ -232,7 +216,7 @@ class Applied:
         if lossless:
             verify_with(self._held, model)
         self._model, self._make, self._warned = model, make, False
-        self._lossless, self._learning = lossless, learning
+        self._lossless = lossless
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
         self._before = vars(model).get("generate", _MISSING)
@@ -279,26 +263,6 @@ class Applied:
         self.last_cache = cache
         return begun
 
-    def _learn(self, cache: BudgetCache, prompts: Sequence[IntArray]) -> None:
-        """Learn from the prompts of a fresh cache that were read twice."""
-        read = zip(prompts, cache.row_profiles, strict=False)
-        twice = [ids for ids, own in read if own.policy.scorer == Reconstruction.name]
-        learning = self._learning
-        if learning is None or not twice:
-            return
-        with learning.lock:
-            if not self.active:
-                return
-            end_serving(self._decoder, self._read)  # the model reads as if nothing were applied
-            try:
-                for ids in twice:
-                    learning.read(self._model, ids)
-            except (KVAllocError, OSError) as error:  # the answer stands
-                self._learning = None
-                warn_user(f"nothing is learnt from prompts: {error}")
-            finally:
-                serve(self._decoder, self._read)
-
     def __enter__(self) -> Applied:
         if not self.active:
             raise UnsupportedRequestError(
@@ -338,7 +302,6 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         model = applied._model
         arguments = named_arguments(generate, args, kwargs)
         cache, ids = cache_among(kwargs), _prompt(arguments)
-        prompts: list[IntArray] = []
         fresh = cache is None and not setting(model, arguments, "is_assistant")
         if fresh:
             check_generate(model, arguments)
@@ -352,8 +315,6 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
                 mask = _mask(model, arguments, ids).repeat_interleave(copies, dim=0)
                 ids = ids.repeat_interleave(copies, dim=0)
                 size = _size(ids, mask, chunked=chunked)
-                if applied._learning is not None and ids.ndim == 2:
-                    prompts = prompt_rows({"input_ids": ids}, mask.cpu())
             cache = applied._make(size)
             if applied._lossless:
                 verify_with(cache, model)
@@ -386,7 +347,6 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
         known = ids is not None and ids.ndim == 2 and not beams
         written = getattr(output, "sequences", output)
         cache.read_ids = written[:, : cache.get_seq_length()] if known else None
-        applied._learn(cache, prompts)
         return output
 
     setattr(reduced_generate, _APPLIED, applied)

@@ -101,18 +101,6 @@ CONFLICTS = (
         without=("budget",),
     ),
     Conflict(
-        ("fit_as_you_go",),
-        "{0} learns from prompts that {option[budget=20%]} alone reads twice; leave out {1}",
-        beside=(
-            *("profile", "policy", "fitted", "across", "lossless"),
-            *sorted({*TARGET} - {"budget", "memory"}),
-            *DECIDING,
-        ),
-    ),
-    Conflict(
-        ("fit_as_you_go",), "{0} learns how prompts fit into {1}; add it", without=("budget",)
-    ),
-    Conflict(
         ("target_loss",),
         "{0} is solved from what 'kvalloc fit' measured; leave out {1}, or decide once with "
         "'kvalloc solve' and apply the profile",

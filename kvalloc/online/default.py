@@ -17,7 +17,7 @@ from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.shipped_profiles import find_fitted, learnt_file, load_fitted
+from kvalloc.formats.shipped_profiles import find_fitted, load_fitted
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
@@ -168,13 +168,11 @@ class Default:
                 file=f"fitted file {file}",
                 made_by=FittedModel.MADE_BY,
             )
-        learnt = learnt_file(shape) if self.options.fit_as_you_go and file is None else None
         setting = Setting(
             shape=shape,
             share=self.share,
             file=file,
             rotates=rotates,
-            learnt=str(learnt) if learnt is not None and learnt.exists() else None,
         )
         if (across := self.options.across) is not None:
             setting.require_file(

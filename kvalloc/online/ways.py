@@ -77,15 +77,12 @@ class Setting:
         The model's fitted file.
     rotates : bool
         Whether the model's queries can be put behind the prompt, to which values are fitted.
-    learnt : str or None
-        A surrogate alone, fitted while the model was used.
     """
 
     shape: ModelShape
     share: float
     file: str | None = None
     rotates: bool = True
-    learnt: str | None = None
 
     def require_file(self, use: str, instead: str = "") -> str:
         """Return the fitted file.
@@ -187,7 +184,7 @@ class Way:
     @property
     def scorer(self) -> Scorer:
         """Return who chooses the entries: the surrogate, or the votes of the last tokens."""
-        if (file := self.setting.file or self.setting.learnt) is not None:
+        if (file := self.setting.file) is not None:
             return get_scorer("surrogate", file=file, window=WINDOW)
         return latest_votes(window=WINDOW, rotates=self.setting.rotates)
 
@@ -367,23 +364,6 @@ class Twice(Way):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt(Way):
-    """A surrogate chooses that was fitted to a second read of earlier prompts."""
-
-    cost = 1.2
-    text = "holds the full cache until the prompt is complete, and evicts as learnt from {}"
-    fits_values = True
-
-    def peak_bytes(self, read: Rows) -> int:
-        """Return it; see `Way.peak_bytes`."""
-        return self._holding_bytes(read)
-
-    def says(self, *, chunked: bool) -> str:
-        """Return what it does, and from what; see `Way.says`."""
-        return self.text.format(self.setting.learnt)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Late(Way):
     """The prompt's last tokens and those that follow it choose, of the whole prompt."""
 
@@ -427,7 +407,5 @@ def chosen_way(
             return Whole.of(setting, tokens)
     if tokens is None or embedded:
         return Late(setting=setting)
-    if setting.learnt is not None:
-        return Learnt(setting=setting)
     again = tokens + min(PIECE, tokens) + CARRIED_TOKENS
     return (Late if limit is not None and again > limit else Twice)(setting=setting)

@@ -35,8 +35,6 @@ class CacheOptions:
     fitted : str or Path, optional
         For the default: what ``kvalloc fit`` wrote for the model, instead of the file in the cache
         folder.
-    fit_as_you_go : bool
-        For the default: prompts that are read twice teach how later ones are read once.
     across : {"rows"}, optional
         For the default: the rows of a batch share the bytes of all by their predicted losses.
     """
@@ -47,7 +45,6 @@ class CacheOptions:
     allow_other_model: bool = False
     memory: int | None = None
     fitted: str | Path | None = None
-    fit_as_you_go: bool = False
     across: Literal["rows"] | None = None
 
     def with_policy(self, profile: BudgetProfile) -> BudgetProfile:

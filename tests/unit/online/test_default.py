@@ -12,12 +12,10 @@ from transformers import CohereConfig, CohereForCausalLM
 
 import kvalloc
 from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, plain_bytes, stored_bytes
-from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
-from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.models.loading import shape_of
-from kvalloc.online import learning
 from kvalloc.online.default import Default
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import LOOSE, grid_length, solve_share
@@ -372,50 +370,3 @@ def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file)
     rows = run(model, tiny.prompt(TOKENS, 2), budget="20%", fitted=fitted_file)
     assert "as solved from" in rows.profile.detail
     assert 0.16 < share_of(rows, 2) <= 0.2
-
-
-def test_prompts_that_are_read_twice_teach_how_later_ones_are_read_once(
-    tiny, model, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path))
-    monkeypatch.setattr(learning, "ENOUGH_TOKENS", 4 * TOKENS)
-    read = []
-    decoder = model.get_decoder()
-
-    def serve(number, **more):
-        with kvalloc.apply(model, budget="20%", fit_as_you_go=True) as applied:
-            ids = tiny.prompt(TOKENS + number, seed=number)
-            read.clear()
-            with torch.no_grad():
-                model.generate(ids, max_new_tokens=1, do_sample=False, **more)
-        return applied.last_cache.profile
-
-    handle = decoder.layers[0].register_forward_hook(lambda *given: read.append(given[1][0].shape))
-    short = tiny.prompt(learning.SHORTEST - 1)
-    for number in range(4):
-        assert serve(number).policy.scorer == "reconstruction"
-        assert sum(shape[1] for shape in read) >= 4 * TOKENS  # read twice, and to learn from it
-    learnt = serve(4)
-    assert (learnt.policy.scorer, learnt.policy.name) == ("surrogate", "attention_matching")
-    assert [shape[1] for shape in read] == [TOKENS + 4]
-    assert "as learnt from" in learnt.detail
-    handle.remove()
-    (file,) = (tmp_path / "learnt").iterdir()
-    found = load_surrogate(str(file))
-    assert (found.samples, found.context_tokens) == (4, TOKENS + 3)
-    assert run(model, short, budget="20%").profile.policy.scorer == "reconstruction"  # not asked
-
-
-def test_what_cannot_be_learnt_costs_no_answer(tiny, model, tmp_path, monkeypatch):
-    """A model of another rotation is refused at once; a folder that cannot be made is a warning."""
-    (tmp_path / "learnt").write_text("no folder")
-    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path))
-    monkeypatch.setattr(learning, "ENOUGH_TOKENS", 4 * TOKENS)
-    with kvalloc.apply(model, budget="20%", fit_as_you_go=True):
-        for number in range(3):
-            model.generate(tiny.prompt(TOKENS, seed=number), max_new_tokens=1)
-        with pytest.warns(UserWarning, match="nothing is learnt from prompts: .*learnt"):
-            assert model.generate(tiny.prompt(TOKENS, seed=3), max_new_tokens=1).shape[1] > TOKENS
-    monkeypatch.setattr(learning, "rotates_halves", lambda model: False)
-    with pytest.raises(UnsupportedModelError, match="does not rotate .* leave out fit_as_you_go"):
-        kvalloc.apply(model, budget="20%", fit_as_you_go=True)
