@@ -14,15 +14,13 @@ from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import pose, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of, price_at
-from kvalloc.allocation.verification import DUAL, prove, solve_problem
-from kvalloc.errors import SolverError
+from kvalloc.allocation.verification import DUAL, prove
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
 from kvalloc.formats.policy import counted
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
 from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import AllocationProblem, Sense, Termination
-from kvalloc.problem.registry import get_solver
 from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text
 
@@ -30,9 +28,6 @@ TOLERANCE = 1e-9
 """Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
 
 BOUND = "bound"
-
-BACK_ENDS = {"HiGHS": "ilp:backend=highs", "CP-SAT": "ilp:backend=cp_sat"}
-"""Solvers that solve again, by the word in the line of who used the same back end."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +54,11 @@ class Check:
 
 
 def is_proven(checks: Iterable[Check]) -> bool:
-    """Return whether the bound was proven again, by duality or by another solver."""
+    """Return whether the bound was proven again, by duality."""
     return all(check.proven for check in checks if check.name == BOUND)
 
 
-def verify(
-    profile: BudgetProfile | str | Path,
-    scores: ScoreProfile | str | Path,
-    *,
-    resolve: bool = False,
-    time_limit: float | None = None,
-) -> list[Check]:
+def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Path) -> list[Check]:
     """Recompute everything a budget profile states from the score profile alone.
 
     Parameters
@@ -78,18 +67,14 @@ def verify(
         The decision, its file, or the name of a shipped one.
     scores : ScoreProfile, str or Path
         The measurement it names, or its file.
-    resolve : bool
-        Solve once more, with another back end than the one that decided.
-    time_limit : float, optional
-        For that, seconds.
 
     Returns
     -------
     list of Check
         Sizes, digests, every budget being an option of the problem, target or capacity, cost,
         objective, retention, predicted loss, the bound recomputed by duality and the price. A
-        bound beyond the dual one is not proven again: it stands on the word of its solver, unless
-        another one agrees. A measured loss is only compared with its target.
+        bound beyond the dual one is not proven again: it stands on the word of its solver. A
+        measured loss is only compared with its target.
 
     Raises
     ------
@@ -120,7 +105,7 @@ def verify(
         _goal_check(request, problem, choice),
         _close("objective", profile.objective, objective, written),
         _equal("problem digest", profile.problem_digest, problem.digest()),
-        *_proof_checks(profile, problem, choice, written, resolve, time_limit),
+        *_proof_checks(profile, problem, choice, written),
     ]
 
 
@@ -277,8 +262,6 @@ def _proof_checks(
     problem: AllocationProblem,
     choice: IntArray,
     written: Callable[[float], str],
-    resolve: bool,
-    time_limit: float | None,
 ) -> list[Check]:
     """Check sense, bound, reason for stopping and price: what makes up the certificate."""
     objective, stated, ended = problem.objective(choice), profile.bound, profile.termination
@@ -297,10 +280,6 @@ def _proof_checks(
     checks.append(
         Check(BOUND, "none" if stated is None else written(stated), found, passed, proven)
     )
-    if resolve:
-        claimed = objective if stated is None else stated
-        second = solved_again(problem, claimed, profile.detail, written, time_limit)
-        checks[-1:] = with_second(checks[-1], second)
     closed = stated is not None and abs(stated - objective) <= slack
     if ended == Termination.OPTIMAL.value:
         gap = f"a gap of {gap_text(relative_gap(objective, stated))}"
@@ -316,48 +295,6 @@ def _proof_checks(
         price = price_at(problem, choice, is_optimal, proof.multiplier, proof.prices)
         checks.append(_close("price", profile.value_per_mib, price.value_per_mib))
     return checks
-
-
-def with_second(bound: Check, again: Check) -> list[Check]:
-    """Return the check of a bound, proven also where another solver agrees, and that one's."""
-    return [replace(bound, proven=bound.proven or (bound.passed and again.proven)), again]
-
-
-def solved_again(
-    problem: AllocationProblem,
-    bound: float,
-    used: str,
-    written: Callable[[float], str],
-    time_limit: float | None,
-) -> Check:
-    """Solve with another back end than the one that decided, and compare with its bound.
-
-    Parameters
-    ----------
-    problem : AllocationProblem
-    bound : float
-        What is stated to be beaten by nothing.
-    used : str
-        The line of who decided, which names its back end.
-    written : callable
-        Writes an objective for people.
-    time_limit : float or None
-        Seconds.
-    """
-    name, stated = "solved again", written(bound)
-    for word, back_end in BACK_ENDS.items():
-        solver = get_solver(back_end)
-        if word in used or solver.can_solve(problem) is not True:
-            continue
-        try:
-            answer = solve_problem(problem, solver, time_limit_seconds=time_limit)
-        except SolverError as error:
-            return Check(name, stated, str(error), True, False)
-        found = f"{written(answer.objective)} by {back_end}, {answer.termination.value}"
-        beaten = problem.is_better(answer.objective, bound, TOLERANCE)
-        agrees = answer.bound is not None and not problem.is_better(answer.bound, bound, TOLERANCE)
-        return Check(name, stated, found, not beaten, agrees)
-    return Check(name, stated, "no other back end takes this problem", True, False)
 
 
 def _brief(value: object) -> str:

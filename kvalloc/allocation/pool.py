@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.allocation.audit import BOUND, Check, choice_of, solved_again, with_second
+from kvalloc.allocation.audit import BOUND, Check, choice_of
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
 from kvalloc.allocation.request import Request, RequestOptions, Target
@@ -202,9 +202,6 @@ def solve_pool(
 def verify_pool(
     profiles: Sequence[BudgetProfile | str | Path],
     scores: Sequence[ScoreProfile | str | Path],
-    *,
-    resolve: bool = False,
-    time_limit: float | None = None,
 ) -> list[Check]:
     """Recompute what the profiles of a pool state of it, from their score profiles alone.
 
@@ -216,17 +213,12 @@ def verify_pool(
         All that `solve_pool` returned, in any order.
     scores : sequence of ScoreProfile, str or Path
         Those that they were decided from, in the same order.
-    resolve : bool
-        Solve all together once more, with another back end. Where floors raise weights, that is
-        the problem with these, which proves the bound; its choice need not keep the floors.
-    time_limit : float, optional
-        For that, seconds.
 
     Returns
     -------
     list of Check
         That all state the same pool, memory, floors, objective and bound. A bound beyond the dual
-        one is not proven again: it stands on the word of its solver, unless another one agrees.
+        one is not proven again: it stands on the word of its solver.
 
     Raises
     ------
@@ -247,7 +239,7 @@ def verify_pool(
         ]
         fairness, objective, bound = (stated[key] for key in ("fairness", "objective", "bound"))
         objective, bound = float(objective), float(bound)
-        source, detail = str(stated["bound_source"]), str(stated["detail"])
+        source = str(stated["bound_source"])
         if places != [*range(1, len(pools) + 1)] or len(scales) != len(members):
             raise ValueError(f"members {places}")
         if fairness not in get_args(Fairness) or not _can_prove(scales, members, fairness):
@@ -287,11 +279,7 @@ def verify_pool(
     word = "" if proven or source == DUAL else f"; not proven again: {source}'s word"
     passed = not beaten and (proven or (source != DUAL and bound <= dual))
     found = "a better choice" if beaten else f"{dual!r} by duality{word}"
-    check = Check(BOUND, repr(bound), found, passed, proven)
-    if not resolve:
-        return [*checks, check]
-    again = solved_again(joint, bound + paid, detail, lambda value: repr(value - paid), time_limit)
-    return [*checks, *with_second(check, again)]
+    return [*checks, Check(BOUND, repr(bound), found, passed, proven)]
 
 
 def _together(values: Sequence[float], fairness: Fairness) -> float:

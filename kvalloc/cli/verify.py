@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import note, print_result
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError
 from kvalloc.report.terminal import hanging
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ NOT_TRUE, NOT_PROVEN = 1, 3
 
 
 @takes()
-def verify(
-    profile: str, scores: list[str], resolve: bool = False, time_limit: float | None = None
-) -> None:
+def verify(profile: str, scores: list[str]) -> None:
     """Recompute what a budget profile states.
 
     Objective, bytes, target, constraints and bound, from the two files alone. Exit code 1 if a
@@ -36,17 +34,12 @@ def verify(
         A budget profile, or the folder of several that share a memory.
     scores : list of str
         The score profile that it was decided from, or all of them.
-    resolve : bool
-        Solve once more, with another back end than the one that decided.
-    time_limit : float
-        For that, seconds; 60 by default.
 
     Examples
     --------
     kvalloc verify p.json s.safetensors
-    kvalloc verify p.json s.safetensors --resolve --time-limit 60
     kvalloc verify p.json s.safetensors --json
-    kvalloc verify folder a.safetensors b.safetensors --resolve
+    kvalloc verify folder a.safetensors b.safetensors
     """
     from kvalloc.allocation.audit import is_proven
     from kvalloc.allocation.audit import verify as recompute
@@ -57,13 +50,12 @@ def verify(
         profiles = [str(Path(profile) / f"{Path(one).stem}.json") for one in scores]
     elif (kind_of(profile), kind_of(scores[0])) == ("score profile", "budget profile"):
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores[0]} {profile}")
-    again: dict[str, Any] = {"resolve": resolve, "time_limit": time_limit}
     pairs = zip(profiles, scores, strict=True)
-    groups = [(Path(its).stem, recompute(one, its, **again)) for one, its in pairs]
+    groups = [(Path(its).stem, recompute(one, its)) for one, its in pairs]
     if several := len(profiles) > 1:
         from kvalloc.allocation.pool import verify_pool
 
-        groups.append(("together", verify_pool(profiles, scores, **again)))
+        groups.append(("together", verify_pool(profiles, scores)))
     checks = [
         replace(check, name=f"{name}: {check.name}") if several else check
         for name, checked in groups
@@ -76,8 +68,7 @@ def verify(
     if not passed:
         raise typer.Exit(NOT_TRUE)
     if not proven:
-        way_out = "" if resolve else f"; {option('resolve', True)} lets another solver prove it"
-        note(f"nothing is false, but the bound is not proven again{way_out}")
+        note("nothing is false, but the bound is not proven again: it stands on a solver's word")
         raise typer.Exit(NOT_PROVEN)
 
 

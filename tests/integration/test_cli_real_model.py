@@ -26,7 +26,7 @@ def test_entries_at_fewer_bits_from_profile_to_generate_and_eval(folder):
     kvalloc("profile demo --samples 1 --context 384 --loss fast --bits 16,8,4 -o s.safetensors")
     kvalloc("solve s.safetensors --budget 20% -o plain.json")
     solved = kvalloc("solve s.safetensors --budget 40% --bits 16,8,4 --json -o bits.json").json
-    kvalloc("verify bits.json s.safetensors --resolve")
+    kvalloc("verify bits.json s.safetensors")
     picture = kvalloc("inspect bits.json").out
     assert len(picture.partition("\n\n")[2].splitlines()) == 31
     speech = split_texts("development")["carter_1978"][:2000]

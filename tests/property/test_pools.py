@@ -104,16 +104,6 @@ def test_a_pool_is_what_every_choice_of_all_members_says(fairness, floored, limi
         checks = verify_pool(pool[::-1], members[::-1])
         assert all(check.passed for check in checks), checks
         assert checks[-1].proven == (pool.bound_source == "dual")
-        *_, bound, again = verify_pool(pool, members, resolve=True)
-        assert (bound.name, again.passed) == ("bound", True)
-        assert bound.proven or again.found.startswith("no other back end")
-        if again.proven and pool.bound > best - SLACK:
-            lie = {"bound": pool.bound - 0.01, "bound_source": "ilp"}
-            if fairness == "sum":
-                lie["scales"] = [1.0] * len(members)
-            forged = stating(pool, **lie)
-            refuted = verify_pool(forged, members, resolve=True)
-            assert not refuted[-1].passed
         lies = {"objective": best + 0.01, "bound": best - 0.01, "weights": [0.3] * len(members)}
         if pool.bound_source == "dual" and pool.gap > 1e-6:  # nothing is known to beat it
             lies["floors"] = [0.99, *[None] * (len(members) - 1)]
