@@ -82,8 +82,8 @@ class Step:
 class Arrival:
     """Follows the tokens of one cache.
 
-    The prompt is the first forward, unless its length was announced (`prompt_tokens`) or it runs
-    inside `BudgetCache.prefill`. Everything after it follows.
+    The prompt is the first forward, unless its length was announced (`prompt_tokens`). Everything
+    after it follows.
 
     Parameters
     ----------
@@ -94,8 +94,6 @@ class Arrival:
 
     Attributes
     ----------
-    open : bool
-        Whether all forwards are of the prompt, see `BudgetCache.prefill`.
     prompt_tokens : int or None
         Columns of the prompt that have come; None before the first.
     complete : bool
@@ -114,7 +112,6 @@ class Arrival:
 
     def __init__(self, profile: BudgetProfile, announced: int | None) -> None:
         self.profile, self.announced = profile, announced
-        self.open = False
         self.forget()
 
     def forget(self) -> None:
@@ -175,7 +172,7 @@ class Arrival:
             visible=visible,
             follows=not in_prompt,
             prompt_tokens=expected if in_prompt else (self.prompt_tokens or seen),
-            completes=in_prompt and not self.open and end == expected,
+            completes=in_prompt and end == expected,
         )
 
     def row_tokens(self, visible: Tensor, expected: int) -> IntArray:

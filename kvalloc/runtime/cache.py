@@ -54,9 +54,9 @@ class BudgetCache(Cache, hooks.HookedCache):
     Notes
     -----
     Rows of a batch may have different lengths, padded on either side: each gets the budgets of
-    its own length, and padding is neither kept nor counted. A prompt may come in chunks, announced
-    (``prompt_tokens``) or inside `prefill`. `reorder_cache` (beam search), `crop` back to the end
-    of the prompt, `copy.deepcopy` and `reset` work. Sliding-window layers are transformers' own.
+    its own length, and padding is neither kept nor counted. A prompt may come in chunks that are
+    announced (``prompt_tokens``). `reorder_cache` (beam search), `crop` back to the end of the
+    prompt, `copy.deepcopy` and `reset` work. Sliding-window layers are transformers' own.
     """
 
     layers: list[Any]  # each with keys: `make_layers` refuses others
@@ -180,7 +180,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def interrupted(self) -> str | None:
-        """Why only `reset` helps: a forward failed half-way, or `prefill` did; None if neither."""
+        """Why only `reset` helps: a forward failed half-way; None if none did."""
         reasons = (prompt.interrupted for prompt in self._prompts)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -193,27 +193,6 @@ class BudgetCache(Cache, hooks.HookedCache):
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
         return any(prompt.reduced for prompt in self._prompts)
-
-    @contextmanager
-    def prefill(self) -> Iterator[None]:
-        """Everything that runs inside the ``with`` is the prompt, in however many forwards.
-
-        For a prompt that arrives in chunks and whose length is not known beforehand (otherwise
-        announce it: ``prompt_tokens``). After each chunk the cache keeps the budgets of what has
-        arrived so far, and at the end those of the whole prompt. Where an error leaves the
-        ``with`` after some of the prompt, the rest never arrives: the cache is `interrupted`, and
-        refuses to go on and to be saved until `reset`, which inside the ``with`` begins the
-        prompt anew.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the cache has seen a prompt already, or its length was announced.
-        """
-        with ExitStack() as stack:
-            for prompt in self._prompts:
-                stack.enter_context(prompt.reading())
-            yield
 
     def evict(self) -> None:
         """Let a held prompt be evicted now; only tokens that have followed so far vote.

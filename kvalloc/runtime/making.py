@@ -79,7 +79,7 @@ def make_cache(
     prompt_tokens : int, optional
         Length, padding included, of a prompt that arrives in several forwards: its budgets hold
         from the first one on. By default the first forward is the whole prompt, since a second
-        chunk could not be told from a follow-up question; see also `BudgetCache.prefill`.
+        chunk cannot be told from a follow-up question.
     policy, decode_every : optional
         How the cache keeps its budgets, see `kvalloc.runtime.CacheOptions`.
 

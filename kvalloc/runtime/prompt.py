@@ -101,7 +101,6 @@ class Prompt:
 
     def forked(self) -> None:
         """Go on as the prompt of a copy of the cache, which no hook and no ``with`` will end."""
-        self.arrival.open = False
         if self.forward is not None:
             self._broken = refusals.HALF_WAY
 
@@ -249,7 +248,6 @@ class Prompt:
         if self.whole is not None:
             repeats = bool(repetitions(scorers_of(plan.wanted)))
             self.whole.add(arguments, step, repeats=repeats)
-            # any chunk may be the last one inside `prefill`
             more = step.prompt_tokens - int(step.visible.shape[1])
             visible = nn.functional.pad(step.visible, (0, more), value=True)
             targets = self._targets_of(visible, row_tokens(visible))
@@ -497,31 +495,6 @@ class Prompt:
             layer.reset()
         self.forget()
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """All forwards inside are of the prompt; see `BudgetCache.prefill`."""
-        begun = self.n_seen or self.arrival.announced is not None
-        refusals.refuse(prompt_begun=begun and "prefill()")
-        self.arrival.open = True
-        try:
-            yield
-        except BaseException:
-            if (tokens := self.arrival.prompt_tokens) is not None:
-                self._broken = self._broken or refusals.BROKEN_OFF.format(tokens)
-            raise
-        finally:
-            self.arrival.open = False
-        if self.arrival.prompt_tokens is None:
-            return
-        self.arrival.complete = True
-        if self.whole is None:  # nothing more goes, but what is stored is rounded now
-            stored, seen = self.stored_counts(), self.n_seen
-            rounded = {index: stored[:, index] for index in sorted(self.plan.rounded)}
-            eviction = self.eviction(self.plan.policy, prompt_tokens=seen, new_from=seen)
-            with self.half_way():
-                self.evict_layers(eviction, rounded)
-        self._complete()
-
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` holds, and what is known of it."""
         for layer in self.layers:
@@ -587,8 +560,7 @@ class Prompt:
         if self.plan.decide is None or self.n_seen or ahead:
             return
         _, tokens = refusals.new_tokens_shape(arguments)
-        chunk = self.arrival.open or self.arrival.announced not in (None, tokens)
-        refusals.refuse(decides_from_chunk=chunk)
+        refusals.refuse(decides_from_chunk=self.arrival.announced not in (None, tokens))
         self.arrival.row_profiles = None  # of an attempt that failed
         self.decide(arguments)
         self.arrival.shown_rows = None  # should this one fail, another prompt may come

@@ -29,10 +29,6 @@ HALF_WAY = (
     "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
     "start with the prompt again"
 )
-BROKEN_OFF = (
-    "prefill() was left by an error after {:,} tokens, so this cache lacks the rest of the prompt; "
-    "call cache.reset() and start with the prompt again"
-)
 TURN_BROKEN_OFF = (
     "an answer broke off after {:,} tokens of its turn, and what was evicted meanwhile, or slid "
     "out of a window, cannot come back; call cache.reset() and start with the prompt again, or go "

@@ -298,18 +298,6 @@ def chunks(at: Setting) -> None:
     at.ask(5, cache, shadow)
 
 
-def unannounced_chunks(at: Setting) -> None:
-    cache, shadow = at.cache(), at.shadow()
-    with cache.prefill():
-        for part in tiny.prompt(CONTEXT, BATCH).split(7, dim=1):
-            at.near(at.run(part, cache), shadow.logits(part))
-            at.follow(shadow, cache)
-    at.follow(shadow, cache)  # a held prompt is evicted from now
-    at.settle(cache, shadow)
-    at.met(cache, (CONTEXT, CONTEXT))
-    at.ask(1, cache, shadow)
-
-
 def padded(at: Setting, side: str) -> None:
     mask = padding_mask(LENGTHS, side)
     cache, shadow, ids = at.cache(), at.shadow(), tiny.prompt(CONTEXT, BATCH)
@@ -490,7 +478,7 @@ ARRIVALS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         *(one_prompt, question_of_5, question_of_100, several_turns, decoding),
-        *(chunks, unannounced_chunks),
+        chunks,
         *(left_padding, different_lengths, padded_chunks, padded_turns),
         *(reorder, beams, sampled),
         *(inputs_embeds, crop, saved, interleaved, streaming, assisted),

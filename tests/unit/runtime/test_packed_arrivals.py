@@ -4,7 +4,6 @@ The oracle is that of the other files, over the numbers that the cache really st
 model computed is replaced by what comes back from storage, the evicted entries are hidden.
 """
 
-import contextlib
 import random
 
 import numpy as np
@@ -51,8 +50,8 @@ def padding(draw, batch, tokens):
 def test_random_models_answer_as_a_float64_oracle(seed):
     """Of random size, with random widths, policies and turns; `make test-matrix` takes 1,000.
 
-    The prompt comes at once, in chunks that are announced, or in an open prompt; rows of it and of
-    questions have different lengths. What is stored takes the bytes of the account.
+    The prompt comes at once, or in chunks that are announced; rows of it and of questions have
+    different lengths. What is stored takes the bytes of the account.
     """
     draw = random.Random(seed)
     attention = draw.choice(["sdpa", "eager", "flex_attention", "padding_only"])
@@ -86,7 +85,7 @@ def check_random_model(draw, attention):
         widths[:] = widths[:, :1]
     widths[profile.shape.full_layers[0], 0 if profile.level == "head" else slice(None)] = 5
     policy = draw.choice(["score", "score", "attention_matching", "critical", "nacl"])
-    every, arrival = draw.choice([None, None, 4, 7]), draw.choice(["at once", "announced", "open"])
+    every, arrival = draw.choice([None, None, 4, 7]), draw.choice(["at once", "announced"])
     cache = make_cache(
         model,
         profile.replace(bits=widths),
@@ -113,8 +112,7 @@ def check_random_model(draw, attention):
         return one if whole else padding(draw, batch, tokens)
 
     chunk = context if arrival == "at once" else draw.randint(9, 60)
-    with cache.prefill() if arrival == "open" else contextlib.nullcontext():
-        feed(mask_of(context, False), chunk)
+    feed(mask_of(context, False), chunk)
     shadow.follow(cache, combined=combined)
     for tokens in [draw.choice([1, 1, draw.randint(2, 200)]) for _ in range(draw.randint(2, 10))]:
         feed(mask_of(tokens, whole=tokens == 1), tokens)

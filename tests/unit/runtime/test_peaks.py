@@ -220,12 +220,11 @@ def test_chunks_need_what_is_kept_and_one_layer_in_full(monkeypatch):
     model, ids, chunk = tiny.tiny_model(), tiny.prompt(TOKENS), 100
     layer_bytes = TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
     profile = tiny.by_head(tiny.make_profile(model, TOKENS, SHARE), spread=60)
-    cache = kvalloc.make_cache(model, profile)
+    cache = kvalloc.make_cache(model, profile, prompt_tokens=TOKENS)
 
     def in_chunks():
-        with cache.prefill():
-            for part in ids.split(chunk, dim=1):
-                model(part, past_key_values=cache, logits_to_keep=1)
+        for part in ids.split(chunk, dim=1):
+            model(part, past_key_values=cache, logits_to_keep=1)
 
     with torch.no_grad():
         alone = peak_bytes(lambda: model(ids[:, :chunk], use_cache=False, logits_to_keep=1))
