@@ -30,7 +30,8 @@ from kvalloc.models.names import (
     has_attention_interface,
     register_implementation,
 )
-from kvalloc.models.rope import current_frequencies, probed_rotations
+from kvalloc.models.probe import Probe, check_heads, probe
+from kvalloc.models.rope import current_frequencies
 from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
@@ -264,8 +265,8 @@ class _ConfigView:
 setattr(_ConfigView, IMPLEMENTATION, property(_ConfigView._implementation))
 
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
-# How the layers of each decoder rotate their queries, from a probe that succeeded.
-_rotations: weakref.WeakKeyDictionary[nn.Module, dict[int, Rotation]] = weakref.WeakKeyDictionary()
+# Of each decoder: its attention modules, and the probe of them that succeeded.
+_probes: weakref.WeakKeyDictionary[nn.Module, tuple[object, Probe]] = weakref.WeakKeyDictionary()
 # How often each decoder is intercepted now: with threads or nesting, the first one to leave must
 # not take away the views that another one still needs.
 _within: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -313,7 +314,7 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
 class AttentionSwitch:
     """The reusable half of `intercept_attention`: what has to be found out once for a model.
 
-    The first switch of a decoder runs it over a few tokens, to see how its layers rotate queries.
+    The first switch of a decoder runs it over a few tokens (`kvalloc.models.probe`).
     Entering sets one context variable and lends each attention module its view, as long as anybody
     is within. Each `enter` must be answered by one `leave`, in reverse order.
 
@@ -325,7 +326,8 @@ class AttentionSwitch:
     Raises
     ------
     UnsupportedModelError
-        If the model's attention does not go through transformers' attention interface.
+        If the model's attention does not go through transformers' attention interface, a layer
+        attends to anything but what its cache returned, or heads are not as the config says.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -339,12 +341,15 @@ class AttentionSwitch:
             module.layer_idx: module for module in self._modules if module.layer_idx is not None
         }
         self.renames = all(module.config is decoder.config for module in self._modules)
-        self.rotations: Mapping[int, Rotation] = _rotations.get(decoder, {})
-        tables = {id(one[0]()) for one in self.rotations.values() if not isinstance(one, str)}
-        if not self.rotations or not tables <= self._module_ids:  # or a module was replaced
-            self.rotations, final = probed_rotations(decoder, self._attention, self.intercepting)
-            if final:
-                _rotations[decoder] = self.rotations
+        self.rotations: Mapping[int, Rotation] = {}
+        parts = frozenset((id(module), type(module)) for module in self._modules)
+        known, found = _probes.get(decoder, (None, None))
+        if found is None or known != parts or not found.tables <= self._module_ids:
+            found = probe(decoder, self._attention, self.intercepting)
+            if found.final:
+                _probes[decoder] = parts, found
+        check_heads(decoder, found.heads)
+        self.rotations = found.rotations
 
     def answer(self, handler: Handler, layer: int, *states: Any, **kwargs: Any) -> AttentionResult:
         """Return what a handler answers for one layer, without interception.

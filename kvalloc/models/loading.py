@@ -30,9 +30,11 @@ from kvalloc.models.names import COMMIT
 from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
     check_decoder_only,
+    configured_heads,
     context_limit,
     known_weights,
     rotary_settings,
+    size_of,
     text_config,
 )
 from kvalloc.shape import LayerType, ModelShape
@@ -199,17 +201,15 @@ def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
         raise UnsupportedModelError(f"{name} has no config; kvalloc needs a transformers model")
     check_decoder_only(model)
     config = text_config(model)
-    n_layers = _size(config, name, "num_hidden_layers")
-    n_query_heads = _size(config, name, "num_attention_heads")
-    grouped = getattr(config, "num_key_value_heads", None) is not None
+    n_layers, heads = size_of(config, name, "num_hidden_layers"), configured_heads(model)
     layer_types, sliding_window = _layer_types(config, name, n_layers)
     return ModelShape(
         model_id=model_id if model_id is not None else _known_as(model),
         revision=getattr(whole, COMMIT, None),
         n_layers=n_layers,
-        n_query_heads=n_query_heads,
-        n_kv_heads=_size(config, name, "num_key_value_heads") if grouped else n_query_heads,
-        head_dim=_head_dim(config, name, n_query_heads),
+        n_query_heads=heads.queries,
+        n_kv_heads=heads.kv,
+        head_dim=heads.key_dim,
         dtype_bytes=int(model.dtype.itemsize),
         layer_types=layer_types,
         sliding_window=sliding_window,
@@ -395,28 +395,6 @@ def _known_as(model: Any) -> str:
     if _looks_like_path(name) or os.path.exists(name):
         return name.replace("\\", "/").rsplit("/", 1)[-1] or type(model).__name__
     return name
-
-
-def _size(config: Any, model_name: str, field: str) -> int:
-    value = getattr(config, field, None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        what = "no" if value is None else f"{value!r} as"
-        raise UnsupportedModelError(
-            f"the config of {model_name} has {what} {field}, so kvalloc cannot size its KV cache; "
-            "it works on models with the same attention heads in every layer"
-        )
-    return value
-
-
-def _head_dim(config: Any, model_name: str, n_query_heads: int) -> int:
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{model_name} stores compressed keys and values (latent attention), which kvalloc "
-            "does not account for"
-        )
-    if getattr(config, "head_dim", None) is not None:
-        return _size(config, model_name, "head_dim")
-    return _size(config, model_name, "hidden_size") // n_query_heads
 
 
 def _layer_types(

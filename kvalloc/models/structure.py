@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.names import is_compiled, uncompiled
@@ -63,6 +63,63 @@ def text_config(model: Any) -> Any:
     """Return the config of the model's decoder, also if the model's config has several parts."""
     of_text = getattr(model.config, "get_text_config", None)
     return model.config if of_text is None else of_text(decoder=True)
+
+
+class Heads(NamedTuple):
+    """Heads of a layer: query heads, KV heads, and the numbers of a key and of a value."""
+
+    queries: int
+    kv: int
+    key_dim: int
+    value_dim: int
+
+    def differences(self, others: Heads) -> str:
+        """Return in words what is not as in others."""
+        words = (
+            "{} query heads",
+            "{} KV heads",
+            "keys of {} numbers",
+            "values of {} numbers",
+        )
+        pairs = zip(words, self, others, strict=True)
+        return " and ".join(word.format(own) for word, own, other in pairs if own != other)
+
+
+def configured_heads(model: Any) -> Heads:
+    """Return the heads that a model's config says all layers have.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it does not say, or the model stores something else than keys and values.
+    """
+    config, name = text_config(model), type(model).__name__
+    n_query_heads = size_of(config, name, "num_attention_heads")
+    n_kv_heads = n_query_heads
+    if getattr(config, "num_key_value_heads", None) is not None:
+        n_kv_heads = size_of(config, name, "num_key_value_heads")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} stores compressed keys and values (latent attention), which kvalloc does not "
+            "account for"
+        )
+    if getattr(config, "head_dim", None) is not None:
+        head_dim = size_of(config, name, "head_dim")
+    else:
+        head_dim = size_of(config, name, "hidden_size") // n_query_heads
+    return Heads(n_query_heads, n_kv_heads, head_dim, head_dim)
+
+
+def size_of(config: Any, model_name: str, field: str) -> int:
+    """Return a size of a config, or refuse a model without it."""
+    value = getattr(config, field, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        what = "no" if value is None else f"{value!r} as"
+        raise UnsupportedModelError(
+            f"the config of {model_name} has {what} {field}, so kvalloc cannot size its KV cache; "
+            "it works on models with the same attention heads in every layer"
+        )
+    return value
 
 
 def context_limit(model: Any) -> int | None:

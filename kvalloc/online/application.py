@@ -70,7 +70,7 @@ def apply(
     a fresh cache, but one that brings a cache keeps it. A forward that makes a
     cache, ``model(**inputs)``, is taken for a whole prompt, and its cache goes on from there.
 
-    The first call for a model runs two tokens through its layers, to see how they rotate queries.
+    The first call for a model runs two tokens through its layers (`kvalloc.models.probe`).
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
     (`kvalloc.online.default`), with ``memory`` beside it in a way whose peak fits. Which way was
     taken is logged (``kvalloc.online.default``, level INFO) and stands in

@@ -361,13 +361,13 @@ def _close(entry: _Installed, *, completed: bool) -> list[Any]:
     if forward is not None and forward.begun:
         if forward.token is not None:
             entry.switch.leave(forward.token)
-        missed = len(forward.cache.layers) - forward.attended
-        if completed and missed > 0:
+        layers, calls = len(forward.cache.layers), forward.attended
+        if completed and calls != layers:
             forward.cache.end_forward(completed=False)
             raise UnsupportedModelError(
-                f"the attention of {missed} layers did not go through transformers' attention "
-                'interface; load the model with attn_implementation="sdpa", and do not compile its '
-                "layers"
+                f"{calls} attention calls went through transformers' attention interface in a "
+                f"forward of {layers} layers, expected one of each; load the model with "
+                'attn_implementation="sdpa", and do not compile its layers'
             )
         forward.cache.end_forward(completed=completed)
     return [] if forward is None else forward.outputs

@@ -14,6 +14,7 @@ from kvalloc.errors import (
     ModelMismatchError,
     OptionNames,
     SolverError,
+    UnsupportedModelError,
     UnsupportedRequestError,
     warn_user,
 )
@@ -169,6 +170,10 @@ REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
         "model in {0[1]}",
         "other_weights": "{0[0]} was filled by a {0[1]} with other weights than this {0[2]}; load "
         "that model, or allow another one of the same sizes ({option[allow_other_model=True]})",
+    },
+    UnsupportedModelError: {
+        "attends_to_others": "layer {0[0]} attends to other keys or values than its cache "
+        "returned, so nothing can be evicted or rounded; use this model with its full cache",
     },
     SolverError: {
         "budget_missed": "the policy {0[0]} kept {0[1]} entries in KV head {0[3]} of row {0[2]}, "

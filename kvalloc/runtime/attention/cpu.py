@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import WIDTHS, turns
+from kvalloc.accounting.costs import WIDTHS, packed_row_bytes, turns
+from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.kept import KeptEntries, KeptLayer
 
@@ -64,8 +65,8 @@ class _Part(ctypes.Structure):
         )
 
 
-_DESCRIBED: WeakKeyDictionary[KeptLayer, tuple[Any, int, int]] = WeakKeyDictionary()
-"""Made once for each eviction: the parts, and where they and the spans are."""
+_DESCRIBED: WeakKeyDictionary[KeptLayer, tuple[Any, int, int, Any]] = WeakKeyDictionary()
+"""Made once for each eviction: the parts, where they and the spans are, and checked sizes."""
 
 
 class _Arguments(ctypes.Structure):
@@ -106,6 +107,8 @@ class CpuBackend(Backend):
         ------
         MemoryError
             If there is no memory to work with.
+        UnsupportedModelError
+            If heads, sizes or types of the call and of what is kept do not fit together.
         """
         return cpu_attention(call, kept, threads=torch.get_num_threads())
 
@@ -179,6 +182,7 @@ def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
 
 def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tensor:
     """Attend with a number of threads; see `CpuBackend.attend`."""
+    _check_call(call)
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32)
@@ -188,9 +192,12 @@ def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tens
     if room is None:
         latest, room = (call.keys.contiguous(), call.values.contiguous()), n_following
     shown, sinks, kind = call.visible, call.sink_logits, _KINDS[call.queries.dtype]
-    if (described := _DESCRIBED.get(kept)) is None:
+    described, sizes = _DESCRIBED.get(kept), (batch, n_kv_heads, key_dim, value_dim)
+    if described is None or described[3] != sizes:
+        _check_kept(kept, *sizes)
         parts = (_Part * len(kept.parts))(*(_Part.of(part, value_dim) for part in kept.parts))
-        described = _DESCRIBED[kept] = parts, ctypes.addressof(parts), kept.spans.ctypes.data
+        places = ctypes.addressof(parts), kept.spans.ctypes.data
+        described = _DESCRIBED[kept] = parts, *places, sizes
     if shown is not None:
         shown = shown.expand(batch, n_following).to(torch.uint8).contiguous()
     if sinks is not None:
@@ -222,6 +229,56 @@ def cpu_attention(call: AttentionCall, kept: KeptLayer, *, threads: int) -> Tens
     if library.attend(ctypes.byref(given)):
         raise MemoryError("no memory for attention over kept entries")
     return output.to(call.queries.dtype)
+
+
+def _check_call(call: AttentionCall) -> None:
+    """Raise if what is handed to C does not fit together: C reads storage without a look."""
+    queries, keys, values = states = call.queries, call.keys, call.values
+    batch, n_query_heads, n_new, key_dim = queries.shape
+    n_kv_heads, n_following = keys.shape[1:3]
+    if (
+        keys.shape != (batch, n_kv_heads, n_following, key_dim)
+        or values.shape[:3] != keys.shape[:3]
+        or not n_kv_heads
+        or n_query_heads % n_kv_heads
+        or not 0 < n_query_heads // n_kv_heads * n_new <= MOST_ROWS
+        or n_new > n_following
+        or queries.dtype not in _KINDS
+        or any(one.dtype != queries.dtype or not one.is_cpu for one in states)
+        or (call.sink_logits is not None and call.sink_logits.numel() != n_query_heads)
+    ):
+        found = (f"{tuple(one.shape)} of {one.dtype}".replace("torch.", "") for one in states)
+        raise UnsupportedModelError(
+            "a layer attends with queries, keys and values of (rows, heads, tokens, numbers) "
+            f"{', '.join(found)}, which do not fit together; use this model with its full cache"
+        )
+
+
+def _check_kept(kept: KeptLayer, batch: int, n_kv_heads: int, key_dim: int, value_dim: int) -> None:
+    """Raise if the kept entries are not of these sizes, or not stored as C reads them."""
+    heads = [head for part in kept.parts for head in part.heads or range(part.lengths.shape[1])]
+    fits = sorted(heads) == [*range(n_kv_heads)]
+    for part in kept.parts:
+        n, packed = int(part.lengths.sum()), part.bits < 16
+        widths = [packed_row_bytes(part.bits, dim)[i] for i, dim in enumerate((key_dim, value_dim))]
+        rows = [(n, width) for width in (widths if packed else (key_dim, value_dim))]
+        types = {torch.uint8} if packed else {*_KINDS}
+        scales = (int(part.spans.first_scales[-1]), 2, key_dim) if packed else None
+        fits &= len(part.lengths) == batch and (part.key_scales is None) != packed
+        for one, shape, known in (
+            (part.keys, rows[0], types),
+            (part.values, rows[1], types),
+            (part.key_scales, scales, {torch.float16}),
+            (part.bias, (n,), {torch.float32}),
+        ):
+            stored = one is None or (one.is_cpu and one.is_contiguous() and one.dtype in known)
+            fits &= stored and (one is None or one.shape == shape)
+    if not fits:
+        raise UnsupportedModelError(
+            f"a layer attends to {n_kv_heads} KV heads with keys of {key_dim} and values of "
+            f"{value_dim} numbers in {batch} rows, but its cache keeps others; use this model with "
+            "its full cache"
+        )
 
 
 def _room(*several: Tensor) -> int | None:

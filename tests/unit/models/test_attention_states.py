@@ -421,7 +421,7 @@ def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
         expected = model(ids).logits
 
     def ask(states, compute):
-        attention._rotations.pop(model.model)
+        attention._probes.pop(model.model)
         assert rotates_halves(model)
         return compute(states.mask)
 
@@ -436,7 +436,7 @@ def test_a_model_is_probed_within_its_own_forward_and_beside_it(ids):
     thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive():
-        attention._rotations.pop(model.model, None)
+        attention._probes.pop(model.model, None)
         assert rotates_halves(model)
     assert len(answers) == 20
     assert all(torch.equal(answer, expected) for answer in answers)

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from live_storage import peak_bytes
 
 import kvalloc
+from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.attention import backends, cpu
 from kvalloc.runtime.attention import torch as by_torch
 from kvalloc.runtime.attention import triton as by_triton
@@ -41,7 +42,7 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
-from kvalloc.runtime.kept import WORK_BYTES
+from kvalloc.runtime.kept import WORK_BYTES, KeptLayer
 
 needs_kernel = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
@@ -206,6 +207,55 @@ def test_the_scratch_over_other_types_is_bounded(bits):
 
 
 # The CPU's kernel alone
+
+
+def misfits():
+    """Changes of a call, then of what is kept at 16 and at 4 bits, which do not fit the rest."""
+    torch.manual_seed(0)
+    random, half = torch.randn, torch.randn(2, 4, 2, 8).half()
+    yield from ({"queries": random(2, heads, 2, 8)} for heads in (1, 3, 5, 800))
+    yield from ({"queries": random(*shape)} for shape in ((1, 4, 2, 8), (2, 4, 6, 8), (2, 4, 2, 4)))
+    yield from ({"keys": random(*shape)} for shape in ((2, 4, 5, 8), (2, 1, 5, 8), (2, 2, 5, 16)))
+    yield from ({"values": random(*shape)} for shape in ((2, 2, 4, 8), (1, 2, 5, 8), (2, 2, 5, 16)))
+    both = {"queries": random(2, 8, 2, 8), "keys": random(2, 4, 5, 8), "values": random(2, 4, 5, 8)}
+    yield from (both, {"queries": half}, {"queries": half.to("meta", torch.float32)})
+    yield {"sink_logits": random(2)}
+    for part in (0, 1):
+        yield from ((part, {name: cut_short}) for name in ("keys", "values", "lengths"))
+        yield from ((part, {name: lambda own: own.double()}) for name in ("keys", "values", "bias"))
+        yield from ((part, {name: narrower}) for name in ("keys", "values"))
+        yield part, {"keys": lambda own: own.repeat(1, 2)[:, ::2]}
+        yield part, {"heads": lambda own: (1 - own[0],)}
+    yield from ((1, {"key_scales": change}) for change in (cut_short, narrower, lambda own: None))
+    yield 0, {"bias": cut_short}
+
+
+def cut_short(own):
+    return own[:-1]
+
+
+def narrower(own):
+    return own[..., : own.shape[-1] // 2].contiguous()
+
+
+@needs_kernel
+@pytest.mark.parametrize("change", [*misfits()])
+def test_c_is_handed_nothing_that_does_not_fit(change):
+    counts = np.array([[70, 5], [64, 1]])
+    call = call_of(counts, (8, 8), torch.float32, n_new=2)
+    kept = packed_of(stored_of(counts, (8, 8), torch.float32, biased=True), counts, [16, 4]).kept
+    cpu_attention(call, kept, threads=1)
+    if isinstance(change, dict):
+        call = replace(call, **change)
+    else:
+        part, changes = change
+        parts = list(kept.parts)
+        changes = {name: own(getattr(parts[part], name)) for name, own in changes.items()}
+        parts[part] = replace(parts[part], **changes)
+        kept = KeptLayer(tuple(parts))
+    with pytest.raises(UnsupportedModelError, match="fit together|keeps others") as caught:
+        cpu_attention(call, kept, threads=1)
+    assert "\n" not in str(caught.value)
 
 
 @needs_kernel

@@ -1,0 +1,228 @@
+"""A model whose layers are not what a cache or its config says is refused before anything runs."""
+
+import itertools
+
+import pytest
+from tiny_models import equal_budgets, tiny_model, tiny_profile
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import kvalloc  # noqa: E402
+from kvalloc.errors import UnsupportedModelError  # noqa: E402
+from kvalloc.models import names  # noqa: E402
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.4,
+}
+IDS = torch.arange(2, 62)[None].repeat(1, 3)
+OTHERS = "layer {} of {} attends to other {} than its cache returned: {}"
+TIMES = "layer 0 of {} makes {} attention calls and {} updates of the cache in one forward"
+
+
+def made(name, **sizes):
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
+    kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    model = kind._from_config(config).eval()
+    if not names.has_attention_interface(model):
+        pytest.skip(f"transformers {transformers.__version__} shows no attention of {name}")
+    return model
+
+
+def logits(model):
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    return torch.stack(model.generate(IDS, **settings).logits)
+
+
+def check_refused(model, said):
+    """However it is asked, in one line; and the model is as before."""
+    expected = logits(model)
+    for way in (
+        lambda: kvalloc.apply(model, budget="100%"),
+        lambda: kvalloc.apply(model, target_retention=0.9),
+        lambda: kvalloc.make_cache(model, equal_budgets(model, 20)),
+        lambda: tiny_profile(model),
+    ):
+        with pytest.raises(UnsupportedModelError) as caught:
+            way()
+        assert str(caught.value).startswith(said)
+        assert "\n" not in str(caught.value)
+    assert torch.equal(logits(model), expected)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("JetMoe", {"kv_channels": 8}, OTHERS.format(0, "JetMoeAttention", "keys", "4 heads of 8")),
+        ("DiffLlama", {}, TIMES.format("DiffLlamaAttention", 2, 1)),
+        ("HrmText", {}, TIMES.format("HrmTextAttention", 8, 1)),
+    ],
+)
+def test_families_that_attend_to_others_or_not_once(name, sizes, said):
+    assert check_refused(made(name, **sizes), said).endswith("use this model with its full cache")
+
+
+class Between:
+    """A cache as a layer sees it: something happens between it and the layer's attention."""
+
+    def __init__(self, cache, change):
+        self._cache, self._change = cache, change
+
+    def update(self, *args, **kwargs):
+        return self._change(*self._cache.update(*args, **kwargs))
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+
+def changed(change):
+    """A model in whose layers something happens to what the cache returned; or layers run twice."""
+    model = tiny_model()
+
+    class Own(type(model.model.layers[0].self_attn)):
+        def forward(self, *args, **kwargs):
+            if (cache := names.cache_among(kwargs)) is not None and change is not None:
+                between = names.cache_keyword(model.model, Between(cache, change))
+                kwargs = {**names.without_cache(kwargs), **between}
+            elif change is None:
+                super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Own
+    return model
+
+
+def of_first_layer():
+    calls, first = itertools.count(), []
+
+    def change(*states):
+        if next(calls) % 3 == 0:
+            first[:] = states
+        return tuple(first)
+
+    return change
+
+
+SAME = "of the same size, changed or copied after they were stored"
+CHANGES = {
+    "keys normalised": (lambda k, v: (k / k.norm(dim=-1, keepdim=True), v), "keys", SAME),
+    "values scaled": (lambda k, v: (k, 2 * v), "values", SAME),
+    "values scaled in place": (lambda k, v: (k, v.mul_(2)), "values", SAME),
+    "another order": (lambda k, v: (k.flip(1), v.flip(1)), "keys", SAME),
+    "one head for all": (lambda k, v: (k[:, :1].expand_as(k), v), "keys", SAME),
+    "swapped": (lambda k, v: (v, k), "keys", SAME),
+    "tiled": (lambda k, v: (k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1)), "keys", "6 heads of 8"),
+    "repeated": (lambda k, v: (k, v.repeat_interleave(3, dim=1)), "values", "6 heads of 8"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_that_attends_to_anything_but_what_its_cache_returned(name):
+    change, which, found = CHANGES[name]
+    model = changed(change)
+    said = OTHERS.format(0, "Own", which, found)
+    if name == "repeated":
+        with pytest.raises(UnsupportedModelError, match=said):
+            kvalloc.apply(model, budget="30%")
+    else:
+        check_refused(model, said)
+
+
+def test_a_layer_that_attends_to_another_layers_entries():
+    check_refused(changed(of_first_layer()), OTHERS.format(1, "Own", "keys", SAME))
+
+
+def test_a_layer_that_runs_twice():
+    check_refused(changed(None), TIMES.format("Own", 2, 2))
+
+
+def test_a_layer_that_changes_nothing_is_served():
+    """Also one that becomes another one after a look at it."""
+    model = changed(lambda keys, values: (keys[:], values))
+    kvalloc.apply(model, budget="30%").remove()
+    swapped = changed(CHANGES["swapped"][0]).model.layers[1].self_attn
+    model.model.layers[1].self_attn.__class__ = type(swapped)
+    with pytest.raises(UnsupportedModelError, match="layer 1 of Own attends"):
+        kvalloc.apply(model, budget="30%")
+
+
+@pytest.mark.filterwarnings("ignore:it is not known how")
+@pytest.mark.parametrize("name", ["keys normalised", "values scaled", "tiled"])
+def test_a_model_that_cannot_be_probed_is_refused_at_its_first_prompt(name):
+    model = changed(CHANGES[name][0])
+
+    def reads_one_row(module, args):
+        assert len(args[0]) == 1
+
+    handle = model.model.layers[0].register_forward_pre_hook(reads_one_row)
+    with (
+        pytest.raises(UnsupportedModelError, match="layer 0 attends to other"),
+        kvalloc.apply(model, budget="30%"),
+    ):
+        model.generate(IDS, max_new_tokens=2, pad_token_id=0)
+    handle.remove()
+
+
+ALL_ALIKE = "kvalloc works on models with the same heads in every layer, and keys and values of"
+MIMO = {"moe_intermediate_size": 16, "n_routed_experts": 8, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("MiMoV2Flash", {"v_head_dim": 4}, "layer 0 of {} has values of 4 numbers"),
+        ("MiMoV2Flash", {"v_head_dim": 16}, "layer 0 of {} has values of 16 numbers"),
+        ("MiMoV2Flash", {"v_head_dim": 8}, "layer 1 of {} has 4 KV heads, but the config says 2"),
+        ("Llama", {}, "layer 1 of {} has 1 KV heads, but the config says 2 KV heads"),
+    ],
+)
+def test_layers_with_heads_of_their_own(name, sizes, said):
+    model = made(name, **(MIMO | sizes if sizes else {}))
+    if name == "Llama":  # as in OpenELM
+        own = model.model.layers[1].self_attn
+        own.num_key_value_groups = 4
+        own.k_proj, own.v_proj = (torch.nn.Linear(32, 8, bias=False) for _ in range(2))
+    line = check_refused(model, said.format(type(model.model).__name__))
+    assert f"; {ALL_ALIKE} one size" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "n_kv_heads"),
+    [
+        ("GPT2", {"head_dim": 16}, 4),
+        ("GPTNeoX", {}, 4),
+        ("GPTJ", {"rotary_dim": 4}, 4),
+        ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, 4),
+        ("GPTBigCode", {}, 1),
+        ("GPTBigCode", {"multi_query": False}, 4),
+    ],
+)
+def test_heads_that_a_config_names_and_no_layer_has(name, sizes, n_kv_heads):
+    """What the message says to set is enough, and bytes are then those of the layers."""
+    model = made(name, **sizes)
+    said = f"layer 0 of {type(model.get_decoder()).__name__} has {n_kv_heads} KV heads"
+    way_out = f"; set its num_key_value_heads to {n_kv_heads} and its head_dim to 8"
+    assert check_refused(model, said).endswith(way_out)
+    model.config.num_key_value_heads, model.config.head_dim = n_kv_heads, 8
+    expected, full = logits(model), 2 * n_kv_heads * (IDS.shape[1] + 3) * 2 * 8 * 2
+    with kvalloc.apply(model, budget="100%") as applied:
+        assert torch.equal(logits(model), expected)
+    assert applied.last_cache.full_bytes == full
+    with kvalloc.apply(model, budget="40%") as applied:
+        logits(model)
+    assert full * 0.35 < applied.last_cache.retained_bytes <= full * 0.4
