@@ -142,10 +142,13 @@ def outside_range(package: str) -> str:
     return ""
 
 
+_BELOW_USERS = ("kvalloc.", "torch.", "transformers.", "accelerate.", "peft.")
+
+
 def warn_user(message: object) -> None:
-    """Warn at the line outside of kvalloc that called it."""
+    """Warn at the user's line: outside of kvalloc and of what runs a model."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("kvalloc."):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BELOW_USERS):
         frame, level = frame.f_back, level + 1
     warnings.warn(str(message), stacklevel=level)
 

@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError
-from kvalloc.evaluate.caches import end_tokens
-from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily, full_cache
+from kvalloc.evaluate.caches import end_tokens, next_logits
+from kvalloc.evaluate.methods import CacheMethod, full_cache
+from kvalloc.models.names import generation_argument
+from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import encode
 
 try:
@@ -29,6 +31,9 @@ except ImportError as error:
 
 MAX_NEW_TOKENS = 256
 """Longest answer where a task says nothing."""
+
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""What tasks call it, the first of which counts."""
 
 
 @register_model("kvalloc")
@@ -123,12 +128,12 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         )
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return greedy answers, cut at the first stop text.
+        """Return greedy answers, cut at the first stop text, blanks in front of them included.
 
         Parameters
         ----------
         requests : sequence of lm_eval.api.instance.Instance
-            With ``args`` (context, options); ``until`` and ``max_gen_toks`` are read.
+            With ``args`` (context, options): ``until``, the length, and what ``generate()`` takes.
 
         Returns
         -------
@@ -163,13 +168,19 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         # A blank between them belongs to the continuation's first token in most vocabularies.
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
-        prompt = self._prompt_ids(bare)
-        whole = self._prompt_ids(bare + continuation)
+        prompt = self._ids(bare) if bare else ()
         # Where tokens run across the border, the continuation is what the whole adds in length.
+        whole = self._ids(bare + continuation) if bare else encode(self._tokenizer, continuation)
         answer = whole[len(prompt) :]
+        if not prompt:
+            prompt = (self._start_token(),)
+            if answer[:1] == prompt:
+                answer = answer[1:]
         if not answer:
             raise InputError(f"the continuation {continuation!r} has no token; give it text")
-        compressed, unread = self._compressed(prompt, len(answer))
+        prompt = self._cut(prompt, len(answer) - 1)  # nothing is predicted from the last one
+        border = max(1, len(prompt) - self._after_tokens)
+        compressed, unread = self._method.compress(self._model, prompt[:border]), prompt[border:]
         import torch
 
         logits = compressed.logits[None, :][: 0 if unread else 1]
@@ -181,36 +192,65 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         return total, bool((logits.argmax(dim=-1) == chosen).all())
 
     def _generated(self, context: str, options: dict[str, Any]) -> str:
-        if options.get("do_sample") or float(options.get("temperature") or 0.0) > 0.0:
+        """Let the model's own ``generate()`` answer, as the harness's own models do."""
+        import torch
+
+        more, tokenizer = dict(options), self._tokenizer
+        lengths = [more.pop(name, None) for name in LENGTHS]
+        n_new = int(next((length for length in lengths if length is not None), MAX_NEW_TOKENS))
+        until = more.pop("until", None) or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        temperature, draws = more.pop("temperature", None), more.pop("do_sample", None)
+        if draws or (draws is None and float(temperature or 0.0) > 0.0):
             raise InputError("answers are greedy here; ask for temperature 0 and do_sample false")
-        n_new = int(options.get("max_gen_toks") or MAX_NEW_TOKENS)
-        until = options.get("until") or []
-        compressed, unread = self._compressed(self._prompt_ids(context), n_new)
-        text = answer_greedily(compressed, self._tokenizer, unread, n_new).text
-        for stop in [until] if isinstance(until, str) else until:
-            if stop:
-                text = text.split(stop)[0]
+        prompt = self._cut(self._ids(context) or (self._start_token(),), n_new)
+        cache, ends = self._method.make_cache(), sorted(end_tokens(self._model, tokenizer))
+        if self._after_tokens and (first := prompt[: -self._after_tokens]):
+            next_logits(self._model, cache, first, last=1)
+
+        def stopped(ids: torch.Tensor, scores: object) -> torch.Tensor:
+            texts = tokenizer.batch_decode(ids[:, len(prompt) :])
+            ended = [any(stop in text for stop in stops) for text in texts]
+            return torch.tensor(ended, device=ids.device)
+
+        ids = torch.tensor([prompt], device=input_device(self._model))
+        with torch.inference_mode():
+            written = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=n_new,
+                do_sample=False,
+                eos_token_id=ends or None,
+                pad_token_id=tokenizer.pad_token_id,
+                stopping_criteria=[stopped],
+                **{generation_argument(): cache, **more},
+            )
+        text = str(tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True))
+        for stop in stops:
+            text = text.split(stop)[0]
         return text
 
-    def _prompt_ids(self, text: str) -> tuple[int, ...]:
-        return encode(self._tokenizer, text, special=True)
+    def _ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, with a start token if it does not begin with one."""
+        mark = getattr(self._tokenizer, "bos_token", None)
+        return encode(self._tokenizer, text, special=not (mark and text.startswith(mark)))
 
-    def _compressed(
-        self, prompt: tuple[int, ...], n_answer: int
-    ) -> tuple[Compressed, tuple[int, ...]]:
-        """Return the prompt in a reduced cache, and its last tokens, which come after."""
-        if not prompt:
-            marks = sorted(end_tokens(self._model, self._tokenizer))
-            if not marks:
-                raise InputError("an empty prompt needs a model with an end mark; give a context")
-            prompt = (marks[0],)
-        if self._max_length is not None:
-            room = self._max_length - n_answer
-            if room < 1:
-                raise InputError(
-                    f"an answer of {n_answer} tokens leaves no room for a prompt in "
-                    f"{self._max_length} tokens; give a larger max_length"
-                )
-            prompt = prompt[-room:]
-        border = max(1, len(prompt) - self._after_tokens)
-        return self._method.compress(self._model, prompt[:border]), prompt[border:]
+    def _start_token(self) -> int:
+        """Return what stands for an empty prompt."""
+        marks = (getattr(self._tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
+        start = next((mark for mark in marks if mark is not None), None)
+        if start is None:
+            raise InputError("an empty prompt needs a model with a start mark; give a context")
+        return int(start)
+
+    def _cut(self, prompt: tuple[int, ...], n_answer: int) -> tuple[int, ...]:
+        """Return the end of a prompt that leaves room for its answer."""
+        if self._max_length is None:
+            return prompt
+        room = self._max_length - n_answer
+        if room < 1:
+            raise InputError(
+                f"an answer of {n_answer} tokens leaves no room for a prompt in "
+                f"{self._max_length} tokens; give a larger max_length"
+            )
+        return prompt[-room:]

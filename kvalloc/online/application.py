@@ -16,6 +16,7 @@ from kvalloc.errors import (
     InputError,
     UnsupportedModelError,
     UnsupportedRequestError,
+    warn_user,
 )
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
@@ -41,6 +42,13 @@ from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, settin
 from kvalloc.units import keywords_of, parse_bytes
 
 _APPLIED = "_kvalloc_applied"
+
+WHOLE_TEXTS = (
+    "a forward read a whole text and nothing followed it, so its logits are the full cache's: a "
+    "reduced cache changes what comes after. Read the context, then pass its cache on with the "
+    "tokens to score, as kvalloc.interop.lm_eval does"
+)
+"""Said once of forwards such as those that score multiple choice."""
 
 
 @keywords_of(RequestOptions, PromptOptions, without=NOT_OF_A_PROMPT)
@@ -216,7 +224,8 @@ class Applied:
         if lossless:
             verify_with(self._held, model)
         self._model, self._make, self._warned = model, make, False
-        self._lossless = lossless
+        self._read_tokens: int | None = None  # of the latest cache, if a forward made it
+        self._warned_of_whole, self._lossless = False, lossless
         self._decoder = decoder_of(model)
         serve(self._decoder, self._read)
         self._before = vars(model).get("generate", _MISSING)
@@ -260,7 +269,13 @@ class Applied:
                 warn_of_plain(error)
             self._warned = True
             return None
-        self.last_cache = cache
+        last = self.last_cache
+        unfollowed = last is not None and last.get_seq_length() == self._read_tokens
+        # where a memory is kept, a text is read in pieces and entries go between them
+        if unfollowed and not (self._warned_of_whole or cache.profile.fits_a_peak):
+            warn_user(WHOLE_TEXTS)
+            self._warned_of_whole = True
+        self.last_cache, self._read_tokens = cache, size.tokens
         return begun
 
     def __enter__(self) -> Applied:
@@ -321,7 +336,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
             if chunked and ids is not None:  # a chunk alone would not show the prompt
                 name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
                 cache.decide({name: ids, "attention_mask": mask})
-            applied.last_cache = cache
+            applied.last_cache, applied._read_tokens = cache, None
         if isinstance(cache, BudgetCache) and ids is not None:
             _check_turn(cache, ids)
             if cache.verifier is not None:
@@ -341,7 +356,7 @@ def _reduced(applied: Applied, generate: Callable[..., Any]) -> Callable[..., An
             cache.take_back(seen)
             raise
         if fresh:  # what runs the model beside it, such as guidance, made caches of its own
-            applied.last_cache = cache
+            applied.last_cache, applied._read_tokens = cache, None
         cache.end_turn()
         beams = (setting(model, arguments, "num_beams") or 1) > 1  # rows are not those returned
         known = ids is not None and ids.ndim == 2 and not beams

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
-from tiny_models import tiny_model
-from transformers import DynamicCache
+from tiny_models import equal_budgets, tiny_model
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.methods import CacheMethod
@@ -30,17 +31,73 @@ class Instance:
     args: tuple
 
 
-class Tokenizer:
-    """One token a word, ``w7`` being 7; blanks belong to the word after them."""
+def make_tokenizer():
+    """One token a word, with or without the blank in front of it, as in real vocabularies."""
+    names = ["w0", "[end]", *(f"w{k}" for k in range(2, 49)), *(f" w{k}" for k in range(49))]
+    words = {name: number for number, name in enumerate([*names, "\n", " ", "[unk]"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[unk]"))
+    pieces = tokenizers.Regex(r" ?w\d+|\n| ")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(pieces, "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[unk]", eos_token="[end]", pad_token="[end]"
+    )
+    fast.name_or_path = "tiny/words"
+    return fast
 
-    name_or_path = "tiny/words"
-    eos_token_id = 1
 
-    def __call__(self, text, add_special_tokens=True, verbose=True):
-        return {"input_ids": [int(word[1:]) for word in text.split()]}
+TOKENIZER = make_tokenizer()
 
-    def decode(self, ids, skip_special_tokens=False):
-        return " ".join(f"w{token}" for token in ids if not (skip_special_tokens and token == 1))
+
+class Plain:
+    """What the harness documents of its own model ``hf``, where it is not installed."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def loglikelihood(self, requests):
+        results = []
+        for context, continuation in (request.args for request in requests):
+            bare = context.rstrip()
+            prompt = TOKENIZER(bare)["input_ids"] or [TOKENIZER.eos_token_id]
+            whole = (
+                prompt
+                + TOKENIZER(bare + context[len(bare) :] + continuation)["input_ids"][
+                    len(prompt) if bare else 0 :
+                ]
+            )
+            with torch.no_grad():
+                likely = self.model(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
+            answer = torch.tensor(whole[len(prompt) :])
+            likely = likely[len(prompt) - 1 :]
+            total = float(likely.gather(-1, answer[:, None]).sum())
+            results.append((total, bool((likely.argmax(-1) == answer).all())))
+        return results
+
+    def generate_until(self, requests):
+        texts = []
+        for context, options in (request.args for request in requests):
+            ids = torch.tensor([TOKENIZER(context)["input_ids"]])
+            written = self.model.generate(
+                ids,
+                max_new_tokens=options["max_gen_toks"],
+                do_sample=False,
+                pad_token_id=1,
+                eos_token_id=1,
+            )
+            text = TOKENIZER.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+            for stop in options["until"]:
+                text = text.split(stop)[0]
+            texts.append(text)
+        return texts
+
+
+def harness_model(model):
+    if not INSTALLED:
+        return Plain(model)
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=model, tokenizer=TOKENIZER, batch_size=1)
 
 
 @pytest.fixture
@@ -71,8 +128,7 @@ def module(monkeypatch):
 @pytest.fixture
 def make(module, monkeypatch):
     model = tiny_model()
-    model.generation_config.eos_token_id = None
-    loaded = SimpleNamespace(model=model, tokenizer=Tokenizer(), model_id="tiny")
+    loaded = SimpleNamespace(model=model, tokenizer=TOKENIZER, model_id="tiny")
     monkeypatch.setattr("kvalloc.models.loading.load_model", lambda *_, **__: loaded)
 
     def made(**options):
@@ -83,10 +139,10 @@ def make(module, monkeypatch):
 
 
 def text(*ids):
-    return " ".join(f"w{token}" for token in ids)
+    return TOKENIZER.decode(ids)
 
 
-PROMPT, ANSWER = (5, 17, 40, 23, 60, 8), (33, 12, 71)
+PROMPT, ANSWER = (5, 67, 90, 73, 60, 58), (83, 62, 71)
 
 
 @pytest.mark.parametrize("after_tokens", [0, 1, 4])
@@ -97,8 +153,8 @@ def test_the_full_cache_gives_the_plain_models_likelihood(make, after_tokens):
     greedy = int(whole[5].argmax())
     [(result, is_greedy), (_, first_is)] = make(after_tokens=after_tokens).loglikelihood(
         [
-            Instance((text(*PROMPT), f" {text(*ANSWER)}")),
-            Instance((text(*PROMPT), f" {text(greedy)}")),
+            Instance((text(*PROMPT), text(*ANSWER))),
+            Instance((text(*PROMPT), text(greedy))),
         ]
     )
     assert result == pytest.approx(expected, rel=1e-5)
@@ -106,17 +162,44 @@ def test_the_full_cache_gives_the_plain_models_likelihood(make, after_tokens):
     assert first_is is True
 
 
-def test_answers_are_greedy_and_end_at_the_stop_text(make):
-    ids = list(PROMPT)
-    for _ in range(5):
-        with torch.no_grad():
-            ids.append(int(make.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    said = text(*ids[len(PROMPT) :])
-    lm = make()
-    asked = (text(*PROMPT), {"until": ["zzz"], "max_gen_toks": 5})
-    stopped = (text(*PROMPT), {"until": [f"w{ids[-1]}"], "max_gen_toks": 5})
-    assert lm.generate_until([Instance(asked)]) == [said]
-    assert lm.generate_until([Instance(stopped)]) == [said.split(f"w{ids[-1]}")[0]]
+@pytest.mark.parametrize("kept", [None, 200])
+def test_ten_items_score_as_with_the_harness_own_model(make, tmp_path, kept):
+    """At 100%: answers with the blanks in front of them, stop texts, and likelihoods."""
+    make.model.generation_config.repetition_penalty = 1.2
+    hf, options = harness_model(make.model), {}
+    if kept:
+        equal_budgets(make.model, kept, context_tokens=kept).save(tmp_path / "p.json")
+        options["profile"] = str(tmp_path / "p.json")
+    contexts = [text(*(3 + (7 * item + 5 * k) % 90 for k in range(6 + 3 * item))) for item in
+                range(10)]  # fmt: skip
+    contexts[3] += " "
+    first = hf.generate_until(
+        [Instance((one, {"until": [], "max_gen_toks": 8})) for one in contexts]
+    )
+    assert any(answer.startswith(" ") for answer in first)
+    stops = [
+        [],
+        ["\n"],
+        [first[2][4:8], "zzz"],
+        [" "],
+        ["w"],
+        *([answer[-2:]] for answer in first[5:]),
+    ]
+    asked = [
+        Instance((one, {"until": stop, "max_gen_toks": 8, "do_sample": False, "temperature": 0.7}))
+        for one, stop in zip(contexts, stops, strict=True)
+    ]
+    asked[1].args[1].update(max_gen_toks=4)
+    scored = [
+        Instance((one, answer)) for one, answer in zip(contexts, first, strict=True) if answer
+    ]
+    scored += [Instance((f"{one} ", "w7 w9")) for one in contexts[:3]] + [Instance(("", " w4 w5"))]
+    for after_tokens in (0, 1, 4):
+        ours = make(after_tokens=after_tokens, **options)
+        assert ours.generate_until(asked) == hf.generate_until(asked)
+        pairs = zip(ours.loglikelihood(scored), hf.loglikelihood(scored), strict=True)
+        for (nats, is_greedy), (expected, expected_is) in pairs:
+            assert (nats, is_greedy) == (pytest.approx(expected, abs=1e-4), expected_is)
 
 
 def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
@@ -129,12 +212,12 @@ def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
 
     spy = Spy(make_cache=lambda: DynamicCache(config=make.model.config))
     monkeypatch.setattr(module, "full_cache", lambda model: spy)
-    request = Instance((text(*PROMPT), f" {text(33)}"))
+    request = Instance((text(*PROMPT), text(83)))
     for after_tokens in (0, 2, 9):
         make(after_tokens=after_tokens).loglikelihood([request])
     make(max_length=4).loglikelihood([request])
     make().loglikelihood([Instance(("", text(33)))])
-    assert seen == [PROMPT, PROMPT[:-2], PROMPT[:1], PROMPT[3:-1], (1,)]
+    assert seen == [PROMPT, PROMPT[:-2], PROMPT[:1], PROMPT[2:-1], (1,)]
 
 
 def test_what_cannot_be_done_is_refused(make):
@@ -145,7 +228,10 @@ def test_what_cannot_be_done_is_refused(make):
         (asked(make(), "loglikelihood_rolling", "w5"), "use 'kvalloc eval --tasks kl'"),
         (asked(make(), "generate_until", "w5", {"do_sample": True}), "answers are greedy"),
         (asked(make(), "loglikelihood", "w5", ""), "has no token"),
-        (asked(make(max_length=2), "loglikelihood", "w5", " w6 w7"), "no room for a prompt in 2"),
+        (
+            asked(make(max_length=2), "loglikelihood", "w5", " w6 w7 w8"),
+            "no room for a prompt in 2",
+        ),
         (lambda: make(after_tokens=-1), "after_tokens is -1"),
     ):
         with pytest.raises(InputError, match=said):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 import kvalloc
 from kvalloc.errors import InputError, KVAllocError, UnsupportedRequestError, naming_flags
+from kvalloc.models.names import cache_keyword
 from kvalloc.online import conflicts
 from kvalloc.online.conflicts import CONFLICTS, check_conflicts
 
@@ -37,6 +39,27 @@ def test_a_plain_call_lasts_until_it_is_removed(tiny, model):
     assert earlier.last_cache is None
     with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), earlier:
         pass
+
+
+@pytest.mark.parametrize("options", [{"budget": "50%"}, {"target_retention": 0.6, **TARGET}])
+def test_whole_texts_that_nothing_follows_are_said_to_lose_nothing(tiny, model, options):
+    """Once, at the caller's line; never of answers, nor of forwards that go on."""
+    texts = [tiny.prompt(CONTEXT + more) for more in range(3)]
+    with torch.no_grad():
+        plain = [model(one).logits for one in texts]
+    with warnings.catch_warnings(), torch.no_grad(), kvalloc.apply(model, **options) as applied:
+        warnings.simplefilter("error")
+        for one in texts:
+            generate(model, one, max_new_tokens=1)
+            generate(model, one)
+            cache = model(one).past_key_values
+            model(one[:, :2], **cache_keyword(model, cache))
+        generate(model, texts[0])
+        assert applied.last_cache.retained_bytes < cache.full_bytes
+        with pytest.warns(UserWarning, match="nothing followed it.*the full cache's") as said:
+            found = [model(one).logits for one in texts]
+    assert all(map(torch.equal, plain, found))  # as the warning has it
+    assert [one.filename for one in said] == [__file__]
 
 
 @pytest.mark.parametrize("padded", [False, True])
