@@ -275,12 +275,12 @@ def _cases(
 
 
 def _note_slid_out(full: Mapping[str, Any]) -> None:
-    """Say where the full cache's shares are not of what it stores."""
+    """Say if the full cache stores more than it needs."""
     if full["retained_bytes"] > full["full_bytes"]:
         note(
-            f"{full['name']}: {size(full['full_bytes'])} are needed, which shares are of; "
-            f"transformers stores {size(full['retained_bytes'])}, since layers with a "
-            "sliding window keep the whole prompt until the next token",
+            f"{full['name']}: {size(full['full_bytes'])} are needed; transformers stores "
+            f"{size(full['retained_bytes'])}, since layers with a sliding window keep the whole "
+            "prompt until the next token; shares are of full attention at 16 bits",
         )
 
 

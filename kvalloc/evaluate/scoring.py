@@ -151,7 +151,7 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
         return mean_of(attrgetter(name))
 
     first, nll = scores[0], mean("nll")
-    counts = ("retained_bytes", "full_bytes", "kept_bytes")
+    counts = ("retained_bytes", "full_bytes", "kept_bytes", "bytes_at_16_bits")
     speeds = [_tokens_per_second(score.outcomes) for score in scores]
     return {
         "name": first.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypedDict
@@ -30,6 +30,7 @@ class EvaluationRow(TypedDict):
     retained_bytes: int
     full_bytes: int
     kept_bytes: int
+    bytes_at_16_bits: NotRequired[int]
     share_of_16_bits: float | None
     kl: float | None
     ci95: Ends

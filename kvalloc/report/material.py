@@ -13,7 +13,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray
 from kvalloc.allocation.curves import evictable_rank, loss_curves
 from kvalloc.allocation.frontier import FrontierPoint, frontier
-from kvalloc.errors import InputError, KVAllocError, ModelMismatchError
+from kvalloc.errors import InputError, KVAllocError, ModelMismatchError, plain
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
@@ -78,17 +78,18 @@ class Material:
         records: dict[str, Any] = {}
         for file in dict.fromkeys(map(str, files)):
             record = load_file(file)
-            name = Path(file).stem if os.path.exists(file) else file
-            name = name if name not in records else file
+            shown = plain(file)  # a name may hold bytes that are no text
+            name = plain(Path(file).stem) if os.path.exists(file) else shown
+            name = name if name not in records else shown
             for other, first in records.items():
                 try:
                     first.shape.require_same_model(record.shape)
                 except ModelMismatchError as error:
                     raise InputError(
-                        f"{named[other]} and {file} do not belong together: the first is of "
+                        f"{named[other]} and {shown} do not belong together: the first is of "
                         f"{model_text(first.shape)}; the second of {model_text(record.shape)}"
                     ) from error
-            named[name], records[name] = file, record
+            named[name], records[name] = shown, record
 
         def of(kind: type[Any]) -> dict[str, Any]:
             return {name: one for name, one in records.items() if isinstance(one, kind)}
@@ -126,7 +127,11 @@ class Material:
         ]
 
     def frontiers(self) -> Iterator[tuple[str, str, list[Row], list[Row]]]:
-        """Yield name, axis title, the best possible and the budget profiles of each frontier."""
+        """Yield name, axis title, the best possible and the budget profiles of each frontier.
+
+        Beside curves stand those profiles alone that were decided by them.
+        """
+        digests = {scores.digest for scores in self.scores.values()}
         points = [
             {
                 "name": name,
@@ -136,6 +141,7 @@ class Material:
                 "loss": profile.predicted_loss,
             }
             for name, profile in self.profiles.items()
+            if not digests or profile.score_digest in digests
         ]
         for by, objective, what in FRONTIERS:
             best = [

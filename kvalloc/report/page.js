@@ -60,13 +60,12 @@ function size(bytes) {
 
 function calculate() {
   const memory = data.memory, at = Number(document.getElementById("context").value);
-  const type = document.getElementById("dtype").value;
   const batch = Math.max(1, Math.floor(Number(document.getElementById("batch").value)) || 1);
-  const full = memory.full[type][at] * batch;
+  const full = memory.full[at] * batch;
   document.getElementById("context-text").textContent = `${memory.contexts[at].toLocaleString("en")} tokens`;
   document.getElementById("full-bytes").textContent = size(full);
   document.querySelectorAll("#kept tr").forEach((row, place) => {
-    const kept = memory.kept[place][type][at] * batch, cells = row.querySelectorAll("td");
+    const kept = memory.kept[place][at] * batch, cells = row.querySelectorAll("td");
     cells[0].textContent = size(kept);
     cells[1].textContent = size(full - kept);
     cells[2].textContent = `${(100 * kept / full).toFixed(1)}%`;
@@ -98,7 +97,7 @@ for (const control of document.querySelectorAll("[data-signal]")) {
   control.addEventListener("input", () => choose(control));
   choose(control);
 }
-for (const id of ["context", "batch", "dtype"]) document.getElementById(id).addEventListener("input", calculate);
+for (const id of ["context", "batch"]) document.getElementById(id).addEventListener("input", calculate);
 for (const table of document.querySelectorAll(".sortable")) {
   for (const row of table.rows) { // a heading stands as the column's first cell does
     for (const cell of row.cells) {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting.costs import plain_bytes
+from kvalloc.accounting.costs import full_bytes
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable, provenance, write_text
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -31,7 +31,6 @@ from kvalloc.report.wording import (
     score_fields,
 )
 
-DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 MAX_TOKENS = 2**17
 """Longest prompt of the memory calculator where the model does not say one."""
 
@@ -167,7 +166,7 @@ def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str,
 
 
 def _memory(material: Material) -> dict[str, Any]:
-    """Return the bytes of a full cache and of each profile's for one prompt of many lengths."""
+    """Return the bytes at 16 bits of a full cache and of each profile's, for many lengths."""
     shape = material.shape
     longest = shape.max_context_tokens or MAX_TOKENS
     decided = {one.context_tokens for one in material.profiles.values()}
@@ -175,24 +174,16 @@ def _memory(material: Material) -> dict[str, Any]:
     contexts = sorted(length for length in {*steps, *decided, longest} if 256 <= length <= longest)
     contexts = contexts or [longest]
 
-    def of(profile: BudgetProfile | None, dtype_bytes: int) -> list[int]:
-        sized = replace(shape, dtype_bytes=dtype_bytes)
-        if profile is None:
-            return [plain_bytes(sized, length) for length in contexts]
-        sized = replace(profile.shape, dtype_bytes=dtype_bytes)
-        same = profile.replace(shape=sized)
-        return [same.retained_bytes_at(length) for length in contexts]
-
-    def each(profile: BudgetProfile | None) -> dict[str, list[int]]:
-        return {str(count): of(profile, count) for _, count in DTYPES}
+    def of(profile: BudgetProfile) -> list[int]:
+        sized = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
+        return [sized.retained_bytes_at(length) for length in contexts]
 
     start = min(decided, default=contexts[len(contexts) // 2])
     return {
         "contexts": contexts,
         "start": contexts.index(start) if start in contexts else 0,
-        "dtypes": DTYPES,
-        "full": each(None),
-        "kept": [each(profile) for profile in material.profiles.values()],
+        "full": [full_bytes(replace(shape, dtype_bytes=2), length) for length in contexts],
+        "kept": [of(profile) for profile in material.profiles.values()],
     }
 
 
@@ -229,6 +220,13 @@ def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
             "No score profile: there are no curves, and the best possible is not known. Add the "
             "one that the budgets were decided from ('kvalloc profile MODEL -o s.safetensors')."
         )
+    digests = {scores.digest for scores in material.scores.values()}
+    for name, profile in material.profiles.items():
+        if digests and profile.score_digest not in digests:
+            lines.append(
+                f"{name} was decided by other curves than these: no best possible stands beside "
+                "what it predicts. Add the score profile that it was decided from."
+            )
     for name, evaluation in material.evaluations.items():
         if not evaluation.rows:
             lines.append(f"{name} holds no rows: nothing was measured. Run 'kvalloc eval' again.")

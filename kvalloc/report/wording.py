@@ -453,7 +453,7 @@ def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
 
 COLUMNS = (
     *(("from", "from", ""), ("task", "task", ""), ("cache", "name", "")),
-    ("bytes", "retained_bytes", "bytes"),
+    ("16-bit bytes", "bytes_at_16_bits", "bytes"),
     *(("share", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
     *(("KL", "kl", ".4f"), ("95%", "ci95", ".4f")),
     *((name, name, ".4f") for name in POSITIONS),
@@ -498,7 +498,7 @@ def _table(
 
 def _cell(value: Any, form: str) -> str:
     if form == "bytes":
-        return size(value)
+        return "-" if value is None else size(value)
     if isinstance(value, list):
         return "..".join(number_text(end, form, "-") for end in value) or "-"
     return str(value) if isinstance(value, str) else number_text(value, form, "-")
@@ -558,7 +558,7 @@ def kept_text(cache: Any) -> str:
     target, is_decided = profile.target_text, cache.decision_seconds is not None
     if is_decided and profile.retention is not None:
         target = f"{target} (retention {profile.retention:.4f} reached)"
-    elif target and profile.share_of_16_bits is None and not is_decided:
+    elif not (is_decided or profile.share_of_16_bits or profile.filled_bytes_at(1)) and target:
         # decided at one length: sinks and window weigh more in a shorter prompt
         target += f" at {profile.context_tokens:,} tokens"
     share = share_text(cache.share, target)

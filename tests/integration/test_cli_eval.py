@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from cli_tools import run
 
 from kvalloc.accounting.costs import plain_bytes
@@ -51,6 +52,10 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, folder
     rows = {row["name"]: row for row in ran.json}
     assert list(rows) == ["full", "--budget 60%", "8 bits", "4 bits"]
     assert rows["full"]["share_of_16_bits"] == 1.0
+    for row in rows.values():  # the table's bytes are those that its shares are of
+        whole = rows["full"]["bytes_at_16_bits"]
+        assert row["bytes_at_16_bits"] == pytest.approx(whole * row["share_of_16_bits"], abs=1)
+    assert whole == rows["full"]["full_bytes"] / 2
     assert rows["4 bits"]["share_of_16_bits"] < rows["8 bits"]["share_of_16_bits"] < 1.5
     assert list(rows["full"]["kl_by_position"]) == ["0-15", "16-63", "64-255"]
     assert 0 < rows["8 bits"]["kl"] < rows["4 bits"]["kl"]

@@ -310,7 +310,13 @@ def make_row(name: str = "greedy", **changes: Any) -> dict[str, Any]:
     """A row of an evaluation."""
     return {
         **{"name": name, "task": "needle", "context": 40, "retained_bytes": 20},
-        **{"full_bytes": 100, "kept_bytes": 20, "share_of_16_bits": 0.2, "kl": 0.031},
+        **{
+            "full_bytes": 100,
+            "kept_bytes": 20,
+            "bytes_at_16_bits": 10,
+            "share_of_16_bits": 0.2,
+            "kl": 0.031,
+        },
         **{"ci95": [0.01, 0.05], "kl_by_position": {"0-15": 0.03}, "exact_tokens": 1.0},
         **{"top1_agreement": 0.9, "exact_match": 1.0, "score": 1.0, "score_ci95": None},
         **{"perplexity": None, "n": 6, "prefill_seconds": 0.1},
