@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from kvalloc.cli.output import note, wants_json
 from kvalloc.cli.progress import slow
 from kvalloc.cli.reduction import Reduction, note_way
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.files import check_writable
 from kvalloc.models.names import cache_keyword
 from kvalloc.models.structure import context_limit, input_device
@@ -121,12 +121,21 @@ class Answer:
         When each of them came.
     text : str
         Of all tokens, once it is complete.
+    cut : bool
+        Whether the limit of tokens ended it.
     """
 
     begun: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     text: str = ""
+    cut: bool = False
+
+    @property
+    def count_text(self) -> str:
+        """Return how many tokens came, and whether the limit ended them."""
+        limit = f", cut at the limit of {option('max_new_tokens', len(self.tokens))}"
+        return f"{len(self.tokens):,} new token{'s'[: len(self.tokens) > 1]}{limit * self.cut}"
 
     @property
     def first_seconds(self) -> float:
@@ -248,7 +257,7 @@ class Conversation:
     def open_cache(self, n_tokens: int) -> None:
         """Make the cache for a prompt of that many tokens, and say which way it takes."""
         self.cache = self.make_cache(n_tokens)
-        note_way(self.cache, self.reduction)
+        note_way(self.cache, self.reduction, n_tokens)
 
     def read(self, ids: Sequence[int]) -> None:
         """Let the model read tokens into the cache."""
@@ -321,12 +330,14 @@ class Conversation:
                     if stopped():
                         break
             finally:
+                tokens.close()  # ends the turn now, also if the answer is broken off
                 if written.tokens and not wants_json():  # the next line is one of its own
                     streamer.end()
         written.text = self.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
+        unended = [token for token in written.tokens[-1:] if token not in self.ends]
+        written.cut = bool(unended) and len(written.tokens) == options.max_new_tokens
         if keep:
-            self.answered = True
-            self._unread = [token for token in written.tokens[-1:] if token not in self.ends]
+            self.answered, self._unread = True, unended
         return written
 
     def save(self) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -90,6 +91,7 @@ def chat(model: str, **typed: Any) -> None:
     ]
     if not questions and options.save_cache is None:
         rows = _answer_typed(conversation)
+        facts = facts and {**facts, **cache_facts(conversation.cache)}
     if wants_json():
         if not facts and rows:
             facts = _facts(conversation)
@@ -277,17 +279,18 @@ def _answer(
         _say("")
         _say(f"> {question.strip()}", bold=True)
     written = conversation.answer(question, keep=keep, stopped=stopped)
-    count = len(written.tokens)
     if not quiet:
         took = f"the first after {duration(written.first_seconds)}{written.speed_text}"
-        _say(f"{count:,} token{'s' * (count > 1)}; {took}", dim=True)
+        _say(f"{written.count_text}; {took}", dim=True)
         if keep:
-            _say(f"cache: {kept_text(conversation.cache)}", dim=True)
+            seen = f"conversation of {conversation.seen_tokens:,} tokens"
+            _say(f"{seen}: {kept_text(conversation.cache)}", dim=True)
     return {
         "question": question.strip(),
         "answer": written.text,
         "question_tokens": n_tokens,
-        "new_tokens": count,
+        "new_tokens": len(written.tokens),
+        "cut": written.cut,
         "first_token_seconds": written.first_seconds,
         "decode_tokens_per_second": written.tokens_per_second,
     }
@@ -348,33 +351,29 @@ def _ctrl_c_pressed(*, noted: bool) -> Iterator[Callable[[], bool]]:
 
 
 def _typed_turns() -> Iterator[str]:
-    """Yield turns from stdin, a line each; in a terminal each is prompted for, and none ends."""
+    """Yield turns from stdin, a line each; in a terminal each is prompted for."""
     if sys.stdin is None:
         return
+    if isinstance(sys.stdin, TextIOWrapper):  # `check_text` refuses what is not UTF-8
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     if not sys.stdin.isatty():
-        try:
-            yield from (line.strip() for line in sys.stdin if line.strip())
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"stdin is not UTF-8 text (byte {error.start} cannot be read); give questions as "
-                "text, a line each"
-            ) from error
+        yield from (line.strip() for line in sys.stdin if line.strip())
         return
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and a history for input())
     if not (is_quiet() or wants_json()):
-        _say("Ask; an empty line or Ctrl-D ends.", dim=True)
+        _say("Ask; Ctrl-D ends.", dim=True)
     while True:
         try:
             line = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             _say("")
             return
-        if not line:
-            return
-        yield line
+        if line:
+            yield line
 
 
 def _say(text: str, **style: Any) -> None:
     """Print a line on stderr."""
-    typer.secho(plain(text), err=True, **style)
+    shown = plain(text)
+    print(typer.style(shown, **style) if sys.stderr.isatty() else shown, file=sys.stderr)

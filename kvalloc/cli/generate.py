@@ -42,6 +42,7 @@ def generate(model: str, **typed: Any) -> None:
         "answer": answer.text,
         "prompt_tokens": n_tokens,
         "new_tokens": len(answer.tokens),
+        "cut": answer.cut,
         **cache_facts(conversation.cache),
         "prefill_seconds": answer.first_seconds,
         "decode_tokens_per_second": answer.tokens_per_second,
@@ -53,6 +54,6 @@ def generate(model: str, **typed: Any) -> None:
         print_json(facts)
     else:
         prefill = f"prefill {duration(answer.first_seconds)}{deciding_text(conversation.cache)}"
-        tokens = f"{n_tokens:,} prompt and {len(answer.tokens):,} new tokens"
+        tokens = f"{n_tokens:,} prompt and {answer.count_text}"
         note(f"[{tokens}; {prefill}{answer.speed_text}]")
         note(f"[cache of prompt and answer: {kept}]")

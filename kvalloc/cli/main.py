@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
+from io import TextIOWrapper
 from itertools import chain
 from textwrap import indent
 from typing import Any
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 if it went well, 2 for a user's mistake (one line on stderr), 130 after
         Ctrl-C. An error of ours is not caught.
     """
-    _open_closed_streams()
+    _prepare_streams()
     try:
         with naming_flags():
             code = run_command(_complete(list(sys.argv[1:] if arguments is None else arguments)))
@@ -113,12 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _open_closed_streams() -> None:
-    """Let output go nowhere where it was closed (``>&-``): Python has None for a stream then."""
+def _prepare_streams() -> None:
+    """Let output go nowhere if it was closed (``>&-``), and escape what its encoding lacks."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # of the process from now on, so nobody closes it
+        if getattr(sys, name) is None:  # of the process from now on, so nobody closes it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if isinstance(stream := getattr(sys, name), TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _complete(arguments: list[str]) -> list[str]:

@@ -111,13 +111,13 @@ class Reduction:
         return loaded, made
 
 
-def note_way(cache: Any, reduction: Reduction) -> None:
-    """Say which way the default took, unless ``--verbose`` says it already."""
+def note_way(cache: Any, reduction: Reduction, n_tokens: int) -> None:
+    """Say which way the default took for these tokens, unless ``--verbose`` says it already."""
     from kvalloc.online.default import Default
 
     reducing = {"profile": reduction.profile, "policy": reduction.policy, **reduction.target}
     if Default.applies(**reducing) and not is_verbose():
-        note(cache.profile.detail)
+        note(f"{n_tokens:,} tokens: {cache.profile.detail}")
 
 
 def note_whole(cache: Any, n_tokens: int) -> None:

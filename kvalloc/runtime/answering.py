@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Generator, Iterator, Sequence
+import sys
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -36,7 +37,7 @@ def answer(
     keep: bool = False,
     temperature: float | None = None,
     seed: int = 0,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Answer a question about what a cache holds, token by token.
 
     The answer is written on a copy of the cache, which a reduced one is small enough for: the
@@ -112,7 +113,7 @@ def _written(
     ends: Collection[int],
     *,
     ends_turn: bool,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     reduced = cache if isinstance(cache, BudgetCache) else None
     if reduced is None or reduced.verifier is None:
         tokens = _tokens(model, cache, text, sampling)
@@ -131,8 +132,8 @@ def _written(
                 yield int(token)
                 if int(token) in ends:
                     return
-    finally:  # also where an answer is broken off
-        if ends_turn and reduced is not None and reduced.interrupted is None:
+    finally:  # also if an answer is broken off, but torch computes nothing while Python exits
+        if not (reduced is None or reduced.interrupted or sys.is_finalizing()) and ends_turn:
             reduced.end_turn()
 
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import sys
 
@@ -166,14 +167,16 @@ def typed(monkeypatch):
     return type_lines
 
 
-def test_a_terminal_is_asked_until_an_empty_line(folder, monkeypatch, typed):
+def test_a_terminal_is_asked_until_ctrl_d(folder, monkeypatch, typed):
     monkeypatch.setattr(sys, "stdin", Stdin(f"{QUESTIONS[1]}\n{QUESTIONS[2]}\n"))
     expected = run(*asking(folder)).out
-    prompts = typed(QUESTIONS[1], " ".join(["w5"] * 500), QUESTIONS[2], "")
+    prompts = typed(QUESTIONS[1], " ".join(["w5"] * 500), "", QUESTIONS[2])
     ran = run(*asking(folder))
-    assert (ran.code, ran.out, prompts) == (0, expected, ["> "] * 4)
-    assert "empty line or Ctrl-D" in ran.err
-    assert ran.err.count("\ncache: asked for 50.0%") == 2  # what each turn leaves
+    assert (ran.code, ran.out, prompts) == (0, expected, ["> "] * 5)
+    assert "Ctrl-D ends" in ran.err
+    left = re.findall(r"\nconversation of (\d+) tokens: asked for 50.0%", ran.err)
+    assert 120 < int(left[0]) < int(left[1])  # what each turn leaves
+    assert ran.err.count("6 new tokens, cut at the limit of --max-new-tokens 6; the first") == 2
     assert "no room" in ran.err  # for the long one, and the conversation goes on
 
 

@@ -31,6 +31,7 @@ def test_generate_keeps_what_was_granted_and_only_the_answer_goes_to_stdout(
     shown = run(*arguments)
     assert shown.out.strip() == facts["answer"].strip()
     assert "100 prompt and" in shown.err
+    assert facts["cut"] == ("cut at the limit of --max-new-tokens 5" in shown.err)
     assert "prefill" in shown.err
     # a share of its own where the prompt's length gives another than the profile's
     assert "tokens, " in shown.err.splitlines()[1].partition(" at ")[2]

@@ -2,12 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from io import BytesIO, TextIOWrapper
 
 import pytest
+
+from kvalloc.cli.main import main
 
 RUN = "import sys; from kvalloc.cli.main import main; code = main()"
 EXIT = "sys.exit(code)"
@@ -57,6 +61,70 @@ def test_a_reader_that_hangs_up_gets_no_complaint():
     done = started("list", "solvers", stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_what_an_encoding_lacks_is_escaped(models, profiles, folder, monkeypatch, encoding):
+    """In answers, questions, tables and names of files and models, on stdout and on stderr."""
+    model, profile = folder / "日本", folder / "語\udce9.json"
+    shutil.copytree(models / "tiny", model)
+    shutil.copy(profiles / "tiny.json", profile)
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"w', '"語'))
+    way = (model, "--profile", profile, "--max-new-tokens", 3)
+    lines = [
+        (("generate", *way, "--prompt", "語1 語2 語3"), ("\\u8a9e",)),
+        (("generate", *way, "--prompt", "語1 語2 語3", "--json"), ("\\u8a9e", "\\u65e5")),
+        (("chat", *way), ("\\u8a9e",)),
+        (("chat", *way, "--prompt", "語1", "--question", "語2"), ("\\u8a9e", "> \\u8a9e2")),
+        (("eval", model, "--profile", profile, "--tasks", "kl", "--samples", 1, "--context", 64,
+          "--answer-tokens", 4), ("\\u8a9e",)),
+        (("inspect", profile), ("tiny",)),
+        (("inspect", folder / "日.json"), ("error: ", "\\u65e5")),
+        (("report", profile, "-o", folder / "日.html"), ("\\u65e5.html",)),
+        (("report", profile, "-o", folder / "日.svg"), ("\\u65e5.svg",)),
+    ]  # fmt: skip
+    for words, expected in lines:
+        out, err = (TextIOWrapper(BytesIO(), encoding=encoding) for _ in range(2))
+        stdin = TextIOWrapper(BytesIO("語1 語2\n".encode()), encoding=encoding)
+        for name, stream in (("stdout", out), ("stderr", err), ("stdin", stdin)):
+            monkeypatch.setattr(sys, name, stream)
+        code = main([str(word) for word in words])
+        printed = ""
+        for stream in (out, err):
+            stream.flush()
+            printed += stream.buffer.getvalue().decode(encoding)
+        assert code == (2 if expected[0] == "error: " else 0), printed
+        assert "語" not in printed
+        assert all(word in printed for word in expected), (words, printed)
+
+
+BREAKS_OFF = """
+import os
+import kvalloc
+from kvalloc.runtime.answering import answer
+from kvalloc.runtime.cache import BudgetCache
+from tiny_models import tiny_model
+BudgetCache.end_turn = lambda cache, write=os.write: write(2, b"computed")
+def broken_off(model):
+    cache = kvalloc.make_cache(model, kvalloc.load_profile(PROFILE), allow_other_model=True)
+    tokens = answer(model, cache, list(range(1, 60)), ends=(), keep=True)
+    next(tokens)
+    raise ZeroDivisionError("ours")
+broken_off(tiny_model())
+"""
+
+
+def test_an_answer_that_an_error_breaks_off_computes_nothing_while_python_exits(profiles):
+    """Where it did, torch aborted the process."""
+    done = started(
+        code=BREAKS_OFF.replace("PROFILE", repr(str(profiles / "tiny.json"))),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: ours\n")
 
 
 def test_ctrl_c_ends_a_process_with_130_and_one_line(tmp_path):
