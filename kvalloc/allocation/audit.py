@@ -15,7 +15,7 @@ from kvalloc.allocation.formulation import pose, problem_of
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import limits_of, price_at
 from kvalloc.allocation.verification import DUAL, prove
-from kvalloc.formats.budget_profile import BudgetProfile, relative_gap
+from kvalloc.formats.budget_profile import BudgetProfile, Limit, relative_gap
 from kvalloc.formats.policy import counted
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
@@ -286,7 +286,8 @@ def _proof_checks(
         checks.append(Check("ended", ended, ended if closed else gap, closed))
     if profile.limits:
         again = limits_of(problem, choice, proof.prices or (proof.multiplier,))
-        wrong = [one for one, other in zip(profile.limits, again, strict=False) if one != other]
+        pairs = zip(profile.limits, again, strict=False)
+        wrong = [one for one, other in pairs if not _same(one, other)]
         same = len(again) == len(profile.limits) and not wrong
         stated_limit = wrong[0].name if wrong else f"{len(profile.limits)} limits"
         checks.append(Check("limits", stated_limit, "as stated" if same else "another", same))
@@ -295,6 +296,12 @@ def _proof_checks(
         price = price_at(problem, choice, is_optimal, proof.multiplier, proof.prices)
         checks.append(_close("price", profile.value_per_mib, price.value_per_mib))
     return checks
+
+
+def _same(stated: Limit, found: Limit) -> bool:
+    """Return whether two limits agree, their prices within the tolerance."""
+    priced = _close("price", stated.value_per_mib, found.value_per_mib).passed
+    return priced and stated == found.replace(value_per_mib=stated.value_per_mib)
 
 
 def _brief(value: object) -> str:

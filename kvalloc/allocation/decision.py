@@ -24,6 +24,7 @@ from kvalloc.allocation.verification import (
     DUAL,
     CheckedSolution,
     check_time_limit,
+    prove,
     solve_problem,
 )
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, one_line, option
@@ -31,7 +32,7 @@ from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_scores
-from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
+from kvalloc.problem import AllocationProblem, Solver, Termination
 from kvalloc.problem.registry import get_solver, options_of, solver_names
 from kvalloc.shape import ModelShape
 from kvalloc.units import gap_text, keywords_of
@@ -409,11 +410,14 @@ def _average_allocations(
     """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
     _check_average(posed, average)
     curves, problem = posed.curves, posed.problem
+    problem.check_feasible()
     start = time.perf_counter()
     wanted = np.zeros(problem.n_units)
     n_samples = curves.scores.n_samples
     for sample in range(n_samples):
         single = problem_of(replace(curves, sample=sample))
+        if single.target is not None:  # one sample may reach less than the mean of all has to
+            single = single.with_target(min(single.target, single.max_value))
         answer = solve_problem(single, solver, time_limit_seconds=time_limit)
         wanted += answer.choice / n_samples
 
@@ -430,15 +434,20 @@ def _average_allocations(
             key=lambda more: problem.meets_target(problem.objective_value(averaged(more))),
         )
     choice = averaged(total)
-    dual = dual_bound(problem)
+    if not problem.meets_target(problem.objective_value(choice)):  # curves that fall at their ends
+        raise InfeasibleError(
+            "budgets averaged over the samples do not meet the target, which those of the mean "
+            f"curves do; use {option('average', 'curves')}"
+        )
+    proof = prove(problem, choice)
     return CheckedSolution(
         choice=choice,
         objective=problem.objective(choice),
         value=problem.objective_value(choice),
         cost_bytes=problem.cost(choice),
-        bound=dual.bound,
+        bound=proof.bound,
         bound_source=DUAL,
-        multiplier=dual.multiplier,
+        multiplier=proof.multiplier,
         termination=Termination.HEURISTIC,
         detail=f"mean of the budgets of {n_samples} samples, each by {answer.decided_by}",
         decided_by=answer.decided_by,

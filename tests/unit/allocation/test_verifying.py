@@ -21,7 +21,7 @@ from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request
-from kvalloc.errors import InputError
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem.registry import get_solver
 from kvalloc.report.wording import objective_text
@@ -101,6 +101,32 @@ def test_what_solve_writes_is_true_and_comes_back(make, asked, tmp_path):
     assert again == profile
     again.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "p.json").read_bytes()
+
+
+@pytest.mark.parametrize("context", [6, 9, 10, 12, 20, 30])
+def test_averaged_budgets_are_true_and_meet_what_the_mean_can(context):
+    """A price's last bit made some of them WRONG, and one sample that cannot refused a target."""
+    random = np.random.default_rng(context)
+    scores = make_scores(1, context_tokens=context, sinks=0, window=1, n_samples=2)
+    line = np.linspace(0.0, 1.0, context)
+    scores = scores.replace(
+        curves=np.broadcast_to(line, scores.curves.shape).copy(),
+        masses=random.uniform(0.2, 1.0, scores.masses.shape),
+    )
+    for share in np.arange(0.3, 0.9, 0.05):
+        profile = kvalloc.solve(scores, budget=float(share), average="allocations")
+        assert untrue(profile, scores) == set(), share
+    losses = np.ones((2, 3, 1, 1, 1, 3)) * np.array([1.0, 0.8, 0.0])
+    losses[1] *= 0.2
+    levels = np.array([1, context - 2, context])
+    scores = scores.replace(losses=losses, loss_tokens=levels, loss_bits=np.array([16]))
+    for loss in (1.45, 2.0, 3.0):  # the mean loses 1.44 at the largest budget, the first one 2.4
+        asked = {"target_loss": loss, "max_tokens": context - 2}
+        profile = kvalloc.solve(scores, **asked, average="allocations")
+        assert profile.predicted_loss <= loss
+        assert untrue(profile, scores) == set(), loss
+    with pytest.raises(InfeasibleError, match="the least is target_loss=1.44"):
+        kvalloc.solve(scores, target_loss=1.4, max_tokens=context - 2, average="allocations")
 
 
 def more(profile):
