@@ -17,17 +17,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.allocation.audit import BOUND, Check, choice_of
+from kvalloc.accounting.costs import MOST_BYTES
+from kvalloc.allocation.audit import BOUND, TOLERANCE, Check, choice_of
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.formulation import PosedRequest, choose_objective, pose
+from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions, Target
 from kvalloc.allocation.verification import DUAL, CheckedSolution, prove, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, no_such, one_line, option
@@ -38,7 +41,6 @@ from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
     Sense,
-    SideConstraint,
     Solver,
     deadline_after,
 )
@@ -75,6 +77,9 @@ class Bound(NamedTuple):
 
 HALVINGS, SWEEPS, MAX_POWER = 14, 2, 30.0
 """Weights tried for each floor, how often, and the power of two up to which; any give a bound."""
+
+MOST_SPLIT = 4
+"""Members that may be whole or not, beyond which not all ways are tried."""
 
 WEIGHINGS, FLOOR_HALVINGS = 16, 40
 """Where the worst member counts: weights tried for a bound, and halvings of the common floor."""
@@ -181,8 +186,14 @@ def solve_pool(
         raise InputError(
             "the worst member is the worst whatever it weighs; leave weights and floors out"
         )
-    joint, search = _joint(read, memory_bytes), _best if fairness == "sum" else _fairest
-    choice, bound = search(joint, read, chosen, deadline_after(time_limit))
+    search = _Search(read, memory_bytes, chosen, deadline_after(time_limit))
+    best = _best if fairness == "sum" else _fairest
+    try:
+        choice, bound = best(search)
+        if search.peak(choice) > memory_bytes:
+            choice = search.split(best, fairness)
+    except InfeasibleError as error:
+        raise search.too_small(error) from None
     ends = np.cumsum([one.posed.problem.n_units for one in read])[:-1]
     parts = zip(read, np.split(choice, ends), strict=True)
     profiles = [
@@ -267,7 +278,7 @@ def verify_pool(
             checks.append(Check(f"floor of {one.name}", repr(one.floor), repr(value), kept))
     weighed = [one.weight * value for one, value in zip(members, values, strict=True)]
     reached = _together(weighed, fairness)
-    slack = VALUE_TOLERANCE * max(1.0, abs(reached))
+    slack = TOLERANCE * max(1.0, abs(reached))
     close = abs(reached - objective) <= slack
     checks.append(Check("objective", repr(objective), repr(reached), close))
     joint = _scaled(_joint(members, memory), members, np.array(scales))
@@ -277,12 +288,12 @@ def verify_pool(
     proven = abs(bound - dual) <= slack
     beaten = bound < reached - slack or bool(proof.beating(joint, bound + paid))
     word = "" if proven or source == DUAL else f"; not proven again: {source}'s word"
-    passed = not beaten and (proven or (source != DUAL and bound <= dual))
+    passed = not beaten and (proven or (source != DUAL and bound <= dual + slack))
     found = "a better choice" if beaten else f"{dual!r} by duality{word}"
     return [*checks, Check(BOUND, repr(bound), found, passed, proven)]
 
 
-def _together(values: Sequence[float], fairness: Fairness) -> float:
+def _together(values: Sequence[float] | FloatArray, fairness: Fairness) -> float:
     """Return what the values of all members make."""
     return min(values) if fairness == "worst" else math.fsum(values)
 
@@ -326,7 +337,7 @@ class _Member:
     name: str
     posed: PosedRequest
     weight: float
-    floor: float | None
+    target: Target | None
 
     @classmethod
     def of(
@@ -345,19 +356,18 @@ class _Member:
             raise InputError(
                 f"{name} gives {option(key, given[key])}, and {_ALONE[key]}; leave it out"
             )
-        floor = Target.of(given) if given.keys() & _FLOORS else None
+        target = Target.of(given) if given.keys() & _FLOORS else None
         given = {key: value for key, value in given.items() if key not in _FLOORS}
         request = Request.parse(**given, memory=memory)
         if request.objective == "worst":
             raise InputError(f"{name} asks for its worst unit, and {_ADDED}; leave it out")
         scores = load_scores(scores)
         request, _ = choose_objective(scores, request, solver)
-        return cls(
-            name=name,
-            posed=pose(scores, request),
-            weight=float(weight),
-            floor=None if floor is None else floor.needed_value,
-        )
+        try:
+            posed = pose(scores, request)
+        except InfeasibleError:  # what all take together is said of all
+            posed = pose(scores, replace(request, target=Target.of({"memory": MOST_BYTES})))
+        return cls(name=name, posed=posed, weight=float(weight), target=target)
 
     @classmethod
     def again(
@@ -367,17 +377,72 @@ class _Member:
         profile.shape.require_same_model(scores.shape)
         request = Request.read(profile, "a profile of the pool")
         request = replace(request, target=Target.of({"memory": memory}))
+        target = None
+        if floor is not None:
+            value, by_loss = float(floor), request.objective == "loss"
+            target = Target.of({"target_loss": -value} if by_loss else {"target_retention": value})
         return cls(
             name=f"member {profile.requested['pool']['member']} of the pool",
             posed=pose(scores, request),
             weight=weight,
-            floor=None if floor is None else float(floor),
+            target=target,
         )
+
+    @property
+    def floor(self) -> float | None:
+        """The least value that it gets."""
+        return None if self.target is None else self.target.needed_value
 
     @property
     def beside_bytes(self) -> int:
         """Bytes of its peak beside what is kept."""
-        return int(self.posed.request.target.nearest(0, self.posed.curves.costs)[0])
+        return self.peak_bytes(0)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes by which a cache that keeps everything, as the model made it, takes more."""
+        costs = self.posed.curves.costs
+        if self.posed.problem.max_cost_bytes < costs.everything:
+            return 0
+        return max(0, costs.plain_bytes - costs.everything - self.beside_bytes)
+
+    def peak_bytes(self, cost: int) -> int:
+        """Return what its cache takes at its peak with a choice of some cost."""
+        return int(self.posed.request.target.nearest(cost, self.posed.curves.costs)[0])
+
+    def problem(self, whole: bool) -> AllocationProblem:
+        """Return its problem, with or without the choice that keeps everything."""
+        problem = self.posed.problem
+        if whole or not self.extra_bytes:
+            return problem
+        less, every = self.posed.curves.costs.everything - 1, tuple(range(problem.n_units))
+        cap = GroupCap(name="all layers", units=every, capacity_bytes=less)
+        return problem.replace(constraints=(*problem.constraints, cap))
+
+    def least_peak(self, solver: Solver, seconds: float) -> int:
+        """Return the smallest peak with which its floor and its limits are kept.
+
+        Raises
+        ------
+        InfeasibleError
+            If they are kept at no size; says which can be.
+        """
+        for whole in (False, True):
+            problem = self.problem(whole)
+            try:
+                if self.floor is None:
+                    problem.with_capacity(problem.max_cost_bytes).check_feasible()
+                    return self.peak_bytes(problem.min_cost_bytes)
+                within = problem.with_target(self.floor)
+                answer = solve_problem(within, solver, time_limit_seconds=seconds)
+                return self.peak_bytes(answer.cost_bytes)
+            except InfeasibleError as error:
+                never = error
+        if self.target is None:
+            raise InfeasibleError(f"{self.name}: {never}")
+        request = replace(self.posed.request, target=self.target)
+        never = advise(self.posed.curves.scores, request, never, time_limit_seconds=seconds)
+        raise InfeasibleError(f"the floor of {self.name}: {never}", nearest=never.nearest)
 
     def profile(self, cost: int, solver: Solver, time_limit: float | None) -> BudgetProfile:
         """Return what is decided for its part of the memory, which a choice of a cost takes."""
@@ -395,17 +460,25 @@ _ALONE = {
 }
 
 
-def _joint(members: Sequence[_Member], memory: int) -> AllocationProblem:
-    """Return the problem of all members, within what their peaks leave of the memory."""
-    problems = [one.posed.problem for one in members]
-    capacity = memory - sum(one.beside_bytes for one in members)
-    if (missing := sum(one.min_cost_bytes for one in problems) - capacity) > 0:
-        raise InfeasibleError(
-            f"{Target.of({'memory': memory})} is too small for {len(members)} members: "
-            f"their smallest budgets, and one layer of each in full, take {memory + missing:,} "
-            "bytes; ask for at least that",
-            nearest=memory + missing,
-        )
+def _able(members: Sequence[_Member], memory: int) -> list[int]:
+    """Return the members that can be whole where the others have their smallest budgets."""
+    least = [one.peak_bytes(one.posed.problem.min_cost_bytes) for one in members]
+    whole = [one.peak_bytes(one.posed.problem.max_cost_bytes) for one in members]
+    room = memory - sum(least)
+    return [at for at in range(len(members)) if whole[at] - least[at] <= room]
+
+
+def _joint(
+    members: Sequence[_Member], memory: int, whole: Collection[int] | None = None
+) -> AllocationProblem:
+    """Return the problem of all members, within what their peaks leave of the memory.
+
+    What a cache that keeps everything takes beside its entries is taken off for the members that
+    are ``whole``; by default for nobody, which is for a bound. Others cannot keep everything.
+    """
+    able = _able(members, memory) if whole is None else whole
+    problems = [one.problem(at in able) for at, one in enumerate(members)]
+    extra = sum(members[at].extra_bytes for at in whole or ())
     width = max(one.n_options for one in problems)
     units, layers = (
         np.cumsum([0, *sizes])[:-1].tolist()
@@ -435,39 +508,25 @@ def _joint(members: Sequence[_Member], memory: int) -> AllocationProblem:
         layers=np.concatenate([p.layers + at for p, at in zip(problems, layers, strict=True)]),
         heads=np.concatenate([one.heads for one in problems]),
         sense=Sense.MAX_VALUE,
-        capacity_bytes=capacity,
+        capacity_bytes=memory - extra - sum(one.beside_bytes for one in members),
         context_tokens=max(one.context_tokens for one in problems),
         protected_tokens=min(one.protected_tokens for one in problems),
         constraints=tuple(
-            limit for one, at in zip(members, units, strict=True) for limit in _limits(one, at)
+            replace(
+                limit,
+                name=f"{limit.name} of {one.name}",
+                units=tuple(at + unit for unit in limit.units),
+            )
+            for one, problem, at in zip(members, problems, units, strict=True)
+            for limit in problem.caps
         ),
     )
 
 
-def _limits(member: _Member, at: int) -> list[SideConstraint]:
-    """Return the limits of a member on units that are numbered from a place on."""
-    problem, costs = member.posed.problem, member.posed.curves.costs
-    limits: list[SideConstraint] = []
-    for one in problem.constraints:
-        if isinstance(one, GroupCap):
-            moved = tuple(at + unit for unit in one.units)
-            limits.append(replace(one, name=f"{one.name} of {member.name}", units=moved))
-    # A cache that keeps everything stays as the model made it, which may take more.
-    if (
-        problem.max_cost_bytes >= costs.everything
-        and costs.plain_bytes > costs.everything + member.beside_bytes
-    ):
-        every = tuple(at + unit for unit in range(problem.n_units))
-        limits.append(GroupCap(name=member.name, units=every, capacity_bytes=costs.everything - 1))
-    return limits
-
-
-def _best(
-    joint: AllocationProblem, members: Sequence[_Member], solver: Solver, deadline: float
-) -> tuple[IntArray, Bound]:
+def _best(search: _Search) -> tuple[IntArray, Bound]:
     """Return the best choice that keeps all floors, and a bound on what keeps them."""
+    joint, members, deadline = search.joint, search.members, search.deadline
     floors = {at: one.floor for at, one in enumerate(members) if one.floor is not None}
-    search = _Search(joint, members, solver, deadline)
 
     def keeps(choice: IntArray, at: int) -> bool:
         return bool(search.values(choice)[at] >= floors[at] - VALUE_TOLERANCE)
@@ -494,11 +553,9 @@ def _best(
     return max(able, key=joint.objective_value), bound
 
 
-def _fairest(
-    joint: AllocationProblem, members: Sequence[_Member], solver: Solver, deadline: float
-) -> tuple[IntArray, Bound]:
+def _fairest(search: _Search) -> tuple[IntArray, Bound]:
     """Return the choice whose worst member keeps the most, and a bound on what it can keep."""
-    search = _Search(joint, members, solver, deadline)
+    joint, members, deadline = search.joint, search.members, search.deadline
     weights = np.full(len(members), 1.0 / len(members))
     choice, bound = search.weighted(weights)
     choices = [choice]
@@ -554,17 +611,67 @@ def _least_weights(values: FloatArray) -> tuple[FloatArray, float]:
 
 
 class _Search:
-    """What is tried to split a memory: each choice is one of the problem of all members."""
+    """What is tried to split a memory: each choice is one of the problem of all members.
+
+    Parameters
+    ----------
+    members, memory, solver, deadline
+        Of the pool.
+    whole : collection of int, optional
+        Members that may keep everything, and are charged for it; see `_joint`.
+    """
 
     def __init__(
         self,
-        joint: AllocationProblem,
         members: Sequence[_Member],
+        memory: int,
         solver: Solver,
         deadline: float,
+        whole: Collection[int] | None = None,
     ) -> None:
-        self.joint, self.members, self.solver, self.deadline = joint, members, solver, deadline
+        self.members, self.memory, self.solver, self.deadline = members, memory, solver, deadline
+        self.able = _able(members, memory) if whole is None else whole
+        self.joint = _joint(members, memory, whole)
         self.ends = np.cumsum([one.posed.problem.n_units for one in members])[:-1]
+
+    def peak(self, choice: IntArray) -> int:
+        """Return what all caches take at their peaks."""
+        parts = zip(self.members, np.split(choice, self.ends), strict=True)
+        return sum(one.peak_bytes(one.posed.problem.cost(part)) for one, part in parts)
+
+    def split(
+        self, best: Callable[[_Search], tuple[IntArray, Bound]], fairness: Fairness
+    ) -> IntArray:
+        """Return the best choice where who may be whole is charged for it, each way."""
+        extra = [one.extra_bytes for one in self.members]
+        able = sorted((at for at in self.able if extra[at]), key=extra.__getitem__)
+        ways = [able[:count] for count in range(len(able) + 1)]
+        if len(able) <= MOST_SPLIT:
+            ways = [[*one] for count in range(len(able) + 1) for one in combinations(able, count)]
+        choices, infeasible = [], None
+        for whole in reversed(ways):
+            one = _Search(self.members, self.memory, self.solver, self.deadline, whole)
+            try:
+                choices.append(best(one)[0])
+            except InfeasibleError as error:
+                infeasible = error
+        if infeasible is not None and not choices:
+            raise infeasible
+        weights = np.array([one.weight for one in self.members])
+        return max(choices, key=lambda one: _together(weights * self.values(one), fairness))
+
+    def too_small(self, error: InfeasibleError) -> InfeasibleError:
+        """Return the error that names a memory that is enough, or a floor that is kept in none."""
+        left = max(self.deadline - time.monotonic(), 1.0)
+        needed = sum(one.least_peak(self.solver, left) for one in self.members)
+        if needed <= self.memory:
+            return error
+        return InfeasibleError(
+            f"{Target.of({'memory': self.memory})} is too small for {len(self.members)} members: "
+            "their floors or smallest budgets, and one layer of each in full, take "
+            f"{needed:,} bytes; ask for at least {Target.of({'memory': needed})}",
+            nearest=needed,
+        )
 
     def solved(self, problem: AllocationProblem) -> CheckedSolution:
         """Return an answer in the time that is left."""
@@ -588,23 +695,13 @@ class _Search:
         """Return the cheapest choice that keeps floors; the smallest budgets of other members."""
         parts = []
         for at, one in enumerate(self.members):
-            problem = one.posed.problem
-            try:
-                answer = None if at not in floors else self.solved(problem.with_target(floors[at]))
-            except InfeasibleError as error:
-                text = f"the floor of {one.name}: {error}"
-                raise InfeasibleError(text, nearest=error.nearest) from None
-            parts.append(0 * problem.last_options if answer is None else answer.choice)
-        least, capacity = np.concatenate(parts), self.joint.capacity_bytes or 0
-        missing = self.joint.cost(least) - capacity
-        if missing > 0 or (fault := self.joint.side_fault(least)):
-            memory = capacity + sum(one.beside_bytes for one in self.members)
-            more = f"{memory + missing:,} bytes together" if missing > 0 else f"too much: {fault}"
-            raise InfeasibleError(
-                f"the floors of {len(self.members)} members take {more}, beyond "
-                f"{Target.of({'memory': memory})}; ask for at least that, or lower them",
-                nearest=memory + missing if missing > 0 else None,
-            )
+            part = 0 * one.posed.problem.last_options
+            if at in floors:
+                part = self.solved(one.problem(at in self.able).with_target(floors[at])).choice
+            parts.append(part)
+        least = np.concatenate(parts)
+        if self.joint.cost(least) > (self.joint.capacity_bytes or 0):
+            raise InfeasibleError(f"no choice was found that keeps {len(floors)} floors")
         return least
 
 

@@ -1,6 +1,7 @@
 """Pools of several members against every choice of all of them."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -43,12 +44,13 @@ def every_choice(problem):
     return costs, np.array([problem.objective_value(choice) for choice in kept])
 
 
-def best_of_all(problems, peaks, memory, weights, floors, fairness):
+def best_of_all(problems, peak_of, memory, weights, floors, fairness):
     """The best value of all choices of all members together; None where none fits."""
     together, start = (np.minimum, np.inf) if fairness == "worst" else (np.add, 0.0)
-    spent, worth = np.array([sum(peaks)]), np.array([start])
-    for problem, weight, floor in zip(problems, weights, floors, strict=True):
+    spent, worth = np.array([0]), np.array([start])
+    for problem, peak, weight, floor in zip(problems, peak_of, weights, floors, strict=True):
         costs, values = every_choice(problem)
+        costs = np.array([peak(cost) for cost in costs.tolist()])
         costs, values = costs[values >= floor - 1e-12], weight * values[values >= floor - 1e-12]
         spent = (spent[:, None] + costs).ravel()
         worth = together(worth[:, None], values).ravel()
@@ -61,35 +63,41 @@ def best_of_all(problems, peaks, memory, weights, floors, fairness):
 
 
 @pytest.mark.parametrize(("fairness", "floored"), [("sum", False), ("sum", True), ("worst", False)])
-@pytest.mark.parametrize("limits", [{}, {"cap": ["0-1=280B"]}, {"page": 2}])
+@pytest.mark.parametrize("limits", [{}, {"cap": ["0-1=280B"]}, {"page": 2}, {"float32": True}])
 def test_a_pool_is_what_every_choice_of_all_members_says(fairness, floored, limits):
     met = 0
+    wide, limits = "float32" in limits, {k: v for k, v in limits.items() if k != "float32"}
     for seed in range(6):
         random = np.random.default_rng(seed)
-        members = members_of(random, 2 + seed % 2)
+        members = members_of(random, 2 + seed % 2, **({"dtype_bytes": 4} if wide else {}))
         drawn = np.ones(3) if fairness == "worst" else random.uniform(0.2, 2, 3)
         weights = drawn.tolist()[: len(members)]
         asked = [dict(limits) for _ in members]
         whole = [Request.parse(memory="1MiB", **one) for one in asked]
         problems = [formulate(s, one) for s, one in zip(members, whole, strict=True)]
-        peaks = [
-            int(one.target.nearest(0, costs_of(s, one))[0])
+        peak_of = [
+            lambda cost, s=s, one=one: int(one.target.nearest(cost, costs_of(s, one))[0])
             for s, one in zip(members, whole, strict=True)
         ]
-        least = sum(peaks) + sum(one.min_cost_bytes for one in problems)
-        room = sum(one.max_cost_bytes - one.min_cost_bytes for one in problems)
-        memory = int(least + random.uniform(0.2, 0.7) * room)
+        least, most = (
+            sum(peak(getattr(p, name)) for p, peak in zip(problems, peak_of, strict=True))
+            for name in ("min_cost_bytes", "max_cost_bytes")
+        )
+        share = random.uniform(0.4, 1.1) if wide else random.uniform(0.2, 0.7)
+        memory = int(least + share * (most - least))
         floors = [-np.inf] * len(members)
         if floored:
-            floors[0], weights[0] = 0.6, 0.02  # nobody would give it so much otherwise
-            asked[0]["target_retention"] = 0.6
-        best = best_of_all(problems, peaks, memory, weights, floors, fairness)
+            floors[0], weights[0] = 1.0 if wide else 0.6, 0.02  # nobody else would give it so much
+            asked[0]["target_retention"] = floors[0]
+        best = best_of_all(problems, peak_of, memory, weights, floors, fairness)
         try:
             parts = list(zip(members, asked, weights, strict=True))
             pool = solve_pool(parts, memory=memory, fairness=fairness)
-        except InfeasibleError:
+        except InfeasibleError as error:
             assert best is None
-            continue
+            memory = error.nearest
+            best = best_of_all(problems, peak_of, memory, weights, floors, fairness)
+            pool = solve_pool(parts, memory=memory, fairness=fairness)
         assert best is not None
         assert pool.objective <= best + SLACK
         assert pool.bound >= best - SLACK
@@ -106,7 +114,8 @@ def test_a_pool_is_what_every_choice_of_all_members_says(fairness, floored, limi
         assert checks[-1].proven == (pool.bound_source == "dual")
         lies = {"objective": best + 0.01, "bound": best - 0.01, "weights": [0.3] * len(members)}
         if pool.bound_source == "dual" and pool.gap > 1e-6:  # nothing is known to beat it
-            lies["floors"] = [0.99, *[None] * (len(members) - 1)]
+            if pool[0].retention < 0.99:
+                lies["floors"] = [0.99, *[None] * (len(members) - 1)]
             checks = verify_pool(stating(pool, bound=pool.objective), members)
             assert [check.name for check in checks if not check.passed] == ["bound"]
         for name, lie in lies.items():
@@ -174,9 +183,9 @@ def test_a_pool_that_cannot_be_is_refused(members, more, words):
 @pytest.mark.parametrize(
     ("memory", "floor", "words"),
     [
-        (100, 0.5, "member|below the floors"),
+        (100, 0.5, "is too small for 2 members"),
         ("3000B", 0.5, "is too small for 2 members"),
-        ("5200B", 0.99, "the floors of 2 members take"),
+        ("5200B", 0.99, "is too small for 2 members"),
     ],
 )
 def test_a_memory_that_is_too_small_names_one_that_does(memory, floor, words):
@@ -184,11 +193,13 @@ def test_a_memory_that_is_too_small_names_one_that_does(memory, floor, words):
     with pytest.raises(InfeasibleError, match=words) as raised:
         solve_pool(members, memory=memory)
     assert raised.value.nearest is not None
-    if memory != 100:  # that is about the first member alone
-        solve_pool(members if "floors of" in words else [(A, {}, 1.0), members[1]],
-                   memory=raised.value.nearest)  # fmt: skip
+    said = re.search(r"ask for at least memory=(\d+)$", str(raised.value))
+    assert int(said[1]) == raised.value.nearest
+    assert solve_pool(members, memory=said[1])[0].retention >= floor
+    with pytest.raises(InfeasibleError):
+        solve_pool(members, memory=raised.value.nearest - 1)
 
 
 def test_a_floor_above_what_a_member_can_reach_names_the_member():
-    with pytest.raises(InfeasibleError, match=r"the floor of member 1 of the pool: .* at most"):
+    with pytest.raises(InfeasibleError, match=r"the floor of member 1 of the pool: .* the most is"):
         solve_pool([(A, {"target_retention": 0.99, "max_tokens": 10}, 1.0)], memory="1MiB")
