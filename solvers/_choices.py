@@ -240,8 +240,8 @@ class Choices:
         best = float(bests.min()) if worst else math.fsum(bests)
         if self.target is not None and best < self.target:
             raise InfeasibleError(
-                f"a target of {self.target:.15g} cannot be met with these options: the most is "
-                f"{best:.15g}; ask for at most that",
+                f"a target of {self.problem.target:.15g} cannot be met with these options: the "
+                f"most is {best:.15g}; ask for at most that",
                 nearest=best,
             )
         for cap in self.caps:

@@ -264,11 +264,12 @@ def _beyond_caps(choices: Choices, deadline: float) -> InfeasibleError:
     """Return the error that names the caps in the way of a target, and what can be met."""
     free = choices.with_capacity(choices.problem.max_cost_bytes)
     prices = best_prices(free, deadline)
-    tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
+    priced = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
+    tight = priced or [cap.name for cap in free.caps]
     names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")
     nearest = free.value(prices.starts[0])
     return InfeasibleError(
-        f"a target of {choices.target_value:.15g} cannot be met within the caps of {names}; "
+        f"a target of {choices.problem.target:.15g} cannot be met within the caps of {names}; "
         f"{nearest:.15g} can; raise the caps or ask for that",
         nearest=nearest,
     )

@@ -63,11 +63,12 @@ def attempt(
     make: Callable[[], AllocationProblem], deadline: float
 ) -> CheckedSolution | Literal[False] | None:
     """Return a solution, False if there is none, None if neither is shown in time."""
-    left = deadline - time.monotonic()
-    if left <= 0:
+    if time.monotonic() >= deadline:
         return None
     try:
-        return solve_problem(make(), get_solver("auto"), time_limit_seconds=left)
+        problem = make()
+        left = max(deadline - time.monotonic(), 1e-3)
+        return solve_problem(problem, get_solver("auto"), time_limit_seconds=left)
     except InfeasibleError:
         return False
     except SolverError:

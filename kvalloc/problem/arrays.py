@@ -361,7 +361,7 @@ class AllocationProblem:
         for name, array in (("tokens", self.tokens), ("costs", self.costs)):
             rows = _distinct_rows(array)
             every = steps = np.diff(rows, axis=1)
-            if is_ragged and rows.shape[0] > 1:
+            if is_ragged and rows.shape[0] == n_units:
                 steps = steps[self.exists[:, 1:]]
             may_fall = name == "tokens" and self.bits is not None
             if not (may_fall or bool(np.all(steps > 0))) or int(rows[:, 0].min()) < 0:

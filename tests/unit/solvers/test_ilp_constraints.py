@@ -11,8 +11,10 @@ from exact_cases import (
     hand_problem,
     medium_problem,
 )
-from factories import make_problem
+from factories import make_bits, make_problem
+from scipy import optimize
 
+from kvalloc import solve
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, GroupCap, Termination
@@ -126,3 +128,22 @@ def test_a_target_that_floating_point_misses_by_its_last_bits_is_met(backend):
     for less in np.arange(1.01e-12, 2.5e-12, 0.02e-12):
         answer = solve_problem(problem.with_target(-(reached - less)), ILP(backend=backend))
         assert (answer.termination, answer.cost_bytes) == (Termination.OPTIMAL, 12 * 388)
+
+
+def test_every_linear_and_integer_program_has_the_limit(monkeypatch):
+    """The search for what caps leave of a target ran without one."""
+    given = []
+    for name in ("linprog", "milp"):
+        call = getattr(optimize, name)
+
+        def limited(*args, call=call, **options):
+            given.append(options["options"]["time_limit"])
+            return call(*args, **options)
+
+        monkeypatch.setattr(optimize, name, limited)
+    scores = make_bits(0)
+    asked = {"target_loss": 0.0, "bits": (16, 8, 4), "cap": ("0-1=800", "1-2=800")}
+    with pytest.raises(InfeasibleError, match="target_loss=0 is not possible with cap='0-1=800'"):
+        solve(scores, **asked, time_limit=20.0)
+    assert len(given) > 3
+    assert max(given) <= 20.0
