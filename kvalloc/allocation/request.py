@@ -668,11 +668,12 @@ class Request:
                 raise InputError(f"the {name} is {value!r}, expected {', '.join(others)} or {last}")
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
-            if value is None or (isinstance(value, Integral) and minimum <= value <= MOST_TOKENS):
+            number = int(value) if isinstance(value, Integral) else -1
+            if value is None or minimum <= number <= MOST_TOKENS:
                 continue
-            beyond = isinstance(value, Integral) and value > MOST_TOKENS
-            limit = f"{option(name, MOST_TOKENS)} or less"
-            limit = limit if beyond else f"{option(name, minimum)} or more, a whole number"
+            limit = f"{option(name, minimum)} or more, a whole number"
+            if number > MOST_TOKENS:
+                limit = f"{option(name, MOST_TOKENS)} or less"
             raise InputError(f"{option(name, value)} is not possible; give {limit}")
         if self.bits is not None:
             widths = tuple(sorted(set(self.bits), reverse=True))
