@@ -34,6 +34,8 @@ class EvalOptions(TypedDict, total=False):
     ----------
     budget : str
         Also what 'kvalloc generate' does with this share of the bytes of a cache at 16 bits.
+    memory : str
+        Also what it does within these bytes at its peak, alone or beside `budget`.
     scorer : str
         With `budget`: keep the entries that score best by this scorer, and decide the budgets from
         each prompt's scores.
@@ -76,6 +78,7 @@ class EvalOptions(TypedDict, total=False):
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
     budget: Annotated[str | None, Option("SHARE", CACHES)]
+    memory: Annotated[str | None, Option("SIZE", CACHES)]
     scorer: Annotated[str | None, Option("NAME", CACHES)]
     solver: Annotated[str | None, Option("NAME", CACHES)]
     level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
@@ -105,7 +108,7 @@ BUDGET_BY = ("scorer", "solver", "level")
 """How a budget is decided; by `kvalloc.online.default` without any of them."""
 SETTINGS = (
     *("dtype", "question_at", "turns", "split", "answer_tokens", "samples", "seed", "metric"),
-    *("budget", *BUDGET_BY, "plain_bits"),
+    *("budget", "memory", *BUDGET_BY, "plain_bits"),
 )
 """Options that the evaluation's record holds, where they were given."""
 
@@ -127,6 +130,7 @@ def eval(model: str, **given: Any) -> None:
     kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
     kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
     kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
+    kvalloc eval demo --memory 4MiB --tasks kl --json
     kvalloc eval demo --budget 20% --engine ray --workers 2 --threads 1
     kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question-at after
     """
@@ -185,7 +189,9 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
         check_conflicts(applied)
         cache_maker(None, CacheOptions(), **applied)
     if not (applied or options["profile"] or options["peer"] or "plain_bits" in options):
-        raise InputError("there is nothing to evaluate; give --budget 20%, or a --profile")
+        raise InputError(
+            "there is nothing to evaluate; give --budget 20%, --memory 2MiB or a --profile"
+        )
     profiles: dict[str, BudgetProfile] = {}
     for name in options["profile"]:
         short = Path(name).stem
@@ -197,7 +203,11 @@ def _profiles(options: Mapping[str, Any]) -> dict[str, BudgetProfile]:
 
 def _applied(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the `kvalloc.apply` that is compared; none where none is."""
-    return {name: options[name] for name in ("budget", "fitted", *BUDGET_BY) if name in options}
+    return {
+        name: options[name]
+        for name in ("budget", "memory", "fitted", *BUDGET_BY)
+        if name in options
+    }
 
 
 def _tasks(options: Mapping[str, Any]) -> list[Task]:

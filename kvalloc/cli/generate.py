@@ -19,8 +19,9 @@ def generate(model: str, **typed: Any) -> None:
 
     With --budget or --target-loss the cache is reduced in the best way that is known for the model:
     by what 'kvalloc fit' measured, or what ships, if there is any; --memory beside it limits the
-    peak. --profile takes budgets that were decided before. Other targets are decided by the scores
-    of the prompt. The answer goes to stdout, what it took to stderr.
+    peak, and alone is the largest budget that fits. --profile takes budgets that were decided
+    before. Other targets are decided by the scores of the prompt. The answer goes to stdout, what
+    it took to stderr.
 
     Examples
     --------

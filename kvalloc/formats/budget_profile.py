@@ -524,7 +524,8 @@ class BudgetProfile(JsonRecord):
             or not 0 <= value < 2**63
         ):
             return ""  # a file may state anything
-        return size(value) if kind == "memory" else _TARGET_TEXTS[kind].format(value)
+        memory = value if kind == "memory" else self.requested.get("memory")
+        return size(memory) if isinstance(memory, int) else _TARGET_TEXTS[kind].format(value)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

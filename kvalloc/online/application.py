@@ -80,10 +80,11 @@ def apply(
 
     The first call for a model runs two tokens through its layers (`kvalloc.models.probe`).
     A budget is a share of the bytes of a cache at 16 bits a number. Alone it is kept by default
-    (`kvalloc.online.default`), with ``memory`` beside it in a way whose peak fits. Which way was
-    taken is logged (``kvalloc.online.default``, level INFO) and stands in
-    ``last_cache.profile.detail``. Whoever says how budgets are decided or entries are picked, such
-    as ``scorer="snapkv", solver="uniform"``, gets budgets decided for each prompt.
+    (`kvalloc.online.default`), with ``memory`` beside it in a way whose peak fits. ``memory`` alone
+    is the largest budget whose peak fits. Which way was taken is logged
+    (``kvalloc.online.default``, level INFO) and stands in ``last_cache.profile.detail``. Whoever
+    says how budgets are decided or entries are picked, such as ``scorer="snapkv",
+    solver="uniform"``, gets budgets decided for each prompt.
 
     Parameters
     ----------
@@ -97,9 +98,9 @@ def apply(
     policy, decode_every : optional
         As for `kvalloc.make_cache`.
     fitted : str or Path, optional
-        With a budget or a target loss alone: what ``kvalloc fit`` wrote for this model, so that one
-        read of a prompt is enough. By default the file that `kvalloc.fit` left in the cache folder
-        for these weights, or the one that ships for them.
+        With a budget, a memory or a target loss alone: what ``kvalloc fit`` wrote for this model,
+        so that one read of a prompt is enough. By default the file that `kvalloc.fit` left in the
+        cache folder for these weights, or the one that ships for them.
     across : {"rows"}, optional
         With a budget alone: the prompts of a batch share the bytes of all by their predicted
         losses, so that short ones get a larger share than long ones. What follows a prompt is kept

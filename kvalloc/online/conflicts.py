@@ -40,8 +40,8 @@ class Conflict(NamedTuple):
 
 
 _FITTED = (
-    "{0} goes with {option[budget]} or {option[target_loss]} and nothing else; leave it out, or "
-    "name the scorer 'surrogate' with its file"
+    "{0} goes with {option[budget]}, {option[memory]} or {option[target_loss]} and nothing else; "
+    "leave it out, or name the scorer 'surrogate' with its file"
 )
 
 CONFLICTS = (
@@ -92,7 +92,7 @@ CONFLICTS = (
         ("metric",), "{0} is for {1}; every task has a metric of its own", without=("prompts",)
     ),
     Conflict(("fitted",), _FITTED, beside=(*DECIDING, "profile", "policy")),
-    Conflict(("fitted",), _FITTED, without=("budget", "target_loss")),
+    Conflict(("fitted",), _FITTED, without=("budget", "target_loss", "memory")),
     Conflict(
         ("across",),
         "{0} shares a budget among the rows of a batch by what was fitted to the model; it goes "

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting.costs import plain_bytes
+from kvalloc.accounting.costs import full_bytes, plain_bytes, reading_bytes
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -30,7 +32,10 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
 from kvalloc.units import bytes_text, parse_share, share_text, size
 
-_TARGETS = {"budget", "target_loss"}
+_TARGETS = {"budget", "target_loss", "memory"}
+_PARTS = 100_000
+"""Of these a share is so many, where the largest one that fits is looked for."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -42,6 +47,7 @@ class Default:
     ----------
     share : float, optional
         Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
+        Without it, and without a loss, it is the largest one whose peak fits in the memory.
     target_loss : float, optional
         Instead of a share: the least one that is predicted to lose no more, nats per token.
     options : CacheOptions
@@ -50,15 +56,18 @@ class Default:
         the model; a policy is not taken.
     """
 
-    share: float = 1.0
+    share: float | None = None
     target_loss: float | None = None
     options: CacheOptions = CacheOptions()
+    alone: bool = False
+    """Whether the memory says the share, of which a growing conversation gets less and less."""
 
     @staticmethod
     def applies(**given: object) -> bool:
-        """Return whether a budget or a loss alone is given, with or without memory and file."""
+        """Return whether a budget, a loss or a memory is given, and nothing else but a file."""
         named = {name for name, value in given.items() if value is not None and value is not False}
-        return len(named & _TARGETS) == 1 and named <= _TARGETS | {"memory", "fitted"}
+        one = bool(named & _TARGETS) and not {"budget", "target_loss"} <= named
+        return one and named <= _TARGETS | {"fitted"}
 
     @classmethod
     def parse(
@@ -78,7 +87,8 @@ class Default:
         if target_loss is not None:
             request = Request.parse(target_loss=target_loss)
             return cls(target_loss=float(request.target.value), options=options or CacheOptions())
-        return cls(share=parse_share(budget), options=options or CacheOptions())
+        share = None if budget is None else parse_share(budget)
+        return cls(share=share, options=options or CacheOptions())
 
     def cache(self, model: Any, size: PromptSize = UNKNOWN) -> BudgetCache:
         """Make a cache for one prompt, each of whose rows is served by what it is itself.
@@ -99,6 +109,9 @@ class Default:
         if self.target_loss is not None:
             share = self._least_share(shape_of(model), self.target_loss, size)
             return replace(self, share=share, target_loss=None).cache(model, size)
+        if self.share is None:
+            share = self._largest_share(shape_of(model), size)
+            return replace(self, share=share, alone=True).cache(model, size)
         setting, tokens = self.setting(shape_of(model), rotates=rotates_halves(model)), size.tokens
 
         def way_of(setting: Setting, length: int | None) -> Way:
@@ -121,23 +134,57 @@ class Default:
             profile = way.profile(max(alike))
             share = way.setting.share
             read = Rows(max(alike), len(alike), tokens, size.chunked)
-            text = _text(profile, way, alike, read)
-            text += way.advice(max(alike))
+            text = _text(profile, way, alike, read) + way.advice(max(alike))
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
             _LOG.info(text)
             requested = {**profile.requested, "value": share}
+            if self.alone:
+                requested["memory"] = self.options.memory
             profile = profile.replace(requested=requested, detail=text)
             memory = self.options.memory and self.options.memory * len(rows) // len(lengths)
             options = replace(self.options, by_layer=way.by_layer, memory=memory)
             longer = way.longer()
             if longer is not None:  # of the same request
                 longer = longer.replace(requested=requested, detail=text)
+            within = partial(_profile_within, way.setting, requested, text)
             cache = build_cache(
-                model, profile, options, prompt_tokens=size.announced, longer=longer
+                model,
+                profile,
+                options,
+                prompt_tokens=size.announced,
+                longer=longer,
+                within=within if self.alone else None,
             )
             caches.append((rows, cache))
         return caches[0][1] if len(caches) == 1 else BudgetCache.joined(caches)
+
+    def _largest_share(self, shape: ModelShape, size: PromptSize) -> float:
+        """Return the largest share of a prompt whose peak fits in the memory."""
+        if (columns := size.tokens) is None:
+            return 1.0
+        memory, lengths = self.options.memory or 0, size.lengths or (columns,)
+        setting, rows, longest = self.setting(shape), len(lengths), max(*lengths, 1)
+        read, whole = Rows(longest, rows, columns, size.chunked), rows * full_bytes(shape, longest)
+        # decided budgets fill their share, and values are fitted in float32
+        wide = replace(shape, dtype_bytes=max(shape.dtype_bytes, 4))
+        beside = reading_bytes(wide, columns, rows) - reading_bytes(shape, columns, rows)
+
+        def unfilled(part: int) -> float:  # below 0: too short for the share, and kept whole
+            early = Early(setting=replace(setting, share=part / _PARTS))
+            return part / _PARTS - early.profile(longest).share_at(longest) + 1e-9
+
+        def over(part: int, *, decided: bool) -> bool:
+            needs = unfilled(part) * whole + beside if decided and part < _PARTS else 0
+            early = Early(setting=replace(setting, share=part / _PARTS))
+            return unfilled(part) >= 0 and early.peak_bytes(read) + needs > memory
+
+        for decided in (True, False)[setting.file is None or size.chunked :]:
+            parts = range(1, _PARTS + 1)
+            part = bisect.bisect_left(parts, True, key=partial(over, decided=decided))
+            if part and unfilled(part) >= 0:
+                return part / _PARTS
+        return (part + 1) / _PARTS  # the least share, which is refused with what it needs
 
     def _least_share(self, shape: ModelShape, loss: float, size: PromptSize) -> float:
         """Return the least share that is predicted to lose no more at a prompt's length."""
@@ -170,7 +217,7 @@ class Default:
             )
         setting = Setting(
             shape=shape,
-            share=self.share,
+            share=self.share or 1.0,
             file=file,
             rotates=rotates,
         )
@@ -197,14 +244,25 @@ class Default:
         if min(needs) > memory:
             n_rows = len(lengths)
             in_rows = f" in {n_rows} rows" if n_rows > 1 else ""
+            smaller = "or" if self.alone else "a smaller budget or"
             full = max(needs[0], plain_bytes(ways[0].setting.shape, tokens, n_rows))
             raise InputError(
                 f"{option('memory', bytes_text(memory))} is {size(memory)}, but a prompt of "
                 f"{tokens:,} tokens{in_rows} needs {size(full)} where its full cache is held, and "
                 f"{size(min(needs))} where it is evicted while it is read (the budget, and one "
-                "layer in full); give more, a smaller budget or a shorter prompt"
+                f"layer in full); give more, {smaller} a shorter prompt"
             )
         return groups if needs[0] <= memory else early
+
+
+def _profile_within(
+    setting: Setting, requested: dict[str, Any], text: str, share: float, tokens: int
+) -> BudgetProfile:
+    """Return the budgets by which a conversation of so many tokens goes at a share."""
+    way = chosen_way(replace(setting, share=share), tokens)
+    if not isinstance(way, Decided | Whole):
+        way = Early(setting=way.setting)
+    return way.profile(tokens).replace(requested={**requested, "value": share}, detail=text)
 
 
 def _settings_of_rows(setting: Setting, lengths: Sequence[int]) -> list[Setting]:

@@ -156,7 +156,8 @@ class BudgetCache(Cache, hooks.HookedCache):
     @property
     def longer_profile(self) -> BudgetProfile | None:
         """By whose budgets the conversation will go once it is longer; None where it goes on."""
-        return None if self._prompt.is_long else self._prompt.plan.longer
+        prompt = self._prompt
+        return prompt.plan.longer if prompt.profile is prompt.plan.profile else None
 
     @property
     def decision_seconds(self) -> float | None:

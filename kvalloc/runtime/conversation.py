@@ -78,11 +78,10 @@ def settle(prompt: Prompt) -> None:
         return
     tokens = row_tokens(arrival.visible)
     idle = row_tokens(arrival.visible[:, arrival.settled :]) == 0
-    grown = not idle.any() and prompt.grown(int(tokens.min()))
+    left = None if every.memory is None else every.memory - _following_bytes(prompt, every)
+    grown = not idle.any() and prompt.grown(int(tokens.min()), left)
     budgets = np.maximum(arrival.budgets(tokens), policy.protected_tokens)
-    if every.memory is not None:
-        most = np.maximum(budgets, tokens[:, None, None]) if prompt.profile.fits_a_peak else budgets
-        left = every.memory - _following_bytes(prompt, every, most)
+    if left is not None:
         budgets = _within(left, budgets, tokens, prompt)
     else:
         budgets = _filled(budgets, tokens, prompt)
@@ -91,7 +90,8 @@ def settle(prompt: Prompt) -> None:
     shown = [arrival.visible[:, prompt.n_seen - own :] for own in dense]
     new = np.stack([row_tokens(own) for own in shown], axis=1)[:, :, None]
     kept, room = prompt.stored_counts()[:, full] - np.array(dense)[:, None], budgets[:, full]
-    alone = _new_alone(prompt, room, kept, new, tokens, idle)
+    # entries of other budgets have other widths
+    alone = idle if grown else _new_alone(prompt, room, kept, new, tokens, idle)
     rest = alone[:, None, None]
     there, room = np.where(rest, new, kept + new), room - np.where(rest, kept, 0)
     least = np.where(rest, policy.window, policy.protected_tokens)
@@ -108,6 +108,7 @@ def settle(prompt: Prompt) -> None:
         for i, index in enumerate(full)
         if shared
         or index in prompt.plan.rounded
+        or index in prompt.bits
         or grown
         or (targets[:, i] < there[:, i]).any()
         or not shown[i].all()
@@ -215,6 +216,8 @@ def _within(memory: int, budgets: IntArray, tokens: IntArray, prompt: Prompt) ->
     result, profile = budgets.copy(), prompt.profile
     full, shape = list(profile.shape.full_layers), profile.shape
     bits = profile.widths[full]
+    if not prompt.bits:  # nothing is rounded: entries are as the model makes them
+        memory = memory * shape.bytes_per_entry // shape.plain_bytes_per_entry
     for row, own in enumerate(budgets[:, full]):
         if profile.fits_a_peak:
             own = np.minimum(own * tokens[row] // max(own.min(), 1), tokens[row])
@@ -244,19 +247,11 @@ def _due(prompt: Prompt, every: Settlement) -> int:
     return settled + every.interval(settled, prompt.token_bytes)
 
 
-def _following_bytes(prompt: Prompt, every: Settlement, most: IntArray) -> int:
-    """Return what is taken beside the entries: by sliding layers, what follows, and lists of tiles.
-
-    Parameters
-    ----------
-    prompt : Prompt
-    every : Settlement
-    most : ndarray of int64, (batch, n_layers, n_kv_heads)
-        Entries that are kept, at most.
-    """
+def _following_bytes(prompt: Prompt, every: Settlement) -> int:
+    """Return what is taken beside entries: by sliding layers, what follows, and lists of tiles."""
     slid = (layer for layer in prompt.layers if not isinstance(layer, BudgetLayer))
     tokens = every.interval(prompt.n_seen, prompt.token_bytes)
     taken: int = sum(own.nbytes for layer in slid for own in layer_tensors(layer))
     if prompt.budget_layers[0].keys.is_cuda:  # where a kernel reads by lists
-        taken += WORK_BYTES * most.size
+        taken += WORK_BYTES * max(prompt.batch, 1) * prompt.profile.budgets.size
     return taken + tokens * prompt.token_bytes

@@ -17,7 +17,7 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.options import CacheOptions
-from kvalloc.runtime.plan import Plan
+from kvalloc.runtime.plan import Plan, Within
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.shape import ModelShape
@@ -122,6 +122,7 @@ def build_cache(
     prompt_tokens: int | None = None,
     decide: Decide | None = None,
     longer: BudgetProfile | None = None,
+    within: Within | None = None,
 ) -> BudgetCache:
     """Make a cache as `make_cache` does, from options as they travel inside kvalloc.
 
@@ -136,6 +137,9 @@ def build_cache(
     longer : BudgetProfile, optional
         Budgets of a longer text, by which a conversation goes once it is long enough for their
         share to hold.
+    within : callable, optional
+        Given a share and a number of tokens, returns the budgets by which a conversation goes that
+        outgrows the memory of the options; by those it has, made smaller, without it.
     """
     warn_if_untested()
     profile, model = options.with_policy(profile), uncompiled(model)
@@ -146,5 +150,5 @@ def build_cache(
     for policy in profile.policies:
         policy_of(policy).scorer.check_model(shape, allow_other_model=other)
     layers = make_layers(model, shape)
-    plan = Plan(profile, model, options, decide=decide, longer=longer)
+    plan = Plan(profile, model, options, decide=decide, longer=longer, within=within)
     return BudgetCache([Prompt(plan, layers, prompt_tokens)])

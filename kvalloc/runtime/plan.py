@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 from torch import nn
@@ -17,6 +18,8 @@ from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.repetition import Wanted
 from kvalloc.runtime.schedule import Schedule, layer_groups, schedule_of
 from kvalloc.shape import HALF_BYTES
+
+Within = Callable[[float, int], BudgetProfile]
 
 
 class Plan:
@@ -41,8 +44,8 @@ class Plan:
         The same of layers that are rounded to 16 bits before, where anything is evicted.
     longer : BudgetProfile or None
         Budgets of a longer text, by which a conversation goes once their share holds.
-    longer_bits : mapping
-        The same as `bits` of these.
+    within : callable or None
+        Gives the profile of a share and a length, for a conversation that outgrows the memory.
     groups : Groups
         Layers that keep the same entries; most are alone.
     rounded : frozenset of int
@@ -68,6 +71,7 @@ class Plan:
         *,
         decide: Decide | None,
         longer: BudgetProfile | None = None,
+        within: Within | None = None,
     ) -> None:
         self.policy, tokens = policies_of(profile), options.decode_every
         counts = tokens is None or (type(tokens) is int and tokens >= 1)
@@ -84,8 +88,7 @@ class Plan:
         self.bits = {own: widths[own] for own in full if every or (widths[own] != 16).any()}
         halves = {layer: np.full_like(own, 16) for layer, own in self.bits.items()}
         self.halves = halves if wide else {}
-        self.longer = longer
-        self.longer_bits = {} if longer is None else {own: longer.widths[own] for own in full}
+        self.longer, self.within = longer, within
         self.groups = layer_groups(profile)
         together = (group for group in self.groups if not self.bits.keys().isdisjoint(group))
         self.rounded = frozenset(layer for group in together for layer in group)

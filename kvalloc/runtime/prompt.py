@@ -32,6 +32,10 @@ from kvalloc.runtime.tail import BLOCK_TOKENS
 from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers.base import awaited_tokens, repetitions
 
+REFIT = 0.8
+"""Where the memory leaves so much less than the share that the budgets were decided for, others are
+decided: fewer entries at fewer bits lose less than the same bits of still fewer entries."""
+
 
 class Prompt:
     """Follows one prompt of a cache after the other, of rows that are kept in one way.
@@ -66,6 +70,8 @@ class Prompt:
         When entries go of it and of what follows.
     profile : BudgetProfile
         Whose budgets hold: decided ones, where all rows have the same.
+    bits : mapping
+        Widths of each layer's KV heads by which entries are rounded; see `Plan`.
     decision_seconds : float or None
         What deciding took; None where nothing was decided.
     forward : Forward or None
@@ -91,6 +97,7 @@ class Prompt:
         """Get ready for a new prompt."""
         self.arrival.forget()
         self.profile = self.arrival.profile = self.plan.profile
+        self.bits = self.plan.bits
         self.schedule = self.plan.schedule(in_chunks=False)
         self.decision_seconds: float | None = None
         self.forward: Forward | None = None
@@ -106,17 +113,29 @@ class Prompt:
 
     # How far it has come
 
-    @property
-    def is_long(self) -> bool:
-        """Whether the budgets that hold are those of a longer text."""
-        return self.profile is self.plan.longer
+    def grown(self, tokens: int, left: int | None) -> bool:
+        """Go by the budgets of a longer text from now on, if those that hold do not suit it.
 
-    def grown(self, tokens: int) -> bool:
-        """Go by the budgets of a longer text from now on, if its share holds at so many tokens."""
-        longer = self.plan.longer
-        if longer is None or self.is_long or longer.share_at(tokens) > (longer.asked_share or 0):
-            return False
+        Parameters
+        ----------
+        tokens : int
+            Tokens seen, of the shortest row.
+        left : int or None
+            Bytes that the memory leaves for them in all rows; None without one.
+        """
+        own, longer = self.profile, self.plan.longer
+        if left is None:  # the share of a short text holds a little later
+            if longer is None or longer is own or longer.share_at(tokens) > longer.asked_share:
+                return False
+        else:
+            within, shape = self.plan.within, own.shape
+            wider = shape.plain_bytes_per_entry / shape.bytes_per_entry
+            share = left * wider / max(self.token_bytes * tokens, 1)
+            if within is None or share > (REFIT * (own.asked_share or 0) if self.bits else wider):
+                return False
+            longer = within(max(min(share, 0.999), 1e-6), tokens)
         self.profile = self.arrival.profile = longer
+        self.bits = {index: longer.widths[index] for index in own.shape.full_layers}
         return True
 
     @property
@@ -396,7 +415,7 @@ class Prompt:
         seen = {
             "visible": self.arrival.visible,
             "remember": self.goes_on_observing,
-            "bits": self.plan.longer_bits if self.is_long else self.plan.bits,
+            "bits": self.bits,
         }
         own = self.profile.policy
         return Eviction(policy=policy, sinks=own.sinks, window=own.window, **{**seen, **event})

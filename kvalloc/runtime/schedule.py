@@ -105,4 +105,5 @@ def schedule_of(
     whole = policy.holds and (in_chunks or bool(profile.share_groups))
     holds = bool(later) or whole or (profile.by_prompt and not options.by_layer)
     every = Settlement(tokens=options.decode_every, memory=options.memory)
-    return Schedule(holds, awaited_tokens(later), every if profile.reduces else None)
+    goes = profile.reduces or options.memory is not None
+    return Schedule(holds, awaited_tokens(later), every if goes else None)

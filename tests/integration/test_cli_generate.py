@@ -92,7 +92,7 @@ def test_one_prompt_has_one_share_wherever_it_is_shown(models, folder):
     [
         (("--budget", "40%", "--solver", "greedy"), "40.0% (retention 0."),
         (("--budget-tokens", 40), "40 entries a head (retention 0."),
-        (("--memory", "30KiB"), "30.00 KiB (retention 0."),
+        (("--memory", "30KiB", "--solver", "greedy"), "30.00 KiB (retention 0."),
         (("--target-retention", "70%"), "retention 0.7 (retention 0.7"),
     ],
 )

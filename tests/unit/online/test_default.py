@@ -11,6 +11,7 @@ from prompt_runs import generate
 from transformers import CohereConfig, CohereForCausalLM
 
 import kvalloc
+from kvalloc import units
 from kvalloc.accounting.costs import POSITION_BYTES, entries_in_share, plain_bytes, stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -279,7 +280,7 @@ def test_a_fitted_file_is_of_one_model_and_goes_with_a_budget(tiny, model, fitte
     assert early.profile.policy.scorer == "surrogate"
     assert early.profile.by_prompt
     for other in ({"target_retention": 0.9}, {"budget": "20%", "scorer": "snapkv"}):
-        with pytest.raises(InputError, match="fitted goes with budget or target_loss"):
+        with pytest.raises(InputError, match="fitted goes with budget, memory or target_loss"):
             kvalloc.apply(model, fitted=fitted_file, **other)
     with pytest.raises(kvalloc.KVAllocError, match="is for tiny with head_dim 16"):
         Default.parse("20%", options).cache(tiny.tiny_model(head_dim=32), PromptSize(tokens=TOKENS))
@@ -370,3 +371,38 @@ def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file)
     rows = run(model, tiny.prompt(TOKENS, 2), budget="20%", fitted=fitted_file)
     assert "as solved from" in rows.profile.detail
     assert 0.16 < share_of(rows, 2) <= 0.2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("fits", ["fitted", "not fitted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_alone_is_the_largest_budget_whose_peak_fits(
+    tiny, model, fitted_file, dtype, fits, rows, chunked
+):
+    model, found = model.to(dtype), []
+    options = CacheOptions(fitted=str(fitted_file) if fits == "fitted" else None)
+    size = PromptSize(tokens=TOKENS, lengths=(TOKENS,) * rows, chunked=chunked)
+    plain = plain_bytes(shape_of(model), TOKENS, rows)
+    for part in (0.35, 0.5, 0.8, 1.4):
+        within = replace(options, memory=int(part * plain))
+        profile = Default.parse(options=within).cache(model, size).profile
+        share = profile.requested["value"]
+        found.append(share)
+        assert profile.target_text == units.size(within.memory)
+        alike = Default.parse(share, within).cache(model, size).profile
+        assert (alike.budgets == profile.budgets).all()
+        assert (alike.widths == profile.widths).all()
+        if share < 1 and (dtype == torch.float32 or fits != "fitted"):  # else fewer, but decided
+            with pytest.raises(InputError, match="needs"):
+                Default.parse(min(share + 0.05, 1), within).cache(model, size)
+        if share < 1 and fits == "fitted" and not chunked and part > 0.6:
+            assert isinstance(profile.predicted_loss, float)
+    assert found == sorted(found)
+    assert found[-1] == 1
+    assert not profile.reduces
+
+
+def test_memory_alone_is_refused_where_not_even_sinks_and_window_fit(tiny, model):
+    with pytest.raises(InputError, match="memory='2KiB' .* needs .*; give more, or a shorter"):
+        run(model, tiny.prompt(TOKENS), memory="2KiB")

@@ -96,7 +96,13 @@ def test_a_conversation_goes_by_the_budgets_of_a_longer_text_once_their_share_ho
     assert cache.profile is short
 
 
-@pytest.mark.parametrize("asked", [{}, {"budget": "60%"}, {"budget": "60%", "rows": 3}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({}, {"rows": 3}, {"budget": "60%"}, {"budget": "60%", "rows": 3}),
+        *({"budget": "100%"}, {"scorer": "snapkv"}),
+    ],
+)
 def test_memory_is_never_exceeded(model, tmp_path, asked):
     """Read from the storages after every layer of every forward; a turn may be larger than it."""
     asked = dict(asked)
@@ -116,14 +122,31 @@ def test_memory_is_never_exceeded(model, tmp_path, asked):
             text = generate(model, text, past_key_values=cache, max_new_tokens=20)
             cache = cache or applied.last_cache
             assert largest <= limit, turn
+            if turn == 3 and not asked:  # a loaded one knows no other budgets
+                cache.save(tmp_path / "c.safetensors")
+                cache = applied.last_cache = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+                assert cache.options.memory == limit
             assert cache.get_seq_length() == text.shape[1] - 1
     assert largest > limit * 0.9
     assert cache.share < 0.5
-    if not asked:
-        cache.save(tmp_path / "c.safetensors")
-        assert kvalloc.load_cache(tmp_path / "c.safetensors", model).options.memory == limit
     for hook in hooks:
         hook.remove()
+
+
+def test_a_conversation_that_outgrows_its_memory_keeps_more_entries_at_fewer_bits(model):
+    """A plain cache while that fits; then budgets are decided for what the memory leaves."""
+    text, cache, widths = tiny.prompt(40), None, []
+    with kvalloc.apply(model, memory="120KiB") as applied:
+        model(text, use_cache=True)
+        assert not applied.last_cache.profile.reduces
+        for turn in range(8):
+            text = generate(model, said(text, turn), past_key_values=cache)
+            cache = cache or applied.last_cache
+            widths.append(int(cache.profile.widths.max()))
+    assert (widths[0], widths[-1]) == (8, 5)
+    assert widths == sorted(widths, reverse=True)
+    assert {part.bits for part in cache.layers[0].entries.parts} == {5}
+    assert cache.retained_bytes > 0.6 * 120 * 1024
 
 
 def test_a_turn_that_memory_does_not_take_whole_is_read_as_its_pieces_are(model):
