@@ -27,7 +27,7 @@ from kvalloc.units import gap_text
 TOLERANCE = 1e-9
 """Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
 
-BOUND = "bound"
+BOUND, SCORES = "bound", "score profile digest"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Pat
     objective, written = problem.objective(choice), _objective_text(request, problem)
     return [
         Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
-        _equal("score profile digest", profile.score_digest, scores.digest),
+        _equal(SCORES, profile.score_digest, scores.digest),
         Check(
             "budgets are options",
             f"{is_option.size} budgets",

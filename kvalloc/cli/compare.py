@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @takes(RequestOptions)
 def compare(
     scores: Path,
+    *,
     solver: list[str] | None = None,
     average: str = "curves",
     time_limit: float | None = None,

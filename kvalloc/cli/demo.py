@@ -37,6 +37,7 @@ FULL, QUICK = (4, 2, 1500), (1, 1, 240)
 
 @takes()
 def demo(
+    *,
     output: Annotated[Path, Option("FOLDER")] = Path("demo-output"),
     samples: Annotated[int | None, Option("N", least=1)] = None,
     seed: Annotated[int, Option("N", least=0)] = 0,

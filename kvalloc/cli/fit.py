@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvalloc.cli.measuring import PromptOptions, measure
 from kvalloc.cli.options import EngineFlags, ModelFlags, takes
-from kvalloc.cli.output import print_result
+from kvalloc.cli.output import note, print_result
 from kvalloc.measure.scorer_fitting import FitOptions
 from kvalloc.report.wording import fitted_fields
 from kvalloc.units import Option
@@ -47,9 +49,13 @@ def fit(
     from kvalloc.online.fitting import fit as measured_model
 
     given |= {"output": output, "resume": resume}
+    function = partial(measured_model, notify=note)
     fitted, facts, shown = measure(
-        measured_model, FitOptions, model, given, per_kind=EACH_KIND, by_tasks=None
+        function, FitOptions, model, given, per_kind=EACH_KIND, by_tasks=None, unit="prompts"
     )
+    words = ["kvalloc", "generate", model, "--budget", "20%", "--prompt-file", "prompt.txt"]
+    words += [] if output is None else ["--fitted", str(output)]
+    shown["next"] = shlex.join(words)
     names = "samples context_tokens ridge r_squared text_description set_aside"
     stated = {name: getattr(fitted.surrogate, name) for name in names.split()}
     stated |= {"model": fitted.shape.model_id, "errors": fitted.scores.record()["errors"]}

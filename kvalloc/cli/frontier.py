@@ -23,6 +23,7 @@ BESIDE_TARGET = [name for name in RequestOptions.__annotations__ if name not in 
 @takes(RequestOptions, only={RequestOptions: BESIDE_TARGET})
 def frontier(
     scores: Path,
+    *,
     points: Annotated[int, Option("N", least=2)] = 16,
     solver: str = "auto",
     time_limit: float | None = None,

@@ -20,7 +20,7 @@ _PLUGINS = {
 
 
 @takes()
-def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
+def list(what: Literal["solvers", "scorers", "policies", "profiles"] | None = None) -> None:
     """List the installed solvers, scorers or policies, or the budget profiles.
 
     Plug-ins of other packages are listed too, each with its options. Profiles are those that ship
@@ -30,14 +30,18 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
     Parameters
     ----------
     what : str
-        What to list.
+        What to list; the names of all without it.
 
     Examples
     --------
+    kvalloc list
     kvalloc list solvers
     kvalloc list policies --json
     kvalloc list profiles
     """
+    if what is None:
+        _everything()
+        return
     if what == "profiles":
         _profiles()
         return
@@ -47,6 +51,16 @@ def list(what: Literal["solvers", "scorers", "policies", "profiles"]) -> None:
         require_run_packages()
     base, option = _PLUGINS[what]
     _show_plugins(f"kvalloc.{what}", resolve_name(base), option)
+
+
+def _everything() -> None:
+    from kvalloc.formats import shipped_profiles as shipped
+
+    listed = {kind: [*names(f"kvalloc.{kind}")] for kind in _PLUGINS}
+    fitted = (*shipped.shipped_fitted(), *map(str, shipped.fitted_files()))
+    listed |= {"profiles": [*shipped.shipped_profiles()], "fitted files": [*fitted]}
+    print_result(listed, {kind: ", ".join(some) for kind, some in listed.items()}, always=True)
+    note("what each is: kvalloc list solvers", beside_json=False)
 
 
 def _profiles() -> None:

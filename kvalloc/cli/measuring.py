@@ -64,6 +64,7 @@ def measure(
     *,
     per_kind: int,
     by_tasks: bool | None = True,
+    unit: str = "layers",
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """Measure a model on the texts or prompts that the user names.
 
@@ -82,6 +83,8 @@ def measure(
     by_tasks : bool
         Make prompts by tasks where the user names no text; otherwise take texts that ship. None
         leaves it to `function`.
+    unit : str
+        What `function` counts.
 
     Returns
     -------
@@ -107,8 +110,7 @@ def measure(
         texts = prompts(loaded.tokenizer)
         if made:
             wanted["samples"] = len(texts or ())
-        # losses are counted as the layers of a prefill that take as long
-        with ProgressBar("measuring", unit="layers") as progress:
+        with ProgressBar("measuring", unit=unit) as progress:
             measured = function(
                 loaded.model,
                 loaded.tokenizer,

@@ -147,7 +147,7 @@ def takes(
 
     A flag is named, typed and grouped as its parameter or field is; its help and its default are
     those of a numpydoc docstring: the function's own, or `Common`'s, or that of ``options``. A
-    parameter without a default is an argument, or a required flag where it is keyword-only.
+    parameter that is not keyword-only is an argument; one without a default is required.
 
     Parameters
     ----------
@@ -176,11 +176,9 @@ def takes(
         parameters = inspect.signature(command).parameters.values()
         named = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
         required = {name for name, one in named.items() if one.default is one.empty}
-        places = {
-            name for name in required if named[name].kind is not inspect.Parameter.KEYWORD_ONLY
-        }
+        places = {name for name, one in named.items() if one.kind is not _KEYWORD}
         flags = {name: _flag(name, hints[name], helps, argument=name in places) for name in named}
-        first = {name: flags[name] for name in named if name in required}
+        first = {name: flags[name] for name in named if name in required | places}
         always = {name: _flag(name, bool, helps) for name in _ALWAYS}
         defaults = {name: one.default for name, one in named.items()} | dict.fromkeys(always, False)
 

@@ -44,6 +44,7 @@ class MeasureFlags(TypedDict, total=False):
 @takes(RequestOptions, MeasureFlags, ModelFlags)
 def solve(
     scores: list[str],
+    *,
     solver: str = "auto",
     average: str = "curves",
     time_limit: float | None = None,

@@ -41,7 +41,7 @@ def verify(profile: str, scores: list[str]) -> None:
     kvalloc verify p.json s.safetensors --json
     kvalloc verify folder a.safetensors b.safetensors
     """
-    from kvalloc.allocation.audit import is_proven
+    from kvalloc.allocation.audit import SCORES, is_proven
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of
 
@@ -50,7 +50,7 @@ def verify(profile: str, scores: list[str]) -> None:
         profiles = [str(Path(profile) / f"{Path(one).stem}.json") for one in scores]
     elif (kind_of(profile), kind_of(scores[0])) == ("score profile", "budget profile"):
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores[0]} {profile}")
-    pairs = zip(profiles, scores, strict=True)
+    pairs = [*zip(profiles, scores, strict=True)]
     groups = [(Path(its).stem, recompute(one, its)) for one, its in pairs]
     if several := len(profiles) > 1:
         from kvalloc.allocation.pool import verify_pool
@@ -65,6 +65,9 @@ def verify(profile: str, scores: list[str]) -> None:
     proven = passed and all(is_proven(checked) for _, checked in groups)
     facts = {"passed": passed, "proven": proven, "checks": checks}
     print_result(facts, lambda: _show(checks))
+    for (one, its), (_, checked) in zip(pairs, groups, strict=False):
+        if not next(check.passed for check in checked if check.name == SCORES):
+            note(f"{one} was not decided from {its}, so this is the wrong pair of files")
     if not passed:
         raise typer.Exit(NOT_TRUE)
     if not proven:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Unpack
 
 import numpy as np
@@ -32,7 +33,7 @@ from kvalloc.online.solved import SINKS, WIDTHS, WINDOW, solve_share
 from kvalloc.online.solving import loss_summary
 from kvalloc.prompts.calibration import KINDS, calibration_prompts
 from kvalloc.prompts.texts import Document, Prompt
-from kvalloc.units import keywords_of
+from kvalloc.units import duration, keywords_of
 
 EACH_KIND = 4
 """Prompts of each kind that are made to fit the surrogate."""
@@ -54,6 +55,7 @@ def fit(
     output: str | Path | None = None,
     resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    notify: Callable[[str], None] | None = None,
     model_id: str | None = None,
     **options: Unpack[FitOptions],
 ) -> FittedModel:
@@ -83,7 +85,9 @@ def fit(
     resume : bool
         Go on with what an earlier, killed call left there.
     progress : callable, optional
-        Called with (layers done, layers in all).
+        Called with (prompts done, prompts in all).
+    notify : callable, optional
+        Called once with a line that says how long it takes, as measured on the first prompt.
     model_id : str, optional
         Instead of what the model's config says.
     **options
@@ -116,16 +120,25 @@ def fit(
     }
     layers = len(facts.shape.full_layers)
     each = (2 * layers, layers * (2 + len(WIDTHS)), layers * (1 + len(ERROR_SHARES)))
-    steps = [
-        len(one.samples) * work for one, work in zip((second, losses, others), each, strict=True)
-    ]
+    prompts = [len(one.samples) for one in (second, losses, others)]
+    begun, unsaid = perf_counter(), [] if resume else [notify]  # what is resumed takes less
 
-    def stage(number: int) -> Callable[[int, int], None] | None:
+    def stage(number: int) -> Callable[[int, int], None]:
         """Return the progress of one stage within that of the job."""
-        if progress is None:
-            return None
-        before, own = sum(steps[:number]), steps[number]
-        return lambda done, total: progress(before + own * done // max(total, 1), sum(steps))
+
+        def count(done: int, total: int) -> None:
+            measured = prompts[number] * done // max(total, 1)
+            if measured and unsaid and (say := unsaid.pop()) is not None:
+                a_prompt = (perf_counter() - begun) / measured / each[0]
+                seconds = a_prompt * sum(n * work for n, work in zip(prompts, each, strict=True))
+                say(
+                    f"measuring takes about {duration(seconds)}: {sum(prompts)} prompts through "
+                    f"{layers} layers"
+                )
+            if progress is not None:
+                progress(sum(prompts[:number]) + measured, sum(prompts))
+
+        return count
 
     with Checkpoint(output, record, resume=resume) as kept:
         fitting = SurrogateFit(shape=facts.shape, samples=second, context=context)

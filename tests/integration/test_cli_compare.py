@@ -136,3 +136,4 @@ def test_verify_says_what_holds(files):
     assert {"objective", "bound", "retention"} <= {check["name"] for check in report["checks"]}
     ran = run("verify", files / "greedy.json", files / "others.safetensors")
     assert (ran.code, "WRONG  score profile digest" in ran.out) == (1, True)
+    assert "others.safetensors, so this is the wrong pair of files" in ran.err

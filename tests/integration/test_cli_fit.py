@@ -1,16 +1,29 @@
 """``kvalloc fit`` on tiny models: from an empty cache folder to prompts that are read once."""
 
+import re
+import shlex
+
 from cli_tools import generate_arguments, refused, run
 
+from kvalloc.cli.progress import ProgressBar
 
-def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here):
+
+def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypatch):
     """Two commands, the second of which does not name the file."""
+    counted = []
+    monkeypatch.setattr(ProgressBar, "__call__", lambda bar, *now: counted.append(now))
     text = ("--text", folder / "text.txt", "--context", 64, "--samples", 4)
     ask = ("generate", models / "tiny", "--budget", "40%", "--prompt-file", folder / "prompt.txt")
     before = run(*ask).err
     assert "reads the prompt twice" in before
     assert "'kvalloc fit' once, and one read does, 1.2 times a plain prefill" in before
     said = run("fit", models / "tiny", *text)
+    (prompts,) = re.findall(r"measuring takes about .* s: (\d+) prompts through 3 layers", said.err)
+    assert counted == sorted(counted)
+    assert counted[-1] == (int(prompts), int(prompts))
+    command = shlex.split(re.findall(r"next +kvalloc (.*)", said.out)[0])
+    monkeypatch.chdir(folder)
+    assert "as solved from" in run(*command).err
     (file,) = fitted_here.iterdir()
     assert str(file) in said.out
     assert file.name.startswith("tiny-")

@@ -46,7 +46,6 @@ KINDS = "expected a score profile or a budget profile or an evaluation or a fitt
 REFUSED = {
     "": {
         "sovle": "no command 'sovle' | 'solve' | kvalloc --help",
-        "list": "solvers|scorers|policies|profiles",
         "list solver": "'solver' is not one of 'solvers', 'scorers'",
         "list solvers -q -v": "--quiet and --verbose contradict",
         "inspect a b": "b | kvalloc inspect --help",

@@ -251,6 +251,14 @@ def test_a_broken_plugin_is_listed_with_its_reason(broken, command, one):
     assert "cannot be used" in shown.out
 
 
+def test_list_alone_lists_the_names_of_all():
+    listed = run("list", "--json").json
+    assert [*listed] == ["solvers", "scorers", "policies", "profiles", "fitted files"]
+    shown = run("list")
+    for kind, some in listed.items():
+        assert f"{kind:<12}  {', '.join(some)}\n" in shown.out
+
+
 def test_options_are_listed_with_their_defaults():
     rows = {row["name"]: row for row in run("list", "solvers", "--json").json}
     assert rows["pyramid"]["options"] == {"beta": 20.0}
