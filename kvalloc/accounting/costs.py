@@ -60,7 +60,7 @@ VALUE_BLOCK_CHANNELS = 64
 """Channels of one value vector that share a scale and a minimum."""
 
 SCALE_BYTES = 2
-"""A scale or a minimum, float16."""
+"""A scale or a minimum, float16 or bfloat16."""
 
 POSITION_BYTES = 4
 """Of an entry's place in the prompt, int32."""

@@ -309,7 +309,7 @@ class _Contents:
         if bits != 16:
             widths = packed_row_bytes(bits, dim)
             blocks = int((-(-counts // KEY_BLOCK_TOKENS)).sum())
-            self._take(f"{prefix}key_scales", "float16", (blocks, 2, dim))
+            self._take(f"{prefix}key_scales", ("float16", "bfloat16"), (blocks, 2, dim))
         self._take(f"{prefix}kept_keys", dtypes, (total, widths[0]))
         self._take(f"{prefix}kept_values", dtypes, (total, widths[1]))
         if (name := f"{prefix}kept_bias") in self._left:

@@ -18,20 +18,44 @@ from kvalloc.shape import HALF_BYTES
 SHORTEST_TILE = 16
 """Entries that are worth a program: as few as tensor cores multiply."""
 
+FLOAT16_END = 65520.0
+"""Numbers from here on are infinite in float16."""
 
-def halved(*numbers: Tensor) -> list[Tensor]:
-    """Return numbers at 16 bits: each in float16, or in bfloat16 where any would overflow there.
+LEAST_NUMBER, LEAST_CHANNEL = 2.0**-14, 2.0**-20
+"""Below 2**-14 float16 loses digits, and has fewer than bfloat16 from 2**-17 on."""
 
+
+def halved(*numbers: Tensor, lengths: IntArray) -> list[Tensor]:
+    """Return numbers at 16 bits: each in float16, or in bfloat16 where float16 does not hold them.
+
+    That is if any would overflow, or if all of a segment are so small that they lose digits.
     Numbers that take no more are returned as they are. Elsewhere the host asks the device once.
     """
-    if all(own.itemsize <= HALF_BYTES for own in numbers):
-        return list(numbers)
-    halves = [own.half() for own in numbers]
-    fits = torch.stack([half.isfinite().all() for half in halves]).tolist()
-    return [
-        half if fit else own.bfloat16()
-        for own, half, fit in zip(numbers, halves, fits, strict=True)
-    ]
+    if all(own.itemsize <= HALF_BYTES for own in numbers) or not lengths.any():
+        return [own if own.itemsize <= HALF_BYTES else own.half() for own in numbers]
+    fits = torch.stack([_fits_float16(segment_max(own.abs(), lengths)) for own in numbers])
+    pairs = zip(numbers, fits.tolist(), strict=True)
+    return [own.half() if fit else own.bfloat16() for own, fit in pairs]
+
+
+def _fits_float16(channels: Tensor) -> Tensor:
+    """Return whether float16 holds numbers, of which these are the largest of segment and channel.
+
+    A segment must not be all below `LEAST_NUMBER`, nor a channel below `LEAST_CHANNEL`.
+    """
+    heads = channels.amax(dim=1)
+    small = (heads > 0) & (heads < LEAST_NUMBER)
+    fits: Tensor = ((heads < FLOAT16_END) & ~small).all()
+    return fits & ~((channels > 0) & (channels < LEAST_CHANNEL)).any()
+
+
+def segment_max(numbers: Tensor, lengths: IntArray) -> Tensor:
+    """Return the largest of each segment that has rows, of so many rows each, by column."""
+    counts = lengths[lengths > 0]
+    if numbers.is_cpu:  # several times as fast there
+        return torch.stack([own.amax(dim=0) for own in numbers.split(counts.tolist())])
+    counts = on_device(counts, numbers.device)
+    return torch.segment_reduce(numbers, "max", lengths=counts, unsafe=True)
 
 
 def on_device(numbers: IntArray, device: torch.device) -> Tensor:
@@ -133,8 +157,8 @@ class KeptEntries:
         Added to their logits.
     bits : int
         Of `kvalloc.accounting.costs.WIDTHS`.
-    key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
-        Those of one segment after those of another; None at 16 bits.
+    key_scales : Tensor of float16 or bfloat16, (n_key_blocks, 2, head_dim), or None
+        Those of one segment after those of another; None at 16 bits. Those of values have its type.
     heads : tuple of int, or None
         Which KV heads of the layer these are; None for all.
     """
@@ -155,7 +179,7 @@ class KeptEntries:
 
     def halved(self) -> KeptEntries:
         """Return the same with its numbers at 16 bits."""
-        keys, values = halved(self.keys, self.values)
+        keys, values = halved(self.keys, self.values, lengths=self.spans.lengths)
         return replace(self, keys=keys, values=values)
 
     @property

@@ -28,8 +28,25 @@ from kvalloc.accounting.costs import (
     code_bytes,
     turns,
 )
-from kvalloc.runtime.kept import KeptEntries, KeptLayer, Spans, halved, on_device, parted
-from kvalloc.runtime.quantization import coded, from_codes, in_blocks, rotated
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.checks import ensure
+from kvalloc.runtime.kept import (
+    KeptEntries,
+    KeptLayer,
+    Spans,
+    halved,
+    on_device,
+    parted,
+    segment_max,
+)
+from kvalloc.runtime.quantization import (
+    coded,
+    fits_float16,
+    from_codes,
+    in_blocks,
+    magnitudes,
+    rotated,
+)
 
 STEPS = 8
 """In so many steps a layer is rounded, which takes several times the bytes of the numbers.
@@ -48,9 +65,15 @@ NO_COLUMN = torch.iinfo(torch.int32).max
 
 
 def pack(
-    numbers: KeptEntries, bits: int, n_steps: int, before: KeptEntries | None = None
+    numbers: KeptEntries,
+    bits: int,
+    n_steps: int,
+    before: KeptEntries | None = None,
+    kind: torch.dtype = torch.float16,
 ) -> KeptEntries:
     """Return numbers of the model's type at so many bits, rounded in as many steps.
+
+    Scales are float16, or bfloat16 if `fits_float16` says so.
 
     The first block of each segment keeps the key scales that it had before, where they cover what
     is in it now. It holds the sinks, which stay for ever and are attended to most: what they lose
@@ -58,21 +81,56 @@ def pack(
     """
     if bits == 16:
         return numbers.halved()
-    keys, key_scales = _packed_segments(numbers, bits, n_steps, before)
-    steps = [_packed_values(values, bits) for values in numbers.values.chunk(n_steps)]
-    return replace(numbers, keys=keys, values=torch.cat(steps), key_scales=key_scales, bits=bits)
+    keys, key_scales, key_exact = _packed_segments(numbers, bits, n_steps, before, kind)
+    steps = [_packed_values(values, bits, kind) for values in numbers.values.chunk(n_steps)]
+    values, value_exact = (torch.cat(own) for own in zip(*steps, strict=True))
+    if len(values):
+        spans, width = numbers.spans, WIDTHS[bits]
+        of_keys = segment_max(magnitudes(key_exact, width.keys, 1), spans.blocks)
+        of_values = segment_max(magnitudes(value_exact, width.values), spans.lengths)
+        fits = fits_float16(of_keys, width.keys) & fits_float16(of_values, width.values)
+        if not _fits(fits, kind, key_exact, value_exact):
+            return pack(numbers, bits, n_steps, before, torch.bfloat16)
+    return replace(numbers, keys=keys, values=values, key_scales=key_scales, bits=bits)
+
+
+def _fits(fits: Tensor, kind: torch.dtype, *exact: Tensor) -> bool:
+    """Return whether scales hold what they stand for, on a GPU always: the host does not wait.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If numbers are not finite, or on a GPU if they do not fit.
+    """
+    if kind == torch.bfloat16:
+        fits = torch.stack([one.isfinite().all() for one in exact]).all()
+    elif fits.is_cpu:
+        return bool(fits)
+    ensure(fits, _refuse_scales)
+    return True
+
+
+def _refuse_scales() -> None:
+    raise UnsupportedRequestError(
+        "keys or values of this text are infinite or NaN, or on a GPU too large or too small for "
+        "float16 scales, so they cannot be rounded; use a profile at 16 bits and a bfloat16 model"
+    )
 
 
 def _packed_segments(
-    numbers: KeptEntries, bits: int, n_steps: int, before: KeptEntries | None
-) -> tuple[Tensor, Tensor]:
-    """Return keys and key scales of all segments as `KeptEntries` has them; see `pack`."""
+    numbers: KeptEntries,
+    bits: int,
+    n_steps: int,
+    before: KeptEntries | None,
+    kind: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, their scales and exact scales of all segments; see `pack` and `KeptEntries`."""
     spans = numbers.spans
     places = spans.block_places()
     steps, known = places.chunk(n_steps), None
-    if before is not None and before.key_scales is not None:
+    if before is not None and before.key_scales is not None and before.key_scales.dtype == kind:
         shape = (len(places), 2, numbers.keys.shape[1])
-        known = numbers.keys.new_full(shape, nan, dtype=torch.float16)
+        known = numbers.keys.new_full(shape, nan, dtype=kind)
         both = (spans.lengths > 0) & (before.spans.lengths > 0)
         first, old = (
             on_device(own.first_scales[:-1][both], spans.device) for own in (spans, before.spans)
@@ -80,10 +138,10 @@ def _packed_segments(
         known[first] = before.key_scales[old]
     scales = [None] * len(steps) if known is None else known.chunk(n_steps)
     pairs = zip(steps, scales, strict=True)
-    blocks = [_packed_keys(numbers.keys[own], bits, some) for own, some in pairs]
-    keys, key_scales = (torch.cat(own) for own in zip(*blocks, strict=True))
+    blocks = [_packed_keys(numbers.keys[own], bits, some, kind) for own, some in pairs]
+    keys, key_scales, exact = (torch.cat(own) for own in zip(*blocks, strict=True))
     filled, _ = parted(keys, spans.lengths, spans.blocks * KEY_BLOCK_TOKENS)
-    return torch.cat(filled), key_scales
+    return torch.cat(filled), key_scales, exact
 
 
 def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:
@@ -91,7 +149,7 @@ def unpack(entries: KeptEntries, like: tuple[Tensor, Tensor]) -> KeptEntries:
     keys, values, scales = entries.keys, entries.values, entries.key_scales
     if scales is not None:
         keys = segment_keys(entries)
-        values = value_numbers(values, entries.bits, int(like[1].shape[-1]))
+        values = value_numbers(values, entries.bits, int(like[1].shape[-1]), scales.dtype)
         values = rotated(values) if turns(entries.bits, int(values.shape[-1])) else values
     keys, values = keys.to(like[0].dtype), values.to(like[1].dtype)
     return replace(entries, keys=keys, values=values, key_scales=None, bits=16)
@@ -118,7 +176,7 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
         found = replace(found, bias=behind(entries.bias, none))
     if entries.key_scales is None:
         stored, added = [entries.keys, entries.values], [more.keys, more.values]
-        added = added if stored[0].dtype == added[0].dtype else halved(*added)
+        added = added if stored[0].dtype == added[0].dtype else halved(*added, lengths=new)
         pairs = zip(stored, added, strict=True)
         keys, values = (behind(*_of_a_type(pair)) for pair in pairs)
         return replace(found, keys=keys, values=values)
@@ -127,24 +185,39 @@ def longer(entries: KeptEntries, more: KeptEntries) -> KeptEntries:
     stay, unfilled = parted(entries.keys, old - last, old)
     scales, _ = parted(entries.key_scales, full, spans.blocks)
     theirs = on_device(np.repeat(spans.first_scales[:-1] + full, last), spans.device)
-    before = key_numbers(torch.cat(unfilled), entries.key_scales[theirs], entries.bits)
+    filling = key_numbers(torch.cat(unfilled), entries.key_scales[theirs], entries.bits)
     numbers = _interleaved(
-        torch.split(before.to(more.keys.dtype), last.tolist()),
+        torch.split(filling.to(more.keys.dtype), last.tolist()),
         torch.split(more.keys, new.tolist()),
     )
     tail = Spans(last + new, spans.device)
-    keys, key_scales = _packed_keys(numbers[tail.block_places()], entries.bits)
+    kind = entries.key_scales.dtype
+    blocks = numbers[tail.block_places()]
+    keys, key_scales, key_exact = _packed_keys(blocks, entries.bits, kind=kind)
+    values, value_exact = _packed_values(more.values, entries.bits, kind)
+    if len(values):  # a head that is stored in float16 is not small
+        fits = fits_float16(torch.cat([key_exact.flatten(), value_exact.flatten()]).abs())
+        if not _fits(fits, kind, key_exact, value_exact):
+            before = unpack(entries, (more.keys, more.values))
+            return pack(longer(before, more), entries.bits, 1, kind=torch.bfloat16)
     filled, _ = parted(keys, tail.lengths, tail.blocks * KEY_BLOCK_TOKENS)
     return replace(
         found,
         keys=_interleaved(stay, filled),
-        values=behind(entries.values, _packed_values(more.values, entries.bits)),
+        values=behind(entries.values, values),
         key_scales=_interleaved(scales, torch.split(key_scales, tail.blocks.tolist())),
     )
 
 
-def joined(several: Sequence[KeptEntries]) -> KeptEntries:
-    """Return the rows of several one behind the other, stored as they are."""
+def joined(several: Sequence[KeptEntries], like: tuple[Tensor, Tensor]) -> KeptEntries:
+    """Return the rows of several one behind the other, stored as they are.
+
+    If the scales of some are bfloat16, others are rounded again to have the same.
+    """
+    scales = {None if one.key_scales is None else one.key_scales.dtype for one in several}
+    if len(scales) > 1:
+        bits, kind = several[0].bits, torch.bfloat16
+        several = [pack(unpack(one, like), bits, 1, kind=kind) for one in several]
     found: dict[str, Any] = {}
     for name in ("keys", "values", "positions", "bias", "key_scales"):
         own = [getattr(one, name) for one in several]
@@ -170,7 +243,9 @@ def _interleaved(*pieces: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([one for segment in zip(*pieces, strict=True) for one in segment])
 
 
-def _packed_keys(blocks: Tensor, bits: int, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _packed_keys(
+    blocks: Tensor, bits: int, before: Tensor | None = None, kind: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return blocks of keys of one head each as they are stored.
 
     Parameters
@@ -178,30 +253,35 @@ def _packed_keys(blocks: Tensor, bits: int, before: Tensor | None = None) -> tup
     blocks : Tensor, (n_blocks, 64, head_dim)
     bits : int
         Of `WIDTHS`, but not 16.
-    before : Tensor of float16, (n_blocks, 2, head_dim), optional
+    before : Tensor of the kind, (n_blocks, 2, head_dim), optional
         Scales to be kept; see `kvalloc.runtime.quantization.coded`.
+    kind : torch.dtype
+        Of the scales.
 
     Returns
     -------
     keys : Tensor of uint8, (n_blocks * 64, key_bytes)
-    key_scales : Tensor of float16, (n_blocks, 2, head_dim)
+    key_scales : Tensor of the kind, (n_blocks, 2, head_dim)
         Of each block and channel the scale and the minimum.
+    exact : Tensor of float32, as ``key_scales``
+        Before they were rounded.
     """
     width = WIDTHS[bits].keys
-    codes, scales = coded(blocks.float(), width, dim=1, before=before)
-    return packed_codes(codes.flatten(0, 1), width), scales
+    codes, scales, exact = coded(blocks.float(), width, dim=1, before=before, kind=kind)
+    return packed_codes(codes.flatten(0, 1), width), scales, exact
 
 
-def _packed_values(values: Tensor, bits: int) -> Tensor:
-    """Return values (n, head_dim) as they are stored, of uint8, (n, value_bytes).
+def _packed_values(values: Tensor, bits: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return values (n, head_dim) as they are stored, of uint8, (n, value_bytes), and exact scales.
 
     Behind the codes of a token stand the scale and the minimum of each block of its channels.
     """
     width = WIDTHS[bits].values
     numbers = rotated(values) if turns(bits, int(values.shape[1])) else values
-    codes, scales = coded(in_blocks(numbers, VALUE_BLOCK_CHANNELS), width)
+    codes, scales, exact = coded(in_blocks(numbers, VALUE_BLOCK_CHANNELS), width, kind=kind)
     rows = packed_codes(codes.flatten(1)[:, : values.shape[1]], width)
-    return torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)
+    rows = torch.cat([rows, scales.flatten(1).view(torch.uint8)], dim=1)
+    return rows, exact
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -273,7 +353,7 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     Parameters
     ----------
     rows : Tensor of uint8, (n, key_bytes)
-    scales : Tensor of float16, (n, 2, head_dim)
+    scales : Tensor of float16 or bfloat16, (n, 2, head_dim)
         Those of the block of each.
     bits : int
         Of `WIDTHS`, but not 16.
@@ -282,7 +362,7 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     return from_codes(codes, *scales.unbind(1))
 
 
-def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
+def value_numbers(rows: Tensor, bits: int, head_dim: int, kind: torch.dtype) -> Tensor:
     """Values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes).
 
     Those that are turned are still `kvalloc.runtime.quantization.rotated`.
@@ -290,7 +370,7 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     width = WIDTHS[bits].values
     n_bytes = code_bytes(width, head_dim)
     # A copy even of one row: float16 cannot begin at an odd byte.
-    scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
+    scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(kind)
     scales = scales.view(len(rows), scales.shape[1] // 2, 2)
     codes = unpacked_codes(rows[:, :n_bytes], width, head_dim)
     block = min(VALUE_BLOCK_CHANNELS, head_dim)
@@ -420,11 +500,9 @@ class LayerEntries:
     @classmethod
     def joined(cls, several: Sequence[LayerEntries], order: IntArray) -> LayerEntries:
         """Return the rows of several one behind the other, in this order."""
-        parts = [joined(own) for own in zip(*(one.parts for one in several), strict=True)]
-        return cls(
-            parts=tuple(part.of_rows(order) for part in parts),
-            like=several[0].like,
-        )
+        like = several[0].like
+        parts = [joined(own, like) for own in zip(*(one.parts for one in several), strict=True)]
+        return cls(parts=tuple(part.of_rows(order) for part in parts), like=like)
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return keys, values, columns and biases with as many places in all rows and heads.

@@ -19,7 +19,14 @@ from kvalloc.accounting.costs import (
 from kvalloc.errors import InputError
 
 _LARGEST_SCALE = 65504.0
-"""Largest finite float16: scales and minima beyond it are held there."""
+"""Largest finite float16."""
+
+_LARGEST = 2.0**12
+"""Scales and minima beyond it are stored in bfloat16: float16 has few digits behind the point."""
+
+_LEAST_STEP, _LEAST_CHANNEL_STEP = 2.0**-16, 2.0**-22
+"""A head, or a channel of its keys, whose steps are all smaller has scales in bfloat16: below
+2**-14 a float16 loses digits."""
 
 
 def quantised_keys(keys: Tensor, bits: int) -> Tensor:
@@ -129,8 +136,12 @@ def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 @torch.no_grad()
 def coded(
-    blocks: Tensor, bits: int, dim: int = -1, before: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    blocks: Tensor,
+    bits: int,
+    dim: int = -1,
+    before: Tensor | None = None,
+    kind: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return blocks of float32, which lie along one axis, as codes and their scales.
 
     Parameters
@@ -139,33 +150,76 @@ def coded(
     bits : int
     dim : int
         The axis.
-    before : Tensor of float16, optional
+    before : Tensor of the kind, optional
         Scales by which numbers of a block were rounded before, as they are returned; NaN for none.
         They are kept where they cover all of the block to half a step, and those numbers come back
         as they are.
+    kind : torch.dtype
+        Of the scales, float16 or bfloat16; see `fits_float16`.
 
     Returns
     -------
     codes : Tensor of uint8, as ``blocks``
-    scales : Tensor of float16
+    scales : Tensor of the kind
         As ``blocks``, but with a block's scale and its minimum along the axis.
+    exact : Tensor of float32, as ``scales``
+        The same before they were rounded.
     """
     levels, sizes = float(2**bits - 1), list(blocks.shape)
     sizes[dim] = 2
     scales = blocks.new_empty(sizes)
     scale, least = torch.split(scales, 1, dim=dim)
     torch.amin(blocks, dim, keepdim=True, out=least)
+    wide = kind == torch.bfloat16
+    if wide:  # scale and minimum cover the block although they have 8 bits
+        least.copy_(_upper_half(least, (least < 0).int()))
     torch.amax(blocks, dim, keepdim=True, out=scale).sub_(least).div_(levels)
     if before is not None:
         step, first = torch.split(before.float(), 1, dim=dim)
         beyond = least - first + levels * (scale - step)  # of the last code
         covers = torch.maximum(first - least, beyond) <= step / 2
         scales = torch.where(covers, before.float(), scales)
-    scales = scales.clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).half()
+    exact, limit = scales, _LARGEST_SCALE
+    scales = (_upper_half(exact, 1) if wide else exact.clamp(-limit, limit)).to(kind)
     scale, least = torch.split(scales, 1, dim=dim)
-    wide = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
-    steps = (blocks - least).div_(wide)  # in float32
-    return steps.round_().clamp_(0, levels).to(torch.uint8), scales
+    divisor = torch.threshold(scale, 0.0, inf)  # at 0 all of a block are alike: no steps
+    steps = (blocks - least).div_(divisor)  # in float32
+    return steps.round_().clamp_(0, levels).to(torch.uint8), scales, exact
+
+
+def magnitudes(exact: Tensor, bits: int, dim: int = -1) -> Tensor:
+    """Return the largest magnitude in each block, of its exact scale and minimum along an axis."""
+    scale, least = exact.unbind(dim)
+    return torch.maximum(least.abs(), scale * (2**bits - 1))
+
+
+def fits_float16(magnitudes: Tensor, bits: int | None = None) -> Tensor:
+    """Return whether float16 holds the scales of heads; if not, bfloat16 does.
+
+    Parameters
+    ----------
+    magnitudes : Tensor of float32, (n_heads, n_channels)
+        The largest of each head's channels; one channel where they share scales.
+    bits : int, optional
+        Of a code: heads and channels must not be too small either.
+
+    Returns
+    -------
+    Tensor of bool, ()
+    """
+    fits = magnitudes.max() <= _LARGEST  # not if a number is NaN
+    if bits is None:
+        return fits
+    steps = magnitudes / (2**bits - 1)
+    heads = steps.amax(dim=1)
+    small = ((steps > 0) & (steps < _LEAST_CHANNEL_STEP)).any()
+    return fits & ~small & ~((heads > 0) & (heads < _LEAST_STEP)).any()
+
+
+def _upper_half(numbers: Tensor, away: Tensor | int) -> Tensor:
+    """Return float32 numbers that bfloat16 has: the next away from 0 where so said, or towards."""
+    bits = numbers.view(torch.int32) + 0xFFFF * away
+    return bits.bitwise_and_(-0x10000).view(torch.float32)
 
 
 def in_blocks(numbers: Tensor, block: int, dim: int = -1) -> Tensor:
@@ -187,8 +241,14 @@ def in_blocks(numbers: Tensor, block: int, dim: int = -1) -> Tensor:
 
 def _rounded(numbers: Tensor, block: int, bits: int, dim: int) -> Tensor:
     """Return numbers that were rounded to codes in blocks along an axis."""
+    if not numbers.numel():
+        return numbers
     dim = dim % numbers.ndim
-    codes, scales = coded(in_blocks(numbers, block, dim), bits, dim=dim + 1)
+    blocks = in_blocks(numbers, block, dim)
+    codes, scales, exact = coded(blocks, bits, dim=dim + 1)
+    largest = magnitudes(exact, bits, dim + 1).transpose(0, 1).flatten(1, 2)  # of each head
+    if not fits_float16(largest.amax(dim=1), bits):
+        codes, scales, _ = coded(blocks, bits, dim=dim + 1, kind=torch.bfloat16)
     back = from_codes(codes, *torch.split(scales, 1, dim=dim + 1)).flatten(dim, dim + 1)
     same: Tensor = back.narrow(dim, 0, numbers.shape[dim]).to(numbers.dtype)
     return same

@@ -50,9 +50,9 @@ enum kind { FLOAT16 = 16, BFLOAT16, FLOAT32 = 32 };
 typedef struct {
     const char *keys;             /* (n_entries, key_dim), or packed codes */
     const char *values;           /* (n_entries, value_dim), or packed codes and their scales */
-    const uint16_t *key_scales;   /* float16, (n_key_blocks, 2, key_dim) */
+    const uint16_t *key_scales;   /* (n_key_blocks, 2, key_dim) */
     const float *bias;            /* (n_entries,), or NULL */
-    int64_t key_kind, value_kind;
+    int64_t key_kind, value_kind, scale_kind; /* scales of keys and values are of one kind */
     int64_t turned; /* 1: values are times Hadamard's matrix of value_dim, a power of two */
 } part;
 
@@ -90,7 +90,7 @@ typedef struct {
     const uint16_t *key_scales;
     const float *bias;
     int64_t count;
-    int key_kind, value_kind;
+    int key_kind, value_kind, scale_kind;
     int turned;
     int following; /* 1: of the tokens that followed, which new tokens need not all see */
 } span;
@@ -167,6 +167,16 @@ static inline float one_from_float16(const uint16_t *x) {
     memcpy(&bits, x, sizeof bits);
     many[0] = bits;
     return from_float16(many)[0];
+}
+
+static inline float one_from_half(int kind, const uint16_t *x) {
+    uint16_t bits;
+    if (kind == FLOAT16) return one_from_float16(x);
+    memcpy(&bits, x, sizeof bits);
+    uint32_t wide = (uint32_t)bits << 16;
+    float number;
+    memcpy(&number, &wide, sizeof number);
+    return number;
 }
 
 static inline int bits_of(int kind) { return kind == BFLOAT16 ? 16 : kind; }
@@ -252,7 +262,8 @@ static inline int64_t width_of(int64_t dim) { return (dim + WIDTH - 1) / WIDTH *
 /* Rows of `width` floats each, zeros behind `dim`. Codes of keys have `steps` and `leasts`, those of
    values, where there are none, scale and minimum of each 64 channels behind a row's codes. */
 INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
-                        int64_t width, const float *steps, const float *leasts, float *out) {
+                        int64_t width, const float *steps, const float *leasts, int scale_kind,
+                        float *out) {
     const char *scales = rows + code_bytes(kind, dim);
     for (int64_t i = 0; i < n; i++, rows += row_bytes, scales += row_bytes, out += width) {
         fetch(rows, row_bytes);
@@ -261,7 +272,8 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
             vec step = all(1.0f), least = all(0.0f);
             if (kind < FLOAT16 && !steps) {
                 const uint16_t *pair = (const uint16_t *)(scales + first / SCALE_CHANNELS * 4);
-                step = all(one_from_float16(pair)), least = all(one_from_float16(pair + 1));
+                step = all(one_from_half(scale_kind, pair));
+                least = all(one_from_half(scale_kind, pair + 1));
             }
             for (int64_t d = first; d < end; d += LANES) {
                 if (kind < FLOAT16 && steps)
@@ -276,8 +288,10 @@ INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n
 
 /* With the kind known, and the width where it is a common one: nothing is decided in the loop. */
 static void as_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
-                      int64_t width, const float *steps, const float *leasts, float *out) {
-#define SIZED(kind, dim, width) make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, out)
+                      int64_t width, const float *steps, const float *leasts, int scale_kind,
+                      float *out) {
+#define SIZED(kind, dim, width) \
+    make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, scale_kind, out)
 #define OF(kind) \
     case kind: \
         if (dim == 64) SIZED(kind, 64, 64); \
@@ -292,11 +306,11 @@ static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim
     const float *steps = 0, *leasts = 0;
     if (of->key_kind < FLOAT16) {
         const char *scales = (const char *)(of->key_scales + first / BLOCK * 2 * dim);
-        as_floats(FLOAT16, scales, 0, 1, dim, width, 0, 0, own->steps);
-        as_floats(FLOAT16, scales + 2 * dim, 0, 1, dim, width, 0, 0, own->leasts);
+        as_floats(of->scale_kind, scales, 0, 1, dim, width, 0, 0, 0, own->steps);
+        as_floats(of->scale_kind, scales + 2 * dim, 0, 1, dim, width, 0, 0, 0, own->leasts);
         steps = own->steps, leasts = own->leasts;
     }
-    as_floats(of->key_kind, of->keys + first * bytes, bytes, n, dim, width, steps, leasts,
+    as_floats(of->key_kind, of->keys + first * bytes, bytes, n, dim, width, steps, leasts, 0,
               own->keys);
 }
 
@@ -465,7 +479,7 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
         weigh(given, n, logits, to, value_width);
         if (!values_as_they_are) {
             as_floats(of->value_kind, values, row_bytes, n, value_dim, value_width, 0, 0,
-                      own->values);
+                      of->scale_kind, own->values);
             values = (const char *)own->values;
         }
         ALL_ROWS(some_values, value_kind, value_width, to->summed, logits, values,
@@ -486,6 +500,7 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
         .count = own[1] - own[0],
         .key_kind = (int)kept->key_kind,
         .value_kind = (int)kept->value_kind,
+        .scale_kind = (int)kept->scale_kind,
         .turned = (int)kept->turned,
     };
     if (kept->key_scales) out[0].key_scales = kept->key_scales + own[2] * 2 * given->key_dim;

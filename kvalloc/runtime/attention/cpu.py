@@ -47,7 +47,7 @@ class _Part(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("key_kind", "value_kind", "turned")),
+        *((name, ctypes.c_int64) for name in ("key_kind", "value_kind", "scale_kind", "turned")),
     )
 
     @classmethod
@@ -61,6 +61,7 @@ class _Part(ctypes.Structure):
             bias=_place(kept.bias),
             key_kind=_KINDS.get(kept.keys.dtype, width.keys),
             value_kind=_KINDS.get(kept.values.dtype, width.values),
+            scale_kind=0 if kept.key_scales is None else _KINDS[kept.key_scales.dtype],
             turned=turns(kept.bits, value_dim),
         )
 

@@ -101,7 +101,7 @@ def _numbers(
         scales = scales.expand(-1, -1, KEY_BLOCK_TOKENS, -1, -1).flatten(1, 2)
         scales = scales[:, : len(keys) // count].flatten(0, 1)
         keys = key_numbers(keys, scales, kept.bits)
-        values = value_numbers(values, kept.bits, int(call.values.shape[-1]))
+        values = value_numbers(values, kept.bits, int(call.values.shape[-1]), scales.dtype)
     bias = None if kept.bias is None else kept.bias[own].view(count, 1, -1)
     length, work = len(keys) // count, call.work_type
     keys, values = (one.view(count, length, one.shape[-1]).to(work) for one in (keys, values))

@@ -168,9 +168,10 @@ def triton_attention(call: AttentionCall, kept: KeptLayer, *, programs: int) -> 
 
 
 def _stored(kept: KeptEntries) -> tuple[Any, ...]:
-    """Return keys, values, bias and, at fewer bits, key scales and the values as float16."""
-    scales = None if kept.bits == 16 else (kept.key_scales, kept.values.view(torch.float16))
-    return kept.keys, kept.values, kept.bias, scales
+    """Return keys, values, bias and, at fewer bits, key scales and the values as their type."""
+    scales = kept.key_scales
+    both = None if scales is None else (scales, kept.values.view(scales.dtype))
+    return kept.keys, kept.values, kept.bias, both
 
 
 def _tile_length(n_entries: int, programs: int) -> int:

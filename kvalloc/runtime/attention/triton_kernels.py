@@ -348,7 +348,7 @@ def _values(entries, column, inside, SIZES: tl.constexpr, CODES: tl.constexpr): 
     """Return values in rows, (columns, value_block).
 
     At fewer bits a row's scales and minima, of which `channels` share one each, stand behind its
-    codes; ``scales[1]`` are the same rows as float16.
+    codes; ``scales[1]`` are the same rows in their type.
     """
     _, _, values, value_token, scales = entries
     dims = tl.arange(0, SIZES.value_block)

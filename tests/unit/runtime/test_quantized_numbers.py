@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from attention_cases import flat_of, packed_of, stored_of
+from kernel_choice import WITH, WITHOUT, kernel_choice
 from scipy.linalg import hadamard
+from tiny_models import equal_budgets, tiny_model
 
+import kvalloc
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.models.names import cache_keyword
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
 
@@ -51,3 +58,92 @@ def test_constant_and_huge_numbers_come_back():
     assert quantised_keys(huge, 16) is quantised_values(huge, 16) is huge
     half = torch.randn(1, 2, 9, 4).half()
     assert quantised_keys(half, 8).dtype == torch.float16
+
+
+SCALED = {
+    "large values": ("v", "o", 2.0**16, slice(None)),
+    "small values": ("v", "o", 2.0**-20, slice(None)),
+    "tiny values": ("v", "o", 2.0**-66, slice(None)),
+    "large keys": ("k", "q", 2.0**19, slice(None)),
+    "small keys": ("k", "q", 2.0**-27, slice(None)),
+    "small keys of one head": ("k", "q", 2.0**-23, slice(16)),
+    "large values of one head": ("v", "o", 2.0**23, slice(16)),
+    "small values of one head": ("v", "o", 2.0**-27, slice(16, 32)),
+    "small channels of keys": ("k", "q", 2.0**-30, [3, 11]),  # which a rotation turns together
+}
+"""What is multiplied, what is divided, by how much, and where: none changes what the model says."""
+
+
+def scaled_model(case=None, dtype=torch.float32):
+    model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    for layer in model.model.layers[:1] if case else ():
+        of, by, factor, channels = SCALED[case]
+        parts = {name: getattr(layer.self_attn, f"{name}_proj").weight.data for name in "qkvo"}
+        parts[of][channels] *= factor
+        (parts[by].T if by == "o" else parts[by])[channels] /= factor
+    return model.to(dtype)
+
+
+def answers(model, bits, folder=None):
+    """Logits behind a prompt whose entries have so many bits, None as they are, and the cache."""
+    ids = torch.arange(2, 202)[None] * 7 % 96
+    profile = equal_budgets(model, 90, context_tokens=150)
+    if bits is not None:
+        profile = profile.replace(bits=np.full(profile.budgets.shape, bits))
+    cache = kvalloc.make_cache(model, profile)
+    with torch.no_grad():
+        model(ids[:, :150], **cache_keyword(model, cache))
+        if folder is not None:
+            cache.save(folder / "cache.safetensors")
+            cache = kvalloc.load_cache(folder / "cache.safetensors", model)
+        parts = [ids[:, 150:156], *ids[:, 156:170].split(1, dim=1)]
+        logits = [model(part, **cache_keyword(model, cache)).logits for part in parts]
+    return torch.cat(logits, dim=1), cache
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("case", SCALED)
+def test_the_size_of_numbers_changes_no_answer(case, bits, tmp_path):
+    """float16 holds 6e-8 to 65,504; where numbers lie outside, their scales are bfloat16."""
+    (exact, _), (ordinary, same) = answers(scaled_model(), None), answers(scaled_model(), bits)
+    lost = (ordinary - exact).norm()
+    for kernel in (WITH, WITHOUT):
+        with kernel_choice(kernel):
+            found, cache = answers(scaled_model(case), bits, tmp_path)
+        assert cache.retained_bytes == same.retained_bytes
+        kinds = {part.key_scales.dtype for part in cache.layers[0].entries.parts if bits < 16}
+        assert kinds <= {torch.bfloat16}
+        # a file of 16 bits holds numbers of 8 instead of 11
+        assert (found - exact).norm() < (0.02 * exact.norm() if bits == 16 else 1.3 * lost)
+
+
+def test_numbers_of_bfloat16_beyond_float16_and_what_is_no_number():
+    exact, _ = answers(scaled_model(), None)
+    found, _ = answers(scaled_model("large values", torch.bfloat16), 8)
+    rounded, _ = answers(scaled_model(None, torch.bfloat16), 8)
+    assert (found - exact).norm() < 1.3 * (rounded - exact).norm()
+    model = scaled_model()
+    model.model.layers[1].self_attn.v_proj.weight.data[3] = 1e38
+    with pytest.raises(UnsupportedRequestError, match="infinite or NaN"):
+        answers(model, 8)
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e-7])
+def test_rows_and_entries_beside_ordinary_ones(factor):
+    counts, bits = np.array([[70, 9]]), [8, 8]
+    ordinary, other = (stored_of(counts, (64, 64), torch.float32, biased=False) for _ in range(2))
+    scaled = {at: (keys * factor, values * factor, None) for at, (keys, values, _) in other.items()}
+    first, second = (packed_of(own, counts, bits) for own in (ordinary, scaled))
+    rows = LayerEntries.joined([first, second], np.array([1, 0]))
+    longer = first.with_more(flat_of(scaled, counts)) if factor > 1 else None
+    for at, head in np.ndindex(2, 2):
+        own = (scaled, ordinary)[at][0, head]
+        found = [one[at, head, : counts[0, head]] for one in rows.padded()[:2]]
+        for numbers, expected in zip(found, own, strict=False):
+            assert (numbers - expected).abs().max() < 0.02 * expected.abs().max()
+        if longer is not None and at == 0:
+            behind = [
+                one[0, head, counts[0, head] : 2 * counts[0, head]] for one in longer.padded()[:2]
+            ]
+            for numbers, expected in zip(behind, own, strict=False):
+                assert (numbers - expected).abs().max() < 0.02 * expected.abs().max()
