@@ -1,4 +1,4 @@
-"""Shadow prices: what the next byte buys, which limits bind, and over which sizes prices hold."""
+"""Shadow prices: what the next byte buys, and which limits bind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.verification import DUAL
 from kvalloc.formats.budget_profile import Limit
 from kvalloc.problem import (
@@ -14,7 +14,6 @@ from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
     MaxDistinct,
-    best_response,
     cheapest_reaching,
     dual_bound,
 )
@@ -23,13 +22,6 @@ from kvalloc.problem.bounds import next_gain
 
 WORST_STEP = 0.01
 """Step of value that is priced where the step of a single option would be too uneven."""
-
-HOLDS_WITHIN = 1.1
-"""A price holds at the sizes at which it is at most this factor higher or lower."""
-
-
-MOST_OPTIONS = 2**24
-"""With more options of curves that are not concave, the sizes at which prices hold take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +119,6 @@ def limits_of(
 ) -> tuple[Limit, ...]:
     """Return the limits of a problem, as a choice uses them.
 
-    At prices p of all limits each unit's best option is known. With one price higher or lower and
-    the others as they are, the bytes that these options draw on that limit are the sizes between
-    which its price is the best one.
-
     Parameters
     ----------
     problem : AllocationProblem
@@ -149,16 +137,13 @@ def limits_of(
     priced = problem.aggregate is Aggregate.SUM and len(caps) == len(problem.constraints)
     known = prices if priced and len(prices) == 1 + len(caps) else ()
     of_cap = known[1:] or (None,) * len(caps)
-    at = np.full(problem.n_units, known[0] if known else 0.0)
-    for cap, price in zip(caps, of_cap, strict=True):
-        at[list(cap.units)] += price or 0.0
     limits = []
     if problem.capacity_bytes is not None:
         price = known[0] if known else None
-        limits.append(_limit(problem, choice, "capacity", problem.units, price, at))
+        limits.append(_limit(problem, choice, "capacity", problem.units, price))
     for cap, price in zip(caps, of_cap, strict=True):
         members = np.asarray(cap.units, dtype=np.int64)
-        limits.append(_limit(problem, choice, cap.stated()[0], members, price, at, cap))
+        limits.append(_limit(problem, choice, cap.stated()[0], members, price, cap))
     for one in problem.constraints:
         if isinstance(one, MaxDistinct):
             used = int(np.unique(problem.chosen_tokens(choice)).size)
@@ -173,7 +158,6 @@ def _limit(
     name: str,
     units: IntArray,
     price: float | None,
-    at: FloatArray,
     cap: GroupCap | None = None,
 ) -> Limit:
     """Return one limit of bytes; it binds where no unit's next option fits."""
@@ -182,27 +166,10 @@ def _limit(
     after = np.minimum(choice + 1, problem.last_options)[units]
     steps = problem.costs[units, after] - problem.costs[units, choice[units]]
     larger = steps[steps > 0]
-    quick = problem.is_concave or int(problem.option_counts.sum()) <= MOST_OPTIONS
-    low, high = _holds(problem, units, price, at) if price and quick else (None, None)
     return Limit(
         name=name,
         used=used,
         most=most if cap is not None else problem.capacity_bytes or 0,
         binds=bool(larger.size) and used + int(larger.min()) > most,
         value_per_mib=None if price is None else price * 2**20,
-        holds_from=low,
-        holds_to=high,
     )
-
-
-def _holds(
-    problem: AllocationProblem, units: IntArray, price: float, at: FloatArray
-) -> tuple[int, int]:
-    """Return the bytes of some units where a price is within `HOLDS_WITHIN` of the best one."""
-    sizes = []
-    for factor in (HOLDS_WITHIN, 1.0 / HOLDS_WITHIN):
-        changed = at.copy()
-        changed[units] += (factor - 1.0) * price
-        response = best_response(problem, changed)
-        sizes.append(int(problem.costs[units, response[units]].sum()))
-    return sizes[0], sizes[1]

@@ -111,13 +111,6 @@ class Limit(Record):
     value_per_mib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """What one more MiB of it would add to the value, in the dual; None if unknown."""
 
-    holds_from: _Size | None = None
-    """Smallest size in bytes at which that price is within a tenth of the best one, all other
-    prices being as they are; None without a price."""
-
-    holds_to: _Size | None = None
-    """Largest such size."""
-
 
 class BudgetProfile(JsonRecord):
     """How many entries each layer and KV head keeps after prefill.

@@ -229,7 +229,7 @@ def _bound_text(decided: BudgetProfile) -> str:
 
 
 def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
-    """Return whether a limit binds, what a little more of it is worth, and where that holds."""
+    """Return whether a limit binds, and what a little more of it is worth."""
     written = str if limit.value_per_mib is None and limit.name.endswith("budgets") else size
     text = f"{limit.name} {'binds' if limit.binds else 'does not bind'}"
     text += f" ({written(limit.used)} of {written(limit.most)})"
@@ -239,8 +239,6 @@ def _limit_text(limit: Limit, decided: BudgetProfile) -> str:
         amount = small_amount(limit.used)
         worth = _worth_text(limit.value_per_mib, amount, decided)
         text += f", {size(amount)} more are worth {worth}"
-    if limit.holds_from is not None and limit.holds_to is not None:
-        text += f", price within a tenth from {size(limit.holds_from)} to {size(limit.holds_to)}"
     return text
 
 
