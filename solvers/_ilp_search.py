@@ -336,15 +336,13 @@ class Search:
     ) -> Outcome:
         """Encode, solve and read; again in whole numbers where the target is just missed."""
         answer = self._program(choices, kept, best, limit, tolerance)
-        if answer.picked is None or choices.satisfies(answer.picked):
-            return answer
-        self.backend = by_cp_sat
-        answer = self._program(choices, kept, best, limit, tolerance)
-        if answer.picked is None or choices.satisfies(answer.picked):
-            return answer
-        tight = self._program(choices, kept, best, limit, tolerance, tight_target=True)
+        for tight in (False, True):
+            if answer.picked is None or choices.satisfies(answer.picked):
+                return answer
+            self.backend, bound = by_cp_sat, answer.bound
+            answer = self._program(choices, kept, best, limit, tolerance, tight_target=tight)
         # the bound of the program that loses nothing
-        return dataclasses.replace(tight, bound=answer.bound, infeasible=False)
+        return dataclasses.replace(answer, bound=bound, infeasible=False)
 
     def _program(
         self,

@@ -15,6 +15,7 @@ and the largest floor that all can have at once is found by halving.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -64,15 +65,12 @@ class Bound(NamedTuple):
         weights p themselves: see the module.
     prices : tuple of float
         Of the memory and of each cap, where they prove more than kvalloc's own; may be empty.
-    detail : str
-        The line of the solver.
     """
 
     value: float
     source: str
     scales: tuple[float, ...]
     prices: tuple[float, ...]
-    detail: str
 
 
 HALVINGS, SWEEPS, MAX_POWER = 14, 2, 30.0
@@ -99,8 +97,6 @@ class Pool(list[BudgetProfile]):
         ``"dual"``, or the solver on whose word the bound stands.
     scales, prices : tuple of float
         With which the bound is computed again, see `Bound`.
-    detail : str
-        The line of the solver of all members together.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class Pool(list[BudgetProfile]):
         super().__init__(profiles)
         self.fairness, self.objective = fairness, objective
         self.bound, self.bound_source = max(bound.value, objective), bound.source
-        self.scales, self.prices, self.detail = bound.scales, bound.prices, bound.detail
+        self.scales, self.prices = bound.scales, bound.prices
 
     @property
     def gap(self) -> float | None:
@@ -643,20 +639,18 @@ class _Search:
         self, best: Callable[[_Search], tuple[IntArray, Bound]], fairness: Fairness
     ) -> IntArray:
         """Return the best choice where who may be whole is charged for it, each way."""
-        extra = [one.extra_bytes for one in self.members]
-        able = sorted((at for at in self.able if extra[at]), key=extra.__getitem__)
-        ways = [able[:count] for count in range(len(able) + 1)]
-        if len(able) <= MOST_SPLIT:
-            ways = [[*one] for count in range(len(able) + 1) for one in combinations(able, count)]
-        choices, infeasible = [], None
-        for whole in reversed(ways):
-            one = _Search(self.members, self.memory, self.solver, self.deadline, whole)
-            try:
-                choices.append(best(one)[0])
-            except InfeasibleError as error:
-                infeasible = error
-        if infeasible is not None and not choices:
-            raise infeasible
+        floors = [-math.inf if one.floor is None else one.floor for one in self.members]
+        able = [at for at in self.able if self.members[at].extra_bytes]
+        able.sort(key=lambda at: (-floors[at], self.members[at].extra_bytes))
+        choices: list[IntArray] = []
+        for count in range(len(able) + 1):
+            few = len(able) <= MOST_SPLIT
+            for whole in combinations(able, count) if few else [able[:count]]:
+                one = _Search(self.members, self.memory, self.solver, self.deadline, whole)
+                with contextlib.suppress(InfeasibleError):
+                    choices.append(best(one)[0])
+        if not choices:
+            raise InfeasibleError("no choice was found that fits with what is kept whole")
         weights = np.array([one.weight for one in self.members])
         return max(choices, key=lambda one: _together(weights * self.values(one), fairness))
 
@@ -684,7 +678,7 @@ class _Search:
         assert answer.bound is not None  # a bound by duality at least
         value = answer.bound - _paid(self.members, scales.tolist())
         used = tuple(scales.tolist())
-        return answer.choice, Bound(value, answer.bound_source, used, answer.prices, answer.detail)
+        return answer.choice, Bound(value, answer.bound_source, used, answer.prices)
 
     def values(self, choice: IntArray) -> FloatArray:
         """Return what a choice gives each member, (n_members,)."""
