@@ -302,9 +302,10 @@ class Prompt:
             if forward.noted is not None:
                 notes.latest.add(queries, step.columns, forward.noted, padded=step.padded)
             return
-        pairs = (states.keys, layer.keys), (states.values, layer.values)
         # a second look, at a model whose probe failed (`kvalloc.models.probe`)
-        refusals.refuse(attends_to_others=not all(a.is_set_to(b) for a, b in pairs) and (index,))
+        pairs = (states.keys, layer.keys), (states.values, layer.values)
+        same = all(given is own or given.is_set_to(own) for given, own in pairs)
+        refusals.refuse(attends_to_others=not same and (index,))
         evicts, remember = index in targets, not step.completes or self.goes_on_observing
         if not (self.whole or evicts or remember):
             return

@@ -47,9 +47,9 @@ def logits(model):
     return torch.stack(model.generate(IDS, **settings).logits)
 
 
-def check_refused(model, said):
-    """However it is asked, in one line; and the model is as before."""
-    expected = logits(model)
+def check_refused(model, said, *, runs=True):
+    """However it is asked, in one line; and the model is as before, if it runs at all."""
+    expected = logits(model) if runs else None
     for way in (
         lambda: kvalloc.apply(model, budget="100%"),
         lambda: kvalloc.apply(model, target_retention=0.9),
@@ -60,7 +60,7 @@ def check_refused(model, said):
             way()
         assert str(caught.value).startswith(said)
         assert "\n" not in str(caught.value)
-    assert torch.equal(logits(model), expected)
+    assert not runs or torch.equal(logits(model), expected)
     return str(caught.value)
 
 
@@ -134,13 +134,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_layer_that_attends_to_anything_but_what_its_cache_returned(name):
     change, which, found = CHANGES[name]
-    model = changed(change)
     said = OTHERS.format(0, "Own", which, found)
-    if name == "repeated":
-        with pytest.raises(UnsupportedModelError, match=said):
-            kvalloc.apply(model, budget="30%")
-    else:
-        check_refused(model, said)
+    check_refused(changed(change), said, runs=name != "repeated")
 
 
 def test_a_layer_that_attends_to_another_layers_entries():
@@ -148,7 +143,7 @@ def test_a_layer_that_attends_to_another_layers_entries():
 
 
 def test_a_layer_that_runs_twice():
-    check_refused(changed(None), TIMES.format("Own", 2, 2))
+    check_refused(changed(None), TIMES.format("Own", 2, 2), runs=False)  # nor does it in 5.2
 
 
 def test_a_layer_that_changes_nothing_is_served():

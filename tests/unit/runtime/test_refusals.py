@@ -283,6 +283,14 @@ def uneven(model):
     forward(model, make_cache(model, profile, policy="mpcache"))
 
 
+def of_copies(model):
+    """Its layers attend to copies since the model was looked at."""
+    cache = made(model)
+    update = cache.update
+    cache.update = lambda *states, **more: tuple(own.clone() for own in update(*states, **more))
+    model.generate(tiny.prompt(CONTEXT), past_key_values=cache, max_new_tokens=1)
+
+
 def too_few(model):
     kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
     refusals.check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
@@ -482,6 +490,7 @@ CASES = {
         partial(loaded_for, change=retrained),
         "filled by a LlamaModel with other weights than this LlamaModel.*allow_other_model=True",
     ),
+    "attends_to_others": (of_copies, "attends to other keys or values than its cache returned"),
     "budget_missed": (too_few, "score kept 9 entries in KV head 1 of row 0, whose budget is 8"),
 }
 
