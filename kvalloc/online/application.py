@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -11,6 +12,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from kvalloc.allocation.outlook import loss_outlook
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import (
     InputError,
@@ -40,6 +42,8 @@ from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.refusals import check_generate, is_assisted, refuse, setting, warn_of_plain
 from kvalloc.units import keywords_of, parse_bytes
+
+_LOG = logging.getLogger(__name__)
 
 _APPLIED = "_kvalloc_applied"
 
@@ -134,7 +138,10 @@ def apply(
     check_conflicts([n for n, value in given.items() if value is not None and value is not False])
     model = uncompiled(model)
     make = partial(cache_maker(profile, options, **keywords), model)
-    return Applied(model, make, lossless=lossless)
+    applied = Applied(model, make, lossless=lossless)
+    if profile is not None and (outlook := loss_outlook(load_profile(profile))):
+        _LOG.warning("%s", outlook)
+    return applied
 
 
 def cache_maker(

@@ -190,7 +190,7 @@ def _memory(material: Material) -> dict[str, Any]:
 def _summary(material: Material) -> list[dict[str, str]]:
     """Return a line about each file."""
     lines = []
-    stated = ("bytes", "bits", "retention", "predicted loss", "model error")
+    stated = ("bytes", "peak", "bits", "retention", "outlook", "predicted loss", "model error")
     for name, profile in material.profiles.items():
         fields = decision_fields(profile)
         facts = "; ".join(f"{label} {fields[label]}" for label in stated if fields[label])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting.costs import BIT_WIDTHS
+from kvalloc.allocation.outlook import loss_outlook
 from kvalloc.allocation.request import Request
 from kvalloc.errors import SolverError
 from kvalloc.formats.fitted import FittedModel
@@ -53,6 +54,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
         "why": decided.detail.removeprefix(f"{decided.decided_by}: "),
         "retention": _retention_text(decided),
+        "outlook": loss_outlook(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
         "model error": _error_text(decided),
         **_measured_fields(decided),
@@ -60,10 +62,19 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         "bound": _bound_text(decided),
         "price": _price_text(decided),
         "limits": "; ".join(_limit_text(one, decided) for one in decided.limits),
-        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({decided.share:.1%})",
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
+        "peak": _peak_text(decided),
         "bits": bits_text(decided),
         "chosen": policies_text(decided),
     }
+
+
+def _peak_text(decided: BudgetProfile) -> str:
+    """Return what the rest of a memory is for; empty if none was asked for."""
+    if not decided.fits_a_peak:
+        return ""
+    peak = decided.peak_bytes_at(decided.context_tokens, decided.batch)
+    return f"{size(peak)}: beside these bytes, one layer in full while a prompt is read"
 
 
 def _error_text(decided: BudgetProfile) -> str:
@@ -559,10 +570,7 @@ def kept_text(cache: Any) -> str:
     elif not (is_decided or profile.share_of_16_bits or profile.filled_bytes_at(1)) and target:
         # decided at one length: sinks and window weigh more in a shorter prompt
         target += f" at {profile.context_tokens:,} tokens"
-    share = share_text(cache.share, target)
-    kept = f"{share}, {size(cache.retained_bytes)}"
-    if cache.retained_bytes < cache.full_bytes:  # what is kept as it is may be wider than 16 bits
-        kept += f" instead of {size(cache.full_bytes)}"
+    kept = share_text(cache.retained_bytes, cache.full_bytes, target)
     return kept if cache.verifier is None else f"{kept}; {verified_text(cache.verifier.facts)}"
 
 

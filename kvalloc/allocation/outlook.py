@@ -1,0 +1,52 @@
+"""What budgets by retention are predicted to lose, and what their bytes could reach."""
+
+from __future__ import annotations
+
+from kvalloc.accounting.costs import WIDTHS
+from kvalloc.allocation.curves import RequestCurves
+from kvalloc.allocation.decision import decide
+from kvalloc.allocation.formulation import pose
+from kvalloc.allocation.request import Request
+from kvalloc.errors import KVAllocError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.shipped_profiles import find_fitted, load_fitted
+from kvalloc.problem.registry import get_solver
+
+
+def loss_outlook(profile: BudgetProfile) -> str:
+    """Return one line on the loss of budgets that were decided by retention.
+
+    The fitted file of the model predicts it: the sum of single losses at these budgets, times the
+    model error. Beside it stands the least that is predicted for the same bytes.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+
+    Returns
+    -------
+    str
+        Without a fitted file, the command that finds it out; empty if the profile states a loss or
+        was not decided by retention.
+    """
+    if profile.retention is None or profile.predicted_loss is not None:
+        return ""
+    unknown = "retention does not tell what answers lose"
+    if (file := find_fitted(profile.shape)) is None:
+        return f"{unknown}: run 'kvalloc fit {profile.shape.model_id}' once to know"
+    scores, share = load_fitted(file).scores, min(profile.share, 1.0)
+    asked = {"level": "head", "objective": "loss", "bits": sorted({*WIDTHS} - {16})}
+    try:
+        request = Request.parse(budget=share, context=profile.context_tokens, **asked)
+        curves = RequestCurves(scores=scores, request=request)
+        lost = curves.predicted_loss(profile.budgets, profile.bits)
+        best = decide(pose(scores, request), get_solver("lagrangian"), priced=False)
+    except KVAllocError as error:  # a length or a share that its curves do not cover
+        return f"{unknown}, nor does {file}: {error}"
+    if lost is None or best.expected_loss is None:
+        return f"{unknown}, and these budgets are below the curves of {file}"
+    lost *= scores.error_at(share) or 1.0
+    return (
+        f"predicted to lose {lost:.2g} nats a token; {share:.1%} of the bytes by --budget could "
+        f"lose {best.expected_loss:.2g} (curves of {file})"
+    )
