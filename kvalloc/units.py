@@ -243,15 +243,17 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def share_text(share: float, target: str = "") -> str:
-    """Return how much is stored, behind the target if that is known.
+def share_text(stored_bytes: int, full_bytes: int, target: str = "") -> str:
+    """Return how much is stored of a cache at 16 bits, behind the target if that is known.
 
     Examples
     --------
-    >>> share_text(0.1968, "20.0%"), share_text(1)
-    ('asked for 20.0%, 19.7% of a cache at 16 bits', '100.0% of a cache at 16 bits')
+    >>> share_text(2015, 10240, "20.0%")
+    'asked for 20.0%, 19.7% of a cache at 16 bits, 1.97 KiB of 10.00 KiB'
     """
-    return f"{f'asked for {target}, ' if target else ''}{share:.1%} of a cache at 16 bits"
+    asked, share = f"asked for {target}, " if target else "", stored_bytes / max(full_bytes, 1)
+    stored = f"{size(stored_bytes)} of {size(full_bytes)}"
+    return f"{asked}{share:.1%} of a cache at 16 bits, {stored}"
 
 
 def gap_text(gap: float | None) -> str:

@@ -162,7 +162,7 @@ def eval(model: str, **given: Any) -> None:
                 engine, loaded.tokenizer, cases, work, context=context, progress=progress
             )
     for name, budgets in profiles.items():
-        share = share_text(budgets.share, budgets.target_text)
+        share = share_text(budgets.retained_bytes, budgets.full_bytes, budgets.target_text)
         note(f"{name}: {budgets.solver}, {budgets.level} level, {share}", beside_json=False)
     settings = {"tasks": [task.name for task in tasks], "context": context}
     result = evaluation_of(

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvalloc.accounting.costs import full_bytes, plain_bytes, reading_bytes
 from kvalloc.allocation.request import Request
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, one_line, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.formats.shipped_profiles import find_fitted, load_fitted
@@ -30,11 +30,14 @@ from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import build_cache
 from kvalloc.runtime.options import CacheOptions
 from kvalloc.shape import ModelShape
-from kvalloc.units import bytes_text, parse_share, share_text, size
+from kvalloc.units import bytes_text, parse_share, size
 
 _TARGETS = {"budget", "target_loss", "memory"}
 _PARTS = 100_000
 """Of these a share is so many, where the largest one that fits is looked for."""
+
+DETAIL = 100
+"""Characters of a line of detail."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,10 +137,11 @@ class Default:
             profile = way.profile(max(alike))
             share = way.setting.share
             read = Rows(max(alike), len(alike), tokens, size.chunked)
-            text = _text(profile, way, alike, read) + way.advice(max(alike))
+            text, rest = _text(profile, way, alike, read)
             if len(groups) > 1:
                 text = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: {text}"
-            _LOG.info(text)
+            _LOG.info("%s; %s", text, rest)
+            text = one_line(text, DETAIL)
             requested = {**profile.requested, "value": share}
             if self.alone:
                 requested["memory"] = self.options.memory
@@ -179,6 +183,8 @@ class Default:
             early = Early(setting=replace(setting, share=part / _PARTS))
             return unfilled(part) >= 0 and early.peak_bytes(read) + needs > memory
 
+        if not over(_PARTS, decided=False):
+            return 1.0
         for decided in (True, False)[setting.file is None or size.chunked :]:
             parts = range(1, _PARTS + 1)
             part = bisect.bisect_left(parts, True, key=partial(over, decided=decided))
@@ -278,30 +284,29 @@ def _text(
     way: Way,
     lengths: Sequence[int],
     read: Rows,
-) -> str:
-    """Return one line on rows of these lengths: their way, what is kept, peak and cost."""
+) -> tuple[str, str]:
+    """Return the line of detail of rows of these lengths, and the rest: way, peak and cost."""
     shape, share, peak = profile.shape, way.setting.share, way.peak_bytes(read)
     full = list(shape.full_layers)
     kept = sum(profile.budgets_for(n)[full].mean() for n in lengths) / sum(lengths)
     stored = sum(map(profile.retained_bytes_at, lengths))
-    reached = float(np.average([*map(profile.share_at, lengths)], weights=lengths))
-    cost, text = way.cost, way.says(chunked=read.chunked)
+    cost, text, brief = way.cost, way.says(chunked=read.chunked), way.brief
+    evicted = f"{1 - kept:.0%} evicted"
     if kept == 1:
         cost, text, peak = Whole.cost, Whole.text, plain_bytes(shape, read.columns, read.n_rows)
-        if reached > share < 1:
-            text = f"keeps the prompt whole, which is too short for {share:.1%}"
-    width = "at 16 bits"
+        evicted = "nothing evicted"
+        if share < 1 and max(map(profile.share_at, lengths)) > share:
+            brief = f"too short for {share:.1%}"
+    width, share_now = "at 16 bits", f" ({stored / sum(full_bytes(shape, n) for n in lengths):.1%})"
     if not profile.reduces:
-        width, stored = "as they are", sum(plain_bytes(shape, length) for length in lengths)
+        width, share_now = "nothing rounded", ""
+        stored = sum(plain_bytes(shape, length) for length in lengths)
     if profile.bits is not None:
         widths = np.unique(profile.bits[full]).tolist()
-        width = f"at {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
-    measured = "" if isinstance(way, Decided) else ", nothing measured"
-    return (
-        f"by default{measured}: {text}; {kept:.0%} of the entries {width}, {size(stored)}, "
-        f"{share_text(reached)}; about {size(peak)} while it is read, and {cost} times a plain "
-        "prefill"
-    )
+        width = f"rounded to {' to '.join(map(str, widths[:: max(len(widths) - 1, 1)]))} bits"
+    detail = f"{evicted}, {width}; {size(stored)}{share_now}; {brief}"
+    rest = f"{text}; about {size(peak)} while it is read, and {cost} times a plain prefill"
+    return detail, rest + way.advice(max(lengths))
 
 
 def _alike(lengths: Sequence[int], ways: Sequence[Way]) -> dict[Way, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.schedule import default_interval
 from kvalloc.runtime.tail import room_for
 from kvalloc.shape import ModelShape
-from kvalloc.units import bytes_text, parse_bytes, share_text, size
+from kvalloc.units import bytes_text, parse_bytes, size
 
 BEST, STEP = 5, 1.5
 """Settings that are given, and by how much the share grows from one to the next that is tried."""
@@ -155,7 +155,7 @@ def plan_batch(
         raise InputError(
             f"{option('memory', bytes_text(room))} is {size(room)}, but one row of {prompt:,} and "
             f"{answer:,} tokens takes {size(loads[0].peak_bytes)} at its peak at "
-            f"{share_text(loads[0].share)}; give at least "
+            f"{loads[0].share:.1%} of a cache at 16 bits; give at least "
             f"{option('memory', bytes_text(loads[0].peak_bytes))}"
         )
     if isinstance(times, str):

@@ -160,8 +160,8 @@ class Way:
     ----------
     cost : float
         Time of a prompt of 2,048 tokens over a plain prefill's (SmolLM2-135M, two threads).
-    text : str
-        What it does, in a line of detail.
+    text, action : str
+        What it does, in a log and in a line of detail.
     by_layer : bool
         Option of that name of the caches that serve it, see `CacheOptions`.
     by_prompt : bool
@@ -174,6 +174,7 @@ class Way:
 
     cost: ClassVar[float]
     text: ClassVar[str]
+    action: ClassVar[str] = ""
     by_layer: ClassVar[bool] = False
     by_prompt: ClassVar[bool] = True
     fits_values: ClassVar[bool] = False
@@ -229,6 +230,12 @@ class Way:
         """Return the budgets by which a conversation goes once it is longer, if they differ."""
         return None
 
+    @property
+    def brief(self) -> str:
+        """Return the same in a line of detail, and what is known of the loss."""
+        known = "nothing measured" if self.setting.file is None else "no loss predicted"
+        return f"{known}: {self.action}" if self.action else known
+
     def says(self, *, chunked: bool) -> str:
         """Return what it does with a prompt that comes in several forwards, or in one."""
         return self.text
@@ -274,7 +281,7 @@ class Early(Way):
     """The heads of each layer compete as it is read, by the surrogate or the last tokens' votes."""
 
     cost = 1.2
-    text = "evicts while the prompt is read"
+    text = action = "evicts while the prompt is read"
     by_layer = True
 
 
@@ -309,6 +316,11 @@ class Decided(Way):
         return solve_share(str(own.file), own.share, LONGER)
 
     @property
+    def brief(self) -> str:
+        """Return the predicted loss; see `Way.brief`."""
+        return f"predicted loss {self.predicted_loss:.2g} nats a token"
+
+    @property
     def predicted_loss(self) -> float:
         """Return the sum of single losses, times what whole caches lost beside it."""
         return self.profile(None).expected_loss or 0.0
@@ -341,6 +353,7 @@ class Twice(Way):
 
     cost = 2.5
     text = "reads the prompt twice and holds the full cache meanwhile"
+    action = "reads the prompt twice"
     fits_values = True
 
     @property
@@ -369,6 +382,7 @@ class Late(Way):
 
     cost = 1.1
     text = f"holds the full cache until {AWAITED} tokens have followed the prompt"
+    action = f"evicts after {AWAITED} more tokens"
 
     @property
     def scorer(self) -> Scorer:

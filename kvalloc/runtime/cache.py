@@ -18,7 +18,7 @@ from transformers import Cache
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import full_bytes
 from kvalloc.accounting.stored import bytes_at_16_bits, layer_tensors, storages
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError, one_line
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.models.names import can_take_back
@@ -31,7 +31,7 @@ from kvalloc.runtime.options import CacheOptions
 from kvalloc.runtime.prompt import Prompt
 from kvalloc.runtime.saving import save_cache
 from kvalloc.runtime.verifier import Verifier
-from kvalloc.units import share_text, size
+from kvalloc.units import share_text
 
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a forward that are of rows."""
@@ -129,7 +129,7 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     def __repr__(self) -> str:
         """Model, tokens and share; layers each by itself would fill screens."""
-        stored = f"{self.share_text}, {size(self.retained_bytes)}" if self.batch else "empty"
+        stored = self.share_text if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
             f"BudgetCache({self._prompt.plan.name}, rows={self.batch}, "
@@ -145,7 +145,7 @@ class BudgetCache(Cache, hooks.HookedCache):
         Where rows are kept in different ways, that of the first of these; its detail tells of all.
         """
         first, *others = (prompt.profile for prompt in self._prompts)
-        details = "; ".join(own.detail for own in (first, *others))
+        details = one_line("; ".join(own.detail for own in (first, *others)), 100)
         return first.replace(detail=details) if others else first
 
     @property
@@ -275,8 +275,8 @@ class BudgetCache(Cache, hooks.HookedCache):
 
     @property
     def share_text(self) -> str:
-        """What was asked for, if that is known, and the share that is stored."""
-        return share_text(self.share, self.profile.target_text)
+        """What was asked for, if that is known, and all that is stored."""
+        return share_text(self.retained_bytes, self.full_bytes, self.profile.target_text)
 
     @property
     def full_bytes(self) -> int:

@@ -14,7 +14,7 @@ def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypa
     monkeypatch.setattr(ProgressBar, "__call__", lambda bar, *now: counted.append(now))
     text = ("--text", folder / "text.txt", "--context", 64, "--samples", 4)
     ask = ("generate", models / "tiny", "--budget", "40%", "--prompt-file", folder / "prompt.txt")
-    before = run(*ask).err
+    before = run(*ask, "--verbose").err
     assert "reads the prompt twice" in before
     assert "'kvalloc fit' once, and one read does, 1.2 times a plain prefill" in before
     said = run("fit", models / "tiny", *text)
@@ -27,8 +27,8 @@ def test_a_fitted_model_is_found_by_itself(models, folder, fitted_here, monkeypa
     (file,) = fitted_here.iterdir()
     assert str(file) in said.out
     assert file.name.startswith("tiny-")
-    assert f"as solved from {file}" in run(*ask).err
-    assert f"as solved from {file}" in run(*ask, "--dtype", "float16").err
+    assert f"as solved from {file}" in run(*ask, "--verbose").err
+    assert "predicted loss" in run(*ask, "--dtype", "float16").err
     assert f"fitted here: {file}" in run("list", "profiles").err
     assert "fitted" not in run("generate", models / "twin", *ask[2:]).err.replace("fit'", "")
     file.write_bytes(file.read_bytes()[:-9])
@@ -48,7 +48,7 @@ def test_a_fitted_file_is_named(models, profiles, folder):
         assert ran.json["scorer"] == "surrogate"
         assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
     named = ("--budget", "40%", "--fitted", file, "--prompt-file", folder / "prompt.txt")
-    assert f"as solved from {file}" in run("generate", models / "tiny", *named).err
+    assert "predicted loss" in run("generate", models / "tiny", *named).err
     said = refused(folder, "generate", models / "twin", *named)
     assert f"the fitted file {file} is for the weights of tiny" in said
     assert "with 'kvalloc fit'" in said

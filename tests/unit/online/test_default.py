@@ -17,7 +17,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.fitted import FittedModel
 from kvalloc.models.loading import shape_of
-from kvalloc.online.default import Default
+from kvalloc.online.default import DETAIL, Default
 from kvalloc.online.prompt_size import PromptSize
 from kvalloc.online.solved import LOOSE, grid_length, solve_share
 from kvalloc.online.ways import (
@@ -116,21 +116,37 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(tiny, model, caplog):
     with caplog.at_level(logging.INFO, logger="kvalloc.online.default"):
         late = run(model, tiny.prompt(TOKENS), budget="20%")
         early = run(model, tiny.prompt(TOKENS), budget="20%", memory="60KiB")
-        run(model, tiny.prompt(TOKENS), budget=1)
+        full = run(model, tiny.prompt(TOKENS), budget=1)
     said = caplog.messages
-    assert said[0] == late.profile.detail
-    assert said[1] == early.profile.detail
-    assert "reads the prompt twice and holds the full cache meanwhile; 45%" in said[0]
-    assert "evicts while the prompt is read; 45%" in said[1]
-    for one, stored, reached, cost in (
-        (said[0], "14.81", "19.8", Twice.cost),
-        (said[1], "14.81", "19.8", Early.cost),
-    ):
-        told = f"at 5 bits, {stored} KiB, {reached}% of a cache at 16 bits; about"
-        assert f"% of the entries {told}" in one
+    details = [one.profile.detail for one in (late, early, full)]
+    assert details == [
+        f"55% evicted, rounded to 5 bits; 14.81 KiB (19.8%); nothing measured: {action}"
+        for action in ("reads the prompt twice", "evicts while the prompt is read")
+    ] + ["nothing evicted, nothing rounded; 150 KiB; nothing measured"]
+    assert all(len(detail) <= DETAIL for detail in details)
+    assert "; reads the prompt twice and holds the full cache meanwhile; about" in said[0]
+    assert "; evicts while the prompt is read; about" in said[1]
+    for one, cost in zip(said, (Twice.cost, Early.cost, 1.0), strict=True):
         assert f" KiB while it is read, and {cost} times a plain prefill" in one
-    assert "evicts nothing; 100% of the entries as they are, 150 KiB, 100.0% of" in said[2]
-    assert "about 150 KiB while it is read, and 1.0 times" in said[2]
+    assert "; evicts nothing; about 150 KiB while it is read" in said[2]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("budget", ["20%", None, "3%", "100%"])
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_line_of_detail_has_at_most_100_characters(
+    tiny, model, fitted_file, rows, budget, fitted, embedded
+):
+    memory = None if budget else rows * 70 * 2**10
+    options = CacheOptions(fitted=str(fitted_file) if fitted else None, memory=memory)
+    default = Default.parse(budget, options)
+    for lengths in ((TOKENS,) * rows, (14, TOKENS)[-rows:], (3,) * rows):
+        size = PromptSize(tokens=max(lengths), lengths=lengths, embedded=embedded)
+        cache = default.cache(model, size)
+        for profile in {id(one): one for one in (cache.profile, cache._prompt.profile)}.values():
+            assert 20 < len(profile.detail) <= DETAIL
+            assert "evicted, " in profile.detail
 
 
 def test_a_budget_of_everything_changes_no_bit(tiny, model, fitted_file):
@@ -198,7 +214,7 @@ def test_a_prompt_too_short_for_its_share_is_kept_whole(tiny, model, tokens, opt
     for share, dtype in (("20%", torch.float32), ("2%", torch.bfloat16)):
         cache = run(model.to(dtype), tiny.prompt(tokens), new=1, budget=share, **options)
         assert (cache.kept_tokens == tokens).all()
-        assert "keeps the prompt whole, which is too short" in cache.profile.detail
+        assert "too short" in cache.profile.detail
         # Rounded where that saves bytes; where the model is in float32, positions are stored.
         positions = POSITION_BYTES * tokens * cache.profile.budgets.size
         stored = cache.retained_bytes - positions * (dtype == torch.float32)
@@ -296,14 +312,12 @@ def test_any_share_is_solved_from_a_fitted_file(tiny, model, fitted_file, tmp_pa
     for share in (0.13, 0.2, 0.5):
         cache = run(model, tiny.prompt(TOKENS), budget=share, fitted=file)
         own = cache.profile
-        assert f"as solved from {file}" in own.detail
         assert share - 0.04 < own.share_at(TOKENS) <= share
         assert share_of(cache) <= share
         proven = own.bound_source == "dual"
         assert own.gap <= LOOSE
         assert proven or (own.bound_source, own.termination) == ("dp", "optimal")
-        assert "nats a token, a sum of single losses within" in own.detail
-        assert "as whole caches measured" in own.detail
+        assert f"predicted loss {own.expected_loss:.2g} nats a token" in own.detail
         own.save(profile)
         assert run_command("verify", profile, file).code == (0 if proven else 3)
         sources.add(own.bound_source)
@@ -316,8 +330,7 @@ def test_any_share_is_solved_from_a_fitted_file(tiny, model, fitted_file, tmp_pa
     again = run(model, tiny.prompt(TOKENS + 3), budget=0.37, fitted=file)
     assert again.profile.context_tokens == grid_length(TOKENS + 3) == grid_length(TOKENS)
     assert (
-        "keeps the prompt whole"
-        in run(model, tiny.prompt(14), budget=0.2, fitted=file).profile.detail
+        "too short for 20.0%" in run(model, tiny.prompt(14), budget=0.2, fitted=file).profile.detail
     )
 
 
@@ -352,24 +365,21 @@ def test_what_a_fitted_file_decides_takes_what_it_says(tiny, model, fitted_file)
     default, shape = Default.parse("20%", options), shape_of(model)
     cache = run(model, tiny.prompt(TOKENS), budget="20%", fitted=fitted_file)
     assert cache.profile.requested["objective"] == "loss"  # how it was decided stays
-    assert cache.profile.detail.startswith(
-        f"by default: evicts while the prompt is read, as solved from {fitted_file}; "
-    )
     way = chosen_way(default.setting(shape), TOKENS)
     assert isinstance(way, Decided)
     peak = way.peak_bytes(Rows(TOKENS, 1, TOKENS))
     assert peak == cache.profile.peak_bytes_at(TOKENS)
     whole = run(model, tiny.prompt(TOKENS), budget="20%", fitted=fitted_file, memory=f"{peak}B")
-    assert "as solved from" in whole.profile.detail
+    assert "predicted loss" in whole.profile.detail
     chunked = default.cache(model, PromptSize(tokens=TOKENS, chunked=True))
-    assert "holds the full cache until the prompt is complete" in chunked.profile.detail
+    assert "predicted loss" in chunked.profile.detail
     full = way.peak_bytes(Rows(TOKENS, 1, TOKENS, chunked=True))
     assert full > plain_bytes(shape, TOKENS)
     within = replace(default, options=replace(options, memory=full - 1))
     short = within.cache(model, PromptSize(tokens=TOKENS, chunked=True))
     assert len(np.unique(short.profile.bits)) == 1
     rows = run(model, tiny.prompt(TOKENS, 2), budget="20%", fitted=fitted_file)
-    assert "as solved from" in rows.profile.detail
+    assert "predicted loss" in rows.profile.detail
     assert 0.16 < share_of(rows, 2) <= 0.2
 
 

@@ -103,8 +103,14 @@ def test_a_cache_shows_its_tokens_and_bytes(model):
     assert repr(cache).endswith("rows=0, tokens=0, empty)")
     with torch.no_grad():
         model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
-    text = f"{cache.share:.1%} of a cache at 16 bits, {size(cache.retained_bytes)}"
-    assert repr(cache).endswith(f"rows=2, tokens={CONTEXT}, {text})")
+    text = f"{cache.share:.1%} of a cache at 16 bits, {size(cache.retained_bytes)} of "
+    assert f"rows=2, tokens={CONTEXT}, {text}" in repr(cache)
+    with torch.no_grad():
+        model(tiny.prompt(30, 2), past_key_values=cache)  # as the model makes them, in float32
+    share = cache.retained_bytes / cache.full_bytes
+    assert share > cache.share
+    text = f"{share:.1%} of a cache at 16 bits, {size(cache.retained_bytes)} of "
+    assert repr(cache).endswith(f"{text}{size(cache.full_bytes)})")
 
 
 # A reduced cache stores at most 16 bits a number, also where the model computes in float32

@@ -176,7 +176,7 @@ def test_memory_of_a_prompt_in_chunks_is_of_entries_that_are_not_rounded_yet():
         in_effect.append(applied)
         model.generate(ids, **settings)
         assert applied.last_cache is not None
-        assert "evicts while the prompt is read" in applied.last_cache.profile.detail
+        assert "evicts while" in applied.last_cache.profile.detail
     with (
         kvalloc.apply(model, budget="20%", memory=whole - 1),
         pytest.raises(InputError, match="needs"),
