@@ -35,9 +35,11 @@ def loss_outlook(profile: BudgetProfile) -> str:
     if (file := find_fitted(profile.shape)) is None:
         return f"{unknown}: run 'kvalloc fit {profile.shape.model_id}' once to know"
     scores, share = load_fitted(file).scores, min(profile.share, 1.0)
-    asked = {"level": "head", "objective": "loss", "bits": sorted({*WIDTHS} - {16})}
+    context, widths = profile.context_tokens, sorted({*WIDTHS} - {16})
     try:
-        request = Request.parse(budget=share, context=profile.context_tokens, **asked)
+        request = Request.parse(
+            budget=share, context=context, level="head", objective="loss", bits=widths
+        )
         curves = RequestCurves(scores=scores, request=request)
         lost = curves.predicted_loss(profile.budgets, profile.bits)
         best = decide(pose(scores, request), get_solver("lagrangian"), priced=False)

@@ -125,7 +125,11 @@ class Prompt:
         """
         own, longer = self.profile, self.plan.longer
         if left is None:  # the share of a short text holds a little later
-            if longer is None or longer is own or longer.share_at(tokens) > longer.asked_share:
+            if (
+                longer is None
+                or longer is own
+                or longer.share_at(tokens) > (longer.asked_share or 0)
+            ):
                 return False
         else:
             within, shape = self.plan.within, own.shape
